@@ -1,0 +1,69 @@
+"""The shared package of the Distributed Training Labs: the boring lines, so that the notebooks hold the interesting ones.
+
+Each room is imported by its name (``from lab_utils import data, timing``); this file imports none of them, so that
+``import lab_utils`` costs nothing and works even where torch and torchvision do not fit together.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import ModuleType
+
+
+class LabError(Exception):
+    """What a learner can cause and mend: what happened, where, the likely cause, one command that fixes it, the log.
+
+    Args:
+        what: One sentence, at most 120 characters, that stands on the first line.
+        where: The file, cell, host or address concerned.
+        cause: The likely cause.
+        fix: One command or action that fixes it.
+        log: Path of the log with the details.
+    """
+
+    def __init__(self, what: str, *, where: object = "", cause: str = "", fix: str = "", log: object = "") -> None:
+        self.what, self.where, self.cause, self.fix, self.log = what, str(where), cause, fix, str(log)
+        hints = [("where", self.where), ("likely", cause), ("fix", fix), ("log", self.log)]
+        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in hints if text)]))
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback: the message alone, which is all that a learner needs."""
+        return str(self).splitlines()
+
+
+def checkout() -> Path:
+    """Returns the repository's root, or the current folder where the package is installed away from it."""
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "pyproject.toml").exists() else Path.cwd()
+
+
+def env_folder(variable: str, default: str) -> Path:
+    """Returns the folder that an environment variable names, or ``default`` under the repository's root."""
+    return Path(os.environ.get(variable) or checkout() / default).expanduser().resolve()
+
+
+def load_torchvision() -> ModuleType:
+    """Imports torchvision, which is built for exactly one version of torch.
+
+    Raises:
+        LabError: It is missing or does not go with the installed torch (``operator torchvision::nms does not exist``).
+    """
+    try:
+        import torchvision
+    except (ImportError, RuntimeError, OSError) as error:
+        from importlib.metadata import PackageNotFoundError, version
+
+        found = []
+        for package in ("torch", "torchvision"):
+            try:
+                found.append(f"{package} {version(package)}")
+            except PackageNotFoundError:
+                found.append(f"{package} (not installed)")
+        raise LabError(
+            f"{' and '.join(found)} do not go together.",
+            where="import torchvision",
+            cause=f"each torchvision is built for one torch; importing it said: {str(error).splitlines()[0]}",
+            fix="rm -rf .venv && make setup",
+        ) from error
+    return torchvision
