@@ -7,7 +7,8 @@ measure with it. ``NotImplementedError`` from an untouched stub, and errors of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -38,6 +39,18 @@ def expect(right: bool, case: str, *, yours: object, expected: object, hint: str
     """Raises :class:`NotYetError` unless ``right``; ``case`` says what was tried, in a few words."""
     if not right:
         raise NotYetError(case, yours=yours, expected=expected, hint=hint)
+
+
+@contextmanager
+def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -> Iterator[None]:
+    """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint."""
+    try:
+        yield
+    except NotImplementedError:  # a RuntimeError by birth, and here the word of an untouched stub
+        raise
+    except errors as error:
+        yours = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
 
 
 def exercise(number: str, answer: Callable) -> None:
