@@ -64,6 +64,44 @@ endif
 	@pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $(READY)
 
+## workspace: make or refresh your copy of the labs in workspace/; what you changed is kept
+.PHONY: workspace
+workspace: setup
+	@python -m lab_utils.workspace
+
+# Stored outputs come from the drawn data set and a fresh folder of records, whatever lies in data/ and runs/.
+EXECUTE := jupyter nbconvert --log-level WARN --to notebook --execute --ExecutePreprocessor.timeout=1800 \
+  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
+
+## notebooks: run all notebooks again and save them with their outputs
+.PHONY: notebooks
+notebooks: setup
+	@rm -rf runs/notebooks
+	@LAB_DATA=$(CURDIR)/runs/notebooks/data LAB_RUNS=$(CURDIR)/runs/notebooks $(EXECUTE) --inplace notebooks/*.ipynb
+
+## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU)
+.PHONY: reference
+reference: setup
+	@rm -rf runs/reference
+	@LAB_SCALE=full LAB_RUNS=$(CURDIR)/runs/reference $(EXECUTE) --output-dir runs/reference notebooks/01_mixed_precision.ipynb
+	@LAB_RUNS=$(CURDIR)/runs/reference python -m lab_utils.timing reference lab1
+
+## bench: measure the performance claims that a maintainer has to defend
+.PHONY: bench
+bench: setup
+	@python -m benchmarks
+
+## lint: check style and formatting
+.PHONY: lint
+lint: setup
+	@ruff check . && ruff format --check .
+
+## lock: resolve the exact versions again, with hashes, for every Python and platform (needs uv)
+.PHONY: lock
+lock:
+	uv pip compile pyproject.toml --extra test --extra build --universal --python-version 3.11 --generate-hashes \
+	  --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
+
 ## help: this list
 .PHONY: help
 help:
