@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from lab_utils.check import Exercise, expect, refusing
+
+
+# GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
+_refusing_scaler = partial(refusing, AssertionError, RuntimeError)
 
 
 class _Probe(nn.Module):
@@ -47,14 +52,8 @@ def _make_case(dtype: torch.dtype, lr: float = 0.1) -> dict:
     }
 
 
-def _amp_reference(
-    model: nn.Module,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    dtype: torch.dtype,
-    max_norm: float | None = None,
+def _run_reference(
+    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, optimizer, scaler, dtype, max_norm: float | None = None
 ) -> torch.Tensor:
     """The expected step; returns the loss, or the gradient norm where ``max_norm`` is given."""
     optimizer.zero_grad()
@@ -96,10 +95,8 @@ def verify_amp_step(amp_step: Callable) -> str:
         ours, theirs = _make_case(dtype), _make_case(dtype)
         for step in (1, 2):
             before = copy.deepcopy(ours["model"])
-            expected = _amp_reference(**theirs)
-            with refusing(
-                AssertionError,
-                RuntimeError,
+            expected = _run_reference(**theirs)
+            with _refusing_scaler(
                 case=f"{name}, step {step}: GradScaler refused",
                 expected="scale, backward, step, update",
                 hint="in this order: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
@@ -178,10 +175,8 @@ def verify_clipped_step(clipped_step: Callable) -> str:
     for max_norm in (0.1, 100.0):
         ours, theirs = _make_case(torch.float16), _make_case(torch.float16)
         before = copy.deepcopy(ours["model"])
-        expected = _amp_reference(**theirs, max_norm=max_norm)
-        with refusing(
-            AssertionError,
-            RuntimeError,
+        expected = _run_reference(**theirs, max_norm=max_norm)
+        with _refusing_scaler(
             case=f"max_norm {max_norm:g}: GradScaler refused",
             expected="scale, backward, unscale_, clip, step, update",
             hint="scaler.unscale_(optimizer) once per step, after backward and before scaler.step(optimizer)",
@@ -218,7 +213,7 @@ def _expect_updated(
 ) -> None:
     """A second step, in which the scale has to grow, shows whether ``update`` is called."""
     hint = "end each step with scaler.update(): without it the scale never changes and the next unscale_ is refused"
-    with refusing(AssertionError, RuntimeError, case="a second step", expected="a step", hint=hint):
+    with _refusing_scaler(case="a second step", expected="a step", hint=hint):
         clipped_step(**case, max_norm=max_norm)
     yours = scaler.get_scale()
     expected = reference.get_scale() * 2  # growth_interval=2: two good steps double it

@@ -1,0 +1,170 @@
+"""The data sets of the labs: found or drawn, packed once into memory-mapped arrays, handed out in batches.
+
+``data.load()`` gives CINIC-10 where it lies in ``LAB_DATA``, else shapes10, which is drawn on the spot;
+``dataset.batches("train", 128, device=device)`` its training images, shuffled and augmented.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from lab_utils import LabError, env_folder
+from lab_utils.data.archive import import_archive
+from lab_utils.data.batches import Batches
+from lab_utils.data.fetch import fetch_archive
+from lab_utils.data.folder import classic_loader, export
+from lab_utils.data.sources import find_cinic10, provide_pack
+
+__all__ = [
+    "NAMES",
+    "Batches",
+    "Dataset",
+    "Split",
+    "classic_loader",
+    "export",
+    "fetch_archive",
+    "import_archive",
+    "load",
+]
+
+NAMES = ("shapes10", "cinic10", "cifar10", "fashion_mnist")
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Images uint8 (N, 3, 32, 32), mapped from the disk, and their labels int64 (N,)."""
+
+    images: torch.Tensor = field(repr=False)
+    labels: torch.Tensor = field(repr=False)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A packed data set.
+
+    Attributes:
+        name: One of :data:`NAMES`.
+        class_names: In the order of the labels.
+        mean: Per channel, in 0..1, over the training images (for cinic10 the published ones).
+        std: Standard deviation, likewise.
+        source: Where it comes from, in words, without a path.
+        train: 10,000 images of shapes10; 90,000 of the full CINIC-10.
+        valid: For choosing among models.
+        test: For the last number only.
+        skipped: Images that could not be read and were left out because that was asked for.
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    source: str
+    train: Split
+    valid: Split
+    test: Split
+    skipped: int = 0
+
+    @property
+    def summary(self) -> str:
+        """One line, the same on every machine that has this data set: sizes, classes, source."""
+        sizes = ", ".join(f"{len(getattr(self, split)):,} {split}" for split in ("train", "valid", "test"))
+        left_out = f"; {self.skipped:,} unreadable images were left out" if self.skipped else ""
+        return f"{self.name}: {sizes} images of {len(self.class_names)} classes, {self.source}{left_out}"
+
+    def batches(
+        self,
+        split: str,
+        batch_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        train: bool | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        pad: bool = False,
+    ) -> Batches:
+        """Hands out a split in batches, exactly: over all ranks every image comes once an epoch.
+
+        Args:
+            split: ``train``, ``valid`` or ``test``.
+            batch_size: Images per batch and rank.
+            device: Where the batches are made and end up.
+            train: Shuffle and augment; by default for the split ``train`` only.
+            seed: Of the order and the augmentation; the same on every rank.
+            rank: This process, from 0.
+            world_size: Number of processes that share the split.
+            drop_last: Leave out what does not fill a batch, so that every rank has as many batches as the others.
+            pad: Repeat images from the start of the order until every rank has equally many.
+
+        Returns:
+            An iterable of (images float32 (B, 3, 32, 32), labels int64 (B,)) with ``len`` and ``set_epoch(epoch)``.
+
+        Raises:
+            LabError: There is no such split or rank, or no batch of this size.
+        """
+        if split not in ("train", "valid", "test"):
+            raise LabError(
+                f"There is no split {split!r} in {self.name}.",
+                where=f"batches({split!r}, ...)",
+                cause="a mistyped name; what others call 'val' or 'validation' is 'valid' here",
+                fix="take 'train', 'valid' or 'test'",
+            )
+        part: Split = getattr(self, split)
+        return Batches(
+            part.images,
+            part.labels,
+            batch_size,
+            mean=self.mean,
+            std=self.std,
+            device=device,
+            train=split == "train" if train is None else train,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            drop_last=drop_last,
+            pad=pad,
+        )
+
+
+def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: bool = False) -> Dataset:
+    """Loads a data set; the first time it is drawn, read or downloaded, and packed.
+
+    Args:
+        name: One of :data:`NAMES`; by default ``cinic10`` where it is found under ``root``, else ``shapes10``.
+        root: The folder that holds data sets, or a folder in CINIC-10's layout; by default the environment variable
+            ``LAB_DATA``, else the repository's ``data/``.
+        skip_bad: Go on without the images that cannot be read, instead of naming them and stopping.
+
+    Raises:
+        LabError: Unknown name, nothing there, images that cannot be read, a download that failed.
+    """
+    root = Path(root).expanduser().resolve() if root else env_folder("LAB_DATA", "data")
+    note = ""
+    if name is None:
+        name = "cinic10" if find_cinic10(root) else "shapes10"
+        note = " (no CINIC-10 was found in LAB_DATA)" if name == "shapes10" else ""
+    if name not in NAMES:
+        raise LabError(
+            f"There is no data set {name!r}.",
+            where=f"data.load({name!r})",
+            cause="a mistyped name",
+            fix=f"choose one of {', '.join(NAMES)}",
+        )
+    manifest, arrays = provide_pack(name, root, skip_bad=skip_bad)
+    splits = {s: Split(torch.from_numpy(images), torch.from_numpy(labels)) for s, (images, labels) in arrays.items()}
+    return Dataset(
+        name,
+        tuple(manifest["classes"]),
+        tuple(manifest["mean"]),
+        tuple(manifest["std"]),
+        manifest["source"]["words"] + note,
+        **splits,
+        skipped=sum(split["skipped"] for split in manifest["splits"].values()),
+    )

@@ -1,0 +1,144 @@
+"""Batches by gather: pick the images out of the map, send them as bytes, and augment the whole batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lab_utils import LabError
+
+PADDING = 4
+
+
+class Batches:
+    """One rank's share of a split, a batch at a time: (float32 (B, 3, 32, 32) normalised, int64 (B,)) on the device.
+
+    Training batches come in a new order every epoch, moved by up to four pixels and mirrored at random, as in section
+    4.2 of He et al. (arXiv:1512.03385). Order, shifts and mirrors are drawn for the whole epoch, by image, from (seed,
+    epoch): an image looks the same whatever the batch size and on whichever rank it lands. The border that a shift lets
+    in is black, because the image is padded before it is normalised, as torchvision's RandomCrop does on a PIL image.
+
+    Call :meth:`set_epoch` before each epoch; without it every epoch has the order of the first.
+    """
+
+    def __init__(
+        self,
+        images: torch.Tensor,
+        labels: torch.Tensor,
+        batch_size: int,
+        *,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        device: torch.device | str = "cpu",
+        train: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool = False,
+        pad: bool = False,
+    ) -> None:
+        """Checks the shares; arguments as in :meth:`lab_utils.data.Dataset.batches`."""
+        _check_share(batch_size, rank, world_size)
+        self._images, self._labels = images, labels
+        self._device, self._train = torch.device(device), train
+        self._seed, self._epoch = seed, 0
+        self._rank, self._world_size = rank, world_size
+        self._pad, self.batch_size = pad, batch_size
+
+        total = len(images)
+        self.images = -(-total // world_size) if pad else len(range(rank, total, world_size))
+        if drop_last:
+            # As many full batches on every rank: a rank with one batch more would wait for the others for ever.
+            per_rank = self.images if pad else total // world_size
+            self.images = per_rank // batch_size * batch_size
+            if not self.images:
+                raise LabError(
+                    f"There is not one full batch of {batch_size} among {total} images on {world_size} rank(s).",
+                    where="batches(..., drop_last=True)",
+                    cause="drop_last leaves out the last batch, and here it is the only one",
+                    fix="take a smaller batch_size, or drop_last=False",
+                )
+        # One multiplication and one addition a pixel: (value / 255 - mean) / std, with the constants folded.
+        self._scale = torch.tensor([1 / (255 * s) for s in std], device=self._device).view(1, 3, 1, 1)
+        self._offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=self._device)
+        self._offset = self._offset.view(1, 3, 1, 1)
+
+    def __len__(self) -> int:
+        return -(-self.images // self.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch whose order and augmentation the next pass has; the same on every rank."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        total = len(self._images)
+        order = torch.arange(total)
+        if self._train:
+            generator = torch.Generator().manual_seed(_mix(self._seed, self._epoch))
+            order = torch.randperm(total, generator=generator)
+            shifts = torch.randint(0, 2 * PADDING + 1, (total, 2), generator=generator)
+            mirrored = torch.rand(total, generator=generator) < 0.5
+        if self._pad:
+            order = order.repeat(self._world_size)[: -(-total // self._world_size) * self._world_size]
+        mine = order[self._rank :: self._world_size][: self.images]
+        for chosen in mine.split(self.batch_size):
+            images = self._upload(self._images, chosen)
+            if self._train:
+                flipped = mirrored[chosen].nonzero().flatten()  # found on the CPU: a GPU would have to be waited for
+                images = augment(images, self._send(shifts[chosen]), self._send(flipped))
+            images = images.to(torch.float32).mul_(self._scale).add_(self._offset)
+            yield images, self._upload(self._labels, chosen)
+
+    def _upload(self, source: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Gathers rows straight into page-locked memory where a GPU will fetch them from it without waiting."""
+        if self._device.type != "cuda":
+            return self._send(source.index_select(0, chosen))
+        staging = torch.empty((len(chosen), *source.shape[1:]), dtype=source.dtype, pin_memory=True)
+        return self._send(torch.index_select(source, 0, chosen, out=staging))
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+def augment(images: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
+    """Moves each image of a batch within a black border and mirrors some, without a loop over the images.
+
+    Args:
+        images: uint8 (B, 3, H, W).
+        shifts: int64 (B, 2): row and column, 0..8, at which to cut the image out of its padded self; 4 changes nothing.
+        mirrored: int64 (M,): positions of the images to flip left to right, after the cut.
+
+    Returns:
+        uint8 (B, 3, H, W).
+    """
+    count, _, height, width = images.shape
+    padded = F.pad(images, (PADDING,) * 4)
+    # A view of every possible cut-out, (B, 3, 9, 9, H, W); the indexing copies one per image.
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)
+    cut = windows[torch.arange(count, device=images.device), :, shifts[:, 0], shifts[:, 1]]
+    return cut.index_copy_(0, mirrored, cut.index_select(0, mirrored).flip(3))
+
+
+def _mix(seed: int, epoch: int) -> int:
+    """Makes one seed of two numbers, such that (0, 1) and (1, 0) differ; 63 bits, as torch takes them."""
+    return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
+
+
+def _check_share(batch_size: int, rank: int, world_size: int) -> None:
+    if batch_size < 1:
+        raise LabError(
+            f"A batch of {batch_size} images cannot be made.",
+            where=f"batches(..., batch_size={batch_size})",
+            cause="the global batch was divided by more ranks than it has images",
+            fix="take a batch_size of at least 1",
+        )
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise LabError(
+            f"There is no rank {rank} among {world_size} rank(s).",
+            where=f"batches(..., rank={rank}, world_size={world_size})",
+            cause="ranks count from 0 to world_size - 1; LOCAL_RANK was passed for RANK, or the world size of one node",
+            fix="pass rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE'])",
+        )

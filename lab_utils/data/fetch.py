@@ -1,0 +1,182 @@
+"""Downloads an archive: several addresses in order, resumed where it was cut, checked before it gets its name."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from lab_utils import LabError
+
+# The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
+URLS = (
+    "https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+    "https://datashare.is.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
+    "https://datashare.ed.ac.uk/server/api/core/bitstreams/e8e186cc-2688-48f1-aa5a-3fda1a43f8b6/content",
+    "https://datashare.ed.ac.uk/bitstreams/e8e186cc-2688-48f1-aa5a-3fda1a43f8b6/download",
+)
+NAME = "CINIC-10.tar.gz"
+SIZE = 687_544_992  # bytes
+MD5 = "6ee4d0c996905fe93221de577967a372"  # the only checksum that is published
+_GZIP = b"\x1f\x8b"
+_RESUMES = 20  # per address, and only after attempts that brought something
+
+
+class _Failure(Exception):
+    """Why one address did not bring the file; the next may."""
+
+
+def fetch_archive(
+    folder: Path | str,
+    *,
+    urls: Sequence[str] = URLS,
+    name: str = NAME,
+    size: int = SIZE,
+    md5: str = MD5,
+    timeout: float = 30,
+) -> Path:
+    """Downloads an archive into a folder, or finds it there, and returns its path.
+
+    What has arrived is kept in ``<name>.part`` and continued the next time, from the same or another address. The file
+    gets its name only when size and MD5 are right.
+
+    Args:
+        folder: Where to put it.
+        urls: Addresses, tried in order.
+        name: The file's name.
+        size: Its size in bytes.
+        md5: Its MD5, in hexadecimal.
+        timeout: Seconds without a byte after which an address is given up.
+
+    Raises:
+        LabError: No address brought the right file; or the disk is too small; or another process is fetching it.
+    """
+    import fcntl
+
+    path = Path(folder).expanduser() / name
+    part = path.with_name(f"{name}.part")
+    if path.exists() and path.stat().st_size == size and _md5(path) == md5:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = part.open("ab+")
+    except OSError as error:
+        cause, fix = "the folder is not yours to write", "choose another folder: export LAB_DATA=/another/folder"
+        raise LabError(f"Cannot download: {error.strerror}.", where=part, cause=cause, fix=fix) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            cause = "another terminal or notebook is fetching the same file"
+            raise LabError(f"{name} is being downloaded.", where=part, cause=cause, fix="wait for it to end") from error
+        _require_space(file, size)
+        failures = []
+        for url in urls:
+            try:
+                _fetch_from(url, file, size=size, md5=md5, timeout=timeout)
+                part.replace(path)
+                return path
+            except _Failure as failure:
+                failures.append(f"{url}: {failure}")
+        kept = file.seek(0, os.SEEK_END)
+    if not kept:
+        part.unlink(missing_ok=True)
+    raise LabError(
+        f"{name} could not be downloaded from any of {len(urls)} addresses.",
+        where="\n         ".join(failures),
+        cause="no connection, or the addresses have changed"
+        + (f"; {kept:,} bytes are kept and continued when you run it again" if kept else ""),
+        fix="python -m lab_utils.data import FILE.tar.gz   (with a copy from your instructor or another computer)",
+    )
+
+
+def _require_space(part: BinaryIO, size: int) -> None:
+    missing = size - part.seek(0, os.SEEK_END) - shutil.disk_usage(Path(part.name).parent).free
+    if missing > 0:
+        raise LabError(
+            f"The disk has {missing / 1e6:,.0f} MB too little free space for the download.",
+            where=part.name,
+            cause=f"the archive has {size / 1e6:,.0f} MB, and its pack takes about 20 % more beside it",
+            fix="free some space, or choose another disk: export LAB_DATA=/another/folder",
+        )
+
+
+def _fetch_from(url: str, part: BinaryIO, *, size: int, md5: str, timeout: float) -> None:
+    """Completes the part file from one address.
+
+    Raises:
+        _Failure: It did not; whatever arrived well is still in the part file.
+    """
+    for _ in range(_RESUMES):
+        before = part.seek(0, os.SEEK_END)
+        if before > size:
+            part.truncate(before := 0)
+        reason = "the connection was cut"
+        if before < size:
+            try:
+                _receive(url, part, size=size, timeout=timeout)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                # A URLError wraps what happened; an HTTPError's own text has the number.
+                wrapped = None if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", None)
+                reason = str(wrapped or error) or repr(error)
+        after = part.seek(0, os.SEEK_END)
+        if after == size:
+            found = _md5(Path(part.name))
+            if found == md5:
+                os.fsync(part.fileno())
+                return
+            part.truncate(0)  # it can never become right
+            raise _Failure(f"wrong checksum: MD5 {found}, expected {md5}; what had arrived was removed")
+        if after <= before:
+            raise _Failure(reason)
+    raise _Failure("the connection was cut again and again")
+
+
+def _receive(url: str, part: BinaryIO, *, size: int, timeout: float) -> None:
+    """Makes one request for what is missing and appends what comes."""
+    from tqdm.auto import tqdm
+
+    start = part.seek(0, os.SEEK_END)
+    headers = {"User-Agent": "distributed-training-labs", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(url, headers=headers | ({"Range": f"bytes={start}-"} if start else {}))
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        if response.status == 206:
+            begin, total = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers["Content-Range"] or "").groups()
+            if int(begin) != start:
+                raise _Failure(f"it continued at byte {begin} when asked for byte {start}")
+        else:
+            start, total = 0, response.headers["Content-Length"] or "*"
+        first = response.read(65536)
+        # Many servers answer with a page of their own (log in, not found) and call it a success.
+        if "html" in response.headers.get_content_type() or (start == 0 and first and not first.startswith(_GZIP)):
+            raise _Failure(f"it sent a web page or another file instead of the archive: {_gist(first)!r}")
+        if total != "*" and int(total) != size:
+            raise _Failure(f"its file has {int(total):,} bytes, expected {size:,}")
+        if start == 0:
+            part.truncate(0)  # only now: a server without Range costs what had arrived, a web page does not
+        with tqdm(total=size, initial=start, desc=Path(part.name).stem, unit="B", unit_scale=True, delay=1) as bar:
+            while first and start + len(first) <= size:
+                part.write(first)
+                part.flush()
+                start += len(first)
+                bar.update(len(first))
+                first = response.read(65536)
+
+
+def _gist(page: bytes) -> str:
+    """The title of a web page, or its first words."""
+    text = page[:4096].decode("utf-8", "replace")
+    title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
+    return " ".join((title.group(1) if title else text).split())[:60]
+
+
+def _md5(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

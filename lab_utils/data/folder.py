@@ -1,0 +1,211 @@
+"""CINIC-10's layout, ``train|valid|test/<class>/<image>``: survey a folder, pack it, read it classically, write one."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lab_utils import LabError, load_torchvision
+from lab_utils.data.pack import SPLITS, write_pack
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from lab_utils.data import Dataset
+
+# The order of the labels is ImageFolder's, which is CIFAR-10's: alphabetical.
+CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+# Published with the data set: https://github.com/BayesWatch/cinic-10, "Normalization".
+MEAN_STD = ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835))
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+
+Listing = dict[str, dict[str, list[str]]]
+"""Split to class to sorted file names."""
+
+
+def is_image(name: str) -> bool:
+    """Says whether a file name is an image's; hidden files (such as macOS's ``._cat.png``) are not."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def has_layout(folder: Path) -> bool:
+    """Says whether a folder means to be in CINIC-10's layout: it has at least one of the three splits."""
+    return any((folder / split).is_dir() for split in SPLITS)
+
+
+def survey(folder: Path) -> tuple[Listing, str]:
+    """Lists all images of a folder in CINIC-10's layout, and takes its fingerprint: names, sizes, times of change.
+
+    Raises:
+        LabError: A split or class is missing or empty, or there is a class that CINIC-10 does not have.
+    """
+    listing: Listing = {}
+    stamp = hashlib.sha256()
+    for split in SPLITS:
+        if not (folder / split).is_dir():
+            continue
+        listing[split] = {}
+        for entry in sorted(_visible(folder / split), key=lambda e: e.name):
+            if not entry.is_dir():
+                continue
+            files = sorted((e for e in _visible(entry.path) if is_image(e.name)), key=lambda e: e.name)
+            listing[split][entry.name] = [file.name for file in files]
+            for file in files:
+                state = file.stat()
+                stamp.update(f"{split}/{entry.name}/{file.name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+    check_listing(listing, folder, CLASS_NAMES)
+    return listing, stamp.hexdigest()
+
+
+def _visible(folder: Path | str) -> list[os.DirEntry]:
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Path, class_names: Sequence[str]) -> None:
+    """Refuses a listing that does not have exactly the three splits with exactly these classes, none of them empty."""
+    fix = "python -m lab_utils.data import CINIC-10.tar.gz, or restore the folder train|valid|test/<class>/*.png"
+    for split in SPLITS:
+        if split not in listing:
+            cause = "the folder was copied or unpacked in part, or the split has another name ('val')"
+            raise LabError(f"The split {split!r} is missing.", where=where / split, cause=cause, fix=fix)
+        for name in sorted(set(listing[split]) - set(class_names)):
+            raise LabError(
+                f"The folder {name!r} in {split} is none of CINIC-10's ten classes.",
+                where=where / split / name,
+                cause="a folder of your own lies among the classes, or a class has another name (CINIC-10 has "
+                + ", ".join(class_names) + ")",
+                fix="move that folder elsewhere, or give it the class's name",
+            )  # fmt: skip
+        for name in class_names:
+            if not listing[split].get(name):
+                state = "has no images" if name in listing[split] else "is missing"
+                cause = "the folder was copied or unpacked in part"
+                raise LabError(
+                    f"The class {name!r} in {split} {state}.", where=where / split / name, cause=cause, fix=fix
+                )
+
+
+def decode(image: bytes) -> np.ndarray:
+    """Decodes an image file to uint8 (3, 32, 32); grey, palette and transparent ones become RGB, as with torchvision.
+
+    Raises:
+        ValueError: It cannot be decoded, or is not 32×32.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(image)) as picture:
+            if picture.size == (32, 32):  # asked before decoding, which a forged size could make very long
+                return np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
+    except Exception as error:  # PIL raises whatever its decoders do: OSError, SyntaxError, struct.error, ...
+        raise ValueError("cannot be decoded") from error
+    raise ValueError(f"is {picture.width}×{picture.height}, not 32×32")
+
+
+def refuse_bad(bad: Sequence[str], total: int, where: Path, *, option: str = "prepare --skip-bad") -> None:
+    """Raises the LabError that names the first few bad images and counts them, if there are any."""
+    if bad:
+        more = f", and {len(bad) - 5:,} more" if len(bad) > 5 else ""
+        raise LabError(
+            f"{len(bad):,} of {total:,} images cannot be used.",
+            where=f"{where}: {'; '.join(bad[:5])}{more}",
+            cause="the copy was cut short or is damaged, or files of another kind lie among the images",
+            fix=f"copy them again, or go on without them: python -m lab_utils.data {option}",
+        )
+
+
+def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[str, object], skip_bad: bool) -> None:
+    """Reads every image of a folder in CINIC-10's layout, in the order of ImageFolder, into a pack."""
+    from tqdm.auto import tqdm
+
+    counts = {split: sum(map(len, listing[split].values())) for split in SPLITS}
+    bad: list[str] = []
+    with (
+        write_pack(pack, counts, class_names=CLASS_NAMES, source=source, mean_std=MEAN_STD) as draft,
+        tqdm(total=sum(counts.values()), desc="packing cinic10", unit=" images", delay=3) as bar,
+    ):
+        for split in SPLITS:
+            files = ((label, n, f) for label, n in enumerate(CLASS_NAMES) for f in listing[split][n])
+            for position, (label, class_name, file) in enumerate(files):
+                draft.labels[split][position] = label
+                try:
+                    draft.images[split][position] = decode((folder / split / class_name / file).read_bytes())
+                except (ValueError, OSError) as error:
+                    bad.append(f"{split}/{class_name}/{file} ({error})")
+                    draft.skipped[split].append(position)
+                bar.update()
+        if not skip_bad:
+            refuse_bad(bad, bar.total, folder)
+        draft.notes["bad"] = bad[:100]
+
+
+def classic_loader(
+    folder: Path | str,
+    split: str,
+    batch_size: int,
+    *,
+    num_workers: int = 0,
+    train: bool | None = None,
+    seed: int = 0,
+    mean_std: tuple[Sequence[float], Sequence[float]] = MEAN_STD,
+) -> DataLoader:
+    """The classical path: one file, one decoding, one augmentation at a time, by torchvision's ImageFolder.
+
+    Args:
+        folder: In CINIC-10's layout.
+        split: ``train``, ``valid`` or ``test``.
+        batch_size: Images per batch.
+        num_workers: Processes that make batches ahead.
+        train: Shuffle and augment; by default for the split ``train`` only.
+        seed: Of the order.
+        mean_std: What to normalise by, per channel in 0..1.
+    """
+    import torch
+
+    load_torchvision()
+    from torchvision.datasets import ImageFolder
+    from torchvision.transforms import v2
+
+    train = split == "train" if train is None else train
+    augmentation = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()] if train else []
+    to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*mean_std)]
+    return torch.utils.data.DataLoader(
+        ImageFolder(Path(folder) / split, v2.Compose(augmentation + to_tensor)),
+        batch_size,
+        shuffle=train,
+        num_workers=num_workers,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def export(dataset: Dataset, folder: Path | str) -> Path:
+    """Writes a data set as PNG files in CINIC-10's layout, and returns the folder.
+
+    Raises:
+        LabError: The folder is there already and not empty.
+    """
+    from PIL import Image
+    from tqdm.auto import tqdm
+
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        cause = "an earlier export lies there; mixing two would make a third data set"
+        raise LabError("The folder is not empty.", where=folder, cause=cause, fix="choose another folder")
+    total = sum(len(getattr(dataset, split)) for split in SPLITS)
+    with tqdm(total=total, desc=f"writing {dataset.name}", unit=" files", delay=3) as bar:
+        for split in SPLITS:
+            part = getattr(dataset, split)
+            for name in dataset.class_names:
+                (folder / split / name).mkdir(parents=True)
+            for index, (image, label) in enumerate(zip(part.images.numpy(), part.labels.tolist(), strict=True)):
+                file = folder / split / dataset.class_names[label] / f"{dataset.name}-{index:05}.png"
+                Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(file)
+                bar.update()
+    return folder

@@ -1,0 +1,170 @@
+"""From a name and a root folder to a pack: which source is there, is its pack up to date, and if not, make it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+
+from lab_utils import LabError, checkout
+from lab_utils.data import shapes
+from lab_utils.data.folder import has_layout, pack_folder, survey
+from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, write_pack
+
+# Raised whenever another picture would be drawn for the same seed, so that packs of the old ones are drawn anew.
+SHAPES_FINGERPRINT = "shapes10, drawing 1, seed 0"
+
+
+def find_cinic10(root: Path) -> Path | None:
+    """Returns what ``cinic10`` means under a root: a folder in CINIC-10's layout, an imported pack, or None.
+
+    Raises:
+        LabError: Several folders could be meant.
+    """
+    if has_layout(root):
+        return root
+    children = sorted(root.iterdir()) if root.is_dir() else []
+    folders = [child for child in children if "cinic" in child.name.lower() and has_layout(child)]
+    if len(folders) > 1:
+        raise LabError(
+            f"{len(folders)} folders could be CINIC-10.",
+            where=", ".join(map(str, folders)),
+            cause="more than one folder here has 'cinic' in its name and the splits train, valid, test in it",
+            fix=f"point at the one you mean: export LAB_DATA={folders[0]}",
+        )
+    if folders:
+        return folders[0]
+    imported = root / "packed" / "cinic10"
+    return imported if read_manifest(imported) else None
+
+
+def pack_homes(root: Path) -> list[Path]:
+    """Returns the folders where packs may lie, one that can be written first; never inside somebody's data set."""
+    own, spare = root / "packed", checkout() / "data" / "packed"
+    if has_layout(root):
+        return [spare]
+    existing = next(parent for parent in (own, root, *root.parents) if parent.exists())
+    return [own, spare] if os.access(existing, os.W_OK | os.X_OK) else [spare, own]
+
+
+def provide_pack(name: str, root: Path, *, skip_bad: bool = False) -> tuple[dict, dict]:
+    """Opens the pack of a data set, making or renewing it first where its source asks for that.
+
+    Returns:
+        The manifest, and per split the images uint8 (N, 3, 32, 32) and labels int64 (N,).
+
+    Raises:
+        LabError: As :func:`lab_utils.data.load` says.
+    """
+    if name != "cinic10":
+        return _provide_made(name, root)
+    found = find_cinic10(root)
+    if found is None:
+        raise _explain_absence(root)
+    if not has_layout(found):
+        return _open(found, read_manifest(found))
+    listing, fingerprint = survey(found)
+    # The path is part of the name: two folders may share the spare home.
+    pack_name = f"cinic10-folder-{hashlib.sha256(os.fsencode(found)).hexdigest()[:8]}"
+    opened = _open_current(root, pack_name, fingerprint)
+    if opened is None:
+        words = "from a folder in CINIC-10's layout"
+        pack = pack_homes(root)[0] / pack_name
+        source = {"kind": "folder", "words": words, "fingerprint": fingerprint}
+        pack_folder(found, pack, listing, source=source, skip_bad=skip_bad)
+        opened = _open(pack, read_manifest(pack))
+    return opened
+
+
+def _provide_made(name: str, root: Path) -> tuple[dict, dict]:
+    """Provides a data set whose source never changes once it is packed: drawn, or from torchvision."""
+    from lab_utils.data.downloads import pack_torchvision
+
+    fingerprint = SHAPES_FINGERPRINT if name == "shapes10" else f"{name}, packing 1"
+    opened = _open_current(root, name, fingerprint)
+    if opened is None:
+        home = pack_homes(root)[0]
+        if name == "shapes10":
+            pack_shapes(home / name)
+        else:
+            pack_torchvision(name, home / name, home.parent, fingerprint=fingerprint)
+        opened = _open(home / name, read_manifest(home / name))
+    return opened
+
+
+def pack_shapes(pack: Path) -> None:
+    """Draws shapes10 into a pack."""
+    from tqdm.auto import tqdm
+
+    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
+    with (
+        write_pack(pack, shapes.COUNTS, class_names=shapes.CLASS_NAMES, source=source) as draft,
+        tqdm(total=sum(shapes.COUNTS.values()), desc="drawing shapes10", unit=" images", delay=3) as bar,
+    ):
+        for split, count in shapes.COUNTS.items():
+            for index in range(count):
+                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
+                bar.update()
+
+
+def _open_current(root: Path, pack_name: str, fingerprint: str) -> tuple[dict, dict] | None:
+    """Opens the pack that was made from exactly this source, if there is a whole one in any of its homes."""
+    for home in pack_homes(root):
+        manifest = read_manifest(home / pack_name)
+        if manifest and manifest["source"]["fingerprint"] == fingerprint:
+            try:
+                return manifest, open_arrays(home / pack_name, manifest)
+            except (OSError, ValueError):
+                # Cut short by a full disk or by hand: its source is there, so it is made again.
+                with contextlib.suppress(OSError):
+                    (home / pack_name / MANIFEST).unlink()
+    return None
+
+
+def _open(pack: Path, manifest: dict | None) -> tuple[dict, dict[str, tuple[np.ndarray, np.ndarray]]]:
+    try:
+        if manifest is None:
+            raise ValueError("its manifest is missing")
+        return manifest, open_arrays(pack, manifest)
+    except (OSError, ValueError) as error:
+        raise LabError(
+            f"The pack {pack.name} is damaged.",
+            where=pack,
+            cause=f"a file was cut short or changed by hand ({error})",
+            fix="python -m lab_utils.data import CINIC-10.tar.gz  (or fetch cinic10)",
+        ) from error
+
+
+def _explain_absence(root: Path) -> LabError:
+    archives = sorted(root.glob("*[Cc][Ii][Nn][Ii][Cc]*.tar.gz")) if root.is_dir() else []
+    if archives:
+        cause, fix = "the archive lies there, but was not imported", f"python -m lab_utils.data import '{archives[0]}'"
+    else:
+        cause = "it was not downloaded yet, or LAB_DATA points elsewhere"
+        fix = "python -m lab_utils.data fetch cinic10   (or work with data.load('shapes10'))"
+    return LabError("CINIC-10 was not found.", where=root, cause=cause, fix=fix)
+
+
+def list_packs(root: Path) -> dict[Path, dict]:
+    """Returns the packs that this root can use, with their manifests."""
+    folders = [folder for home in pack_homes(root) if home.is_dir() for folder in sorted(home.iterdir())]
+    return {folder: manifest for folder in folders if (manifest := read_manifest(folder))}
+
+
+def verify_pack(folder: Path) -> None:
+    """Reads a whole pack and compares it with the SHA-256 in its manifest.
+
+    Raises:
+        LabError: An array is missing or is not what was packed.
+    """
+    if damaged := find_damage(folder):
+        again = "import CINIC-10.tar.gz" if folder.name == "cinic10" else "prepare"
+        raise LabError(
+            f"{len(damaged)} file(s) of the pack {folder.name} are not what was packed: {', '.join(damaged)}.",
+            where=folder,
+            cause="the disk is failing, or a program wrote into the pack",
+            fix=f"rm -r '{folder}' && python -m lab_utils.data {again}",
+        )

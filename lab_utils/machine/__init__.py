@@ -1,0 +1,113 @@
+"""What this machine is, which device and scale the labs use on it, and whether everything that they need is here.
+
+``python -m lab_utils.machine`` checks the environment. Nothing here imports torchvision, so that it can say when
+torch and torchvision do not fit together.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from lab_utils import LabError
+from lab_utils.machine.environment import Verdict, check_environment
+from lab_utils.machine.facts import CPU_FEATURES, Gpu, Machine, describe, has_fast_bf16
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CPU_FEATURES",
+    "Gpu",
+    "Machine",
+    "Verdict",
+    "card",
+    "check_environment",
+    "describe",
+    "device",
+    "has_fast_bf16",
+    "scale",
+    "scale_reason",
+]
+
+SCALES = ("small", "full")
+
+
+def device() -> torch.device:
+    """Returns the device that the labs train on: the first GPU, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def scale() -> str:
+    """Returns how much work the labs do, "small" or "full": ``LAB_SCALE``, or what suits the device.
+
+    Raises:
+        LabError: ``LAB_SCALE`` says something else.
+    """
+    wanted = os.environ.get("LAB_SCALE", "")
+    if not wanted:
+        return "full" if device().type == "cuda" else "small"
+    if wanted not in SCALES:
+        raise LabError(
+            "LAB_SCALE has to be small or full.",
+            where=f"the environment variable LAB_SCALE, which is {wanted!r}",
+            cause="a spelling mistake",
+            fix="export LAB_SCALE=small",
+        )
+    return wanted
+
+
+def scale_reason() -> str:
+    """Says in a few words why ``scale`` is what it is."""
+    if os.environ.get("LAB_SCALE"):
+        return "LAB_SCALE says so"
+    if device().type == "cuda":
+        return "there is a GPU; LAB_SCALE=small does less"
+    return "there is no GPU; LAB_SCALE=full does more"
+
+
+def card() -> None:
+    """Prints the machine card: what a reader has to know about this machine to read the measurements made on it."""
+    machine = describe()
+    rows = [
+        ("Machine", machine.label),
+        ("Processor", f"{machine.cpu}; cores we may use: {machine.cores}; threads that torch uses: {machine.threads}"),
+        ("Memory", f"{machine.memory_bytes / 2**30:.1f} GiB"),
+        *_describe_units(machine),
+        *_describe_gpus(machine),
+        ("Versions", f"torch {machine.torch}, torchvision {machine.torchvision}, Python {machine.python}"),
+        (
+            "System",
+            f"{machine.system}, {f'torch built with CUDA {machine.cuda}' if machine.cuda else 'torch without CUDA'}",
+        ),
+        ("Scale", f"{scale()} ({scale_reason()})"),
+    ]
+    print("\n".join(f"{name:<11}{text}" for name, text in rows))
+
+
+def _describe_units(machine: Machine) -> list[tuple[str, str]]:
+    if not machine.cpu_features:
+        return [
+            (
+                "CPU units",
+                "not known (only Linux tells)" if "Linux" not in machine.system else "none of those we look for",
+            )
+        ]
+    lines = [f"{feature:<13}{CPU_FEATURES[feature]}" for feature in machine.cpu_features]
+    if not {"avx512_bf16", "amx_bf16"} & set(machine.cpu_features):
+        lines.append("no unit for bf16 or fp16: low precision saves memory on this processor, but hardly time")
+    return [("CPU units" if line is lines[0] else "", line) for line in lines]
+
+
+def _describe_gpus(machine: Machine) -> list[tuple[str, str]]:
+    if not machine.gpus:
+        return [("GPU", "none: the labs run on the processor, at a smaller scale, and say what only a GPU can show")]
+    rows = []
+    for index, gpu in enumerate(machine.gpus):
+        bf16 = "with" if gpu.has_bf16_tensor_cores else "without"
+        major, minor = gpu.capability
+        facts = f"{gpu.memory_bytes / 2**30:.1f} GiB, capability {major}.{minor}, {bf16} bf16 tensor cores"
+        rows.append((f"GPU {index}", f"{gpu.name}, {facts}"))
+    return rows

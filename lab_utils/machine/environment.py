@@ -1,0 +1,223 @@
+"""Checks that everything the labs need is here, each with the command that mends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, metadata, requires, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from lab_utils import env_folder
+from lab_utils.machine.facts import measure_memory
+
+REPAIR = "rm -rf .venv && make setup"
+GIB = 2**30
+# CINIC-10's archive and its packed arrays together take about 1.5 GB.
+DISK_NEEDED = 2 * GIB
+# One training of ResNet-152 takes up to 1.5 GiB, and JupyterLab and a browser want theirs.
+MEMORY_NEEDED = 3.5 * GIB
+
+# Tried in a process of its own: an import that breaks half-way leaves this one unable to try again.
+PROBE = """
+import json
+found = {}
+try:
+    import torch
+    found["torch"], found["cuda"] = torch.__version__, torch.version.cuda
+    found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    import torchvision
+    kept = torchvision.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]] * 2), torch.ones(2), 0.5)
+    found["torchvision"] = torchvision.__version__ if len(kept) == 1 else None
+except Exception as error:
+    found["error"] = (str(error) or repr(error)).splitlines()[0]
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One checked fact: whether it is as the labs need it, what was found, the command that mends it."""
+
+    ok: bool
+    what: str
+    fix: str = ""
+
+
+def check_environment() -> list[Verdict]:
+    """Checks Python, the packages, the torch and torchvision pair, CUDA, memory, disk and settings; takes seconds."""
+    missing = [name for name in ("packaging", "psutil") if find_spec(name) is None]
+    if missing:
+        what = f"This Python does not have the labs' packages ({' and '.join(missing)} missing)."
+        return [Verdict(False, what, "make setup && .venv/bin/python -m lab_utils.machine")]
+    found = probe_torch()
+    return [
+        check_python(),
+        check_versions(),
+        check_pair(found),
+        check_gpu(found),
+        check_tensorboard(),
+        check_memory(),
+        check_disk(),
+        check_shared_memory(found.get("gpus", 0)),
+        check_threads(),
+        check_scale(),
+    ]
+
+
+def probe_torch() -> dict:
+    """Imports torch and torchvision in a fresh process and returns what was found there; "error" where it failed."""
+    try:
+        child = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return {"error": "importing torch took more than two minutes"}
+    lines = child.stdout.splitlines()
+    if child.returncode == 0 and lines:
+        return json.loads(lines[-1])
+    return {"error": (child.stderr.strip().splitlines() or [f"Python ended with status {child.returncode}"])[-1]}
+
+
+def check_python() -> Verdict:
+    """Checks that this Python is one of those the package is made for."""
+    from packaging.specifiers import SpecifierSet
+
+    try:
+        wanted = metadata("lab-utils")["Requires-Python"]
+    except PackageNotFoundError:
+        return Verdict(False, "lab-utils is not installed in this Python.", "make setup")
+    running = platform.python_version()
+    ok = SpecifierSet(wanted).contains(running, prereleases=True)
+    fix = f"rm -rf .venv && make setup PYTHON=python3.12 (any Python {wanted} will do)"
+    return Verdict(ok, f"Python {running} (the labs take {wanted})", fix)
+
+
+def check_versions() -> Verdict:
+    """Checks that every package the labs need is installed in a version that they are written for."""
+    from packaging.requirements import Requirement
+
+    try:
+        needed = [Requirement(text) for text in requires("lab-utils") or []]
+    except PackageNotFoundError:
+        return Verdict(False, "lab-utils is not installed in this Python.", "make setup")
+    needed = [
+        requirement for requirement in needed if not requirement.marker or requirement.marker.evaluate({"extra": ""})
+    ]
+    wrong = []
+    for requirement in needed:
+        try:
+            installed = version(requirement.name)
+        except PackageNotFoundError:
+            wrong.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+    return Verdict(not wrong, "; ".join(wrong) or f"{len(needed)} packages, each in a version that fits", REPAIR)
+
+
+def check_pair(found: dict) -> Verdict:
+    """Checks that torch and torchvision, each of which is built for exactly one of the other, go together."""
+    names = []
+    for package in ("torch", "torchvision"):
+        try:
+            names.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            names.append(f"{package} (not installed)")
+    pair = " and ".join(names)
+    if found.get("torchvision"):
+        return Verdict(True, f"{pair} go together")
+    return Verdict(False, f"{pair} do not go together: {found.get('error', 'its operators do not work')}", REPAIR)
+
+
+def check_gpu(found: dict) -> Verdict:
+    """Checks that torch can use the GPU that the machine's driver knows of."""
+    if found.get("gpus"):
+        return Verdict(
+            True, f"{found['gpus']} GPU{'s' if found['gpus'] > 1 else ''} (torch built with CUDA {found['cuda']})"
+        )
+    if not _lists_gpu():
+        return Verdict(True, "no GPU: the labs run on the processor and say what only a GPU can show")
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return Verdict(True, "a GPU that CUDA_VISIBLE_DEVICES hides: the labs run on the processor")
+    if found.get("torch") and not found.get("cuda"):
+        return Verdict(False, f"There is a GPU, but torch {found['torch']} is a build without CUDA.", REPAIR)
+    return Verdict(
+        False,
+        "There is a GPU, but torch cannot use it; most often the driver is older than torch's CUDA needs.",
+        "update the NVIDIA driver, then compare: nvidia-smi; python -c 'import torch; torch.cuda.init()'",
+    )
+
+
+def _lists_gpu() -> bool:
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return False
+    try:
+        child = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return child.returncode == 0 and "GPU" in child.stdout
+
+
+def check_tensorboard() -> Verdict:
+    """Checks that the program ``tensorboard`` lies beside this Python, where notebooks find it."""
+    found = shutil.which("tensorboard", path=str(Path(sys.executable).parent))
+    text = "the program tensorboard lies beside this Python" if found else "The program tensorboard is missing."
+    return Verdict(bool(found), text, REPAIR)
+
+
+def check_memory() -> Verdict:
+    """Checks that main memory, or the container's share, holds one training of ResNet-152."""
+    total = measure_memory()
+    text = f"{total / GIB:.1f} GiB of memory (the labs want {MEMORY_NEEDED / GIB:.1f})"
+    return Verdict(total >= MEMORY_NEEDED, text, "give the container or virtual machine at least 4 GiB of memory")
+
+
+def check_disk() -> Verdict:
+    """Checks that there is room for a data set where ``LAB_DATA`` points."""
+    folder = env_folder("LAB_DATA", "data")
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    text = f"{free / GIB:.1f} GiB free for data (CINIC-10 wants {DISK_NEEDED / GIB:.0f})"
+    return Verdict(free >= DISK_NEEDED, text, "export LAB_DATA=<a folder on a larger disk>")
+
+
+def check_shared_memory(gpus: int = 0, folder: Path = Path("/dev/shm")) -> Verdict:
+    """Checks shared memory, through which DataLoader workers, and the processes of several GPUs, hand on tensors."""
+    if not folder.exists():
+        return Verdict(True, "shared memory: no limit that this system shows")
+    # Docker gives 64 MiB, which is enough for a few workers with 32×32 images, but not for NCCL between GPUs.
+    needed = GIB if gpus > 1 else 64 * 2**20
+    total = shutil.disk_usage(folder).total
+    text = f"{total / GIB:.2f} GiB of shared memory (wanted here: {needed / GIB:.2f})"
+    return Verdict(total >= needed, text, "start the container with --shm-size=2g")
+
+
+def check_threads() -> Verdict:
+    """Says how many threads torch will use for one operation, and checks the setting."""
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if not setting:
+        return Verdict(True, "OMP_NUM_THREADS is not set: torch takes one thread per core")
+    # OpenMP also takes a list, one number per level of nesting.
+    ok = all(part.strip().isdigit() and int(part) > 0 for part in setting.split(","))
+    text = (
+        f"OMP_NUM_THREADS={setting}: torch takes that many threads"
+        if ok
+        else f"OMP_NUM_THREADS has to be a positive number, and is {setting!r}."
+    )
+    return Verdict(ok, text, "export OMP_NUM_THREADS=1")
+
+
+def check_scale() -> Verdict:
+    """Checks that ``LAB_SCALE``, where it is set, is one of its two values."""
+    setting = os.environ.get("LAB_SCALE", "")
+    if setting in ("", "small", "full"):
+        return Verdict(
+            True, f"LAB_SCALE={setting}" if setting else "LAB_SCALE is not set: the labs choose by the device"
+        )
+    return Verdict(False, f"LAB_SCALE has to be small or full, and is {setting!r}.", "export LAB_SCALE=small")

@@ -1,0 +1,178 @@
+"""What this machine is: processor, memory and GPUs, read from the operating system and from torch, never guessed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+# The processor flags that decide how fast low precision is, spelled as Linux spells them.
+CPU_FEATURES = {
+    "avx2": "256-bit vectors",
+    "avx512f": "512-bit vectors",
+    "avx512_bf16": "bf16 dot products in the vector units",
+    "amx_bf16": "bf16 matrix units",
+    "amx_fp16": "fp16 matrix units",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU that torch can use: its name, its memory in bytes, its compute capability such as (9, 0)."""
+
+    name: str
+    memory_bytes: int
+    capability: tuple[int, int]
+
+    @property
+    def has_bf16_tensor_cores(self) -> bool:
+        """Whether bf16 has matrix units of its own: from compute capability 8.0 (Ampere) on."""
+        return self.capability >= (8, 0)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a measurement depends on.
+
+    Attributes:
+        cpu: The processor's name, tidied.
+        cores: Logical processors that this process may use (affinity and container limits counted).
+        threads: Threads that torch uses within one operation.
+        memory_bytes: Main memory, or the container's share of it.
+        cpu_features: Those of ``CPU_FEATURES`` that the processor has; empty where it is not Linux that tells.
+        gpus: The GPUs that torch sees.
+        python, torch, torchvision: Versions.
+        cuda: The CUDA version that torch was built with; None for a CPU build.
+        system: Operating system and architecture.
+    """
+
+    cpu: str
+    cores: int
+    threads: int
+    memory_bytes: int
+    cpu_features: tuple[str, ...]
+    gpus: tuple[Gpu, ...]
+    python: str
+    torch: str
+    torchvision: str
+    cuda: str | None
+    system: str
+
+    @property
+    def label(self) -> str:
+        """A short name for tables and figures: the GPU's where there is one, else the processor's."""
+        if not self.gpus:
+            return f"{self.cpu} ({self.cores} core{'s' if self.cores != 1 else ''})"
+        count = len(self.gpus)
+        return self.gpus[0].name if count == 1 else f"{count} × {self.gpus[0].name}"
+
+
+def describe() -> Machine:
+    """Describes this machine. Imports torch, and on a GPU machine starts CUDA in this process."""
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(Gpu(properties.name, properties.total_memory, (properties.major, properties.minor)))
+    cpu, features = read_cpu()
+    return Machine(
+        cpu=cpu,
+        cores=count_cores(),
+        threads=torch.get_num_threads(),
+        memory_bytes=measure_memory(),
+        cpu_features=features,
+        gpus=tuple(gpus),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torchvision=_read_version("torchvision"),
+        cuda=torch.version.cuda,
+        system=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def has_fast_bf16(machine: Machine) -> bool:
+    """Says whether the device that the labs use here has units for bf16, so that bf16 can be faster at all."""
+    if machine.gpus:
+        return machine.gpus[0].has_bf16_tensor_cores
+    return bool({"avx512_bf16", "amx_bf16"} & set(machine.cpu_features))
+
+
+def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, tuple[str, ...]]:
+    """Reads the processor's name and those of its flags that matter here; () where it is not Linux that tells."""
+    fields = {}
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text(errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    name = fields.get("model name") or platform.processor() or platform.machine() or "CPU"
+    name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*$", " ", name, flags=re.IGNORECASE)
+    flags = set(fields.get("flags", "").split())
+    return " ".join(name.split()) or "CPU", tuple(feature for feature in CPU_FEATURES if feature in flags)
+
+
+def count_cores() -> int:
+    """Counts the logical processors that this process may use, at least 1; a container often has fewer."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = read_cpu_quota()
+    return max(1, cores if quota is None else min(cores, round(quota)))
+
+
+def measure_memory() -> int:
+    """Returns main memory in bytes, or the container's limit where that is lower."""
+    import psutil
+
+    total = psutil.virtual_memory().total
+    limit = read_memory_limit()
+    return total if limit is None else min(total, limit)
+
+
+def read_memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Returns the lowest memory limit of this process's control groups in bytes (v2 and v1); None without one."""
+    found = [
+        *_read_cgroup_files(root, own, "", "memory.max"),
+        *_read_cgroup_files(root, own, "memory", "memory.limit_in_bytes"),
+    ]
+    # v1 says "no limit" with a number near 2**63.
+    return min((int(text) for text in found if text.isdigit() and int(text) < 2**60), default=None)
+
+
+def read_cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Returns the lowest processor quota of this process's control groups, in processors; None without one."""
+    found = [text.split() for text in _read_cgroup_files(root, own, "", "cpu.max")]
+    quotas = _read_cgroup_files(root, own, "cpu", "cpu.cfs_quota_us")
+    found += [
+        list(pair) for pair in zip(quotas, _read_cgroup_files(root, own, "cpu", "cpu.cfs_period_us"), strict=False)
+    ]
+    return min((int(q) / int(p) for q, p in found if q.isdigit() and int(p) > 0), default=None)
+
+
+def _read_cgroup_files(root: Path, own: Path, controller: str, name: str) -> list[str]:
+    """Returns the texts of a control file in this process's group and each group above it; controller "" is v2."""
+    groups = {Path()}
+    if own.exists():
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                group = Path(path.lstrip("/"))
+                groups |= {group, *group.parents}
+    files = [root / controller / group / name for group in sorted(groups)]
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text().strip())
+        except OSError:  # a container sees its own group as the root, and not the path that the host gives it
+            continue
+    return texts
+
+
+def _read_version(package: str) -> str:
+    # From the metadata: importing a torchvision that does not go with this torch raises.
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,10 @@
+"""One figure style for all labs, and the change between two functions as a coloured diff.
+
+Every drawing function takes ``ax`` (a new figure where None) and returns the Axes, so that a notebook can add a title
+or a dashed line. Set-ups have the same colour in all labs.
+"""
+
+from lab_utils.plots.diff import show_diff
+from lab_utils.plots.figures import COLOURS, crossover, curves, image_grid, step_times, throughput, use_style
+
+__all__ = ["COLOURS", "crossover", "curves", "image_grid", "show_diff", "step_times", "throughput", "use_style"]

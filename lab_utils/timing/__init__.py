@@ -1,0 +1,22 @@
+"""The honest timer and the records that later labs read.
+
+``measure`` and ``interleave`` time a step (synchronised, warm-up dropped, spread kept), ``compare`` sets the results
+side by side, and ``Records`` keeps them under ``LAB_RUNS``. ``python -m lab_utils.timing reference lab1`` turns the
+records of a lab into the reference run that is set beside the learner's own numbers.
+"""
+
+from lab_utils.timing.measure import Timing, compare, interleave, measure, synchronize
+from lab_utils.timing.records import Records, reference, save_reference, sync_folder, write_atomically
+
+__all__ = [
+    "Records",
+    "Timing",
+    "compare",
+    "interleave",
+    "measure",
+    "reference",
+    "save_reference",
+    "sync_folder",
+    "synchronize",
+    "write_atomically",
+]

@@ -1,0 +1,243 @@
+"""Measures steps: one at a time, or several in turn so that a busy moment of the machine hits all of them alike."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import distributed
+
+from lab_utils import LabError, machine
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds that one set-up took, step by step.
+
+    Args:
+        name: The set-up.
+        seconds: Wall-clock seconds of each kept step; empty where the set-up ran out of memory.
+        cpu_seconds: Seconds of CPU time, over all threads of this process, of the same steps.
+        images: Images that one step handles, over all ranks together; 0 where the step handles none.
+        warmup: Number of steps that were run before and dropped.
+        device: The device, such as ``cuda:0``.
+        peak_bytes: Most bytes that tensors held on the CUDA device during a kept step, those that were there before
+            the step included; None on a CPU.
+        rank: The slowest rank, whose seconds these are; None where ``torch.distributed`` is not in use.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    cpu_seconds: tuple[float, ...] = ()
+    images: int = 0
+    warmup: int = 0
+    device: str = "cpu"
+    peak_bytes: int | None = None
+    rank: int | None = None
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the set-up ran out of device memory, so that there is nothing but its name to tell."""
+        return not self.seconds
+
+    @property
+    def median(self) -> float:
+        """The median in seconds per step; NaN where the set-up ran out of memory."""
+        return self._quartiles()[1]
+
+    @property
+    def low(self) -> float:
+        """The first quartile in seconds per step: a quarter of the steps were faster."""
+        return self._quartiles()[0]
+
+    @property
+    def high(self) -> float:
+        """The third quartile in seconds per step: a quarter of the steps were slower."""
+        return self._quartiles()[2]
+
+    @property
+    def images_per_second(self) -> float:
+        """Images per second at the median step, over all ranks; NaN where the step handles no images."""
+        return self.images / self.median if self.images else math.nan
+
+    def _quartiles(self) -> tuple[float, float, float]:
+        if len(self.seconds) < 2:  # statistics.quantiles wants two points before Python 3.13
+            return (self.seconds[0] if self.seconds else math.nan,) * 3
+        return tuple(statistics.quantiles(self.seconds, n=4, method="inclusive"))
+
+    def as_record(self) -> dict[str, object]:
+        """Returns the fields as a dictionary that JSON can hold."""
+        return asdict(self) | {"seconds": list(self.seconds), "cpu_seconds": list(self.cpu_seconds)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, object]) -> Timing:
+        """Returns the Timing that ``as_record`` was called on; fields that a newer version added are left out."""
+        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
+        return cls(**known | {key: tuple(known.get(key, ())) for key in ("seconds", "cpu_seconds")})
+
+
+def synchronize(device: torch.device | str) -> None:
+    """Waits until the device has finished what it was given: CUDA runs behind the program, a CPU does not."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    step: Step,
+    *,
+    name: str = "step",
+    images: int = 0,
+    repeats: int = 10,
+    warmup: int = 3,
+    device: torch.device | str | None = None,
+) -> Timing:
+    """Measures ``repeats`` calls of a step, after ``warmup`` calls that are dropped.
+
+    The first steps of a run are not like the rest: memory is allocated, algorithms are chosen, code is loaded. The
+    device is synchronised before the clock starts and before it stops.
+
+    Args:
+        step: What to measure; called without arguments.
+        name: The set-up's name in tables and figures.
+        images: Images that one step handles, over all ranks together.
+        repeats: Number of kept steps.
+        warmup: Number of dropped steps.
+        device: The device to synchronise; ``machine.device()`` where None.
+
+    Returns:
+        The Timing; under ``torch.distributed`` the slowest rank's, on every rank.
+    """
+    steps = {name: step}
+    return interleave(steps, images=images, repeats=repeats, warmup=warmup, device=device, progress=False)[0]
+
+
+def interleave(
+    steps: Mapping[str, Step],
+    *,
+    images: int = 0,
+    repeats: int = 10,
+    warmup: int = 3,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> list[Timing]:
+    """Measures several set-ups in turn, one step of each per round, so that drift and neighbours hit all alike.
+
+    Every second round runs backwards and the start moves on, so that no set-up always follows the same one. A set-up
+    that runs out of device memory gets a Timing without seconds and the others go on, except under
+    ``torch.distributed``, where the other ranks would wait for it for ever.
+
+    Args:
+        steps: The set-ups by name.
+        images: Images that one step handles, over all ranks together.
+        repeats: Number of kept rounds.
+        warmup: Number of dropped rounds.
+        device: The device to synchronise; ``machine.device()`` where None.
+        progress: Whether to show a bar; where None, rank 0 shows one.
+
+    Returns:
+        One Timing per set-up, in the order of ``steps``; under ``torch.distributed`` the slowest rank's, on every rank.
+    """
+    from tqdm.auto import tqdm
+
+    if repeats < 1 or warmup < 0 or not steps:
+        raise LabError("There is nothing to measure.", cause=f"{len(steps)} steps, repeats={repeats}, warmup={warmup}")
+    device = torch.device(device or machine.device())
+    alone = not (distributed.is_available() and distributed.is_initialized())
+    show = (alone or distributed.get_rank() == 0) if progress is None else progress
+    samples: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
+    with tqdm(total=(warmup + repeats) * len(steps), desc="measuring", leave=False, disable=not show) as bar:
+        for round_number in range(warmup + repeats):
+            for name in _order(list(steps), round_number):
+                if name in samples:
+                    sample = _sample(steps[name], device, survive=alone)
+                    if sample is None:
+                        del samples[name]
+                    elif round_number >= warmup:
+                        samples[name].append(sample)
+                bar.update()
+    timings = []
+    for name in steps:
+        seconds, cpu_seconds, peaks = zip(*samples[name], strict=True) if name in samples else ((), (), ())
+        peak = max(peaks, default=None) if device.type == "cuda" else None
+        timing = Timing(name, seconds, cpu_seconds, images=images, warmup=warmup, device=str(device), peak_bytes=peak)
+        timings.append(timing if alone else _keep_slowest(timing))
+    return timings
+
+
+def _order(names: list[str], round_number: int) -> list[str]:
+    start = round_number // 2 % len(names)
+    order = names[start:] + names[:start]
+    return order[::-1] if round_number % 2 else order
+
+
+def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, float, int] | None:
+    """Runs one step and returns wall seconds, CPU seconds and peak bytes; None where device memory ran out."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        synchronize(device)
+        start, cpu_start = time.perf_counter(), time.process_time()
+        step()
+        synchronize(device)
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    except torch.OutOfMemoryError:
+        if not survive:
+            raise
+    else:
+        return seconds, cpu_seconds, torch.cuda.max_memory_allocated(device) if cuda else 0
+    # Only here, after the except block, has the exception let go of the frames that hold the step's tensors.
+    if cuda:
+        torch.cuda.empty_cache()
+    return None
+
+
+def _keep_slowest(timing: Timing) -> Timing:
+    """Gathers the Timing of every rank and returns the slowest, with the largest peak of all ranks."""
+    timings: list[Timing] = [timing] * distributed.get_world_size()
+    distributed.all_gather_object(timings, timing)
+    rank = max(range(len(timings)), key=lambda index: timings[index].median)
+    peak = max((one.peak_bytes for one in timings if one.peak_bytes is not None), default=None)
+    return replace(timings[rank], rank=rank, peak_bytes=peak)
+
+
+def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.DataFrame:
+    """Sets timings side by side.
+
+    Args:
+        timings: The timings, in the order of the rows.
+        baseline: Name of the set-up that has speed-up 1; the first where None.
+
+    Returns:
+        A DataFrame with the names as index and the columns ``ms`` (median), ``ms low`` and ``ms high`` (quartiles),
+        ``images/s``, ``speed-up`` (the baseline's median over this one's) and ``peak MiB``; NaN where nothing is known.
+    """
+    import pandas as pd
+
+    rows = {timing.name: timing for timing in timings}
+    if not rows or (baseline is not None and baseline not in rows):
+        names = ", ".join(rows) or "none"
+        raise LabError(f"There is no timing of the baseline {baseline!r}.", cause=f"the timings are: {names}")
+    base = rows[baseline] if baseline is not None else next(iter(rows.values()))
+    table = {
+        name: {
+            "ms": 1e3 * timing.median,
+            "ms low": 1e3 * timing.low,
+            "ms high": 1e3 * timing.high,
+            "images/s": timing.images_per_second,
+            "speed-up": base.median / timing.median,
+            "peak MiB": math.nan if timing.peak_bytes is None else timing.peak_bytes / 2**20,
+        }
+        for name, timing in rows.items()
+    }
+    return pd.DataFrame.from_dict(table, orient="index").rename_axis("set-up")

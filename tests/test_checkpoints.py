@@ -1,0 +1,264 @@
+"""Checkpoints: drills 21 to 23. A save that is killed, a full disk, a torn file and a hostile one."""
+
+import hashlib
+import os
+import pickle
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lab_utils import LabError, models
+from lab_utils.training import Checkpoints
+
+# One process imports torch; each save that is to be killed runs in a child forked from it, which costs milliseconds.
+KILLING = """
+import os, random, signal, sys, time
+import torch
+from lab_utils.training import Checkpoints
+
+def make_state(step):
+    return {"model": {f"weight{n}": torch.full((250_000,), float(step + n)) for n in range(4)}, "step": step}
+
+checkpoints = Checkpoints(sys.argv[1])
+checkpoints.save(0, make_state(0))
+start = time.perf_counter()
+checkpoints.save(0, make_state(0))
+seconds = time.perf_counter() - start
+random.seed(0)
+middle = last = 0
+for number in range(50):
+    ready, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(tell, b"!")
+        step = last
+        while True:
+            step += 1
+            checkpoints.save(step, make_state(step))
+    os.read(ready, 1)
+    time.sleep(random.uniform(0, 2.5 * seconds))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(ready), os.close(tell)
+    middle += any(name.endswith(".tmp") for name in os.listdir(sys.argv[1]))
+    step, state = checkpoints.load()
+    assert step == state["step"] >= last, (step, last)
+    for name, weight in state["model"].items():
+        assert torch.equal(weight, make_state(step)["model"][name]), name
+    last = step
+checkpoints.save(last + 1, make_state(last + 1))
+print(middle, last, sorted(os.listdir(sys.argv[1])))
+"""
+
+
+def make_state(step=1, size=1000):
+    return {"weight": torch.full((size,), float(step)), "step": step, "note": "as it was"}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def steps(folder):
+    return sorted(int(name.split("-")[1]) for name in names(folder))
+
+
+def test_a_state_comes_back_as_it_was(tmp_path):
+    torch.manual_seed(0)
+    model = models.build("tiny")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    path = Checkpoints(tmp_path / "new" / "run").save(7, state)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert path.name == f"step-000000007-{digest[:16]}.pt"
+    step, loaded = Checkpoints(tmp_path / "new" / "run").load()
+    assert step == 7
+    assert all(torch.equal(loaded["model"][name], value) for name, value in model.state_dict().items())
+    assert torch.equal(loaded["rng"], state["rng"])
+    other = torch.optim.SGD(model.parameters(), lr=0.5)
+    other.load_state_dict(loaded["optimizer"])
+    assert other.param_groups[0]["lr"] == 0.1
+
+
+def test_nothing_saved_is_nothing_loaded(tmp_path):
+    assert Checkpoints(tmp_path / "never").load() is None
+
+
+def test_the_last_few_are_kept(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(5):
+        checkpoints.save(step, make_state(step))
+        assert steps(tmp_path) == [number for number in (step - 1, step) if number >= 0]
+    assert checkpoints.load()[0] == 4
+    Checkpoints(tmp_path, keep=1).save(5, make_state(5))
+    assert steps(tmp_path) == [5]
+    with pytest.raises(LabError, match="At least one"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_a_step_saved_again_replaces_its_first_state(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    checkpoints.save(2, make_state(2))
+    checkpoints.save(2, make_state(3))
+    assert steps(tmp_path) == [1, 2]
+    assert checkpoints.load()[1]["step"] == 3
+
+
+def test_a_run_started_anew_is_not_beaten_by_the_higher_steps_of_the_old_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    old = [checkpoints.save(step, make_state(step)) for step in (900, 1000)]
+    for path in old:
+        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
+    checkpoints.save(1, make_state(1))
+    assert checkpoints.load()[0] == 1
+    assert steps(tmp_path) == [1, 1000]
+
+
+@pytest.mark.drill
+def test_a_save_killed_at_50_random_points_always_leaves_one_that_loads(tmp_path):
+    command = [sys.executable, "-c", KILLING, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    killed_midway, last, left = done.stdout.split(maxsplit=2)
+    assert int(killed_midway) >= 5, "too few saves were hit: the drill drills nothing"
+    assert int(last) > 0
+    assert ".tmp" not in left, "the next save removes what the killed ones left"
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("damage", ["cut to half", "emptied", "one bit flipped", "middle zeroed"])
+def test_a_damaged_file_is_named_and_the_one_before_is_loaded(tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    path = checkpoints.save(2, make_state(2))
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    if damage == "cut to half":
+        content = content[:middle]
+    elif damage == "emptied":
+        content = b""
+    elif damage == "one bit flipped":
+        content[middle] ^= 1
+    else:
+        content[middle : middle + 512] = bytes(512)
+    path.write_bytes(content)
+    with pytest.warns(UserWarning, match=f"damaged checkpoints were skipped: {path.name}"):
+        step, state = checkpoints.load()
+    assert step == state["step"] == 1
+
+
+@pytest.mark.drill
+def test_only_damaged_files_are_an_error_and_not_a_start_from_nothing(tmp_path):
+    path = Checkpoints(tmp_path).save(2, make_state(2))
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(LabError, match="No checkpoint can be loaded") as caught:
+        Checkpoints(tmp_path).load()
+    assert path.name in caught.value.cause and path.exists()
+
+
+class Hostile:
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("form", ["torch", "bare pickle"])
+def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, form):
+    marker, folder = tmp_path / "code was run", tmp_path / "run"
+    Checkpoints(folder).save(1, make_state(1))
+    file = tmp_path / "hostile"
+    if form == "torch":
+        torch.save({"weight": Hostile(marker)}, file)
+    else:
+        file.write_bytes(pickle.dumps({"weight": Hostile(marker)}, protocol=2))
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    file.rename(folder / f"step-000000002-{digest}.pt")
+    with pytest.raises(LabError, match="nothing in it was run"):
+        Checkpoints(folder).load()
+    assert not marker.exists()
+
+
+def test_what_loading_would_refuse_is_refused_when_it_is_saved(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    with pytest.raises(LabError, match="may not hold"):
+        checkpoints.save(2, make_state(2) | {"folder": tmp_path})
+    assert len(names(tmp_path)) == 1 and checkpoints.load()[0] == 1
+
+
+def check_full_disk(folder, state):
+    checkpoints = Checkpoints(folder)
+    before = {path: path.read_bytes() for path in folder.glob("step-*")}
+    with pytest.raises(LabError, match="The checkpoint needs") as caught:
+        checkpoints.save(3, state)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    needed = int(caught.value.what.split()[3].replace(",", ""))
+    assert needed > state["weight"].nbytes
+    assert checkpoints.load()[0] == 2
+    return caught.value
+
+
+@pytest.mark.drill
+def test_a_file_that_may_not_grow_leaves_the_earlier_ones_intact(tmp_path):
+    for step in (1, 2):
+        Checkpoints(tmp_path).save(step, make_state(step))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        error = check_full_disk(tmp_path, make_state(3, size=1_000_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in error.cause
+    assert Checkpoints(tmp_path).save(3, make_state(3)).exists()
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_is_told_in_bytes_and_leaves_the_earlier_ones_intact(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("this system does not let root mount a small disk")
+    try:
+        for step in (1, 2):
+            Checkpoints(disk).save(step, make_state(step))
+        error = check_full_disk(disk, make_state(3, size=1_000_000))
+        free = int(error.what.split()[6].replace(",", ""))
+        assert 1_900_000 < free < 2 * 2**20
+        assert "No space left" in error.cause
+        assert Checkpoints(disk).save(3, make_state(3)).exists()
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LabError, match="was not saved") as caught:
+        Checkpoints(tmp_path / "file").save(1, make_state())
+    assert str(tmp_path / "file") in caught.value.where
+
+
+def test_only_strays_of_ours_that_nobody_writes_are_removed(tmp_path):
+    import fcntl
+
+    stray, held = tmp_path / ".step-000000001.host.123.tmp", tmp_path / ".step-000000002.host.124.tmp"
+    foreign = [tmp_path / name for name in ("notes.tmp", ".step-one.tmp", "step-000000009.pt", "model.pt")]
+    for path in (stray, held, *foreign):
+        path.write_bytes(b"something")
+    with held.open("rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        saved = Checkpoints(tmp_path).save(3, make_state(3))
+        assert set(tmp_path.iterdir()) == {held, saved, *foreign}
+    saved = Checkpoints(tmp_path).save(4, make_state(4))
+    assert held not in set(tmp_path.iterdir())

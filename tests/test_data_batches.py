@@ -1,0 +1,161 @@
+import numpy as np
+import pytest
+import torch
+from drawn import assert_explains
+
+from lab_utils import LabError
+from lab_utils.data.batches import Batches, augment
+
+TOTAL = 103  # no world size and no batch size below divides it
+MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
+IMAGES = torch.randint(0, 256, (TOTAL, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.arange(TOTAL)  # the label tells which image it is
+
+
+def make(batch_size=8, **settings):
+    return Batches(IMAGES, LABELS, batch_size, mean=MEAN, std=STD, **settings)
+
+
+def read_order(batches, epoch=0):
+    batches.set_epoch(epoch)
+    return [label for _, labels in batches for label in labels.tolist()]
+
+
+def read_pixels(world_size, batch_size, epoch=0):
+    """Returns the pixels that each image has in an epoch, put together from all ranks."""
+    seen = {}
+    for rank in range(world_size):
+        batches = make(batch_size, rank=rank, world_size=world_size, seed=3)
+        batches.set_epoch(epoch)
+        for images, labels in batches:
+            seen.update(zip(labels.tolist(), images, strict=True))
+    return torch.stack([seen[index] for index in range(TOTAL)])
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_image_comes_exactly_once_an_epoch(world_size, train):
+    ranks = [make(train=train, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for epoch in range(2):
+        shares = [read_order(batches, epoch) for batches in ranks]
+        assert sorted(label for share in shares for label in share) == list(range(TOTAL))
+        assert [len(share) for share in shares] == [batches.images for batches in ranks]
+        assert [len(list(batches)) for batches in ranks] == [len(batches) for batches in ranks]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_pad_repeats_from_the_start_until_ranks_are_equal(world_size):
+    shares = [read_order(make(pad=True, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert {len(share) for share in shares} == {-(-TOTAL // world_size)}
+    order = read_order(make())
+    together = [share[step] for step in range(len(shares[0])) for share in shares]
+    assert together == (order + order)[: len(together)]
+
+
+def test_pad_serves_more_ranks_than_images():
+    few = [
+        Batches(IMAGES[:2], LABELS[:2], 1, mean=MEAN, std=STD, pad=True, rank=rank, world_size=5) for rank in range(5)
+    ]
+    shares = [read_order(batches) for batches in few]
+    assert [len(share) for share in shares] == [1] * 5
+    assert {share[0] for share in shares} == {0, 1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("pad", [False, True])
+def test_drop_last_gives_every_rank_equally_many_full_batches(world_size, pad):
+    ranks = [make(17, drop_last=True, pad=pad, rank=rank, world_size=world_size) for rank in range(world_size)]
+    sizes = [[len(labels) for _, labels in batches] for batches in ranks]
+    assert all(size == [17] * len(sizes[0]) for size in sizes)
+    assert [len(batches) for batches in ranks] == [len(size) for size in sizes]
+    assert [batches.images for batches in ranks] == [sum(size) for size in sizes]
+    seen = [label for batches in ranks for label in read_order(batches)]
+    assert pad or len(set(seen)) == len(seen)
+
+
+def test_order_repeats_for_a_seed_and_changes_with_the_epoch():
+    first = read_order(make(seed=1))
+    assert read_order(make(seed=1)) == first
+    assert read_order(make(seed=1), epoch=1) != first
+    assert read_order(make(seed=2)) != first
+    assert read_order(make(seed=0), epoch=1) != read_order(make(seed=1), epoch=0)
+    assert read_order(make(train=False, seed=1), epoch=1) == list(range(TOTAL))
+
+
+def test_order_does_not_touch_the_global_generator():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    read_order(make())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_an_image_looks_the_same_for_any_batch_size_and_world_size():
+    expected = read_pixels(1, 8)
+    for world_size, batch_size in ((1, 1), (1, 103), (2, 8), (3, 5), (4, 16)):
+        assert torch.equal(read_pixels(world_size, batch_size), expected)
+    assert not torch.equal(read_pixels(1, 8, epoch=1), expected)
+
+
+def test_augment_does_what_a_plain_loop_does():
+    generator = torch.Generator().manual_seed(0)
+    shifts = torch.randint(0, 9, (TOTAL, 2), generator=generator)
+    mirrored = torch.rand(TOTAL, generator=generator) < 0.5
+    found = augment(IMAGES, shifts, mirrored.nonzero().flatten()).numpy()
+    for index in range(TOTAL):
+        padded = np.pad(IMAGES[index].numpy(), ((0, 0), (4, 4), (4, 4)))
+        row, column = shifts[index].tolist()
+        expected = padded[:, row : row + 32, column : column + 32]
+        assert np.array_equal(found[index], expected[:, :, ::-1] if mirrored[index] else expected)
+
+
+def test_shifts_and_mirrors_of_an_epoch_cover_all_there_are():
+    marked = torch.zeros(2000, 3, 32, 32, dtype=torch.uint8)
+    marked[:, :, 16, 10] = 255  # where this point goes tells the shift, and on which side the mirror
+    batches = Batches(marked, torch.zeros(2000, dtype=torch.int64), 500, mean=(0, 0, 0), std=(1, 1, 1))
+    places = torch.cat([images[:, 0].flatten(1).argmax(1) for images, _ in batches])
+    rows, columns = places // 32 - 16, places % 32
+    assert sorted(set(rows.tolist())) == list(range(-4, 5))
+    shares = torch.bincount(rows + 4).double() / 2000
+    assert shares.min() > 0.07 and shares.max() < 0.16
+    # Not mirrored, the point lies in columns 6 to 14; mirrored in 17 to 25.
+    assert sorted(set(columns.tolist())) == [*range(6, 15), *range(17, 26)]
+    assert 0.4 < (columns < 16).double().mean() < 0.6
+
+
+def test_images_are_normalised_as_torchvision_does():
+    from torchvision.transforms import v2
+
+    images, labels = next(iter(make(32, train=False)))
+    expected = v2.Normalize(MEAN, STD)(IMAGES[:32].float() / 255)
+    assert images.dtype == torch.float32 and labels.dtype == torch.int64
+    assert torch.allclose(images, expected, atol=1e-5)
+
+
+def test_the_source_is_not_changed():
+    before = IMAGES.clone()
+    read_order(make())
+    assert torch.equal(IMAGES, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rank": 2, "world_size": 2}, "no rank 2"),
+        ({"rank": -1, "world_size": 2}, "no rank -1"),
+        ({"rank": 0, "world_size": 0}, "among 0"),
+        ({"batch_size": 0}, "batch of 0"),
+        ({"batch_size": 52, "drop_last": True, "world_size": 2}, "not one full batch of 52"),
+    ],
+)
+def test_impossible_shares_are_explained(settings, words):
+    with pytest.raises(LabError) as caught:
+        make(**settings)
+    assert_explains(caught.value, words, "batches(")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_makes_the_same_batches():
+    for (on_cpu, labels), (on_gpu, gpu_labels) in zip(make(), make(device="cuda"), strict=True):
+        assert on_gpu.is_cuda and torch.equal(labels, gpu_labels.cpu())
+        assert torch.allclose(on_cpu, on_gpu.cpu(), atol=1e-5)

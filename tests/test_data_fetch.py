@@ -1,0 +1,209 @@
+import contextlib
+import fcntl
+import hashlib
+import http.server
+import threading
+
+import numpy as np
+import pytest
+from drawn import assert_explains, list_all
+
+from lab_utils import LabError, data
+
+CONTENT = b"\x1f\x8b" + np.random.default_rng(0).bytes(400_000)
+MD5 = hashlib.md5(CONTENT).hexdigest()
+PAGE = b"<!doctype html><html><head><title>Please log in</title></head></html>"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Serves CONTENT as the path says, and writes down what was asked for and how much was sent."""
+
+    def do_GET(self):
+        server, kind = self.server, self.path.split("/")[1]
+        start = int((self.headers["Range"] or "bytes=0-")[6:-1]) if kind != "norange" else 0
+        body = CONTENT
+        if kind == "html":
+            body = PAGE
+        elif kind == "wrong":
+            body = CONTENT[:-1] + b"?"
+        elif kind == "short":
+            body = CONTENT[:-100]
+        stop = len(body)
+        if server.cuts:
+            stop = max(start, int(server.cuts.pop(0) * len(body)))
+        if kind == "gone":
+            self.send_error(404)
+            server.seen.append((self.path, self.headers["Range"], 0))
+            return
+        self.send_response(206 if start else 200)
+        if start:
+            begin = start - 7 if kind == "elsewhere" else start
+            self.send_header("Content-Range", f"bytes {begin}-{len(body) - 1}/{len(body)}")
+        self.send_header("Content-Type", "text/html" if kind == "html" else "application/gzip")
+        self.send_header("Content-Length", str(len(body) - start))
+        self.end_headers()
+        server.seen.append((self.path, self.headers["Range"], stop - start))
+        with contextlib.suppress(OSError):
+            self.wfile.write(body[start:stop])
+            self.wfile.flush()
+            if kind == "stalls" and stop < len(body):
+                server.over.wait(5)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.seen, server.cuts, server.over = [], [], threading.Event()
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
+
+
+def fetch(server, folder, *kinds, **settings):
+    urls = [f"http://127.0.0.1:{server.server_port}/{kind}/CINIC-10.tar.gz" for kind in kinds]
+    return data.fetch_archive(folder, urls=urls, size=len(CONTENT), **({"md5": MD5, "timeout": 5} | settings))
+
+
+def test_a_download_arrives_whole_and_only_once(server, tmp_path):
+    path = fetch(server, tmp_path / "new", "good")
+    assert path == tmp_path / "new" / "CINIC-10.tar.gz" and path.read_bytes() == CONTENT
+    assert list_all(tmp_path / "new") == ["CINIC-10.tar.gz"]
+    assert fetch(server, tmp_path / "new", "good") == path
+    assert len(server.seen) == 1
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
+def test_a_cut_download_resumes_at_once(server, tmp_path, fraction):
+    server.cuts = [fraction]
+    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
+    (_, first, sent), (_, second, rest) = server.seen
+    assert first is None and second == f"bytes={sent}-"
+    assert 0 < sent < len(CONTENT) and sent + rest == len(CONTENT)  # nothing was sent twice
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
+def test_a_cut_download_resumes_the_next_time(server, tmp_path, fraction):
+    server.cuts = [fraction, 0]  # cut, and then not one byte more
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "good")
+    kept = int(fraction * len(CONTENT))
+    assert_explains(caught.value, "could not be downloaded", "/good/", f"{kept:,} bytes are kept", "import FILE.tar.gz")
+    assert list_all(tmp_path) == ["CINIC-10.tar.gz.part"]
+    assert (tmp_path / "CINIC-10.tar.gz.part").read_bytes() == CONTENT[:kept]
+    server.seen.clear()
+    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
+    assert server.seen == [("/good/CINIC-10.tar.gz", f"bytes={kept}-", len(CONTENT) - kept)]
+    assert list_all(tmp_path) == ["CINIC-10.tar.gz"]
+
+
+def test_a_cut_download_is_continued_from_another_address(server, tmp_path):
+    server.cuts = [0.5, 0]
+    assert fetch(server, tmp_path, "good", "other").read_bytes() == CONTENT
+    assert server.seen[-1] == (
+        "/other/CINIC-10.tar.gz",
+        f"bytes={len(CONTENT) // 2}-",
+        len(CONTENT) - len(CONTENT) // 2,
+    )
+
+
+def test_a_connection_that_stalls_is_given_up_and_resumed(server, tmp_path):
+    server.cuts = [0.5]
+    assert fetch(server, tmp_path, "stalls", timeout=0.3).read_bytes() == CONTENT
+    assert server.seen[1][1].startswith("bytes=")
+
+
+def test_a_server_without_range_starts_over_cleanly(server, tmp_path):
+    server.cuts = [0.5]
+    assert fetch(server, tmp_path, "norange").read_bytes() == CONTENT
+    assert [sent for _, _, sent in server.seen] == [len(CONTENT) // 2, len(CONTENT)]
+
+
+def test_a_server_that_continues_elsewhere_is_not_believed(server, tmp_path):
+    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(CONTENT[:1000])
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "elsewhere")
+    assert_explains(caught.value, "continued at byte 993 when asked for byte 1000")
+    assert (tmp_path / "CINIC-10.tar.gz.part").read_bytes() == CONTENT[:1000]
+
+
+@pytest.mark.parametrize("start", [b"", CONTENT[:1000]])
+def test_a_wrong_checksum_moves_nothing_into_place(server, tmp_path, start):
+    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(start)
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "wrong")
+    assert_explains(caught.value, "wrong checksum", MD5, "was removed", "/wrong/")
+    assert list_all(tmp_path) == []
+
+
+def test_after_a_wrong_checksum_the_next_address_has_its_turn(server, tmp_path):
+    assert fetch(server, tmp_path, "wrong", "good").read_bytes() == CONTENT
+
+
+def test_a_part_that_is_whole_already_is_only_checked(server, tmp_path):
+    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(CONTENT)
+    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
+    assert server.seen == []
+
+
+def test_a_part_that_is_too_long_is_begun_again(server, tmp_path):
+    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(CONTENT + b"more")
+    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("start", [b"", CONTENT[:1000]])
+def test_a_web_page_instead_of_the_archive_is_recognised(server, tmp_path, start):
+    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(start)
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "html")
+    assert_explains(caught.value, "web page" if not start else "", "/html/", "import FILE.tar.gz")
+    # What had arrived from a better address is not lost.
+    assert list_all(tmp_path) == (["CINIC-10.tar.gz.part"] if start else [])
+    assert fetch(server, tmp_path, "html", "good").read_bytes() == CONTENT
+
+
+def test_a_file_of_another_size_is_refused_before_it_is_read(server, tmp_path):
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "short")
+    assert_explains(caught.value, f"{len(CONTENT) - 100:,} bytes, expected {len(CONTENT):,}")
+    assert list_all(tmp_path) == []
+
+
+def test_all_addresses_dead_are_all_named(server, tmp_path):
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
+        dead = f"http://127.0.0.1:{closed.server_port}/dead"
+    gone = f"http://127.0.0.1:{server.server_port}/gone/file"
+    with pytest.raises(LabError) as caught:
+        data.fetch_archive(tmp_path, urls=[dead, gone], size=len(CONTENT), md5=MD5, timeout=5)
+    assert_explains(
+        caught.value, "any of 2 addresses", f"{dead}: ", "refused", f"{gone}: ", "404", "import FILE.tar.gz"
+    )
+    assert list_all(tmp_path) == []
+
+
+def test_two_downloads_at_once_are_not_mixed(server, tmp_path):
+    with (tmp_path / "CINIC-10.tar.gz.part").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(LabError) as caught:
+            fetch(server, tmp_path, "good")
+    assert_explains(caught.value, "is being downloaded", ".part")
+    assert server.seen == []
+
+
+def test_a_full_disk_is_noticed_before_the_download(server, tmp_path):
+    with pytest.raises(LabError) as caught:
+        data.fetch_archive(tmp_path, urls=["http://127.0.0.1:9/x"], size=10**18, md5=MD5)
+    assert_explains(caught.value, "too little free space", "LAB_DATA")
+
+
+def test_the_addresses_and_sums_are_the_published_ones():
+    from lab_utils.data import fetch as module
+
+    assert (module.SIZE, module.MD5) == (687_544_992, "6ee4d0c996905fe93221de577967a372")
+    assert len(module.URLS) >= 3 and all(url.startswith("https://datashare.") for url in module.URLS)

@@ -1,0 +1,406 @@
+import multiprocessing
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawn import PER_CLASS, assert_explains, list_all, make_folder
+from PIL import Image
+
+from lab_utils import LabError, checkout, data
+from lab_utils.data import shapes, sources
+from lab_utils.data.folder import CLASS_NAMES, MEAN_STD
+from lab_utils.data.pack import find_damage, read_manifest
+
+forked = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A folder that holds a data set in CINIC-10's layout, called ``cinic10``."""
+    make_folder(tmp_path / "root" / "cinic10")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def spare(tmp_path, monkeypatch):
+    """Where packs go that cannot lie beside their source; in place of the checkout's own ``data/packed``."""
+    monkeypatch.setattr(sources, "checkout", lambda: tmp_path / "checkout")
+    return tmp_path / "checkout" / "data" / "packed"
+
+
+def find_packs(home):
+    return [folder for folder in sorted(home.iterdir()) if not folder.name.startswith(".")] if home.exists() else []
+
+
+def assert_equals_image_folder(dataset, folder):
+    """Asserts that the packed pixels are those that torchvision's ImageFolder reads, in its order."""
+    from torchvision.datasets import ImageFolder
+
+    for split in ("train", "valid", "test"):
+        part, files = getattr(dataset, split), ImageFolder(folder / split)
+        assert tuple(files.classes) == dataset.class_names
+        assert len(part) == len(files)
+        for index, (image, label) in enumerate(files):
+            assert np.array_equal(part.images[index].numpy(), np.asarray(image).transpose(2, 0, 1)), (split, index)
+            assert part.labels[index] == label
+
+
+def test_packing_equals_the_pngs_pixel_by_pixel(root):
+    dataset = data.load(root=root)
+    assert dataset.name == "cinic10" and dataset.class_names == CLASS_NAMES
+    assert dataset.summary == (
+        "cinic10: 40 train, 20 valid, 30 test images of 10 classes, from a folder in CINIC-10's layout"
+    )
+    assert (dataset.mean, dataset.std) == MEAN_STD
+    assert_equals_image_folder(dataset, root / "cinic10")
+    assert str(root) not in dataset.summary
+
+
+def test_the_manifest_says_what_is_in_the_pack(root):
+    data.load(root=root)
+    (pack,) = find_packs(root / "packed")
+    manifest = read_manifest(pack)
+    assert manifest["classes"] == list(CLASS_NAMES)
+    for split, count in PER_CLASS.items():
+        assert manifest["splits"][split] == {
+            "images": 10 * count,
+            "per_class": dict.fromkeys(CLASS_NAMES, count),
+            "skipped": 0,
+        }
+    assert find_damage(pack) == []
+    assert sorted(manifest["sha256"]) == sorted(p.name for p in pack.iterdir() if p.suffix == ".npy")
+    assert find_packs(root / "packed") == [pack] and len(list_all(root / "packed")) == 8
+
+
+def test_arrays_are_mapped_and_cannot_change_the_files(root, recwarn):
+    dataset = data.load(root=root)
+    before = dataset.train.images[0].clone()
+    dataset.train.images[0] = 255 - before
+    assert torch.equal(data.load(root=root).train.images[0], before)
+    assert find_damage(find_packs(root / "packed")[0]) == []
+    assert not [warning for warning in recwarn if "writable" in str(warning.message)]
+
+
+def test_a_second_load_packs_nothing(root):
+    data.load(root=root)
+    (pack,) = find_packs(root / "packed")
+    before = (pack / "manifest.json").stat().st_ino
+    data.load(root=root)
+    assert (pack / "manifest.json").stat().st_ino == before
+
+
+def test_a_changed_source_is_packed_anew(root):
+    old = data.load(root=root)
+    file = root / "cinic10" / "train" / "cat" / "cifar10-train-1.png"
+    Image.new("RGB", (32, 32), (1, 2, 3)).save(file)
+    new = data.load(root=root)
+    assert_equals_image_folder(new, root / "cinic10")
+    file.unlink()
+    assert len(data.load(root=root).train) == 39
+    assert len(find_packs(root / "packed")) == 1 and len(list_all(root / "packed")) == 8
+    # Who still has the old pack mapped goes on reading it.
+    assert int(old.train.images.sum()) != int(new.train.images.sum())
+
+
+def test_grey_palette_and_transparent_images_become_rgb(root):
+    place = root / "cinic10" / "train" / "dog"
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+    for mode in ("L", "LA", "P", "1", "RGBA", "I;16", "CMYK"):
+        suffix = "jpg" if mode == "CMYK" else "png"
+        image = Image.new(mode, (32, 32), 7) if mode == "I;16" else picture.convert(mode)
+        image.save(place / f"mode-{mode.replace(';', '')}.{suffix}")
+    assert_equals_image_folder(data.load(root=root), root / "cinic10")
+
+
+def test_any_name_with_cinic_and_any_size_will_do(tmp_path):
+    make_folder(tmp_path / "my-CINIC-subset", per_class={"train": 1, "valid": 2, "test": 1})
+    assert len(data.load(root=tmp_path).valid) == 20
+
+
+def test_files_that_are_no_images_and_hidden_ones_are_left_alone(root):
+    folder = root / "cinic10"
+    for name in ("README.md", "train/notes.txt", "train/cat/Thumbs.db", "train/cat/._cifar10-train-1.png", ".DS_Store"):
+        (folder / name).write_text("not an image")
+    (folder / "train" / ".ipynb_checkpoints").mkdir()
+    assert len(data.load(root=root).train) == 40
+
+
+def test_a_root_that_is_the_data_set_stays_untouched(root, spare):
+    before = list_all(root / "cinic10")
+    dataset = data.load(root=root / "cinic10")
+    assert_equals_image_folder(dataset, root / "cinic10")
+    assert list_all(root / "cinic10") == before
+    make_folder(root / "other-cinic10", per_class={"train": 1, "valid": 1, "test": 1})
+    assert len(data.load(root=root / "other-cinic10").train) == 10
+    assert len(data.load(root=root / "cinic10").train) == 40
+    assert len(find_packs(spare)) == 2
+
+
+def drop_root_rights():
+    """Gives up root's right to pass over file modes, for this process; without root there is nothing to give up."""
+    import ctypes
+
+    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    ctypes.CDLL(None).capset(header, nothing)
+
+
+def run_forked(function, *arguments):
+    """Runs a function in a process of its own and returns what it returns, or raises its LabError."""
+
+    def work(results):
+        try:
+            results.put((function(*arguments), None))
+        except LabError as error:
+            results.put((None, (error.what, error.where, error.cause, error.fix)))
+
+    results = forked.SimpleQueue()
+    process = forked.Process(target=work, args=(results,))
+    process.start()
+    process.join(timeout=30)
+    assert process.exitcode == 0
+    value, failure = results.get()
+    if failure:
+        raise LabError(failure[0], where=failure[1], cause=failure[2], fix=failure[3])
+    return value
+
+
+def load_without_rights(root):
+    drop_root_rights()
+    return data.load(root=root).summary
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+def test_a_read_only_root_is_packed_elsewhere(root, spare):
+    root.chmod(0o555)
+    assert run_forked(load_without_rights, root).startswith("cinic10: 40 train")
+    assert not (root / "packed").exists()
+    assert len(find_packs(spare)) == 1
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+def test_a_pack_in_a_read_only_root_is_used(root, spare):
+    data.load(root=root)
+    for folder in (root, root / "packed"):
+        folder.chmod(0o555)
+    assert run_forked(load_without_rights, root).startswith("cinic10: 40 train")
+    assert not spare.exists()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+def test_nowhere_to_write_is_explained(root, spare):
+    spare.parents[1].mkdir()
+    for folder in (root, spare.parents[1]):
+        folder.chmod(0o555)
+    with pytest.raises(LabError) as caught:
+        run_forked(load_without_rights, root)
+    assert_explains(caught.value, "cannot be written", "Permission denied", str(spare), "LAB_DATA=")
+
+
+def spoil(folder):
+    """Puts a cut-off, an empty, a wrong-sized and a disguised file among the images; returns how many."""
+    whole = (folder / "train" / "cat" / "cifar10-train-1.png").read_bytes()
+    (folder / "train" / "cat" / "cifar10-train-1.png").write_bytes(whole[: len(whole) // 2])
+    (folder / "train" / "dog" / "empty.png").write_bytes(b"")
+    (folder / "valid" / "ship" / "page.png").write_text("<html>not found</html>")
+    Image.new("RGB", (64, 32)).save(folder / "test" / "frog" / "wide.png")
+    return 4
+
+
+def test_bad_images_are_named_and_counted(root):
+    spoil(root / "cinic10")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root)
+    names = ("train/cat/cifar10-train-1.png", "train/dog/empty.png", "valid/ship/page.png", "test/frog/wide.png")
+    assert_explains(caught.value, "4 of 93 images", *names, "64×32, not 32×32", "--skip-bad")
+    assert find_packs(root / "packed") == []
+
+
+def test_bad_images_are_left_out_when_that_is_asked_for(root):
+    bad = spoil(root / "cinic10")
+    dataset = data.load(root=root, skip_bad=True)
+    assert dataset.skipped == bad and dataset.summary.endswith("; 4 unreadable images were left out")
+    assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (39, 20, 30)
+    (pack,) = find_packs(root / "packed")
+    manifest = read_manifest(pack)
+    assert manifest["splits"]["train"]["per_class"]["cat"] == 3
+    assert "train/dog/empty.png (cannot be decoded)" in manifest["source"]["bad"]
+    assert find_damage(pack) == []
+    # The good ones are as they were: the pack equals that of a folder without the bad.
+    for name in manifest["source"]["bad"]:
+        (root / "cinic10" / name.split(" (")[0]).unlink()
+    # What was left out once stays left out, without asking again, until the folder changes.
+    assert_equals_image_folder(dataset, root / "cinic10")
+    clean = data.load(root=root)
+    assert clean.skipped == 0 and torch.equal(clean.train.images, dataset.train.images)
+
+
+def test_many_bad_images_are_cut_to_a_few_names(root):
+    for file in (root / "cinic10" / "train").rglob("*.png"):
+        file.write_bytes(b"")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root)
+    assert_explains(caught.value, "40 of 90 images", "and 35 more")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root, skip_bad=True)
+    assert_explains(caught.value, "Not one image of the class 'airplane' in train")
+
+
+def empty(folder):
+    for file in (folder / "valid" / "frog").iterdir():
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (empty, ["'frog' in valid has no images", "valid/frog"]),
+        (lambda folder: (folder / "test" / "ship").rename(folder / "ship"), ["'ship' in test is missing"]),
+        (lambda folder: (folder / "train" / "zebra").mkdir(), ["'zebra' in train", "none of CINIC-10's ten"]),
+        (lambda folder: (folder / "valid").rename(folder / "val"), ["split 'valid' is missing", "'val'"]),
+    ],
+)
+def test_an_incomplete_layout_is_explained(root, damage, words):
+    damage(root / "cinic10")
+    for name in (None, "cinic10"):  # never silently another data set instead
+        with pytest.raises(LabError) as caught:
+            data.load(name, root)
+        assert_explains(caught.value, str(root / "cinic10"), *words)
+    assert find_packs(root / "packed") == []
+
+
+def test_two_candidates_are_named(root):
+    make_folder(root / "cinic10-half")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root)
+    assert_explains(caught.value, "2 folders could be", str(root / "cinic10"), str(root / "cinic10-half"), "LAB_DATA=")
+
+
+def test_absence_is_explained(tmp_path):
+    with pytest.raises(LabError) as caught:
+        data.load("cinic10", tmp_path / "nowhere")
+    assert_explains(caught.value, "was not found", "nowhere", "fetch cinic10")
+    (tmp_path / "CINIC-10.tar.gz").touch()
+    with pytest.raises(LabError) as caught:
+        data.load("cinic10", tmp_path)
+    assert_explains(caught.value, f"import '{tmp_path / 'CINIC-10.tar.gz'}'")
+
+
+def test_unknown_names_are_explained(root):
+    with pytest.raises(LabError) as caught:
+        data.load("imagenet", root)
+    assert_explains(caught.value, "'imagenet'", "shapes10, cinic10, cifar10, fashion_mnist")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root).batches("val", 8)
+    assert_explains(caught.value, "'val'", "'valid'")
+
+
+def test_a_truncated_pack_is_made_again(root):
+    expected = data.load(root=root).train.images.clone()
+    (pack,) = find_packs(root / "packed")
+    for name in ("train-images.npy", "valid-labels.npy"):
+        os.truncate(pack / name, (pack / name).stat().st_size - 100)
+        assert torch.equal(data.load(root=root).train.images, expected)
+        assert find_damage(pack) == []
+
+
+def pack_slowly(root, started):
+    started.set()
+    data.load(root=root)
+
+
+def test_a_pack_killed_at_any_moment_leaves_nothing_half(root, monkeypatch):
+    started = forked.Event()
+    began = time.perf_counter()
+    data.load(root=root)
+    duration = time.perf_counter() - began
+    (pack,) = find_packs(root / "packed")
+    outcomes = []
+    for step in range(20):
+        for file in pack.iterdir():
+            file.unlink()
+        pack.rmdir()
+        process = forked.Process(target=pack_slowly, args=(root, started))
+        process.start()
+        started.wait()
+        started.clear()
+        time.sleep(duration * 1.3 * step / 20)
+        process.kill()
+        process.join()
+        outcomes.append(pack.exists())
+        if pack.exists():
+            assert find_damage(pack) == [] and read_manifest(pack)
+        assert_equals_image_folder(data.load(root=root), root / "cinic10")
+    assert False in outcomes  # some were really killed in the middle
+    # What the killed ones left is removed by the next that packs, once it is too old to be anybody's.
+    drafts = list((root / "packed").glob(".*.draft"))
+    assert drafts
+    for draft in drafts:
+        os.utime(draft, (0, 0))
+    (root / "cinic10" / "train" / "cat" / "cifar10-train-1.png").unlink()
+    data.load(root=root)
+    assert list((root / "packed").glob(".*")) == []
+
+
+def load_at_once(root, barrier, results):
+    barrier.wait()
+    dataset = data.load(root=root)
+    results.put(int(dataset.train.images.numpy().sum()))  # torch's threads do not survive a fork
+
+
+def test_processes_that_pack_at_once_agree(root):
+    barrier, results = forked.Barrier(4), forked.SimpleQueue()
+    processes = [forked.Process(target=load_at_once, args=(root, barrier, results)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=30)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len({results.get() for _ in processes}) == 1
+    assert len(list_all(root / "packed")) == 8
+    assert find_damage(find_packs(root / "packed")[0]) == []
+
+
+def test_an_interrupted_pack_leaves_nothing(tmp_path, spare, monkeypatch):
+    def interrupt(split, index):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shapes, "draw_image", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        data.load("shapes10", tmp_path / "root")
+    assert list_all(tmp_path / "root") == ["packed"]
+
+
+def test_export_and_the_classical_loader_give_the_packed_images(root, tmp_path):
+    dataset = data.load(root=root)
+    folder = data.export(dataset, tmp_path / "cinic10-copy")
+    assert_equals_image_folder(dataset, folder)
+    classic = data.classic_loader(folder, "valid", 7)
+    packed = dataset.batches("valid", 7)
+    for (images, labels), (expected, expected_labels) in zip(classic, packed, strict=True):
+        assert torch.allclose(images, expected, atol=1e-5)
+        assert torch.equal(labels, expected_labels)
+    train = torch.cat([labels for _, labels in data.classic_loader(folder, "train", 7)])
+    assert not torch.equal(train, dataset.train.labels)
+    assert torch.equal(train.sort().values, dataset.train.labels)
+    with pytest.raises(LabError) as caught:
+        data.export(dataset, folder)
+    assert_explains(caught.value, "not empty", str(folder))
+
+
+SAMPLE = Path(os.environ.get("LAB_SAMPLE") or checkout().parent / "shared" / "data" / "cinic10-sample")
+
+
+@pytest.mark.skipif(not SAMPLE.is_dir(), reason="the sample of real CINIC-10 images is not here (LAB_SAMPLE)")
+def test_real_images(tmp_path):
+    (tmp_path / "cinic10-sample").symlink_to(SAMPLE.resolve())
+    dataset = data.load(root=tmp_path)
+    assert (len(dataset.train), len(dataset.valid), len(dataset.test)) == (1000, 500, 500)
+    for split, count in (("train", 100), ("valid", 50), ("test", 50)):
+        assert getattr(dataset, split).labels.bincount().tolist() == [count] * 10
+    pixels = dataset.train.images.double() / 255
+    for found, published in zip((pixels.mean((0, 2, 3)), pixels.std((0, 2, 3))), MEAN_STD, strict=True):
+        assert torch.allclose(found, torch.tensor(published, dtype=torch.float64), atol=0.01)
+    assert_equals_image_folder(dataset, SAMPLE)

@@ -1,0 +1,246 @@
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lab_utils import LabError, machine
+from lab_utils.machine import environment, facts
+
+INTEL = """processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz
+flags\t\t: fpu avx2 avx512f avx512_bf16 amx_bf16 amx_tile
+
+processor\t: 1
+model name\t: another
+flags\t\t: fpu
+"""
+
+
+def run_check(folder: Path, **settings: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "lab_utils.machine"]
+    env = {**os.environ, **settings}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=env)
+
+
+@pytest.fixture
+def broken_pair(tmp_path):
+    """A folder for PYTHONPATH with a torchvision that fails as one built for another torch does."""
+    package = tmp_path / "broken" / "torchvision"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text('raise RuntimeError("operator torchvision::nms does not exist")\n')
+    return str(package.parent)
+
+
+def test_the_check_is_green_here(tmp_path):
+    child = run_check(tmp_path)
+    assert child.returncode == 0, child.stdout + child.stderr
+    lines = child.stdout.splitlines()
+    assert len(lines) == 10
+    assert all(line.startswith("[ok]   ") for line in lines)
+    assert "go together" in child.stdout
+    assert str(Path.home()) + "/" not in child.stdout
+
+
+def test_a_mismatched_pair_is_named_with_its_fix(tmp_path, broken_pair):
+    child = run_check(tmp_path, PYTHONPATH=broken_pair)
+    assert child.returncode == 1
+    failed = re.search(r"\[fail\] (torch \S+ and torchvision \S+ do not go together.*)\n +fix: (.*)", child.stdout)
+    assert failed, child.stdout
+    assert "operator torchvision::nms does not exist" in failed[1]
+    assert failed[2] == "rm -rf .venv && make setup"
+    assert child.stdout.count("[fail]") == 1
+
+
+def test_with_a_mismatched_pair_the_package_still_imports(tmp_path, broken_pair):
+    code = (
+        "import lab_utils as labs\ntry:\n    labs.load_torchvision()\nexcept labs.LabError as error:\n    print(error)"
+    )
+    env = {**os.environ, "PYTHONPATH": broken_pair}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert child.returncode == 0, child.stderr
+    first, *rest = child.stdout.splitlines()
+    assert re.fullmatch(r"torch \S+ and torchvision \S+ do not go together\.", first)
+    assert any(line.startswith("  fix: ") for line in rest)
+
+
+def test_a_torch_that_dies_at_import_is_a_fail_and_not_a_crash(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, sys\nsys.stderr.write('Illegal instruction')\nos._exit(4)\n")
+    child = run_check(tmp_path, PYTHONPATH=str(tmp_path))
+    assert child.returncode == 1
+    assert "do not go together: Illegal instruction" in child.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"LAB_SCALE": "big"}, "LAB_SCALE has to be small or full, and is 'big'."),
+        ({"OMP_NUM_THREADS": "many"}, "OMP_NUM_THREADS has to be a positive number, and is 'many'."),
+        ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS has to be a positive number, and is '0'."),
+    ],
+)
+def test_odd_settings_fail_with_a_fix(monkeypatch, settings, told):
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    verdict = environment.check_scale() if "LAB_SCALE" in settings else environment.check_threads()
+    assert (verdict.ok, verdict.what) == (False, told)
+    assert verdict.fix.startswith("export ")
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_fail(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-0)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    without_cuda = environment.check_gpu({"torch": "2.14.1+cpu", "cuda": None, "gpus": 0})
+    assert not without_cuda.ok
+    assert "a build without CUDA" in without_cuda.what
+    assert "make setup" in without_cuda.fix
+    old_driver = environment.check_gpu({"torch": "2.14.1+cu130", "cuda": "13.0", "gpus": 0})
+    assert not old_driver.ok
+    assert "driver" in old_driver.fix
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert environment.check_gpu({"torch": "2.14.1+cu130", "cuda": "13.0", "gpus": 0}).ok
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert environment.check_gpu({"torch": "2.14.1+cpu", "cuda": None, "gpus": 0}).ok
+
+
+def test_versions_outside_the_package_s_ranges_are_named(monkeypatch):
+    assert environment.check_versions().ok
+    wanted = ["torch>=99", "no-such-package>=1", "numpy>=1", 'not-wanted>=1; extra == "test"']
+    monkeypatch.setattr(environment, "requires", lambda name: wanted)
+    verdict = environment.check_versions()
+    assert not verdict.ok
+    assert re.fullmatch(r"torch \S+ is not >=99; no-such-package is missing", verdict.what)
+
+
+def test_too_little_memory_disk_or_shared_memory_fails(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "measure_memory", lambda: 2 * 2**30)
+    assert not environment.check_memory().ok
+    monkeypatch.setattr(environment, "measure_memory", lambda: 4 * 2**30)
+    assert environment.check_memory().ok
+    monkeypatch.setenv("LAB_DATA", str(tmp_path / "not" / "yet" / "there"))
+    assert environment.check_disk().ok
+    monkeypatch.setattr(environment, "DISK_NEEDED", 2**60)
+    verdict = environment.check_disk()
+    assert not verdict.ok
+    assert str(tmp_path) not in verdict.what + verdict.fix
+    sized = type("Usage", (), {"total": 64 * 2**20})
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda folder: sized)
+    assert environment.check_shared_memory(1, tmp_path).ok
+    assert not environment.check_shared_memory(2, tmp_path).ok
+    assert environment.check_shared_memory(2, tmp_path / "none").ok
+
+
+def test_describe_reads_this_machine():
+    found = machine.describe()
+    assert found.cores in range(1, (os.cpu_count() or 1) + 1)
+    assert found.threads >= 1
+    assert found.memory_bytes > 2**28
+    assert re.match(r"2\.\d+", found.torch)
+    assert set(found.cpu_features) <= set(machine.CPU_FEATURES)
+    with pytest.raises(AttributeError):
+        found.cpu = "another"
+
+
+def test_the_label_names_what_the_labs_run_on():
+    found = replace(machine.describe(), cpu="AMD EPYC", cores=2, gpus=())
+    assert found.label == "AMD EPYC (2 cores)"
+    h200 = machine.Gpu("NVIDIA H200", 141 * 2**30, (9, 0))
+    assert replace(found, gpus=(h200,)).label == "NVIDIA H200"
+    assert replace(found, gpus=(h200, h200)).label == "2 × NVIDIA H200"
+
+
+def test_fast_bf16_is_the_device_s():
+    found = replace(machine.describe(), cpu_features=("avx2", "amx_bf16"), gpus=())
+    assert machine.has_fast_bf16(found)
+    assert not machine.has_fast_bf16(replace(found, cpu_features=("avx2", "avx512f")))
+    assert not machine.has_fast_bf16(replace(found, gpus=(machine.Gpu("Tesla T4", 2**34, (7, 5)),)))
+    assert machine.has_fast_bf16(replace(found, cpu_features=(), gpus=(machine.Gpu("NVIDIA A100", 2**35, (8, 0)),)))
+
+
+def test_the_processor_s_name_and_flags_are_read(tmp_path):
+    (tmp_path / "cpuinfo").write_text(INTEL)
+    name, features = facts.read_cpu(tmp_path / "cpuinfo")
+    assert name == "Intel Xeon Platinum 8488C"
+    assert features == ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+    assert facts.read_cpu(tmp_path / "none")[1] == ()
+
+
+def test_a_container_s_limits_count(tmp_path):
+    own = tmp_path / "own"
+    own.write_text("4:memory:/job\n3:cpu,cpuacct:/job\n0::/slice/unit\n")
+    for group, name, text in [
+        ("slice/unit", "memory.max", "max"),
+        ("slice", "memory.max", "8589934592"),
+        ("slice", "cpu.max", "150000 100000"),
+        ("slice/unit", "cpu.max", "max 100000"),
+    ]:
+        (tmp_path / "v2" / group).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "v2" / group / name).write_text(text + "\n")
+    assert facts.read_memory_limit(tmp_path / "v2", own) == 8 * 2**30
+    assert facts.read_cpu_quota(tmp_path / "v2", own) == 1.5
+    (tmp_path / "v1" / "memory" / "job").mkdir(parents=True)
+    (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert facts.read_memory_limit(tmp_path / "v1", own) is None
+    (tmp_path / "v1" / "memory" / "job" / "memory.limit_in_bytes").write_text("4294967296\n")
+    (tmp_path / "v1" / "cpu").mkdir()
+    (tmp_path / "v1" / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
+    (tmp_path / "v1" / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert facts.read_memory_limit(tmp_path / "v1", own) == 4 * 2**30
+    assert facts.read_cpu_quota(tmp_path / "v1", own) == 2.0
+    assert facts.read_memory_limit(tmp_path / "none", own) is None
+    assert facts.read_cpu_quota(tmp_path / "none", own) is None
+
+
+def test_the_lower_of_machine_and_container_counts(monkeypatch):
+    monkeypatch.setattr(facts, "read_memory_limit", lambda: 2**30)
+    assert facts.measure_memory() == 2**30
+    monkeypatch.setattr(facts, "read_memory_limit", lambda: 2**59)
+    assert facts.measure_memory() < 2**59
+    monkeypatch.setattr(facts, "read_cpu_quota", lambda: 0.5)
+    assert facts.count_cores() == 1
+
+
+def test_the_card_is_aligned_and_names_no_place(capsys):
+    machine.card()
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert len(lines) >= 8
+    assert len({re.search(r"(?<=  )\S", line).start() for line in lines}) <= 2
+    assert "GPU" in text
+    assert "small (LAB_SCALE says so)" in text
+    for secret in (str(Path.cwd()), os.environ["LAB_DATA"], os.environ["LAB_RUNS"], os.uname().nodename):
+        assert secret not in text
+
+
+def test_the_card_of_gpus_and_of_a_plain_processor(capsys, monkeypatch):
+    gpus = (machine.Gpu("Tesla T4", 15 * 2**30, (7, 5)), machine.Gpu("NVIDIA H200", 140 * 2**30, (9, 0)))
+    found = replace(machine.describe(), gpus=gpus, cpu_features=("avx2",))
+    monkeypatch.setattr(machine, "describe", lambda: found)
+    machine.card()
+    text = capsys.readouterr().out
+    assert "Tesla T4, 15.0 GiB, capability 7.5, without bf16 tensor cores" in text
+    assert "NVIDIA H200, 140.0 GiB, capability 9.0, with bf16 tensor cores" in text
+    assert "no unit for bf16" in text
+
+
+def test_scale_follows_the_setting_then_the_device(monkeypatch):
+    import torch
+
+    monkeypatch.setenv("LAB_SCALE", "full")
+    assert (machine.scale(), machine.scale_reason()) == ("full", "LAB_SCALE says so")
+    monkeypatch.setenv("LAB_SCALE", "Small")
+    with pytest.raises(LabError, match="LAB_SCALE") as caught:
+        machine.scale()
+    assert caught.value.fix == "export LAB_SCALE=small"
+    monkeypatch.delenv("LAB_SCALE")
+    for available, expected in ((False, "small"), (True, "full")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert machine.scale() == expected
+        assert machine.device() == torch.device("cuda", 0) if available else torch.device("cpu")
+        assert ("no GPU" in machine.scale_reason()) == (not available)

@@ -1,0 +1,337 @@
+"""The notebooks: what each has to be, that nbval really compares them, and the learner's way through each of them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from drawn import make_folder
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from notebook_rules import (
+    find_anatomy_faults,
+    find_code_faults,
+    find_faults,
+    find_format_faults,
+    find_output_faults,
+    find_prose_faults,
+    find_run_faults,
+    find_size_faults,
+)
+
+from lab_utils import workspace
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+ERROR = new_output("error", ename="ValueError", evalue="no", traceback=["no"])
+
+
+def say(text: str, name: str = "stdout"):
+    return new_output("stream", name=name, text=text)
+
+
+def code(source: str, *outputs, count: int | None = 1, tags: tuple[str, ...] = (), **metadata):
+    metadata |= {"tags": list(tags)} if tags else {}
+    return new_code_cell(source, outputs=list(outputs), execution_count=count, metadata=metadata)
+
+
+def notebook(*cells):
+    return new_notebook(
+        cells=[new_markdown_cell(cell) if isinstance(cell, str) else cell for cell in cells], metadata=KERNEL
+    )
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_structure(path):
+    faults = find_faults(path)
+    assert not faults, "\n".join(["", *faults])
+
+
+# Each rule, with what it has to find and what it has to let pass.
+
+
+def test_faults_of_format_are_found():
+    good = notebook(code("1", tags=("nbval-ignore-output",)), code("2", tags=("raises-exception",)))
+    assert find_format_faults(good) == []
+    for tag in ("nbval-skip", "nbval_ignore_output"):
+        assert find_format_faults(notebook(code("1", tags=(tag,)))), tag
+    assert find_format_faults(notebook(code("# NBVAL_SKIP\n1")))
+    assert find_format_faults(notebook(code("1", execution={"iopub.status.busy": "2026-01-01"})))
+    widgets = notebook(code("1"))
+    widgets.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {}}
+    assert find_format_faults(widgets) == ["metadata 'widgets' of the notebook"]
+    doubled = notebook(code("1"), code("2"))
+    doubled.cells[0]["id"] = doubled.cells[1]["id"] = "same"
+    assert find_format_faults(doubled) == ["the id same is not unique"]
+    del doubled.cells[0]["id"]
+    assert "cells without ids" in find_format_faults(doubled)
+
+
+def test_faults_are_found_in_the_file(tmp_path):
+    doubled = notebook("a", "b")
+    doubled.cells[0]["id"] = doubled.cells[1]["id"] = "same"
+    (tmp_path / "3_lab.ipynb").write_text(json.dumps(doubled))
+    faults = find_faults(tmp_path / "3_lab.ipynb")
+    assert {"the id same is not unique", "2 cells; 25 to 45 are right", "no section 'Predict'"} <= set(faults)
+    assert "the first heading is not '# Lab 3 · …'" in faults
+    (tmp_path / "3_lab.ipynb").write_text(" " * (2**20 + 1))
+    assert find_faults(tmp_path / "3_lab.ipynb") == ["1.0 MiB; the limit is 1 MiB"]
+
+
+def test_faults_of_the_run_are_found():
+    assert find_run_faults(notebook(code("1"), "text", code("2", count=2))) == []
+    assert find_run_faults(notebook(code("1", count=None)))
+    assert find_run_faults(notebook(code("1"), code("2", count=3)))
+    assert find_run_faults(notebook(code("1", count=2), code("2", count=1)))
+    ignored = [code("1", count=number, tags=("nbval-ignore-output",) if number < 3 else ()) for number in (1, 2, 3)]
+    assert find_run_faults(notebook(*ignored)) == ["2 of 3 outputs are not compared; at most half may be"]
+    assert find_run_faults(notebook(*ignored, code("4", count=4))) == []
+
+
+def test_faults_of_outputs_are_found():
+    assert find_output_faults(notebook(code("1", say("ok")), code("2", ERROR, tags=("raises-exception",)))) == []
+    assert find_output_faults(notebook(code("1", ERROR)))
+    assert find_output_faults(notebook(code("1", tags=("raises-exception",))))
+    assert find_output_faults(notebook(code("1", say("a warning", "stderr"))))
+    assert find_output_faults(notebook(code("1", say("in /home/me/x.py"))))
+    assert find_output_faults(notebook(code("1", say(r"in C:\Users\me"))))
+    html = new_output("display_data", data={"text/html": "<a href='/tmp/x'>"})
+    assert find_output_faults(notebook(code("1", html)))
+    line = new_output("execute_result", data={"text/plain": "[<Line2D at 0x7f1234567890>]"}, execution_count=1)
+    assert find_output_faults(notebook(code("1", line)))
+    assert find_output_faults(notebook(code("1", line, tags=("nbval-ignore-output",)))) == []
+
+
+def test_faults_of_code_are_found():
+    good = "import os, torch.nn\nfrom lab_utils import data\n%matplotlib inline\n!echo hello"
+    assert find_code_faults(notebook(code(good), code("x = 1\n" * 10))) == []
+    assert find_code_faults(notebook(code("def f():\n    import sklearn.svm"))) != []
+    assert find_code_faults(notebook(code("from lightning import Trainer"))) != []
+    assert find_code_faults(notebook(code("open('/tmp/x')"))) != []
+    short = [code("x = 1") for _ in range(3)]
+    assert find_code_faults(notebook(*short, code("x = 1\n\n" * 25))) == []
+    assert find_code_faults(notebook(*short, code("x = 1\n" * 26))) != []
+    assert find_code_faults(notebook(*short, *[code("x = 1\n" * 11) for _ in range(4)])) != []
+
+
+def test_faults_of_size_are_found():
+    assert find_size_faults(notebook(*["a word " * 30] * 25)) == []
+    assert len(find_size_faults(notebook(*["a word " * 30] * 46))) == 1
+    assert len(find_size_faults(notebook(*["a word " * 20] * 25))) == 1
+    assert len(find_size_faults(notebook("```\n" + "a word " * 1000 + "\n```"))) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It took 12.3 s here.",
+        "about 45 ms per step",
+        "2x faster",
+        "1.7 times slower",
+        "40 % faster",
+        "A step takes 3 seconds",
+        "1,250 images/s",
+        "| a | 3.5 µs |",
+        "wait 10 minutes",
+        "![](figures/there.svg)",
+        "![what it shows is this](figures/missing.svg)",
+        '<img src="figures/there.svg">',
+        "see /home/me/labs",
+    ],
+)
+def test_faults_of_prose_are_found(tmp_path, text):
+    assert len(find_prose_faults(make_prose(tmp_path, text), tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| **It takes** | 30 to 40 minutes |",
+        "In the 1990s and at 32×32 pixels, 10 classes, 3 steps, 4 splits",
+        "`--timeout 10 s`",
+        "a 13,000-fold shorter update, 26 % more calls, 2 times as many images",
+        "images/s and ms",
+        "![bit layouts of three formats](figures/there.svg)",
+        '<img src="figures/there.svg" alt="bit layouts of formats">',
+        "[a page](https://example.org/home/tmp/)",
+        "/proc/cpuinfo",
+    ],
+)
+def test_good_prose_passes(tmp_path, text):
+    assert find_prose_faults(make_prose(tmp_path, text), tmp_path) == []
+
+
+def make_prose(folder: Path, text: str):
+    (folder / "figures").mkdir()
+    (folder / "figures" / "there.svg").write_text("<svg/>")
+    return notebook(text)
+
+
+ANATOMY = """# Lab 1 · A thing
+## Predict
+## One change
+**Exercise 1.1** (about 3 lines) **Exercise 1.2**
+### Why
+## What you saw
+## If something went wrong
+## Further reading"""
+SOLVED = '### BEGIN SOLUTION\n### END SOLUTION\ncheck.exercise("1.{}", f)'
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("# Lab 1 · A thing", "# Lab 2 · A thing"),
+        ("# Lab 1 · A thing", "# Lab 1: A thing"),
+        ("## Predict", "## Guess"),
+        ("### Why", "#### Why"),
+        ("### Why", "# Why"),
+        ("## What you saw\n", ""),
+        ("## Further reading", "```\n## Further reading\n```"),
+        ("**Exercise 1.2**", ""),
+        ("**Exercise 1.2**", "**Exercise 1.3**"),
+    ],
+)
+def test_faults_of_anatomy_are_found(wrong, right):
+    cells = [code(SOLVED.format(number)) for number in (1, 2)]
+    assert find_anatomy_faults(notebook(ANATOMY, *cells), 1) == []
+    assert len(find_anatomy_faults(notebook(ANATOMY.replace(wrong, right), *cells), 1)) == 1
+    assert len(find_anatomy_faults(notebook(ANATOMY, cells[0]), 1)) == 2
+
+
+# That nbval compares at all, under the project's own settings.
+
+COMPARED = {
+    "printed": code("print('accuracy 61.5 %')", say("accuracy 61.5 %\n")),
+    "result": code("1 + 1", new_output("execute_result", data={"text/plain": "2"}, execution_count=1)),
+    "nothing": code("x = 1"),
+    "a time": code("print('took 1.25 s, 120 images/s')", say("took 9.5 s, 7 images/s\n")),
+    "ignored": code("print('here')", say("there\n"), tags=("nbval-ignore-output",)),
+    "an error": code("raise ValueError('no')", ERROR, tags=("raises-exception",)),
+    "interpreter": code("import sys\nprint(sys.executable)", say(sys.executable + "\n")),
+    "settings": code(
+        "from os import environ, listdir\n"
+        "print(environ['OMP_NUM_THREADS'], environ['LAB_SCALE'], len(listdir(environ['LAB_DATA'])))",
+        say(f"{os.environ['OMP_NUM_THREADS']} small 0\n"),
+    ),
+}
+ALTERED = {
+    "printed": code("print('accuracy 61.5 %')", say("accuracy 61.4 %\n")),
+    "result": code("1 + 1", new_output("execute_result", data={"text/plain": "3"}, execution_count=1)),
+    "nothing": code("x = 1", say("something\n")),
+    "output lost": code("print('here')"),
+    "count in a time": code("print('took 1.25 s, epoch 3')", say("took 1.25 s, epoch 4\n")),
+    "another error": code("raise TypeError('no')", ERROR, tags=("raises-exception",)),
+    "no error": code("x = 1", ERROR, tags=("raises-exception",)),
+    "stray error": code("1 / 0"),
+}
+
+
+def run_nbval(folder: Path, cells) -> list[str]:
+    """Runs nbval as the project does, and returns the outcome of each cell."""
+    shutil.copy(ROOT / "conftest.py", folder)
+    nbformat.write(notebook(*cells), folder / "lab.ipynb")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--color=no", "lab.ipynb"]
+    command += ["--nbval", "--nbval-current-env", f"--nbval-sanitize-with={ROOT / 'tests' / 'sanitize.cfg'}"]
+    child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    found = re.findall(r"^(PASSED|FAILED|ERROR) lab\.ipynb::Cell (\d+)", child.stdout, flags=re.MULTILINE)
+    assert len(found) == len(cells), child.stdout
+    return [outcome for outcome, _ in sorted(found, key=lambda pair: int(pair[1]))]
+
+
+def test_nbval_passes_what_is_the_same(tmp_path):
+    outcomes = run_nbval(tmp_path, COMPARED.values())
+    assert dict(zip(COMPARED, outcomes, strict=True)) == dict.fromkeys(COMPARED, "PASSED")
+
+
+def test_nbval_fails_where_a_stored_output_was_altered(tmp_path):
+    outcomes = run_nbval(tmp_path, ALTERED.values())
+    assert dict(zip(ALTERED, outcomes, strict=True)) == dict.fromkeys(ALTERED, "FAILED")
+
+
+def test_nbval_never_compares_a_cell_without_a_count_and_the_rule_refuses_it(tmp_path):
+    unrun = code("print('anything')", count=None)
+    assert run_nbval(tmp_path, [unrun]) == ["PASSED"]
+    assert find_run_faults(notebook(unrun))
+
+
+def test_the_project_s_nbval_settings_are_these(pytestconfig):
+    options = pytestconfig.option
+    assert options.nbval, "addopts in pyproject.toml lacks --nbval"
+    assert options.nbval_current_env, "without --nbval-current-env another Python's kernel may answer"
+    assert Path(options.nbval_sanitize_with).resolve() == ROOT / "tests" / "sanitize.cfg"
+    assert set(pytestconfig.getini("testpaths")) == {"tests", "notebooks"}
+
+
+# The learner's way: the generated copy, each stub met, then solved, in one kernel.
+
+
+@pytest.fixture(scope="session")
+def cinic_folder(request, tmp_path_factory):
+    """A LAB_DATA with CINIC-10's layout in it: the real sample where it is, else drawn pictures."""
+    folder = tmp_path_factory.mktemp("data")
+    try:
+        # A link, so that what is packed lands beside it in this folder.
+        (folder / "cinic10").symlink_to(request.getfixturevalue("sample"))
+    except pytest.skip.Exception:
+        make_folder(folder / "cinic10", per_class={"train": 100, "valid": 50, "test": 50})
+    return folder
+
+
+def run_as_learner(path: Path, copy: Path) -> list[str]:
+    """Runs a generated notebook as a learner meets it: each stub raises, and its solution takes its place.
+
+    Returns the ids of the stub cells.
+    """
+    answers = workspace.solutions(nbformat.read(path, as_version=4))
+    stub = nbformat.read(copy / path.name, as_version=4)
+    client = NotebookClient(stub, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(copy)}})
+    with client.setup_kernel():
+        for index, cell in enumerate(stub.cells):
+            if cell.cell_type != "code":
+                continue
+            if cell.id in answers:
+                with pytest.raises(CellExecutionError) as caught:
+                    client.execute_cell(cell, index)
+                assert caught.value.ename == "NotImplementedError", f"stub {cell.id} says {caught.value.ename}"
+                cell.source, cell.outputs = answers[cell.id], []
+            client.execute_cell(cell, index)
+    return list(answers)
+
+
+def test_the_learner_s_way_is_itself_tested(tmp_path):
+    exercise = "def f():\n    ### BEGIN SOLUTION\n    return 2\n    ### END SOLUTION\n"
+    checked = exercise + "assert f() == 2"
+    good = [code("import os\nx = 2"), code(checked), code("assert f() == x\nopen('here', 'w').close()")]
+    for name, cells, problem in [
+        ("1_good", good, None),
+        ("2_silent_stub", [code(exercise)], "DID NOT RAISE"),
+        ("3_wrong_error", [code("y\n" + checked)], "stub .* says NameError"),
+        ("4_wrong_solution", [code(exercise + "assert f() == 3")], "AssertionError"),
+        ("5_later_error", [*good, code("1 / 0")], "ZeroDivisionError"),
+    ]:
+        labs, copy = tmp_path / name, tmp_path / f"{name}_copy"
+        labs.mkdir()
+        nbformat.write(notebook(*cells), labs / "1.ipynb")
+        workspace.update(labs, copy)
+        if problem is None:
+            assert run_as_learner(labs / "1.ipynb", copy) == [cells[1].id]
+            assert (copy / "here").exists()
+        else:
+            with pytest.raises((CellExecutionError, AssertionError, pytest.fail.Exception), match=problem):
+                run_as_learner(labs / "1.ipynb", copy)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_learner_s_way(path, tmp_path, monkeypatch, cinic_folder):
+    monkeypatch.setenv("LAB_DATA", str(cinic_folder))
+    workspace.update(path.parent, tmp_path / "workspace")
+    stubs = run_as_learner(path, tmp_path / "workspace")
+    assert bool(stubs) == ("BEGIN SOLUTION" in path.read_text())

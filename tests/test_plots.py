@@ -1,0 +1,227 @@
+"""The figures: labelled axes, what is drawn where, and the diff."""
+
+import math
+
+import matplotlib as mpl
+import pytest
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+
+from lab_utils import plots
+from lab_utils.timing import Timing
+
+
+@pytest.fixture(autouse=True)
+def no_screen():
+    with mpl.rc_context():
+        plt.switch_backend("agg")
+        plots.use_style()
+        yield
+        plt.close("all")
+
+
+def make_timing(name, seconds, images=0):
+    return Timing(name, tuple(seconds * factor for factor in (0.8, 0.9, 1.0, 1.2, 1.4)), images=images)
+
+
+def make_points():
+    """Two lines in images per second: fp32 keeps 100, bf16 doubles from 50 at batch 4."""
+    sizes = (4, 8, 16, 32)
+    fp32 = {size: make_timing("fp32", size / 100, size) for size in sizes}
+    bf16 = {str(size): make_timing("bf16", size / (50 * size / 4), size) for size in sizes}
+    return {"fp32": fp32, "bf16": bf16}
+
+
+def labels_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def draw_all_axes():
+    """Every drawing function that has labelled axes, once on its own figure and once on Axes that are given."""
+    drawings = [
+        lambda **more: plots.step_times([make_timing("fp32", 0.1), make_timing("bf16", 0.05)], **more),
+        lambda **more: plots.throughput(make_points(), **more),
+        lambda **more: plots.curves({"fp32": [[1, 2]]}, [0, 1], xlabel="images seen", ylabel="loss", **more),
+    ]
+    return [(draw(), draw) for draw in drawings]
+
+
+def test_every_figure_is_returned_with_its_axes_labelled_and_drawn_where_asked():
+    for ax, draw in draw_all_axes():
+        assert isinstance(ax, Axes)
+        assert ax.get_xlabel()
+        assert ax.get_ylabel() or [tick.get_text() for tick in ax.get_yticklabels()] == ["fp32", "bf16"]
+        given = plt.figure().subplots()
+        figures = plt.get_fignums()
+        assert draw(ax=given) is given
+        assert plt.get_fignums() == figures
+        ax.figure.canvas.draw()
+
+
+def test_figures_name_their_units():
+    assert "ms" in plots.step_times([make_timing("fp32", 0.1)]).get_xlabel()
+    ax = plots.throughput(make_points())
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("batch size in images", "images per second")
+
+
+def test_the_same_set_up_has_the_same_colour_in_every_figure():
+    bars = plots.step_times([make_timing("bf16", 0.1), make_timing("fp32", 0.1)])
+    lines = plots.throughput(make_points())
+    assert [to_hex(bar.get_facecolor()).upper() for bar in bars.patches] == [
+        plots.COLOURS["bf16"],
+        plots.COLOURS["fp32"],
+    ]
+    colours = {line.get_label(): to_hex(line.get_color()).upper() for line in lines.lines}
+    assert colours == {name: plots.COLOURS[name] for name in ("fp32", "bf16")}
+
+
+def test_set_ups_of_one_colour_differ_in_their_lines():
+    names = ["bf16", "bf16 channels_last", "AMP, batch 8", "something else", "DDP", "DP"]
+    ax = plots.curves({name: [[1, 2]] for name in names}, [0, 1], xlabel="x", ylabel="y")
+    assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines}) == len(names)
+    assert len({to_hex(line.get_color()) for line in ax.lines[:3]}) == 1
+    assert to_hex(ax.lines[-1].get_color()).upper() == plots.COLOURS["DP"]
+
+
+def test_bars_are_medians_in_milliseconds_and_their_lines_the_quartiles():
+    ax = plots.step_times([make_timing("fp32", 0.1), Timing("bf16", ())])
+    (bar,) = ax.patches
+    assert bar.get_width() == pytest.approx(100)
+    (spread,) = [lines for lines in ax.collections if lines.get_segments()]
+    assert spread.get_segments()[0][:, 0] == pytest.approx([90, 120])
+    assert "out of memory" in [text.get_text().strip() for text in ax.texts]
+
+
+def test_throughput_has_plain_ticks_at_the_measured_batches_and_a_band_of_quartiles():
+    ax = plots.throughput(make_points())
+    ax.figure.canvas.draw()
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["4", "8", "16", "32"]
+    assert list(ax.lines[0].get_ydata()) == pytest.approx([100] * 4)
+    band = ax.collections[0].get_paths()[0].vertices[:, 1]
+    assert (band.min(), band.max()) == pytest.approx((100 / 1.2, 100 / 0.9))
+
+
+def test_throughput_marks_where_the_candidate_overtakes_the_baseline():
+    ax = plots.throughput(make_points(), baseline="fp32", candidate="bf16")
+    (mark,) = [line for line in ax.lines if "overtakes" in line.get_label()]
+    assert mark.get_xdata()[0] == pytest.approx(8)
+    assert "bf16 overtakes fp32\nat about 8 images" in labels_of(ax)
+    backwards = plots.throughput(make_points(), baseline="bf16", candidate="fp32")
+    assert labels_of(backwards) == ["fp32", "bf16"]
+
+
+def test_throughput_marks_a_batch_that_ran_out_of_memory():
+    points = make_points()
+    points["fp32"][32] = Timing("fp32", ())
+    ax = plots.throughput(points, baseline="fp32", candidate="bf16")
+    assert list(ax.lines[0].get_xdata()) == [4, 8, 16]
+    (cross,) = [line for line in ax.lines if line.get_label() == "fp32: out of memory"]
+    assert list(cross.get_xdata()) == [32]
+
+
+def test_a_legend_as_tall_as_its_panel_does_not_squeeze_it():
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
+    points = {f"set-up {number}": make_points()["fp32"] for number in range(8)}
+    for ax in panels:
+        plots.throughput(points, ax=ax)
+    figure.canvas.draw()
+    assert all(ax.get_window_extent().width > 350 for ax in panels)
+
+
+def test_the_crossover_is_exact_where_speeds_are_powers_of_the_batch():
+    baseline = {batch: 100.0 * batch**0.25 for batch in (1, 4, 64)}
+    candidate = {str(batch): 50.0 * batch**0.75 for batch in (1, 4, 64)}
+    assert plots.crossover(baseline, candidate) == pytest.approx(4)
+    assert plots.crossover({4: 100.0, 64: 100.0}, {4: 50.0, 64: 200.0}) == pytest.approx(16)
+
+
+def test_the_crossover_is_where_the_candidate_stays_ahead():
+    baseline = dict.fromkeys((1, 2, 4, 8), 100.0)
+    assert plots.crossover(baseline, {1: 110.0, 2: 50.0, 4: 200.0, 8: 300.0}) == pytest.approx(2 * math.sqrt(2))
+    assert plots.crossover(baseline, dict.fromkeys((1, 2, 4, 8), 110.0)) is None
+    assert plots.crossover(baseline, {1: 110.0, 2: 120.0, 4: 130.0, 8: 90.0}) is None
+    assert plots.crossover(baseline, baseline) is None
+    assert plots.crossover(baseline, {16: 500.0}) is None
+
+
+def test_the_crossover_of_timings_leaves_out_what_ran_out_of_memory():
+    points = make_points()
+    assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
+    points["bf16"]["32"] = Timing("bf16", ())
+    assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
+
+
+def test_curves_are_the_mean_and_the_range_over_seeds():
+    ax = plots.curves(
+        {"fp32": [[1, 2, 3], [3, 2, 7]], "bf16": [[1, 1, 1]]}, [0, 10, 20], xlabel="images", ylabel="loss"
+    )
+    assert list(ax.lines[0].get_ydata()) == [2, 2, 5]
+    band = ax.collections[0].get_paths()[0].vertices
+    assert {tuple(point) for point in band} >= {(0, 1), (0, 3), (20, 3), (20, 7)}
+    assert labels_of(ax) == ["fp32 (2 seeds)", "bf16"]
+
+
+def test_the_grid_shows_every_image_under_its_title():
+    images = torch.randint(0, 255, (7, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    ax = plots.image_grid(images, [f"class {number}" for number in range(7)], columns=3)
+    canvas = torch.as_tensor(ax.images[0].get_array())
+    assert [text.get_text() for text in ax.texts] == [f"class {number}" for number in range(7)]
+    for text, image in zip(ax.texts, images, strict=True):
+        x, y = text.get_position()
+        top, left = round(y) + 2, round(x - 4)
+        assert torch.equal(canvas[top : top + 8, left : left + 8].permute(2, 0, 1), image)
+    assert not plots.image_grid(images).texts
+
+
+def plain(images):
+    logits = model(images)  # noqa: F821
+    return logits < 1
+
+
+def mixed(images):
+    ### BEGIN SOLUTION
+    with autocast():  # noqa: F821
+        logits = model(images)  # noqa: F821
+    ### END SOLUTION
+    return logits < 1
+
+
+def test_the_diff_marks_each_line_in_sign_and_colour_and_leaves_out_the_solution_markers():
+    page = plots.show_diff(plain, mixed).data
+    assert "SOLUTION" not in page
+    rows = page.removeprefix('<pre style="line-height:1.35">').removesuffix("</pre>").split("\n")
+    marks = [row.split(">")[1][0] if row.startswith("<span") else row[0] for row in rows]
+    assert marks == ["−", "−", "+", "+", "+", " "]
+    assert rows[-1] == "      return logits &lt; 1"
+    colours = {mark: row.split('"')[1] for mark, row in zip(marks, rows, strict=True) if mark != " "}
+    assert colours["+"] != colours["−"]
+    assert plots.show_diff(plain, mixed).data == page
+
+
+def test_the_diff_of_texts_keeps_what_is_the_same_and_every_line_of_it():
+    before = "\n".join(f"line {number}" for number in range(30))
+    page = plots.show_diff("    " + before.replace("\n", "\n    "), before.replace("line 29", "last")).data
+    assert page.count("\n") == 30
+    assert page.count("<span") == 2
+    assert "<span" not in plots.show_diff(before, before).data and "line 7" in plots.show_diff(before, before).data
+
+
+def contrast(first, second):
+    def luminance(colour):
+        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_of_the_diff_has_the_contrast_that_wcag_asks_for():
+    styles = [
+        row.split('"')[1] for row in plots.show_diff(plain, mixed).data.split("\n")[1:] if row.startswith("<span")
+    ]
+    for style in set(styles):
+        background, colour = (part.split(":")[1] for part in style.split(";"))
+        assert contrast(background, colour) >= 7

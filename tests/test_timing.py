@@ -1,0 +1,340 @@
+"""The timer and the records: what they keep, in which order, and what survives."""
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from dataclasses import FrozenInstanceError
+
+import pytest
+import torch
+
+from lab_utils import LabError, machine, timing
+from lab_utils.timing import Records, Timing
+
+# The package exports a function of the same name as this module, so it is fetched by its path.
+measure_module = importlib.import_module("lab_utils.timing.measure")
+
+# torch is imported once, and the processes that the test is about are forked from there.
+FORK = """
+import os, sys, time
+import torch.distributed as dist
+from lab_utils import timing
+children = []
+for number in range(int(sys.argv[2])):
+    child = os.fork()
+    if child == 0:
+        work(number)
+        os._exit(0)
+    children.append(child)
+assert all(os.waitpid(child, 0)[1] == 0 for child in children)
+"""
+
+RANKS = """
+def work(rank):
+    dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+    step = lambda: time.sleep(0.02 if rank == 1 else 0.001)
+    one = timing.measure(step, name="sleep", images=8, repeats=4, warmup=1, device="cpu")
+    os.write(1, f"{one.rank} {len(one.seconds)} {one.median > 0.015}\\n".encode())
+    dist.destroy_process_group()
+"""
+
+APPENDING = """
+def work(writer):
+    records = timing.Records("lab9", sys.argv[1])
+    for number in range(25):
+        records.add("parallel", {"text": "x" * 5000}, writer=writer, number=number)
+"""
+
+
+def run_forked(work, argument, processes):
+    command = [sys.executable, "-c", work + FORK, str(argument), str(processes)]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def make_timing(name, *seconds, images=0, **more):
+    return Timing(name, seconds, seconds, images=images, **more)
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------
+
+
+def test_warm_up_is_run_and_dropped():
+    calls = []
+
+    def step():
+        calls.append(1)
+        time.sleep(0.05 if len(calls) <= 2 else 0.001)
+
+    one = timing.measure(step, name="step", images=4, repeats=5, warmup=2, device="cpu")
+    assert len(calls) == 7
+    assert len(one.seconds) == len(one.cpu_seconds) == 5
+    assert one.warmup == 2
+    assert max(one.seconds) < 0.045
+
+
+def test_wall_seconds_count_waiting_and_cpu_seconds_count_work():
+    def work():
+        end = time.process_time() + 0.02
+        while time.process_time() < end:
+            pass
+
+    waiting, working = timing.interleave(
+        {"wait": lambda: time.sleep(0.02), "work": work}, repeats=3, warmup=0, device="cpu", progress=False
+    )
+    assert waiting.median >= 0.02
+    assert max(waiting.cpu_seconds) < 0.01
+    assert min(working.cpu_seconds) >= 0.02
+
+
+def test_interleaving_runs_one_of_each_per_round_and_no_set_up_always_follows_the_same_one():
+    calls = []
+    steps = {name: lambda name=name: calls.append(name) for name in "ABC"}
+    timings = timing.interleave(steps, repeats=5, warmup=1, device="cpu", progress=False)
+    rounds = ["".join(calls[start : start + 3]) for start in range(0, 18, 3)]
+    assert rounds == ["ABC", "CBA", "BCA", "ACB", "CAB", "BAC"]
+    assert [one.name for one in timings] == ["A", "B", "C"]
+    assert [len(one.seconds) for one in timings] == [5, 5, 5]
+    for name in "ABC":
+        before = {calls[index - 1] for index in range(1, 18) if calls[index] == name}
+        assert before >= set("ABC") - {name}
+
+
+def test_the_device_is_synchronised_before_the_clock_starts_and_before_it_stops(monkeypatch):
+    events = []
+    clock = iter(range(1000))
+    monkeypatch.setattr(measure_module, "synchronize", lambda device: events.append(("sync", str(device))))
+    monkeypatch.setattr(measure_module.time, "perf_counter", lambda: events.append("clock") or next(clock))
+    timing.measure(lambda: events.append("step"), repeats=2, warmup=1, device="cpu")
+    one = [("sync", "cpu"), "clock", "step", ("sync", "cpu"), "clock"]
+    # tqdm reads the clock, too: only what lies between the first and the last synchronisation of a step counts.
+    starts = [index for index, event in enumerate(events) if event == "step"]
+    assert [events[index - 2 : index + 3] for index in starts] == [one] * 3
+
+
+def test_running_out_of_memory_marks_one_set_up_and_the_others_go_on():
+    calls = []
+
+    def fail():
+        calls.append("big")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    steps = {"big": fail, "small": lambda: calls.append("small")}
+    big, small = timing.interleave(steps, images=8, repeats=3, warmup=1, device="cpu", progress=False)
+    assert big.out_of_memory and math.isnan(big.median) and math.isnan(big.images_per_second)
+    assert not small.out_of_memory and len(small.seconds) == 3
+    assert calls.count("big") == 1 and calls.count("small") == 4
+
+
+def test_an_error_of_the_step_is_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        timing.measure(lambda: 1 / 0, device="cpu")
+
+
+def test_nothing_to_measure_is_refused():
+    with pytest.raises(LabError, match="nothing to measure"):
+        timing.interleave({}, device="cpu")
+
+
+def test_the_spread_is_the_quartiles():
+    one = make_timing("step", 0.1, 0.2, 0.3, 0.4, 10.0, images=6)
+    assert (one.low, one.median, one.high) == pytest.approx((0.2, 0.3, 0.4))
+    assert one.images_per_second == pytest.approx(20)
+    single = make_timing("step", 0.5)
+    assert (single.low, single.median, single.high) == (0.5, 0.5, 0.5)
+    assert math.isnan(single.images_per_second)
+    with pytest.raises(FrozenInstanceError):
+        one.name = "other"
+
+
+def test_the_slowest_rank_is_kept_and_told(tmp_path):
+    store = tmp_path / "store"
+    assert run_forked(RANKS, store, 2).splitlines() == ["1 4 True"] * 2
+
+
+def test_compare_sets_speeds_beside_the_baseline():
+    timings = [
+        make_timing("fp32", 0.1, 0.2, 0.3, images=8),
+        make_timing("bf16", 0.05, 0.1, 0.15, images=8, peak_bytes=2**21),
+        Timing("fp16", ()),
+    ]
+    table = timing.compare(timings)
+    assert list(table.columns) == ["ms", "ms low", "ms high", "images/s", "speed-up", "peak MiB"]
+    assert list(table.index) == ["fp32", "bf16", "fp16"]
+    assert list(table.loc["bf16"]) == pytest.approx([100, 75, 125, 80, 2, 2])
+    assert table.loc["fp32", "speed-up"] == 1 and math.isnan(table.loc["fp32", "peak MiB"])
+    assert table.loc["fp16"].isna().all()
+    assert timing.compare(timings, baseline="bf16").loc["fp32", "speed-up"] == pytest.approx(0.5)
+    with pytest.raises(LabError, match="baseline 'tf32'"):
+        timing.compare(timings, baseline="tf32")
+
+
+def test_a_timing_survives_json():
+    one = make_timing("bf16", 0.1, 0.25, images=8, warmup=3, device="cuda:0", peak_bytes=5, rank=1)
+    record = one.as_record()
+    assert Timing.from_record(json.loads(json.dumps(record))) == one
+    assert Timing.from_record(record | {"added later": 1}) == one
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def test_once_calls_once_per_settings_machine_and_torch(tmp_path, monkeypatch):
+    records, calls = Records("lab9", tmp_path), []
+
+    def function():
+        calls.append(1)
+        return {"sweep": [make_timing("fp32", 0.1, 0.2)], "call": len(calls)}
+
+    first = records.once("sweep", function, batches=(1, 2), stem="cifar")
+    assert records.note.startswith("measured now")
+    assert first == {"sweep": [make_timing("fp32", 0.1, 0.2)], "call": 1}
+    assert Records("lab9", tmp_path).once("sweep", function, stem="cifar", batches=(1, 2)) == first
+    assert records.once("sweep", function, batches=(1, 2), stem="cifar") == first
+    assert "not measured again" in records.note and len(calls) == 1
+
+    assert records.once("sweep", function, batches=(1, 2), stem="imagenet")["call"] == 2
+    assert records.once("other", function, batches=(1, 2), stem="cifar")["call"] == 3
+    assert records.once("sweep", function, again=True, batches=(1, 2), stem="cifar")["call"] == 4
+    assert records.once("sweep", function, batches=(1, 2), stem="cifar")["call"] == 4  # the newest, not the first
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert records.once("sweep", function, batches=(1, 2), stem="cifar")["call"] == 5
+    monkeypatch.undo()
+    text = records.path.read_text().replace(machine.describe().label, "another machine")
+    records.path.write_text(text)
+    assert records.once("sweep", function, batches=(1, 2), stem="cifar")["call"] == 6
+
+
+def test_a_record_says_what_where_with_what_and_when(tmp_path):
+    Records("lab9", tmp_path).add("sweep", [1.5], batch=4)
+    record = json.loads((tmp_path / "lab9.jsonl").read_text())
+    assert record.pop("when").endswith("+00:00")
+    label = machine.describe().label
+    assert record == {
+        "lab": "lab9", "kind": "sweep", "settings": {"batch": 4}, "machine": label, "torch": torch.__version__,
+        "result": [1.5],
+    }  # fmt: skip
+
+
+def test_records_lie_in_lab_runs_and_are_read_by_kind(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "my runs"))
+    records = Records("lab9")
+    assert records.read() == []
+    for number in range(3):
+        records.add("even" if number % 2 == 0 else "odd", number)
+    assert (tmp_path / "my runs" / "lab9.jsonl").exists()
+    assert [record["result"] for record in records.read()] == [0, 1, 2]
+    assert [record["result"] for record in records.read("even")] == [0, 2]
+
+
+def test_a_torn_last_line_is_skipped_and_spoils_nothing_that_follows(tmp_path, recwarn):
+    records = Records("lab9", tmp_path)
+    for number in range(2):
+        records.add("kind", number)
+    records.path.write_bytes(records.path.read_bytes()[:-30])
+    assert [record["result"] for record in records.read()] == [0]
+    assert not recwarn.list
+    records.add("kind", 2)
+    with pytest.warns(UserWarning, match=r"1 unreadable lines of lab9\.jsonl"):
+        assert [record["result"] for record in records.read()] == [0, 2]
+
+
+def test_unreadable_lines_are_counted_not_fatal(tmp_path):
+    records = Records("lab9", tmp_path)
+    records.add("kind", 0)
+    with records.path.open("ab") as file:
+        file.write(b'\xff\xfe\n[1, 2]\n{"lab": "lab9"}\n{"Timing": 3}\n\n')
+    records.add("kind", 1)
+    with pytest.warns(UserWarning, match="4 unreadable lines"):
+        assert [record["result"] for record in records.read()] == [0, 1]
+
+
+def test_four_processes_append_at_once_and_no_line_is_lost(tmp_path):
+    run_forked(APPENDING, tmp_path, 4)
+    found = [
+        (record["settings"]["writer"], record["settings"]["number"]) for record in Records("lab9", tmp_path).read()
+    ]
+    assert sorted(found) == [(writer, number) for writer in range(4) for number in range(25)]
+    assert [number for writer, number in found if writer == 2] == list(range(25))
+
+
+def test_what_json_cannot_hold_is_refused_and_leaves_no_trace(tmp_path):
+    records = Records("lab9", tmp_path)
+    with pytest.raises(LabError, match="cannot be stored as JSON"):
+        records.add("kind", torch.zeros(2))
+    assert records.read() == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LabError, match="could not be stored") as caught:
+        Records("lab9", tmp_path / "file").add("kind", 1)
+    assert "LAB_RUNS" in caught.value.fix
+
+
+# --- reference runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_checkout(tmp_path, monkeypatch):
+    """Reference runs go to an empty folder in place of the repository's own."""
+    module = importlib.import_module("lab_utils.timing.records")
+    monkeypatch.setattr(module, "checkout", lambda: tmp_path)
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    return tmp_path
+
+
+def test_without_a_recorded_run_there_is_no_reference(in_checkout):
+    assert timing.reference("lab9") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without a GPU")
+def test_a_reference_run_needs_a_gpu(in_checkout):
+    Records("lab9").add("sweep", 1)
+    with pytest.raises(LabError, match="on a GPU, and this machine has none"):
+        timing.save_reference("lab9")
+    assert timing.reference("lab9") is None
+
+
+def test_a_reference_run_needs_records_of_this_machine(in_checkout):
+    records = Records("lab9")
+    with pytest.raises(LabError, match="no records of lab9"):
+        timing.save_reference("lab9", allow_cpu=True)
+    records.add("sweep", 1)
+    records.path.write_text(records.path.read_text().replace(machine.describe().label, "another machine"))
+    with pytest.raises(LabError, match="no records of lab9"):
+        timing.save_reference("lab9", allow_cpu=True)
+
+
+def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_checkout):
+    records = Records("lab9")
+    for number, stem in enumerate(["cifar", "imagenet", "cifar"]):
+        records.add("sweep", [number, make_timing("fp32", 0.1)], stem=stem)
+    records.add("memory", 3, stem="cifar")
+    path = timing.save_reference("lab9", allow_cpu=True)
+    assert path == in_checkout / "data" / "reference" / "lab9.json"
+    assert [file.name for file in path.parent.iterdir()] == ["lab9.json"]
+    run = timing.reference("lab9")
+    found = {(record["kind"], record["settings"]["stem"]): record["result"] for record in run["records"]}
+    fp32 = make_timing("fp32", 0.1)
+    assert found == {("sweep", "cifar"): [2, fp32], ("sweep", "imagenet"): [1, fp32], ("memory", "cifar"): 3}
+    assert run["machine"]["label"] == machine.describe().label
+    assert run["machine"]["torch"] == torch.__version__ and run["machine"]["python"]
+    assert run["when"] == max(record["when"] for record in run["records"])
+    assert str(in_checkout) not in path.read_text()
+
+
+def test_the_command_line_refuses_in_one_message(tmp_path):
+    command = [sys.executable, "-m", "lab_utils.timing", "reference", "no such lab", "--allow-cpu"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=os.environ | {"LAB_RUNS": str(tmp_path)}
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("There are no records of no such lab")
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,255 @@
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lab_utils import LabError, workspace
+from lab_utils.workspace import MANIFEST, Report, make_stub, solutions, update
+
+EXERCISE = """def double(x):
+    ### BEGIN SOLUTION
+    y = x + x
+    return y
+    ### END SOLUTION
+
+double(2)"""
+STUBBED = """def double(x):
+    # YOUR CODE HERE
+    raise NotImplementedError("Replace this line with your code, then run the cell again.")
+
+double(2)"""
+
+
+def make_lab(text: str = "A lab", solution: str = EXERCISE):
+    cell = new_code_cell(solution, id="exercise", execution_count=3, outputs=[new_output("stream", text="4\n")])
+    cell.metadata["tags"] = ["nbval-ignore-output"]
+    cells = [new_markdown_cell(f"# {text}", id="title"), new_code_cell("x = 1", id="plain", execution_count=2), cell]
+    return new_notebook(cells=cells, metadata={"kernelspec": {"name": "python3", "display_name": "Python 3"}})
+
+
+@pytest.fixture
+def labs(tmp_path):
+    folder = tmp_path / "notebooks"
+    (folder / "figures").mkdir(parents=True)
+    (folder / "scripts" / "deep").mkdir(parents=True)
+    nbformat.write(make_lab(), folder / "01_lab.ipynb")
+    nbformat.write(make_lab("Another"), folder / "02_lab.ipynb")
+    (folder / "figures" / "idea.svg").write_bytes(b"<svg/>\r\n")
+    (folder / "scripts" / "deep" / "train.sh").write_text("echo hello\n")
+    (folder / "scripts" / "deep" / "train.sh").chmod(0o755)
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return tmp_path / "workspace"
+
+
+FILES = ("01_lab.ipynb", "02_lab.ipynb", "figures/idea.svg", "scripts/deep/train.sh")
+
+
+def test_a_stub_replaces_the_solution_at_its_indentation_and_nothing_else():
+    lab = make_lab()
+    stub = make_stub(lab)
+    assert [cell.source for cell in stub.cells] == ["# A lab", "x = 1", STUBBED]
+    assert [cell.id for cell in stub.cells] == ["title", "plain", "exercise"]
+    assert stub.cells[2].metadata["tags"] == ["nbval-ignore-output"]
+    assert stub.metadata == lab.metadata
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in stub.cells[1:])
+    assert lab.cells[2].source == EXERCISE  # the original is left alone
+    assert lab.cells[2].outputs
+    nbformat.validate(stub)
+
+
+def test_several_solutions_in_a_cell_each_become_a_stub():
+    block = "### BEGIN SOLUTION\na = 1\n### END SOLUTION"
+    source = make_stub(make_lab(solution=f"{block}\nb = 2\n{block}")).cells[2].source
+    assert source.count("raise NotImplementedError") == 2
+    assert source.splitlines()[2] == "b = 2"
+    assert "a = 1" not in source
+
+
+def test_a_solution_inside_a_markdown_cell_is_prose():
+    lab = new_notebook(cells=[new_markdown_cell("### BEGIN SOLUTION")])
+    assert make_stub(lab).cells[0].source == "### BEGIN SOLUTION"
+
+
+def test_solutions_are_found_by_the_cell_s_id():
+    assert solutions(make_lab()) == {"exercise": EXERCISE}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "### BEGIN SOLUTION\na = 1",
+        "a = 1\n### END SOLUTION",
+        "### BEGIN SOLUTION\n### BEGIN SOLUTION\n### END SOLUTION",
+        "### END SOLUTION\n### BEGIN SOLUTION",
+    ],
+)
+def test_an_unbalanced_marker_is_named_with_notebook_and_cell(labs, copy, source):
+    nbformat.write(make_lab(solution=source), labs / "03_lab.ipynb")
+    with pytest.raises(LabError) as caught:
+        update(labs, copy)
+    assert caught.value.where == "03_lab.ipynb, code cell [2]"
+    assert not copy.exists()
+
+
+def test_the_first_copy_holds_everything(labs, copy):
+    assert update(labs, copy) == Report(written=FILES)
+    assert nbformat.read(copy / "01_lab.ipynb", 4).cells[2].source == STUBBED
+    assert (copy / "figures" / "idea.svg").read_bytes() == b"<svg/>\r\n"
+    assert os.access(copy / "scripts" / "deep" / "train.sh", os.X_OK)
+    assert sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*") if p.is_file()) == sorted([MANIFEST, *FILES])
+
+
+def test_a_second_run_writes_nothing(labs, copy):
+    update(labs, copy)
+    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != MANIFEST}
+    assert update(labs, copy) == Report(current=FILES)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_an_unchanged_copy_follows_upstream(labs, copy):
+    update(labs, copy)
+    nbformat.write(make_lab("A better lab"), labs / "01_lab.ipynb")
+    (labs / "figures" / "idea.svg").write_text("<svg></svg>")
+    report = update(labs, copy)
+    assert report.refreshed == ("01_lab.ipynb", "figures/idea.svg")
+    assert nbformat.read(copy / "01_lab.ipynb", 4).cells[0].source == "# A better lab"
+    assert update(labs, copy) == Report(current=FILES)
+
+
+def test_a_lab_that_was_only_run_again_upstream_is_no_news(labs, copy):
+    update(labs, copy)
+    (copy / "01_lab.ipynb").write_text("edited")
+    lab = make_lab()
+    lab.cells[2].outputs, lab.cells[2].execution_count = [], 9
+    nbformat.write(lab, labs / "01_lab.ipynb")
+    assert update(labs, copy) == Report(current=FILES[1:], kept=FILES[:1])
+
+
+def test_a_changed_copy_is_kept_silently_while_upstream_is_the_same(labs, copy, capsys):
+    update(labs, copy)
+    edited = (copy / "01_lab.ipynb").read_bytes() + b" "
+    (copy / "01_lab.ipynb").write_bytes(edited)
+    for _ in range(2):
+        assert workspace.main(["--notebooks", str(labs), "--workspace", str(copy)]) == 0
+        assert (copy / "01_lab.ipynb").read_bytes() == edited
+        assert capsys.readouterr().out == "Your copy of the labs: 3 up to date; 1 changed by you and kept.\n"
+
+
+def test_a_changed_copy_with_a_new_version_is_kept_and_said(labs, copy, capsys):
+    update(labs, copy)
+    (copy / "01_lab.ipynb").write_bytes(b"mine")
+    nbformat.write(make_lab("A better lab"), labs / "01_lab.ipynb")
+    for _ in range(2):  # said again until the learner has chosen
+        assert workspace.main(["--notebooks", str(labs), "--workspace", str(copy)]) == 0
+        assert (copy / "01_lab.ipynb").read_bytes() == b"mine"
+        printed = capsys.readouterr().out
+        assert "01_lab.ipynb changed upstream. Yours is edited and was kept." in printed
+        assert "rename yours (for example to my_01_lab.ipynb), then run: make workspace" in printed
+    (copy / "01_lab.ipynb").rename(copy / "my_01_lab.ipynb")
+    assert update(labs, copy) == Report(written=FILES[:1], current=FILES[1:])
+    assert nbformat.read(copy / "01_lab.ipynb", 4).cells[0].source == "# A better lab"
+    assert (copy / "my_01_lab.ipynb").read_bytes() == b"mine"
+
+
+def test_an_edit_taken_back_follows_upstream_again(labs, copy):
+    update(labs, copy)
+    original = (copy / "01_lab.ipynb").read_bytes()
+    (copy / "01_lab.ipynb").write_bytes(b"mine")
+    nbformat.write(make_lab("A better lab"), labs / "01_lab.ipynb")
+    assert update(labs, copy).outdated == ("01_lab.ipynb",)
+    (copy / "01_lab.ipynb").write_bytes(original)
+    assert update(labs, copy).refreshed == ("01_lab.ipynb",)
+
+
+def test_what_the_learner_deleted_is_written_again(labs, copy):
+    update(labs, copy)
+    (copy / "02_lab.ipynb").unlink()
+    assert update(labs, copy).written == ("02_lab.ipynb",)
+    assert (copy / "02_lab.ipynb").exists()
+
+
+def test_the_learner_s_own_files_are_left_alone(labs, copy):
+    update(labs, copy)
+    (copy / "notes.md").write_text("mine")
+    (copy / "figures" / "own.png").write_bytes(b"mine")
+    assert update(labs, copy) == Report(current=FILES)
+    assert (copy / "notes.md").read_text() == "mine"
+
+
+@pytest.mark.parametrize("garbage", [None, "", "{", "[]", '{"files": 3}', '{"files": {"01_lab.ipynb": 4}}', "\x00\xff"])
+def test_without_a_manifest_what_differs_is_the_learner_s(labs, copy, garbage):
+    update(labs, copy)
+    (copy / "01_lab.ipynb").write_bytes(b"mine")
+    (copy / MANIFEST).unlink()
+    if garbage is not None:
+        (copy / MANIFEST).write_text(garbage)
+    assert update(labs, copy) == Report(current=FILES[1:], kept=FILES[:1])
+    assert (copy / "01_lab.ipynb").read_bytes() == b"mine"
+    nbformat.write(make_lab("A better lab"), labs / "01_lab.ipynb")
+    nbformat.write(make_lab("A better lab"), labs / "02_lab.ipynb")
+    report = update(labs, copy)
+    assert (report.outdated, report.refreshed) == (FILES[:1], FILES[1:2])
+
+
+def test_a_notebook_that_cannot_be_read_is_named(labs, copy, capsys):
+    (labs / "02_lab.ipynb").write_text("{ half a noteb")
+    assert workspace.main(["--notebooks", str(labs), "--workspace", str(copy)]) == 1
+    assert capsys.readouterr().err.startswith("02_lab.ipynb cannot be read.")
+
+
+def test_no_labs_is_an_error(tmp_path, copy):
+    with pytest.raises(LabError, match="no labs"):
+        update(tmp_path / "nothing", copy)
+
+
+@pytest.mark.drill
+def test_killed_at_any_moment_it_leaves_whole_files_and_the_next_run_mends(labs, copy):
+    texts = {}
+    for version in range(2):
+        for number in range(12):
+            cells = [new_markdown_cell("x" * 200_000, id=f"v{version}"), *make_lab().cells]
+            nbformat.write(new_notebook(cells=cells), labs / f"1{number}_lab.ipynb")
+        update(labs, copy.with_name(f"whole{version}"))
+        for path in copy.with_name(f"whole{version}").rglob("*"):
+            if path.is_file() and path.name != MANIFEST:
+                texts.setdefault(path.name, set()).add(path.read_bytes())
+        (labs.parent / f"labs{version}").mkdir()
+        for path in labs.glob("*.ipynb"):
+            (labs.parent / f"labs{version}" / path.name).write_bytes(path.read_bytes())
+    edited = copy / "02_lab.ipynb"
+    copy.mkdir()
+    edited.write_bytes(b"mine")
+    # A child that says when its imports are done, so that the blow falls while it writes.
+    code = "from lab_utils import workspace\nprint('ready', flush=True)\nworkspace.main()"
+    chance, killed = random.Random(0), 0
+    for trial in range(8):
+        source = labs.parent / f"labs{trial % 2}"
+        command = [sys.executable, "-c", code, "--notebooks", str(source), "--workspace", str(copy)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert child.stdout.readline() == "ready\n"
+        time.sleep(chance.uniform(0.0, 0.25))
+        child.send_signal(signal.SIGKILL)
+        killed += child.wait() == -signal.SIGKILL
+        child.stdout.close()
+        for path in copy.glob("1*.ipynb"):
+            assert path.read_bytes() in texts[path.name], f"{path.name} is half a file"
+        if (copy / MANIFEST).exists():
+            json.loads((copy / MANIFEST).read_text())
+        assert edited.read_bytes() == b"mine"
+    assert killed >= 3
+    report = update(labs.parent / "labs1", copy)
+    assert not list(copy.rglob(f"{workspace.TEMPORARY}*"))
+    assert set(report.kept + report.outdated) == {"02_lab.ipynb"}  # no file of its own was taken for the learner's
+    for path in copy.glob("1*.ipynb"):
+        assert path.read_bytes() == (copy.with_name("whole1") / path.name).read_bytes()
