@@ -12,6 +12,7 @@ PYTHONS := $(PYTHON) python3 python3.13 python3.12 python3.11
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
 test notebooks reference bench: export OMP_NUM_THREADS := 1

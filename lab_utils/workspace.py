@@ -178,20 +178,23 @@ def _write_manifest(workspace: Path, files: dict[str, list[str]]) -> None:
 
 def _write(path: Path, text: bytes, model: Path | None = None) -> None:
     """Writes a file in one step, with the permissions of ``model``: there is the old one or the new one, no half."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
-    temporary = Path(name)
+    temporary = None
     try:
-        with os.fdopen(handle, "wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=path.parent, delete=False) as file:
+            temporary = Path(file.name)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        # mkstemp's files are for their owner alone; the mask of the user decides elsewhere.
+        # A temporary file is for its owner alone; the mask of the user decides elsewhere.
         temporary.chmod(model.stat().st_mode & 0o777 if model else 0o644)
         temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        fix = "free some space, or see who owns the folder, then run: make workspace"
+        raise LabError(f"{path.name} cannot be written.", where=path, cause=error.strerror or "", fix=fix) from error
+    finally:
+        if temporary:
+            temporary.unlink(missing_ok=True)
 
 
 def describe(report: Report) -> list[str]:

@@ -15,9 +15,11 @@ from lab_utils.training import Checkpoints
 
 # One process imports torch; each save that is to be killed runs in a child forked from it, which costs milliseconds.
 KILLING = """
-import os, random, signal, sys, time
+import os, random, signal, sys, time, warnings
 import torch
 from lab_utils.training import Checkpoints
+
+warnings.simplefilter("error")  # a killed save leaves nothing damaged under a final name, not even what load would skip
 
 def make_state(step):
     return {"model": {f"weight{n}": torch.full((250_000,), float(step + n)) for n in range(4)}, "step": step}

@@ -1,5 +1,7 @@
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from pathlib import Path
 
@@ -105,6 +107,13 @@ def test_a_changed_source_is_packed_anew(root):
     assert int(old.train.images.sum()) != int(new.train.images.sum())
 
 
+def test_a_change_that_leaves_the_size_is_noticed(root):
+    file = root / "cinic10" / "train" / "airplane" / "a.bmp"  # not compressed: as many bytes for any picture
+    for grey in (1, 2):
+        Image.new("RGB", (32, 32), (grey, grey, grey)).save(file)
+        assert data.load(root=root).train.images[0].unique().tolist() == [grey]
+
+
 def test_grey_palette_and_transparent_images_become_rgb(root):
     place = root / "cinic10" / "train" / "dog"
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
@@ -118,6 +127,16 @@ def test_grey_palette_and_transparent_images_become_rgb(root):
 def test_any_name_with_cinic_and_any_size_will_do(tmp_path):
     make_folder(tmp_path / "my-CINIC-subset", per_class={"train": 1, "valid": 2, "test": 1})
     assert len(data.load(root=tmp_path).valid) == 20
+
+
+def test_file_names_may_have_any_bytes(root):
+    place = os.fsencode(root / "cinic10" / "train" / "cat")
+    with Path(os.fsdecode(place + b"/\xff\n.png")).open("wb") as file:
+        file.write(b"no image")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root)
+    assert_explains(caught.value, "1 of 91 images", "cannot be decoded")
+    assert data.load(root=root, skip_bad=True).skipped == 1
 
 
 def test_files_that_are_no_images_and_hidden_ones_are_left_alone(root):
@@ -139,6 +158,20 @@ def test_a_root_that_is_the_data_set_stays_untouched(root, spare):
     assert len(find_packs(spare)) == 2
 
 
+def fork(function, *arguments):
+    """Starts a function in a forked process. Each gets a tqdm lock of its own: a killed one may hold it."""
+
+    def work():
+        from tqdm.auto import tqdm
+
+        tqdm.set_lock(threading.RLock())
+        function(*arguments)
+
+    process = forked.Process(target=work, daemon=True)
+    process.start()
+    return process
+
+
 def drop_root_rights():
     """Gives up root's right to pass over file modes, for this process; without root there is nothing to give up."""
     import ctypes
@@ -150,15 +183,14 @@ def drop_root_rights():
 def run_forked(function, *arguments):
     """Runs a function in a process of its own and returns what it returns, or raises its LabError."""
 
-    def work(results):
+    def work():
         try:
             results.put((function(*arguments), None))
         except LabError as error:
             results.put((None, (error.what, error.where, error.cause, error.fix)))
 
     results = forked.SimpleQueue()
-    process = forked.Process(target=work, args=(results,))
-    process.start()
+    process = fork(work)
     process.join(timeout=30)
     assert process.exitcode == 0
     value, failure = results.get()
@@ -306,13 +338,13 @@ def test_a_truncated_pack_is_made_again(root):
         assert find_damage(pack) == []
 
 
-def pack_slowly(root, started):
-    started.set()
+def announce_and_load(root, started):
+    os.write(started, b"!")
     data.load(root=root)
 
 
-def test_a_pack_killed_at_any_moment_leaves_nothing_half(root, monkeypatch):
-    started = forked.Event()
+def test_a_pack_killed_at_any_moment_leaves_nothing_half(root):
+    reader, writer = os.pipe()
     began = time.perf_counter()
     data.load(root=root)
     duration = time.perf_counter() - began
@@ -322,13 +354,11 @@ def test_a_pack_killed_at_any_moment_leaves_nothing_half(root, monkeypatch):
         for file in pack.iterdir():
             file.unlink()
         pack.rmdir()
-        process = forked.Process(target=pack_slowly, args=(root, started))
-        process.start()
-        started.wait()
-        started.clear()
+        process = fork(announce_and_load, root, writer)
+        os.read(reader, 1)
         time.sleep(duration * 1.3 * step / 20)
         process.kill()
-        process.join()
+        process.join(timeout=30)
         outcomes.append(pack.exists())
         if pack.exists():
             assert find_damage(pack) == [] and read_manifest(pack)
@@ -344,6 +374,29 @@ def test_a_pack_killed_at_any_moment_leaves_nothing_half(root, monkeypatch):
     assert list((root / "packed").glob(".*")) == []
 
 
+def load_and_die_at_rename(root, before):
+    rename = Path.rename
+
+    def die(self, target):
+        if not before:
+            rename(self, target)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Path.rename = die
+    data.load(root=root)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_pack_appears_whole_in_the_moment_of_its_renaming(root, before):
+    process = fork(load_and_die_at_rename, root, before)
+    process.join(timeout=30)
+    assert process.exitcode == -signal.SIGKILL
+    packs = find_packs(root / "packed")
+    assert len(packs) == (0 if before else 1)
+    assert all(find_damage(pack) == [] and len(list_all(pack)) == 7 for pack in packs)
+    assert_equals_image_folder(data.load(root=root), root / "cinic10")
+
+
 def load_at_once(root, barrier, results):
     barrier.wait()
     dataset = data.load(root=root)
@@ -352,9 +405,7 @@ def load_at_once(root, barrier, results):
 
 def test_processes_that_pack_at_once_agree(root):
     barrier, results = forked.Barrier(4), forked.SimpleQueue()
-    processes = [forked.Process(target=load_at_once, args=(root, barrier, results)) for _ in range(4)]
-    for process in processes:
-        process.start()
+    processes = [fork(load_at_once, root, barrier, results) for _ in range(4)]
     for process in processes:
         process.join(timeout=30)
     assert [process.exitcode for process in processes] == [0] * 4

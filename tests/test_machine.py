@@ -20,6 +20,11 @@ flags\t\t: fpu
 """
 
 
+def put_first(folder: Path | str) -> str:
+    """A PYTHONPATH on which a folder comes before what is there already."""
+    return os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+
+
 def run_check(folder: Path, **settings: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "lab_utils.machine"]
     env = {**os.environ, **settings}
@@ -46,7 +51,7 @@ def test_the_check_is_green_here(tmp_path):
 
 
 def test_a_mismatched_pair_is_named_with_its_fix(tmp_path, broken_pair):
-    child = run_check(tmp_path, PYTHONPATH=broken_pair)
+    child = run_check(tmp_path, PYTHONPATH=put_first(broken_pair))
     assert child.returncode == 1
     failed = re.search(r"\[fail\] (torch \S+ and torchvision \S+ do not go together.*)\n +fix: (.*)", child.stdout)
     assert failed, child.stdout
@@ -59,7 +64,7 @@ def test_with_a_mismatched_pair_the_package_still_imports(tmp_path, broken_pair)
     code = (
         "import lab_utils as labs\ntry:\n    labs.load_torchvision()\nexcept labs.LabError as error:\n    print(error)"
     )
-    env = {**os.environ, "PYTHONPATH": broken_pair}
+    env = {**os.environ, "PYTHONPATH": put_first(broken_pair)}
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
     assert child.returncode == 0, child.stderr
     first, *rest = child.stdout.splitlines()
@@ -69,7 +74,7 @@ def test_with_a_mismatched_pair_the_package_still_imports(tmp_path, broken_pair)
 
 def test_a_torch_that_dies_at_import_is_a_fail_and_not_a_crash(tmp_path):
     (tmp_path / "torch.py").write_text("import os, sys\nsys.stderr.write('Illegal instruction')\nos._exit(4)\n")
-    child = run_check(tmp_path, PYTHONPATH=str(tmp_path))
+    child = run_check(tmp_path, PYTHONPATH=put_first(tmp_path))
     assert child.returncode == 1
     assert "do not go together: Illegal instruction" in child.stdout
 
@@ -105,7 +110,8 @@ def test_a_gpu_that_torch_cannot_use_is_a_fail(monkeypatch, tmp_path):
     assert "driver" in old_driver.fix
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert environment.check_gpu({"torch": "2.14.1+cu130", "cuda": "13.0", "gpus": 0}).ok
-    program.write_text("#!/bin/sh\nexit 9\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    program.write_text("#!/bin/sh\nexit 9\n")  # a driver that answers with an error, as without a card
     assert environment.check_gpu({"torch": "2.14.1+cpu", "cuda": None, "gpus": 0}).ok
 
 

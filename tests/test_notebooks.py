@@ -162,6 +162,7 @@ def test_faults_of_prose_are_found(tmp_path, text):
         '<img src="figures/there.svg" alt="bit layouts of formats">',
         "[a page](https://example.org/home/tmp/)",
         "/proc/cpuinfo",
+        "Suppose nine steps took\n100 ms, and one, disturbed, 600 ms: which is theirs?",
     ],
 )
 def test_good_prose_passes(tmp_path, text):

@@ -82,7 +82,7 @@ def test_set_ups_of_one_colour_differ_in_their_lines():
     ax = plots.curves({name: [[1, 2]] for name in names}, [0, 1], xlabel="x", ylabel="y")
     assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines}) == len(names)
     assert len({to_hex(line.get_color()) for line in ax.lines[:3]}) == 1
-    assert to_hex(ax.lines[-1].get_color()).upper() == plots.COLOURS["DP"]
+    assert [to_hex(line.get_color()).upper() for line in ax.lines[4:]] == [plots.COLOURS["DDP"], plots.COLOURS["DP"]]
 
 
 def test_bars_are_medians_in_milliseconds_and_their_lines_the_quartiles():
@@ -121,11 +121,10 @@ def test_throughput_marks_a_batch_that_ran_out_of_memory():
     assert list(cross.get_xdata()) == [32]
 
 
-def test_a_legend_as_tall_as_its_panel_does_not_squeeze_it():
+def test_panels_side_by_side_keep_their_width():
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
-    points = {f"set-up {number}": make_points()["fp32"] for number in range(8)}
     for ax in panels:
-        plots.throughput(points, ax=ax)
+        plots.throughput(make_points(), ax=ax)
     figure.canvas.draw()
     assert all(ax.get_window_extent().width > 350 for ax in panels)
 
@@ -140,6 +139,7 @@ def test_the_crossover_is_exact_where_speeds_are_powers_of_the_batch():
 def test_the_crossover_is_where_the_candidate_stays_ahead():
     baseline = dict.fromkeys((1, 2, 4, 8), 100.0)
     assert plots.crossover(baseline, {1: 110.0, 2: 50.0, 4: 200.0, 8: 300.0}) == pytest.approx(2 * math.sqrt(2))
+    assert plots.crossover(baseline, {1: 50.0, 2: 110.0, 4: 50.0, 8: 200.0}) == pytest.approx(4 * math.sqrt(2))
     assert plots.crossover(baseline, dict.fromkeys((1, 2, 4, 8), 110.0)) is None
     assert plots.crossover(baseline, {1: 110.0, 2: 120.0, 4: 130.0, 8: 90.0}) is None
     assert plots.crossover(baseline, baseline) is None

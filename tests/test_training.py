@@ -115,9 +115,10 @@ def test_waiting_for_data_is_told_from_computing():
     batches = Slow(make_batches((2,) * 22))
     epoch = training.train_epoch(model, batches, make_optimizer(model), step=step, progress=False)
     wall = time.perf_counter() - start
-    assert 22 * 0.03 <= epoch.data_seconds < 22 * 0.03 + 0.4
-    assert 22 * 0.01 <= epoch.compute_seconds < 22 * 0.01 + 0.3
-    assert wall - 0.2 < epoch.data_seconds + epoch.compute_seconds <= wall
+    assert epoch.data_seconds >= 22 * 0.03
+    assert epoch.compute_seconds >= 22 * 0.01
+    # No bound from above in seconds: on a busy machine each sleep is longer than it was asked to be.
+    assert 0.7 * wall < epoch.data_seconds + epoch.compute_seconds <= wall
     assert epoch.images_per_second == 44 / (epoch.data_seconds + epoch.compute_seconds)
 
 

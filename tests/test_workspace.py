@@ -1,6 +1,8 @@
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,43 +215,83 @@ def test_no_labs_is_an_error(tmp_path, copy):
         update(tmp_path / "nothing", copy)
 
 
+@pytest.mark.parametrize("point", range(6))
+def test_cut_off_at_any_write_it_does_not_take_its_own_files_for_the_learner_s(labs, copy, monkeypatch, point):
+    update(labs, copy)
+    (copy / "02_lab.ipynb").write_bytes(b"mine")
+    write, calls = workspace._write, []
+
+    def write_until_cut(*arguments):
+        calls.append(arguments)
+        if len(calls) > point:
+            raise KeyboardInterrupt
+        write(*arguments)
+
+    monkeypatch.setattr(workspace, "_write", write_until_cut)
+    for name in FILES[:2]:
+        nbformat.write(make_lab("A better lab"), labs / name)
+    (labs / "figures" / "idea.svg").write_text("<svg></svg>")
+    with contextlib.suppress(KeyboardInterrupt):
+        update(labs, copy)
+    monkeypatch.setattr(workspace, "_write", write)
+    for name in FILES[:2]:  # upstream goes on meanwhile
+        nbformat.write(make_lab("The best lab"), labs / name)
+    assert update(labs, copy).outdated == ("02_lab.ipynb",)
+    assert nbformat.read(copy / "01_lab.ipynb", 4).cells[0].source == "# The best lab"
+    assert (copy / "02_lab.ipynb").read_bytes() == b"mine"
+
+
+def test_a_full_disk_leaves_the_old_file_whole(labs, copy):
+    update(labs, copy)
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    nbformat.write(make_lab("x" * 200_000), labs / "01_lab.ipynb")
+    # The child may write no file longer than 100 kB, which breaks off in the middle as a full disk does.
+    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    code += "from lab_utils import workspace\nraise SystemExit(workspace.main())"
+    command = [sys.executable, "-c", code, "--notebooks", str(labs), "--workspace", str(copy)]
+    child = subprocess.run(command, capture_output=True, text=True)
+    assert child.returncode == 1
+    assert child.stderr.startswith("01_lab.ipynb cannot be written.\n")
+    after = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    assert {path for path in before if after[path] != before[path]} <= {copy / MANIFEST}
+    assert set(after) == set(before)
+    assert update(labs, copy).refreshed == ("01_lab.ipynb",)
+
+
 @pytest.mark.drill
 def test_killed_at_any_moment_it_leaves_whole_files_and_the_next_run_mends(labs, copy):
-    texts = {}
-    for version in range(2):
-        for number in range(12):
-            cells = [new_markdown_cell("x" * 200_000, id=f"v{version}"), *make_lab().cells]
-            nbformat.write(new_notebook(cells=cells), labs / f"1{number}_lab.ipynb")
-        update(labs, copy.with_name(f"whole{version}"))
-        for path in copy.with_name(f"whole{version}").rglob("*"):
-            if path.is_file() and path.name != MANIFEST:
-                texts.setdefault(path.name, set()).add(path.read_bytes())
-        (labs.parent / f"labs{version}").mkdir()
-        for path in labs.glob("*.ipynb"):
-            (labs.parent / f"labs{version}" / path.name).write_bytes(path.read_bytes())
+    versions = [labs.parent / f"labs{version}" for version in range(2)]
+    for version, folder in enumerate(versions):
+        shutil.copytree(labs, folder)
+        nbformat.write(make_lab(f"Version {version}"), folder / "01_lab.ipynb")
+        for number in range(6):  # long enough that many a blow falls while one is written
+            (folder / "figures" / f"{number}.png").write_bytes(bytes([version, number]) * 3_000_000)
+        began = time.perf_counter()
+        update(folder, labs.parent / f"whole{version}")
+        duration = time.perf_counter() - began
     edited = copy / "02_lab.ipynb"
     copy.mkdir()
     edited.write_bytes(b"mine")
-    # A child that says when its imports are done, so that the blow falls while it writes.
+    # A child that says when its imports are done, so that the blow falls while it works.
     code = "from lab_utils import workspace\nprint('ready', flush=True)\nworkspace.main()"
     chance, killed = random.Random(0), 0
     for trial in range(8):
-        source = labs.parent / f"labs{trial % 2}"
-        command = [sys.executable, "-c", code, "--notebooks", str(source), "--workspace", str(copy)]
+        command = [sys.executable, "-c", code, "--notebooks", str(versions[trial % 2]), "--workspace", str(copy)]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "ready\n"
-        time.sleep(chance.uniform(0.0, 0.25))
+        time.sleep(chance.uniform(0.0, duration))
         child.send_signal(signal.SIGKILL)
         killed += child.wait() == -signal.SIGKILL
         child.stdout.close()
-        for path in copy.glob("1*.ipynb"):
-            assert path.read_bytes() in texts[path.name], f"{path.name} is half a file"
+        for path in [*copy.glob("01_lab.ipynb"), *copy.glob("figures/[0-9].png")]:
+            whole = [labs.parent / f"whole{version}" / path.relative_to(copy) for version in range(2)]
+            assert path.read_bytes() in [file.read_bytes() for file in whole], f"{path.name} is half a file"
         if (copy / MANIFEST).exists():
             json.loads((copy / MANIFEST).read_text())
         assert edited.read_bytes() == b"mine"
     assert killed >= 3
-    report = update(labs.parent / "labs1", copy)
-    assert not list(copy.rglob(f"{workspace.TEMPORARY}*"))
+    report = update(versions[1], copy)
     assert set(report.kept + report.outdated) == {"02_lab.ipynb"}  # no file of its own was taken for the learner's
-    for path in copy.glob("1*.ipynb"):
-        assert path.read_bytes() == (copy.with_name("whole1") / path.name).read_bytes()
+    assert not list(copy.rglob(f"{workspace.TEMPORARY}*"))
+    for path in copy.glob("figures/[0-9].png"):
+        assert path.read_bytes() == (versions[1] / "figures" / path.name).read_bytes()

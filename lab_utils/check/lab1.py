@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from lab_utils.check import Exercise, expect, refusing
 
-
 # GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
 _refusing_scaler = partial(refusing, AssertionError, RuntimeError)
 
@@ -53,7 +52,13 @@ def _make_case(dtype: torch.dtype, lr: float = 0.1) -> dict:
 
 
 def _run_reference(
-    model: nn.Module, images: torch.Tensor, labels: torch.Tensor, optimizer, scaler, dtype, max_norm: float | None = None
+    model: nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    optimizer,
+    scaler,
+    dtype,
+    max_norm: float | None = None,
 ) -> torch.Tensor:
     """The expected step; returns the loss, or the gradient norm where ``max_norm`` is given."""
     optimizer.zero_grad()

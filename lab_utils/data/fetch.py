@@ -148,8 +148,9 @@ def _receive(url: str, part: BinaryIO, *, size: int, timeout: float) -> None:
     request = urllib.request.Request(url, headers=headers | ({"Range": f"bytes={start}-"} if start else {}))
     with urllib.request.urlopen(request, timeout=timeout) as response:
         if response.status == 206:
-            begin, total = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers["Content-Range"] or "").groups()
-            if int(begin) != start:
+            answer = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers["Content-Range"] or "bytes ?")
+            begin, total = answer.groups() if answer else ("?", "*")
+            if begin != str(start):
                 raise _Failure(f"it continued at byte {begin} when asked for byte {start}")
         else:
             start, total = 0, response.headers["Content-Length"] or "*"

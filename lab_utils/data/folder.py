@@ -58,7 +58,11 @@ def survey(folder: Path) -> tuple[Listing, str]:
             listing[split][entry.name] = [file.name for file in files]
             for file in files:
                 state = file.stat()
-                stamp.update(f"{split}/{entry.name}/{file.name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode())
+                stamp.update(
+                    f"{split}/{entry.name}/{file.name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(
+                        errors="surrogateescape"
+                    )
+                )
     check_listing(listing, folder, CLASS_NAMES)
     return listing, stamp.hexdigest()
 

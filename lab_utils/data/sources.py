@@ -161,10 +161,11 @@ def verify_pack(folder: Path) -> None:
         LabError: An array is missing or is not what was packed.
     """
     if damaged := find_damage(folder):
-        again = "import CINIC-10.tar.gz" if folder.name == "cinic10" else "prepare"
+        imported = folder.name == "cinic10"
+        again = "&& python -m lab_utils.data import CINIC-10.tar.gz" if imported else "  (the next load makes it again)"
         raise LabError(
             f"{len(damaged)} file(s) of the pack {folder.name} are not what was packed: {', '.join(damaged)}.",
             where=folder,
             cause="the disk is failing, or a program wrote into the pack",
-            fix=f"rm -r '{folder}' && python -m lab_utils.data {again}",
+            fix=f"rm -r '{folder}' {again}",
         )

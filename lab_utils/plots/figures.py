@@ -134,11 +134,10 @@ def throughput(
         slow, fast = ([timing.images / getattr(timing, end) for _, timing in known] for end in ("high", "low"))
         ax.fill_between(sizes, slow, fast, color=colour, alpha=0.2, linewidth=0)
         lost = [int(batch) for batch, timing in line.items() if timing.out_of_memory]
-        if lost:
+        if lost:  # an empty line that is not clipped lies at the figure's corner, and the layout makes room for it
             label = f"{name}: out of memory"
             ax.plot(lost, [0] * len(lost), "x", color=colour, markersize=9, mew=2.5, clip_on=False, label=label)
-    ax.set_xticks(batches, [str(batch) for batch in batches], minor=False)
-    ax.set_xticks([], minor=True)
+    ax.set_xticks(batches, [str(batch) for batch in batches])
     ax.set_ylim(bottom=0)
     ax.set_xlabel("batch size in images")
     ax.set_ylabel("images per second")
@@ -146,7 +145,8 @@ def throughput(
     if batch is not None:
         text = f"{candidate} overtakes {baseline}\nat about {batch:.0f} images"
         ax.axvline(batch, color="#D55E00", linestyle="--", linewidth=1.5, label=text)
-    return _add_legend(ax)
+    ax.legend()
+    return ax
 
 
 def crossover(
@@ -200,19 +200,14 @@ def curves(
         ax.plot(x, values.mean(0), linestyle=dashes, marker=marker, color=colour, label=label)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
-    return _add_legend(ax)
+    ax.legend()
+    return ax
 
 
 def _new_axes(**options: object) -> Axes:
     from matplotlib import pyplot as plt
 
     return plt.subplots(**options)[1]
-
-
-def _add_legend(ax: Axes) -> Axes:
-    # Left out of the layout: a legend as tall as its panel would otherwise squeeze the panel to nothing.
-    ax.legend().set_in_layout(False)
-    return ax
 
 
 def _styles(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -72,7 +73,7 @@ class Timing:
 
     def _quartiles(self) -> tuple[float, float, float]:
         if len(self.seconds) < 2:  # statistics.quantiles wants two points before Python 3.13
-            return (self.seconds[0] if self.seconds else math.nan,) * 3
+            return (*self.seconds, math.nan)[:1] * 3
         return tuple(statistics.quantiles(self.seconds, n=4, method="inclusive"))
 
     def as_record(self) -> dict[str, object]:
@@ -117,8 +118,7 @@ def measure(
     Returns:
         The Timing; under ``torch.distributed`` the slowest rank's, on every rank.
     """
-    steps = {name: step}
-    return interleave(steps, images=images, repeats=repeats, warmup=warmup, device=device, progress=False)[0]
+    return interleave({name: step}, images=images, repeats=repeats, warmup=warmup, device=device, progress=False)[0]
 
 
 def interleave(
@@ -191,15 +191,22 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
         step()
         synchronize(device)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    except torch.OutOfMemoryError:
-        if not survive:
+    except RuntimeError as error:
+        if not (survive and _is_out_of_memory(error)):
             raise
     else:
         return seconds, cpu_seconds, torch.cuda.max_memory_allocated(device) if cuda else 0
     # Only here, after the except block, has the exception let go of the frames that hold the step's tensors.
+    gc.collect()
     if cuda:
         torch.cuda.empty_cache()
     return None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words."""
+    words = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def _keep_slowest(timing: Timing) -> Timing:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import json
 import os
 import tempfile
@@ -43,7 +45,8 @@ class Records:
             kind: What was done, such as ``sweep``.
             function: Called without arguments where nothing fitting is stored; returns what ``add`` can store.
             again: Calls the function in any case.
-            settings: All that the result depends on besides the machine; JSON-able.
+            settings: All that the result depends on besides the machine: what JSON can hold, and functions, such as
+                the step that is measured, which count as changed when their source is.
 
         Returns:
             The result as it was stored: Timings stay Timings, tuples become lists, keys of dictionaries strings.
@@ -58,7 +61,7 @@ class Records:
 
     def newest(self, kind: str, **settings: object) -> dict[str, Any] | None:
         """Returns the newest record of this kind and these settings, measured on this machine with this torch."""
-        wanted = (_decode(_encode(settings)), machine.describe().label, torch.__version__)
+        wanted = (_decode(_encode(_plain(settings))), machine.describe().label, torch.__version__)
         fitting = [record for record in self.read(kind) if _circumstances(record) == wanted]
         return fitting[-1] if fitting else None
 
@@ -68,14 +71,14 @@ class Records:
         Args:
             kind: What was done.
             result: Timings and what JSON can hold, nested as you like.
-            settings: All that the result depends on besides the machine; JSON-able.
+            settings: As in ``once``.
 
         Raises:
             LabError: The result is not JSON-able, or the file cannot be written.
         """
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        values = (self.lab, kind, settings, machine.describe().label, torch.__version__, when, result)
         try:
+            values = (self.lab, kind, _plain(settings), machine.describe().label, torch.__version__, when, result)
             line = _encode(dict(zip(FIELDS, values, strict=True)))
         except (TypeError, ValueError) as error:
             raise LabError(f"The result {kind!r} cannot be stored as JSON.", cause=str(error)) from error
@@ -209,6 +212,15 @@ def _append(path: Path, line: bytes) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _plain(settings: dict[str, object]) -> dict[str, object]:
+    """Puts the digest of its source in the place of a function."""
+
+    def digest(function: Callable) -> str:
+        return "source " + hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
+
+    return {key: digest(value) if inspect.isfunction(value) else value for key, value in settings.items()}
 
 
 def _circumstances(record: dict[str, Any]) -> tuple[Any, Any, Any]:
