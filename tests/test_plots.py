@@ -26,12 +26,15 @@ def make_timing(name, seconds, images=0):
     return Timing(name, tuple(seconds * factor for factor in (0.8, 0.9, 1.0, 1.2, 1.4)), images=images)
 
 
-def make_points():
-    """Two lines in images per second: fp32 keeps 100, bf16 doubles from 50 at batch 4."""
+def make_sweep(lost=()):
+    """Two lines in images per second: fp32 keeps 100, bf16 doubles from 50 at batch 4; ``lost`` ran out of memory."""
     sizes = (4, 8, 16, 32)
-    fp32 = {size: make_timing("fp32", size / 100, size) for size in sizes}
-    bf16 = {str(size): make_timing("bf16", size / (50 * size / 4), size) for size in sizes}
-    return {"fp32": fp32, "bf16": bf16}
+    fp32 = [make_timing("fp32", size / 100, size) for size in sizes]
+    bf16 = [make_timing("bf16", size / (50 * size / 4), size) for size in sizes]
+    return [
+        Timing(timing.name, (), images=timing.images) if (timing.name, timing.images) in lost else timing
+        for timing in fp32 + bf16
+    ]
 
 
 def labels_of(ax):
@@ -42,7 +45,8 @@ def draw_all_axes():
     """Every drawing function that has labelled axes, once on its own figure and once on Axes that are given."""
     drawings = [
         lambda **more: plots.step_times([make_timing("fp32", 0.1), make_timing("bf16", 0.05)], **more),
-        lambda **more: plots.throughput(make_points(), **more),
+        lambda **more: plots.throughput(make_sweep(), **more),
+        lambda **more: plots.speed_up({"one": make_sweep()}, baseline="fp32", candidate="bf16", **more),
         lambda **more: plots.curves({"fp32": [[1, 2]]}, [0, 1], xlabel="images seen", ylabel="loss", **more),
     ]
     return [(draw(), draw) for draw in drawings]
@@ -62,13 +66,13 @@ def test_every_figure_is_returned_with_its_axes_labelled_and_drawn_where_asked()
 
 def test_figures_name_their_units():
     assert "ms" in plots.step_times([make_timing("fp32", 0.1)]).get_xlabel()
-    ax = plots.throughput(make_points())
+    ax = plots.throughput(make_sweep())
     assert (ax.get_xlabel(), ax.get_ylabel()) == ("batch size in images", "images per second")
 
 
 def test_the_same_set_up_has_the_same_colour_in_every_figure():
     bars = plots.step_times([make_timing("bf16", 0.1), make_timing("fp32", 0.1)])
-    lines = plots.throughput(make_points())
+    lines = plots.throughput(make_sweep())
     assert [to_hex(bar.get_facecolor()).upper() for bar in bars.patches] == [
         plots.COLOURS["bf16"],
         plots.COLOURS["fp32"],
@@ -95,7 +99,7 @@ def test_bars_are_medians_in_milliseconds_and_their_lines_the_quartiles():
 
 
 def test_throughput_has_plain_ticks_at_the_measured_batches_and_a_band_of_quartiles():
-    ax = plots.throughput(make_points())
+    ax = plots.throughput(make_sweep())
     ax.figure.canvas.draw()
     assert [tick.get_text() for tick in ax.get_xticklabels()] == ["4", "8", "16", "32"]
     assert list(ax.lines[0].get_ydata()) == pytest.approx([100] * 4)
@@ -104,18 +108,16 @@ def test_throughput_has_plain_ticks_at_the_measured_batches_and_a_band_of_quarti
 
 
 def test_throughput_marks_where_the_candidate_overtakes_the_baseline():
-    ax = plots.throughput(make_points(), baseline="fp32", candidate="bf16")
+    ax = plots.throughput(make_sweep(), baseline="fp32", candidate="bf16")
     (mark,) = [line for line in ax.lines if "overtakes" in line.get_label()]
     assert mark.get_xdata()[0] == pytest.approx(8)
     assert "bf16 overtakes fp32\nat about 8 images" in labels_of(ax)
-    backwards = plots.throughput(make_points(), baseline="bf16", candidate="fp32")
+    backwards = plots.throughput(make_sweep(), baseline="bf16", candidate="fp32")
     assert labels_of(backwards) == ["fp32", "bf16"]
 
 
 def test_throughput_marks_a_batch_that_ran_out_of_memory():
-    points = make_points()
-    points["fp32"][32] = Timing("fp32", ())
-    ax = plots.throughput(points, baseline="fp32", candidate="bf16")
+    ax = plots.throughput(make_sweep(lost=[("fp32", 32)]), baseline="fp32", candidate="bf16")
     assert list(ax.lines[0].get_xdata()) == [4, 8, 16]
     (cross,) = [line for line in ax.lines if line.get_label() == "fp32: out of memory"]
     assert list(cross.get_xdata()) == [32]
@@ -124,14 +126,14 @@ def test_throughput_marks_a_batch_that_ran_out_of_memory():
 def test_panels_side_by_side_keep_their_width():
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
     for ax in panels:
-        plots.throughput(make_points(), ax=ax)
+        plots.throughput(make_sweep(), ax=ax)
     figure.canvas.draw()
     assert all(ax.get_window_extent().width > 350 for ax in panels)
 
 
 def test_the_crossover_is_exact_where_speeds_are_powers_of_the_batch():
     baseline = {batch: 100.0 * batch**0.25 for batch in (1, 4, 64)}
-    candidate = {str(batch): 50.0 * batch**0.75 for batch in (1, 4, 64)}
+    candidate = {batch: 50.0 * batch**0.75 for batch in (1, 4, 64)}
     assert plots.crossover(baseline, candidate) == pytest.approx(4)
     assert plots.crossover({4: 100.0, 64: 100.0}, {4: 50.0, 64: 200.0}) == pytest.approx(16)
 
@@ -147,10 +149,18 @@ def test_the_crossover_is_where_the_candidate_stays_ahead():
 
 
 def test_the_crossover_of_timings_leaves_out_what_ran_out_of_memory():
-    points = make_points()
-    assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
-    points["bf16"]["32"] = Timing("bf16", ())
-    assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
+    for sweep in (make_sweep(), make_sweep(lost=[("bf16", 32)])):
+        points = plots.group(sweep)
+        assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
+
+
+def test_speed_up_draws_the_ratio_and_the_guess():
+    sweeps = {"one": make_sweep(), "two": make_sweep(lost=[("bf16", 4)])}
+    ax = plots.speed_up(sweeps, baseline="fp32", candidate="bf16", guess=1.5)
+    assert list(ax.lines[0].get_ydata()) == pytest.approx([0.5, 1, 2, 4])
+    assert list(ax.lines[1].get_xdata()) == [8, 16, 32]
+    assert labels_of(ax) == ["one", "two", "my guess"]
+    assert next(line for line in ax.lines if line.get_label() == "my guess").get_ydata()[0] == 1.5
 
 
 def test_curves_are_the_mean_and_the_range_over_seeds():

@@ -12,6 +12,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from torch import nn
 
 from lab_utils import LabError, machine, timing
 from lab_utils.timing import Records, Timing
@@ -381,3 +382,10 @@ def test_the_command_line_refuses_in_one_message(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("There are no records of no such lab")
     assert "Traceback" not in done.stderr
+
+
+def test_saved_bytes_are_those_of_the_activations_alone():
+    layer, images = nn.Linear(8, 4, bias=False), torch.randn(32, 8)
+    assert timing.count_saved_bytes(lambda: layer(images), layer) == 32 * 8 * 4  # the input, and not the weight
+    twice = nn.Sequential(layer, nn.ReLU(), nn.ReLU())
+    assert timing.count_saved_bytes(lambda: twice(images), twice) == 32 * 8 * 4 + 2 * 32 * 4 * 4  # each output once

@@ -4,7 +4,20 @@ Every drawing function takes ``ax`` (a new figure where None) and returns the Ax
 or a dashed line. Set-ups have the same colour in all labs.
 """
 
+from lab_utils.plots.batches import crossover, group, speed_up, throughput
 from lab_utils.plots.diff import show_diff
-from lab_utils.plots.figures import COLOURS, crossover, curves, image_grid, step_times, throughput, use_style
+from lab_utils.plots.figures import curves, image_grid, step_times
+from lab_utils.plots.style import COLOURS, use_style
 
-__all__ = ["COLOURS", "crossover", "curves", "image_grid", "show_diff", "step_times", "throughput", "use_style"]
+__all__ = [
+    "COLOURS",
+    "crossover",
+    "curves",
+    "group",
+    "image_grid",
+    "show_diff",
+    "speed_up",
+    "step_times",
+    "throughput",
+    "use_style",
+]

@@ -6,12 +6,14 @@ records of a lab into the reference run that is set beside the learner's own num
 """
 
 from lab_utils.timing.measure import Timing, compare, interleave, measure, synchronize
+from lab_utils.timing.memory import count_saved_bytes
 from lab_utils.timing.records import Records, reference, save_reference, sync_folder, write_atomically
 
 __all__ = [
     "Records",
     "Timing",
     "compare",
+    "count_saved_bytes",
     "interleave",
     "measure",
     "reference",

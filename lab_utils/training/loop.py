@@ -184,19 +184,24 @@ def _check_loss(mean_loss: float, number: int) -> float:
 
 
 class _Sums:
-    """Sums over images of loss, top-1 and top-5 hits, kept on the device in float64 until they are read."""
+    """Sums over images of loss, top-1 and top-5 hits; the parts stay on the device until the sums are read."""
 
     def __init__(self) -> None:
-        self._total: torch.Tensor | None = None
+        self._sums = [0.0, 0.0, 0.0]
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, int]] = []
 
     def add(self, loss: torch.Tensor, logits: torch.Tensor, labels: torch.Tensor) -> None:
         # With fewer than five classes every label is among the five highest.
-        hits = count_topk(logits, labels, ks=(1, min(5, logits.shape[1])))
-        batch = torch.cat([(loss.double() * len(labels)).view(1), hits.double()])
-        self._total = batch if self._total is None else self._total + batch
+        self._pending.append((loss, count_topk(logits, labels, ks=(1, min(5, logits.shape[1]))), len(labels)))
 
     def read(self) -> list[float]:
-        return self._total.tolist()
+        if self._pending:
+            losses, hits, sizes = zip(*self._pending, strict=True)
+            loss = sum(loss * size for loss, size in zip(torch.stack(losses).tolist(), sizes, strict=True))
+            parts = [loss, *torch.stack(hits).sum(0).tolist()]
+            self._sums = [total + part for total, part in zip(self._sums, parts, strict=True)]
+            self._pending.clear()
+        return self._sums
 
 
 class _Clock:

@@ -1,0 +1,125 @@
+"""Draws speed against the batch size: images per second, the crossover of two set-ups, and their ratio."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from lab_utils.plots.style import COLOURS, LINES, choose_styles, new_axes
+from lab_utils.timing import Timing
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def group(timings: Iterable[Timing]) -> dict[str, dict[int, Timing]]:
+    """Groups timings by set-up and batch size."""
+    points: dict[str, dict[int, Timing]] = {}
+    for timing in timings:
+        points.setdefault(timing.name, {})[timing.images] = timing
+    return points
+
+
+def throughput(
+    timings: Iterable[Timing],
+    *,
+    baseline: str | None = None,
+    candidate: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws images per second against the batch size, the quartiles as a band.
+
+    Args:
+        timings: Timings of one or more set-ups at several batch sizes, in any order. One that ran out of memory becomes
+            a cross on the axis.
+        baseline: The set-up that ``candidate`` is compared with.
+        candidate: Where it overtakes ``baseline`` for good, a dashed line marks the batch size.
+        ax: Where to draw.
+    """
+    ax, points = ax or new_axes(), group(timings)
+    styles = choose_styles(points)
+    batches = sorted({batch for line in points.values() for batch in line})
+    ax.set_xscale("log", base=2)
+    for name, line in points.items():
+        colour, dashes, marker = styles[name]
+        known = sorted((batch, timing) for batch, timing in line.items() if not timing.out_of_memory)
+        sizes = [batch for batch, _ in known]
+        speeds = [timing.images_per_second for _, timing in known]
+        ax.plot(sizes, speeds, linestyle=dashes, marker=marker, color=colour, label=name)
+        slow, fast = ([timing.images / getattr(timing, end) for _, timing in known] for end in ("high", "low"))
+        ax.fill_between(sizes, slow, fast, color=colour, alpha=0.2, linewidth=0)
+        lost = [batch for batch, timing in line.items() if timing.out_of_memory]
+        if lost:  # an empty line that is not clipped lies at the figure's corner, and the layout makes room for it
+            label = f"{name}: out of memory"
+            ax.plot(lost, [0] * len(lost), "x", color=colour, markersize=9, mew=2.5, clip_on=False, label=label)
+    ax.set_xticks(batches, [str(batch) for batch in batches])
+    ax.set(xlabel="batch size in images", ylabel="images per second", ylim=(0, None))
+    batch = crossover(points[baseline], points[candidate]) if baseline in points and candidate in points else None
+    if batch is not None:
+        text = f"{candidate} overtakes {baseline}\nat about {batch:.0f} images"
+        ax.axvline(batch, color="#D55E00", linestyle="--", linewidth=1.5, label=text)
+    ax.legend()
+    return ax
+
+
+def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Timing | float]) -> float | None:
+    """Finds the batch size from which the candidate stays ahead of the baseline.
+
+    Between two measured batch sizes the logarithm of the ratio of speeds is taken to be linear in the logarithm of the
+    batch size.
+
+    Args:
+        baseline: Timings, or images per second, by batch size.
+        candidate: The same; only batch sizes that both were measured at count.
+
+    Returns:
+        The batch size; None where the candidate is ahead at every size, or behind at the largest.
+    """
+    base, other = _speeds(baseline), _speeds(candidate)
+    ratios = [(batch, math.log(other[batch] / base[batch])) for batch in sorted(base.keys() & other.keys())]
+    behind = [index for index, (_, ratio) in enumerate(ratios) if ratio <= 0]
+    if not behind or behind[-1] == len(ratios) - 1:
+        return None
+    (left, low), (right, high) = ratios[behind[-1] : behind[-1] + 2]
+    return left * (right / left) ** (low / (low - high))
+
+
+def speed_up(
+    sweeps: Mapping[str, Iterable[Timing]],
+    *,
+    baseline: str,
+    candidate: str,
+    guess: float | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws how many times the baseline's images per second the candidate reaches, against the batch size.
+
+    Args:
+        sweeps: For each line its timings, at several batch sizes, of ``baseline`` and ``candidate``.
+        baseline: The set-up that has speed-up 1.
+        candidate: The set-up that is compared with it, whose colour the lines have.
+        guess: What the learner expected; a dotted line.
+        ax: Where to draw.
+    """
+    ax, batches = ax or new_axes(), set()
+    for (label, timings), dashes in zip(sweeps.items(), LINES * len(sweeps), strict=False):
+        points = group(timings)
+        base, other = _speeds(points[baseline]), _speeds(points[candidate])
+        ratios = {batch: other[batch] / base[batch] for batch in sorted(base.keys() & other.keys())}
+        colour = choose_styles([candidate])[candidate][0]
+        ax.plot(ratios.keys(), ratios.values(), linestyle=dashes, marker="o", color=colour, label=label)
+        batches |= ratios.keys()
+    ax.axhline(1, color=COLOURS.get(baseline, "#7F7F7F"), linewidth=1.5)
+    if guess is not None:
+        ax.axhline(guess, color="black", linestyle=":", label="my guess")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sorted(batches), [str(batch) for batch in sorted(batches)])
+    ax.set(xlabel="batch size in images", ylabel=f"{candidate}: times the images/s of {baseline}", ylim=(0, None))
+    ax.legend()
+    return ax
+
+
+def _speeds(line: Mapping[int, Timing | float]) -> dict[int, float]:
+    speeds = {key: one.images_per_second if isinstance(one, Timing) else one for key, one in line.items()}
+    return {batch: speed for batch, speed in speeds.items() if not math.isnan(speed)}
