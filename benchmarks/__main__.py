@@ -82,7 +82,7 @@ def check_training_loop(folder: Path) -> Claim:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     records, number = timing.Records("benchmark", folder), itertools.count()
     # Short epochs and many of them: one pair is off by several per cent on a shared machine, the median of many is not.
-    limit = 6
+    limit = 12
 
     def run_bare() -> None:
         for images, labels in itertools.islice(batches, limit):
@@ -95,7 +95,7 @@ def check_training_loop(folder: Path) -> Claim:
         epoch = training.train_epoch(model, batches, optimizer, limit=limit)
         records.add("epoch", {"loss": epoch.loss, "compute_seconds": epoch.compute_seconds}, number=next(number))
 
-    bare, ours = timing.interleave({"bare": run_bare, "ours": run_ours}, repeats=50, warmup=2, device="cpu")
+    bare, ours = timing.interleave({"bare": run_bare, "ours": run_ours}, repeats=45, warmup=1, device="cpu")
     # Neighbours in time are compared with each other: what slows one round slows both of its halves.
     ratios = [one / other for one, other in zip(ours.cpu_seconds, bare.cpu_seconds, strict=True)]
     more = 100 * (statistics.median(ratios) - 1)

@@ -1,4 +1,4 @@
-"""The shared package of the Distributed Training Labs: the boring lines, so that the notebooks hold the interesting ones.
+"""The shared package of the Distributed Training Labs: the boring lines, so that the notebooks hold the others.
 
 Each room is imported by its name (``from lab_utils import data, timing``); this file imports none of them, so that
 ``import lab_utils`` costs nothing and works even where torch and torchvision do not fit together.

@@ -163,7 +163,10 @@ def test_evaluating_changes_nothing_and_leaves_the_mode_as_it_was():
     batches = make_batches()
     model = make_model()
     state = {name: value.clone() for name, value in model.state_dict().items()}
+    recording = []
+    model.register_forward_hook(lambda module, inputs, logits: recording.append(logits.requires_grad))
     epoch = training.evaluate(model, batches, progress=False)
+    assert recording == [False] * 3
     assert model.training
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
