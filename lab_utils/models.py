@@ -14,9 +14,9 @@ def build(name: str, *, num_classes: int = 10, stem: str = "imagenet") -> nn.Mod
     """Builds a network with random weights that maps (N, 3, 32, 32) float images to (N, num_classes) logits.
 
     The stem decides how much there is to compute. The ``imagenet`` stem (7×7 convolution of stride 2, then a pooling of
-    stride 2) leaves a 32×32 image 8×8 before the first block and 1×1 in the last. The ``cifar`` stem (3×3
-    convolution of stride 1, no pooling), as in section 4.2 of He et al., "Deep Residual Learning" (arXiv:1512.03385), keeps it 32×32: the
-    same number of weights within 0.02 %, about sixteen times the multiplications.
+    stride 2) leaves a 32×32 image 8×8 before the first block and 1×1 in the last. The ``cifar`` stem (3×3 convolution
+    of stride 1, no pooling) keeps it 32×32, as in section 4.2 of He et al., "Deep Residual Learning"
+    (arXiv:1512.03385): the same number of weights within 0.02 %, about sixteen times the multiplications.
 
     Args:
         name: One of ``resnet152``, ``resnet50``, ``resnet18`` (the layers are torchvision's) or ``tiny``.
