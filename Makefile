@@ -78,7 +78,7 @@ EXECUTE := jupyter nbconvert --log-level WARN --to notebook --execute --ExecuteP
 .PHONY: notebooks
 notebooks: setup
 	@rm -rf runs/notebooks
-	@LAB_DATA=$(CURDIR)/runs/notebooks/data LAB_RUNS=$(CURDIR)/runs/notebooks $(EXECUTE) --inplace notebooks/*.ipynb
+	@TQDM_DISABLE=1 LAB_DATA=$(CURDIR)/runs/notebooks/data LAB_RUNS=$(CURDIR)/runs/notebooks $(EXECUTE) --inplace notebooks/*.ipynb
 
 ## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU)
 .PHONY: reference

@@ -144,20 +144,18 @@ def texts_of(outputs) -> list[str]:
 
 def find_code_faults(notebook) -> list[str]:
     """Short cells, and imports that the pack installs."""
-    faults, long = [], 0
+    faults, lengths = [], []
     for cell in code_cells(notebook):
         lines = [line for line in cell.source.splitlines() if line.strip() and line.strip() not in (BEGIN, END)]
-        long += len(lines) > 10
+        lengths.append(len(lines))
         if len(lines) > 25:
             faults.append(f"{name_cell(cell)}: {len(lines)} lines of code; the limit is 25")
         if ABSOLUTE.search(cell.source):
             faults.append(f"{name_cell(cell)}: absolute path in the code")
         unknown = find_imports(cell.source) - IMPORTS - set(sys.stdlib_module_names)
         faults += [f"{name_cell(cell)}: import of {name}" for name in sorted(unknown)]
-    if 2 * long > len(code_cells(notebook)):
-        faults.append(
-            f"{long} of {len(code_cells(notebook))} code cells have more than 10 lines; at most half may have"
-        )
+    if lengths and sum(lengths) > 15 * len(lengths):
+        faults.append(f"code cells of {sum(lengths) / len(lengths):.1f} lines on average; the limit is 15")
     return faults
 
 

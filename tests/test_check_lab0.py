@@ -3,6 +3,7 @@
 import time
 from itertools import pairwise
 
+import pandas as pd
 import pytest
 import torch
 
@@ -70,6 +71,20 @@ def topk_kth_place(logits, labels, k):
 
 def topk_of_five_images(logits, labels, k):
     return topk_mean(logits, labels, k) * 5  # right by luck while every batch has five
+
+
+def topk_in_place(logits, labels, k):
+    rows, hits = torch.arange(len(labels)), torch.zeros((), dtype=torch.int64)
+    for _ in range(k):
+        best = logits.argmax(1)
+        hits += (best == labels).sum()
+        logits[rows, best] = -1e9  # the next k would be counted on what is left
+    return hits
+
+
+def topk_numpy(logits, labels, k):
+    best = (-logits.numpy()).argsort(1)[:, :k]  # fails in training, where the logits have a gradient
+    return torch.tensor((best == labels.numpy()[:, None]).sum())
 
 
 def time_right(step, synchronize, repeats, warmup, clock=time.perf_counter):
@@ -159,6 +174,14 @@ def time_own_clock(step, synchronize, repeats, warmup, clock=time.perf_counter):
     return time_right(step, synchronize, repeats, warmup)
 
 
+def time_sorted(step, synchronize, repeats, warmup, clock=time.perf_counter):
+    return sorted(time_right(step, synchronize, repeats, warmup, clock))
+
+
+def time_no_return(step, synchronize, repeats, warmup, clock=time.perf_counter):
+    time_right(step, synchronize, repeats, warmup, clock)
+
+
 def time_cumulative(step, synchronize, repeats, warmup, clock=time.perf_counter):
     for _ in range(warmup):
         step()
@@ -182,6 +205,18 @@ def bytes_right_by_element(model):
         gradient = momentum = size if parameter.requires_grad else 0
         total += size + gradient + momentum
     return float(total)
+
+
+def bytes_right_by_table(model):
+    return pd.Series([p.nbytes * (1 + 2 * p.requires_grad) for p in model.parameters()]).sum()  # numpy's int64
+
+
+def bytes_of_gradients(model):
+    return sum(p.nbytes + 2 * p.grad.nbytes for p in model.parameters())
+
+
+def bytes_in_a_tensor(model):
+    return torch.tensor(bytes_right(model))
 
 
 def bytes_parameters(model):
@@ -229,6 +264,8 @@ WRONG = [
     ("0.1", topk_item, ".item()"),
     ("0.1", topk_kth_place, "k best places"),
     ("0.1", topk_of_five_images, "smaller than the first"),
+    ("0.1", topk_in_place, "as they are"),
+    ("0.1", topk_numpy, "stay in torch"),
     ("0.2", time_no_synchronize, "time to queue"),
     ("0.2", time_no_opening, "first opening"),
     ("0.2", time_opening_only, "closing"),
@@ -239,7 +276,11 @@ WRONG = [
     ("0.2", time_whole_loop, "spread"),
     ("0.2", time_milliseconds, "in seconds"),
     ("0.2", time_own_clock, "clock()"),
+    ("0.2", time_sorted, "order"),
+    ("0.2", time_no_return, "every repeat"),
     ("0.2", time_cumulative, "for each repeat anew"),
+    ("0.3", bytes_of_gradients, "no step"),
+    ("0.3", bytes_in_a_tensor, "plain number"),
     ("0.3", bytes_parameters, "gradient"),
     ("0.3", bytes_numbers, "not bytes"),
     ("0.3", bytes_no_momentum, "momentum"),
@@ -257,6 +298,7 @@ RIGHT = [
     ("0.2", time_right_dropping),
     ("0.3", bytes_right),
     ("0.3", bytes_right_by_element),
+    ("0.3", bytes_right_by_table),
 ]
 
 

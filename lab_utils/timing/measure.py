@@ -155,7 +155,8 @@ def interleave(
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
     samples: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
-    with tqdm(total=(warmup + repeats) * len(steps), desc="measuring", leave=False, disable=not show) as bar:
+    hidden = {} if show else {"disable": True}  # left open where it is shown, so that TQDM_DISABLE has its say
+    with tqdm(total=(warmup + repeats) * len(steps), desc="measuring", leave=False, **hidden) as bar:
         for round_number in range(warmup + repeats):
             for name in _order(list(steps), round_number):
                 if name in samples:

@@ -153,7 +153,8 @@ def _run_epoch(run: Callable, batches: Batches, *, limit: int | None, progress: 
     total = len(batches) if isinstance(batches, Sized) else None
     total = min((number for number in (total, limit) if number is not None), default=None)
     sums, clock, seen, number = _Sums(), _Clock(), 0, 0
-    with tqdm(total=total, desc=title, unit="batch", leave=False, disable=not progress) as bar:
+    hidden = {} if progress else {"disable": True}  # left open where it is shown, so that TQDM_DISABLE has its say
+    with tqdm(total=total, desc=title, unit="batch", leave=False, **hidden) as bar:
         for number, (images, labels) in enumerate(itertools.islice(batches, limit), start=1):
             clock.mark_ready(images.device)
             loss, logits = run(images, labels)
