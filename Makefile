@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
 test notebooks reference bench: export OMP_NUM_THREADS := 1
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
-test notebooks: export LAB_SCALE := small
+test: export LAB_SCALE := small
 
 ## lab: set up, prepare the data, make your copy of the labs in workspace/, open JupyterLab (LAB_PORT=8888)
 .PHONY: lab
@@ -70,21 +70,15 @@ endif
 workspace: setup
 	@python -m lab_utils.workspace
 
-# Stored outputs come from the drawn data set and a fresh folder of records, whatever lies in data/ and runs/.
-EXECUTE := jupyter nbconvert --log-level WARN --to notebook --execute --ExecutePreprocessor.timeout=1800 \
-  --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
-
-## notebooks: run all notebooks again and save them with their outputs
+## notebooks: run all notebooks again and save them with their outputs, and the README's picture
 .PHONY: notebooks
 notebooks: setup
-	@rm -rf runs/notebooks
-	@TQDM_DISABLE=1 LAB_DATA=$(CURDIR)/runs/notebooks/data LAB_RUNS=$(CURDIR)/runs/notebooks $(EXECUTE) --inplace notebooks/*.ipynb
+	@python tests/run_notebooks.py --save notebooks/*.ipynb
 
 ## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU)
 .PHONY: reference
 reference: setup
-	@rm -rf runs/reference
-	@LAB_SCALE=full LAB_RUNS=$(CURDIR)/runs/reference $(EXECUTE) --output-dir runs/reference notebooks/01_mixed_precision.ipynb
+	@LAB_SCALE=full LAB_RUNS=$(CURDIR)/runs/reference python tests/run_notebooks.py notebooks/01_mixed_precision.ipynb
 	@LAB_RUNS=$(CURDIR)/runs/reference python -m lab_utils.timing reference lab1
 
 ## bench: measure the performance claims that a maintainer has to defend

@@ -1,5 +1,6 @@
 """The notebooks: what each has to be, that nbval really compares them, and the learner's way through each of them."""
 
+import base64
 import json
 import os
 import re
@@ -336,3 +337,11 @@ def test_the_learner_s_way(path, tmp_path, monkeypatch, cinic_folder):
     workspace.update(path.parent, tmp_path / "workspace")
     stubs = run_as_learner(path, tmp_path / "workspace")
     assert bool(stubs) == ("BEGIN SOLUTION" in path.read_text())
+
+
+def test_the_picture_of_the_readme_is_a_stored_figure_of_lab_1(root):
+    (picture,) = re.findall(r"!\[[^\]]+\]\((\S+\.png)\)", (root / "README.md").read_text(encoding="utf-8"))
+    notebook = nbformat.read(root / "notebooks" / "01_mixed_precision.ipynb", as_version=4)
+    outputs = (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
+    figures = [base64.b64decode(data["image/png"]) for data in outputs if "image/png" in data]
+    assert (root / picture).read_bytes() in figures

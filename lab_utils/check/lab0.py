@@ -220,7 +220,9 @@ STATE_CASES = (
 def verify_count_state_bytes(count_state_bytes: Callable) -> str:
     """Asks for four small models whose bytes can be counted by hand."""
     for case, build, expected, hint in STATE_CASES:
-        untrained = "look at the error; .grad is None, as no step has been made yet: predict its size from the parameter"
+        untrained = (
+            "look at the error; .grad is None, as no step has been made yet: predict its size from the parameter"
+        )
         with refusing(AttributeError, case=case, expected=expected, hint=untrained):
             yours = count_state_bytes(build())
         if expected == STATE_CASES[0][2]:

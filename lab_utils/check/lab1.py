@@ -8,76 +8,12 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from lab_utils.check import Exercise, expect, refusing
+from lab_utils.check.probe import make_case, measure_update, run_reference
 
 # GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
 _refusing_scaler = partial(refusing, AssertionError, RuntimeError)
-
-
-class _Probe(nn.Module):
-    """A small classifier that notes under which autocast its forward ran and whether its backward ran under one too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.hidden, self.head = nn.Linear(12, 16), nn.Linear(16, 10)
-        self.forward_dtype: torch.dtype | None = None
-        self.backward_in_autocast = False
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        self.forward_dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        hidden = torch.relu(self.hidden(images.flatten(1)))
-        if hidden.requires_grad:
-            hidden.register_hook(self._note_backward)
-        return self.head(hidden)
-
-    def _note_backward(self, gradient: torch.Tensor) -> None:
-        self.backward_in_autocast |= torch.is_autocast_enabled("cpu")
-
-
-def _make_case(dtype: torch.dtype, lr: float = 0.1) -> dict:
-    """A probe, a batch, an optimizer and a scaler for one trial; the same numbers each time."""
-    generator = torch.Generator().manual_seed(1)
-    model = _Probe()
-    return {
-        "model": model,
-        "images": torch.randn(6, 3, 2, 2, generator=generator),
-        "labels": torch.randint(0, 10, (6,), generator=generator),
-        "optimizer": torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9),
-        "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2, enabled=dtype == torch.float16),
-        "dtype": dtype,
-    }
-
-
-def _run_reference(
-    model: nn.Module,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    optimizer,
-    scaler,
-    dtype,
-    max_norm: float | None = None,
-) -> torch.Tensor:
-    """The expected step; returns the loss, or the gradient norm where ``max_norm`` is given."""
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=dtype):
-        loss = F.cross_entropy(model(images), labels)
-    scaler.scale(loss).backward()
-    norm = None
-    if max_norm is not None:
-        scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach() if norm is None else norm
-
-
-def _update_size(before: nn.Module, after: nn.Module) -> float:
-    """Length of the step that the weights took, over all parameters."""
-    pairs = zip(before.parameters(), after.parameters(), strict=True)
-    return sum((new.detach() - old.detach()).square().sum().item() for old, new in pairs) ** 0.5
 
 
 def _explain_update(ratio: float, scale: float) -> str:
@@ -97,10 +33,10 @@ def verify_amp_step(amp_step: Callable) -> str:
     """Runs two steps in bf16 and in fp16 beside the reference and compares forward dtype, loss, update and scale."""
     for dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        ours, theirs = _make_case(dtype), _make_case(dtype)
+        ours, theirs = make_case(dtype), make_case(dtype)
         for step in (1, 2):
             before = copy.deepcopy(ours["model"])
-            expected = _run_reference(**theirs)
+            expected = run_reference(**theirs)
             with _refusing_scaler(
                 case=f"{name}, step {step}: GradScaler refused",
                 expected="scale, backward, step, update",
@@ -151,7 +87,7 @@ def _compare_amp_step(
         expected="detached",
         hint="a loss that keeps its graph keeps the activations in memory: return loss.detach(), logits.detach()",
     )
-    moved, right = _update_size(before, model), _update_size(before, theirs["model"])
+    moved, right = measure_update(before, model), measure_update(before, theirs["model"])
     expect(
         abs(moved / right - 1) < 1e-3,
         f"{case}: the length of the weights' update",
@@ -178,17 +114,17 @@ def _compare_amp_step(
 def verify_clipped_step(clipped_step: Callable) -> str:
     """Runs a clipped float16 step, once with a norm above the limit and once below, beside the reference."""
     for max_norm in (0.1, 100.0):
-        ours, theirs = _make_case(torch.float16), _make_case(torch.float16)
+        ours, theirs = make_case(torch.float16), make_case(torch.float16)
         before = copy.deepcopy(ours["model"])
-        expected = _run_reference(**theirs, max_norm=max_norm)
+        expected = run_reference(**theirs, max_norm=max_norm)
         with _refusing_scaler(
             case=f"max_norm {max_norm:g}: GradScaler refused",
             expected="scale, backward, unscale_, clip, step, update",
             hint="scaler.unscale_(optimizer) once per step, after backward and before scaler.step(optimizer)",
         ):
             norm = clipped_step(**ours, max_norm=max_norm)
-        right = _update_size(before, theirs["model"])
-        ratio = _update_size(before, ours["model"]) / right
+        right = measure_update(before, theirs["model"])
+        ratio = measure_update(before, ours["model"]) / right
         scale = 2.0**10
         hint = "clip the gradients' common norm with torch.nn.utils.clip_grad_norm_, after backward and before the step"
         if ratio < 0.1:

@@ -5,7 +5,8 @@ side by side, and ``Records`` keeps them under ``LAB_RUNS``. ``python -m lab_uti
 records of a lab into the reference run that is set beside the learner's own numbers.
 """
 
-from lab_utils.timing.measure import Timing, compare, interleave, measure, synchronize
+from lab_utils.timing.comparison import compare
+from lab_utils.timing.measure import Timing, interleave, measure, synchronize
 from lab_utils.timing.memory import count_saved_bytes
 from lab_utils.timing.records import Records, reference, save_reference, sync_folder, write_atomically
 

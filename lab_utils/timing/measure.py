@@ -6,17 +6,13 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import distributed
 
 from lab_utils import LabError, machine
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 Step = Callable[[], object]
 
@@ -150,13 +146,16 @@ def interleave(
     from tqdm.auto import tqdm
 
     if repeats < 1 or warmup < 0 or not steps:
-        raise LabError("There is nothing to measure.", cause=f"{len(steps)} steps, repeats={repeats}, warmup={warmup}")
+        raise LabError(
+            "There is nothing to measure.",
+            cause=f"{len(steps)} steps, repeats={repeats}, warmup={warmup}",
+            fix="give at least one step, repeats=1 or more, warmup=0 or more",
+        )
     device = torch.device(device or machine.device())
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
     samples: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
-    hidden = {} if show else {"disable": True}  # left open where it is shown, so that TQDM_DISABLE has its say
-    with tqdm(total=(warmup + repeats) * len(steps), desc="measuring", leave=False, **hidden) as bar:
+    with tqdm(total=(warmup + repeats) * len(steps), desc="measuring", leave=False, disable=not show) as bar:
         for round_number in range(warmup + repeats):
             for name in _order(list(steps), round_number):
                 if name in samples:
@@ -217,35 +216,3 @@ def _keep_slowest(timing: Timing) -> Timing:
     rank = max(range(len(timings)), key=lambda index: timings[index].median)
     peak = max((one.peak_bytes for one in timings if one.peak_bytes is not None), default=None)
     return replace(timings[rank], rank=rank, peak_bytes=peak)
-
-
-def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.DataFrame:
-    """Sets timings side by side.
-
-    Args:
-        timings: The timings, in the order of the rows.
-        baseline: Name of the set-up that has speed-up 1; the first where None.
-
-    Returns:
-        A DataFrame with the names as index and the columns ``ms`` (median), ``ms low`` and ``ms high`` (quartiles),
-        ``images/s``, ``speed-up`` (the baseline's median over this one's) and ``peak MiB``; NaN where nothing is known.
-    """
-    import pandas as pd
-
-    rows = {timing.name: timing for timing in timings}
-    if not rows or (baseline is not None and baseline not in rows):
-        names = ", ".join(rows) or "none"
-        raise LabError(f"There is no timing of the baseline {baseline!r}.", cause=f"the timings are: {names}")
-    base = rows[baseline] if baseline is not None else next(iter(rows.values()))
-    table = {
-        name: {
-            "ms": 1e3 * timing.median,
-            "ms low": 1e3 * timing.low,
-            "ms high": 1e3 * timing.high,
-            "images/s": timing.images_per_second,
-            "speed-up": base.median / timing.median,
-            "peak MiB": math.nan if timing.peak_bytes is None else timing.peak_bytes / 2**20,
-        }
-        for name, timing in rows.items()
-    }
-    return pd.DataFrame.from_dict(table, orient="index").rename_axis("set-up")

@@ -81,7 +81,8 @@ class Records:
             values = (self.lab, kind, _plain(settings), machine.describe().label, torch.__version__, when, result)
             line = _encode(dict(zip(FIELDS, values, strict=True)))
         except (TypeError, ValueError) as error:
-            raise LabError(f"The result {kind!r} cannot be stored as JSON.", cause=str(error)) from error
+            fix = "return Timings, numbers, strings, and lists or dictionaries of them"
+            raise LabError(f"The result {kind!r} cannot be stored.", cause=str(error), fix=fix) from error
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _append(self.path, line)

@@ -38,7 +38,7 @@ class Checkpoints:
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         if keep < 1:
-            raise LabError("At least one checkpoint must be kept.", where=f"Checkpoints(keep={keep})")
+            raise LabError("At least one checkpoint must be kept.", where=f"Checkpoints(keep={keep})", fix="keep=2")
         self.folder, self.keep = Path(folder), keep
 
     def save(self, step: int, state: dict[str, Any]) -> Path:

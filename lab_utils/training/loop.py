@@ -69,7 +69,9 @@ def count_topk(logits: torch.Tensor, labels: torch.Tensor, *, ks: tuple[int, ...
     """
     classes = logits.shape[1]
     if not all(1 <= k <= classes for k in ks):
-        raise LabError(f"Top-k needs k from 1 to the number of classes, {classes}.", where=f"count_topk(ks={ks})")
+        raise LabError(
+            f"Top-k needs k from 1 to the number of classes, {classes}.", where=f"count_topk(ks={ks})", fix="ks=(1, 5)"
+        )
     guesses = logits.topk(max(ks), dim=1).indices
     hits = guesses == labels[:, None]
     return torch.stack([hits[:, :k].sum() for k in ks])
@@ -153,8 +155,7 @@ def _run_epoch(run: Callable, batches: Batches, *, limit: int | None, progress: 
     total = len(batches) if isinstance(batches, Sized) else None
     total = min((number for number in (total, limit) if number is not None), default=None)
     sums, clock, seen, number = _Sums(), _Clock(), 0, 0
-    hidden = {} if progress else {"disable": True}  # left open where it is shown, so that TQDM_DISABLE has its say
-    with tqdm(total=total, desc=title, unit="batch", leave=False, **hidden) as bar:
+    with tqdm(total=total, desc=title, unit="batch", leave=False, disable=not progress) as bar:
         for number, (images, labels) in enumerate(itertools.islice(batches, limit), start=1):
             clock.mark_ready(images.device)
             loss, logits = run(images, labels)
@@ -167,7 +168,8 @@ def _run_epoch(run: Callable, batches: Batches, *, limit: int | None, progress: 
                 bar.set_postfix(loss=f"{mean_loss:.3f}", refresh=False)
             bar.update()
     if not seen:
-        raise LabError("There is nothing to train or evaluate on.", cause=f"no batches (limit={limit})")
+        fix = "a smaller batch size, or a limit of 1 or more"
+        raise LabError("There is nothing to train or evaluate on.", cause=f"no batches (limit={limit})", fix=fix)
     clock.settle()
     loss, top1, top5 = (value / seen for value in sums.read())
     return Epoch(_check_loss(loss, number), top1, top5, seen, clock.data_seconds, clock.compute_seconds)

@@ -1,0 +1,61 @@
+"""Runs notebooks from top to bottom: ``make notebooks`` saves them with their outputs, ``make reference`` does not.
+
+What is saved comes from the drawn data set and from a fresh folder of records, whatever lies in data/ and runs/.
+"""
+
+import argparse
+import base64
+import os
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+PICTURE = ("01_mixed_precision", "throughput-figure")  # the notebook and the cell of the README's figure
+
+
+def run_notebook(path: Path) -> nbformat.NotebookNode:
+    """Runs a notebook in a fresh kernel, in its folder, and returns it with its outputs; an error ends the run."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=3600,
+        record_timing=False,
+        store_widget_state=False,
+        resources={"metadata": {"path": path.parent}},
+    )
+    client.execute()
+    bar = "application/vnd.jupyter.widget-view+json"
+    for cell in notebook.cells:
+        if cell.cell_type == "code":  # a progress bar that is over is no output, and its widget is gone
+            cell.outputs = [output for output in cell.outputs if bar not in output.get("data", {})]
+    return notebook
+
+
+def save_picture(notebook: nbformat.NotebookNode, folder: Path) -> None:
+    """Saves the first figure of the README's cell."""
+    cells = {cell.id: cell for cell in notebook.cells}
+    figure = next(output.data["image/png"] for output in cells[PICTURE[1]].outputs if "data" in output)
+    (folder / "lab1_throughput.png").write_bytes(base64.b64decode(figure))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    parser.add_argument("--save", action="store_true", help="saves the outputs, of shapes10 and the small scale")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="labs-") as scratch:
+        if arguments.save:
+            os.environ |= {"LAB_DATA": f"{scratch}/data", "LAB_RUNS": f"{scratch}/runs", "LAB_SCALE": "small"}
+        for path in arguments.notebooks:
+            print(path, "...", flush=True)
+            notebook = run_notebook(path)
+            if arguments.save:
+                nbformat.write(notebook, path)
+                if path.stem == PICTURE[0]:
+                    save_picture(notebook, path.parent / "figures")
+
+
+if __name__ == "__main__":
+    main()
