@@ -5,6 +5,7 @@
 VENV := .venv
 READY := $(VENV)/ready
 LAB_PORT ?= 8888
+WORKSPACE ?= workspace
 # Where `make lab TORCH=cpu` finds the builds of the same versions without CUDA.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHONS := $(PYTHON) python3 python3.13 python3.12 python3.11
@@ -26,13 +27,14 @@ lab: setup
 	  || { echo "Port $(LAB_PORT) is in use. Choose another: make lab LAB_PORT=$$(($(LAB_PORT) + 1))"; exit 1; }
 	@python -m lab_utils.machine
 	@python -m lab_utils.data prepare
-	@python -m lab_utils.workspace
+	@python -m lab_utils.workspace --workspace $(WORKSPACE)
 	@if [ -n "$$SSH_CONNECTION" ]; then \
 	  echo; echo "You are connected over SSH. On your own computer, run this and leave it open:"; \
 	  echo "    ssh -N -L $(LAB_PORT):127.0.0.1:$(LAB_PORT) $$(id -un)@$$(echo $$SSH_CONNECTION | cut -d' ' -f3)"; \
 	  echo "then open the address with the token that JupyterLab prints below."; echo; fi
 	@exec jupyter lab --ServerApp.ip=127.0.0.1 --ServerApp.port=$(LAB_PORT) --ServerApp.port_retries=0 \
-	  --ServerApp.root_dir=workspace $(if $(SSH_CONNECTION)$(CI),--no-browser)
+	  --ServerApp.root_dir=$(WORKSPACE) $(if $(SSH_CONNECTION)$(CI),--no-browser) \
+	  $$(test $$(id -u) -ne 0 || echo --allow-root)
 
 ## test: set up and run all tests: unit tests, every notebook, the drills
 .PHONY: test
@@ -68,7 +70,7 @@ endif
 ## workspace: make or refresh your copy of the labs in workspace/; what you changed is kept
 .PHONY: workspace
 workspace: setup
-	@python -m lab_utils.workspace
+	@python -m lab_utils.workspace --workspace $(WORKSPACE)
 
 ## notebooks: run all notebooks again and save them with their outputs, and the README's picture
 .PHONY: notebooks

@@ -85,4 +85,4 @@ def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_a
     label = "NVIDIA H200, torch 2.14.1, 2026-12-01"
     assert f"{label}\n  imagenet stem: bf16 is ahead from batch 32 on; 2.00 times tf32" in out
     assert "no reference run" not in out
-    assert [ax.get_title() for ax in names["axes"][0]][1] == label
+    assert names["axes"][0][1].get_title(loc="left") == label
