@@ -10,9 +10,7 @@ import argparse
 import copy
 import hashlib
 import json
-import os
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from lab_utils import LabError, checkout
+from lab_utils.files import write_atomically
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
@@ -178,23 +177,14 @@ def _write_manifest(workspace: Path, files: dict[str, list[str]]) -> None:
 
 def _write(path: Path, text: bytes, model: Path | None = None) -> None:
     """Writes a file in one step, with the permissions of ``model``: there is the old one or the new one, no half."""
-    temporary = None
+    mode = model.stat().st_mode & 0o777 if model else 0o644
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=TEMPORARY, dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
+        with write_atomically(path, prefix=TEMPORARY, mode=mode) as file:
             file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # A temporary file is for its owner alone; the mask of the user decides elsewhere.
-        temporary.chmod(model.stat().st_mode & 0o777 if model else 0o644)
-        temporary.replace(path)
     except OSError as error:
         fix = "free some space, or see who owns the folder, then run: make workspace"
         raise LabError(f"{path.name} cannot be written.", where=path, cause=error.strerror or "", fix=fix) from error
-    finally:
-        if temporary:
-            temporary.unlink(missing_ok=True)
 
 
 def describe(report: Report) -> list[str]:

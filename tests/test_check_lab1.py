@@ -15,7 +15,51 @@ def run(model, images, labels, dtype, device="cpu"):
         return F.cross_entropy(logits, labels), logits
 
 
-def amp_right(model, images, labels, optimizer, scaler, dtype):
+def amp(order="zero_grad forward backward step update", *, returned="detached"):
+    """An AMP step that runs the named parts in the order given."""
+
+    def step(model, images, labels, optimizer, scaler, dtype):
+        for part in order.split():
+            if part == "zero_grad":
+                optimizer.zero_grad(set_to_none=True)
+            elif part == "forward":
+                loss, logits = run(model, images, labels, dtype)
+            elif part == "forward_in_float32":
+                logits = model(images)
+                loss = F.cross_entropy(logits, labels)
+            elif part == "forward_in_bfloat16":
+                loss, logits = run(model, images, labels, torch.bfloat16)
+            elif part == "forward_with_loss_outside":
+                with torch.autocast("cpu", dtype=dtype):
+                    logits = model(images)
+                loss = F.cross_entropy(logits, labels)
+            elif part == "backward":
+                scaler.scale(loss).backward()
+            elif part == "backward_in_autocast":
+                with torch.autocast("cpu", dtype=dtype):
+                    scaler.scale(loss).backward()
+            elif part == "backward_unscaled":
+                loss.backward()
+            elif part == "unscale":
+                scaler.unscale_(optimizer)
+            elif part == "step":
+                scaler.step(optimizer)
+            elif part == "plain_step":
+                optimizer.step()
+            elif part == "update":
+                scaler.update()
+        answers = {
+            "detached": (loss.detach(), logits.detach()),
+            "scaled": (scaler.scale(loss).detach(), logits.detach()),
+            "with its graph": (loss, logits),
+            "nothing": None,
+        }
+        return answers[returned]
+
+    return step
+
+
+def amp_as_the_lab_writes_it(model, images, labels, optimizer, scaler, dtype):
     optimizer.zero_grad(set_to_none=True)
     with torch.autocast(images.device.type, dtype=dtype):
         logits = model(images)
@@ -26,7 +70,7 @@ def amp_right(model, images, labels, optimizer, scaler, dtype):
     return loss.detach(), logits.detach()
 
 
-def amp_right_other_order(model, images, labels, optimizer, scaler, dtype):
+def amp_in_another_order(model, images, labels, optimizer, scaler, dtype):
     with torch.amp.autocast(device_type="cpu", dtype=dtype):
         logits = model(images)
         loss = nn.CrossEntropyLoss()(logits, labels)
@@ -41,120 +85,21 @@ def amp_right_other_order(model, images, labels, optimizer, scaler, dtype):
     return loss.detach().clone(), logits.detach()
 
 
-def amp_no_autocast(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    logits = model(images)
-    loss = F.cross_entropy(logits, labels)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach(), logits.detach()
-
-
-def amp_fixed_dtype(model, images, labels, optimizer, scaler, dtype):
-    return amp_right(model, images, labels, optimizer, scaler, torch.bfloat16)
-
-
-def amp_backward_inside(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=dtype):
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels)
-        scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach(), logits.detach()
-
-
-def amp_loss_outside(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    with torch.autocast("cpu", dtype=dtype):
-        logits = model(images)
-    loss = F.cross_entropy(logits, labels)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach(), logits.detach()
-
-
-def amp_not_scaled(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    loss, logits = run(model, images, labels, dtype)
-    loss.backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach(), logits.detach()
-
-
-def amp_plain_step(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    loss, logits = run(model, images, labels, dtype)
-    scaler.scale(loss).backward()
-    optimizer.step()
-    return loss.detach(), logits.detach()
-
-
-def amp_no_update(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    loss, logits = run(model, images, labels, dtype)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    return loss.detach(), logits.detach()
-
-
-def amp_no_zero_grad(model, images, labels, optimizer, scaler, dtype):
-    loss, logits = run(model, images, labels, dtype)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach(), logits.detach()
-
-
-def amp_no_step(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    loss, logits = run(model, images, labels, dtype)
-    scaler.scale(loss).backward()
-    return loss.detach(), logits.detach()
-
-
-def amp_returns_scaled(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    loss, logits = run(model, images, labels, dtype)
-    loss = scaler.scale(loss)
-    loss.backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach(), logits.detach()
-
-
-def amp_keeps_graph(model, images, labels, optimizer, scaler, dtype):
-    optimizer.zero_grad()
-    loss, logits = run(model, images, labels, dtype)
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    return loss, logits
-
-
-def amp_returns_nothing(model, images, labels, optimizer, scaler, dtype):
-    amp_right(model, images, labels, optimizer, scaler, dtype)
-
-
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (amp_no_autocast, "torch.autocast"),
-        (amp_fixed_dtype, "not fixed ones"),
-        (amp_backward_inside, "forward and loss only"),
-        (amp_loss_outside, "inside autocast too"),
-        (amp_not_scaled, "scaler.scale"),
-        (amp_plain_step, "still carry the loss scale"),
-        (amp_no_update, "scaler.update()"),
-        (amp_no_zero_grad, "optimizer.zero_grad()"),
-        (amp_no_step, "nothing moved"),
-        (amp_returns_scaled, "plain loss"),
-        (amp_keeps_graph, "detach"),
-        (amp_returns_nothing, "return loss.detach()"),
+        (amp("zero_grad forward_in_float32 backward step update"), "torch.autocast"),
+        (amp("zero_grad forward_in_bfloat16 backward step update"), "not fixed ones"),
+        (amp("zero_grad forward backward_in_autocast step update"), "forward and loss only"),
+        (amp("zero_grad forward_with_loss_outside backward step update"), "inside autocast too"),
+        (amp("zero_grad forward backward_unscaled step update"), "scaler.scale"),
+        (amp("zero_grad forward backward plain_step"), "still carry the loss scale"),
+        (amp("zero_grad forward backward step"), "scaler.update()"),
+        (amp("forward backward step update"), "optimizer.zero_grad()"),
+        (amp("zero_grad forward backward"), "nothing moved"),
+        (amp(returned="scaled"), "plain loss"),
+        (amp(returned="with its graph"), "detach"),
+        (amp(returned="nothing"), "return loss.detach()"),
     ],
 )
 def test_wrong_amp_steps_get_their_hint(answer, hint):
@@ -164,7 +109,9 @@ def test_wrong_amp_steps_get_their_hint(answer, hint):
     assert refused.value.yours and refused.value.expected
 
 
-@pytest.mark.parametrize("answer", [amp_right, amp_right_other_order])
+@pytest.mark.parametrize(
+    "answer", [amp_as_the_lab_writes_it, amp_in_another_order, amp("zero_grad forward backward unscale step update")]
+)
 def test_right_amp_steps_get_the_tick(answer, capsys):
     check.exercise("1.1", answer)
     expected = "✔ 1.1 The AMP step: the weights after two steps equal the reference's in bfloat16 and float16\n"

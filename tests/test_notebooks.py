@@ -103,7 +103,7 @@ def test_faults_of_outputs_are_found():
     assert find_output_faults(notebook(code("1", say("a warning", "stderr"))))
     assert find_output_faults(notebook(code("1", say("in /home/me/x.py"))))
     assert find_output_faults(notebook(code("1", say(r"in C:\Users\me"))))
-    html = new_output("display_data", data={"text/html": "<a href='/tmp/x'>"})
+    html = new_output("display_data", data={"text/html": "<a href='/home/x'>"})
     assert find_output_faults(notebook(code("1", html)))
     line = new_output("execute_result", data={"text/plain": "[<Line2D at 0x7f1234567890>]"}, execution_count=1)
     assert find_output_faults(notebook(code("1", line)))
@@ -115,7 +115,7 @@ def test_faults_of_code_are_found():
     assert find_code_faults(notebook(code(good), code("x = 1\n" * 10))) == []
     assert find_code_faults(notebook(code("def f():\n    import sklearn.svm"))) != []
     assert find_code_faults(notebook(code("from lightning import Trainer"))) != []
-    assert find_code_faults(notebook(code("open('/tmp/x')"))) != []
+    assert find_code_faults(notebook(code("open('/home/x')"))) != []
     short = [code("x = 1") for _ in range(3)]
     assert find_code_faults(notebook(*short, code("x = 1\n\n" * 25))) == []
     assert find_code_faults(notebook(*short, code("x = 1\n" * 26))) != []

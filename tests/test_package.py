@@ -14,15 +14,16 @@ from lab_utils import LabError
 
 # Who may import whom; an arrow only ever points down this list. All may import from lab_utils itself.
 ROOMS = {
-    "check": {"plots", "launch", "training", "timing", "models", "data", "machine"},
+    "check": {"plots", "launch", "training", "timing", "models", "data", "machine", "files"},
     "plots": {"timing"},
-    "launch": {"machine"},
-    "training": {"data", "models", "timing"},
-    "timing": {"machine"},
+    "launch": {"machine", "files"},
+    "training": {"data", "models", "timing", "files"},
+    "timing": {"machine", "files"},
     "models": set(),
-    "data": {"machine"},
+    "data": {"files"},
     "machine": set(),
-    "workspace": set(),
+    "workspace": {"files"},
+    "files": set(),
 }
 # What a torchrun script imports has to do without these; `plots` is for notebooks.
 HEAVY = ("IPython", "matplotlib", "pandas", "torchvision", "wandb", "tensorboard")

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 
 from lab_utils import LabError
+from lab_utils.files import sync_folder
 
 SPLITS = ("train", "valid", "test")
 FORMAT = 1
@@ -156,7 +157,7 @@ def _finish(draft: Draft, class_names: tuple[str, ...], source: dict, mean_std: 
         json.dump(manifest, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    _sync_folder(draft.folder)
+    sync_folder(draft.folder)
 
 
 def measure_mean_std(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -186,17 +187,9 @@ def _put_into_place(draft: Path, folder: Path) -> None:
                 folder.rename(old)
                 shutil.rmtree(old, ignore_errors=True)
             draft.rename(folder)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
             return
     raise OSError(f"{folder.name} could not be renamed into place")
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(folder: Path) -> dict | None:

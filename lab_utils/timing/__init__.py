@@ -8,7 +8,7 @@ records of a lab into the reference run that is set beside the learner's own num
 from lab_utils.timing.comparison import compare
 from lab_utils.timing.measure import Timing, interleave, measure, synchronize
 from lab_utils.timing.memory import count_saved_bytes
-from lab_utils.timing.records import Records, reference, save_reference, sync_folder, write_atomically
+from lab_utils.timing.records import Records, reference, save_reference
 
 __all__ = [
     "Records",
@@ -19,7 +19,5 @@ __all__ = [
     "measure",
     "reference",
     "save_reference",
-    "sync_folder",
     "synchronize",
-    "write_atomically",
 ]

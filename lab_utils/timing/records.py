@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
 from lab_utils import LabError, checkout, env_folder, machine
+from lab_utils.files import write_atomically
 from lab_utils.timing.measure import Timing
 
 FIELDS = ("lab", "kind", "settings", "machine", "torch", "when", "result")
@@ -174,31 +173,6 @@ def save_reference(lab: str, *, allow_cpu: bool = False) -> Path:
     with write_atomically(path) as file:
         file.write(_encode(content, indent=1) + b"\n")
     return path
-
-
-@contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file that takes the place of ``path``, safely on disk, when the block ends without error."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp", delete=False) as file:
-        try:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-            Path(file.name).chmod(0o644)  # a temporary file is its owner's alone
-            Path(file.name).replace(path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """A renamed file survives a power cut only when its folder, too, has reached the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _append(path: Path, line: bytes) -> None:

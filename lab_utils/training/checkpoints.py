@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lab_utils import LabError
-from lab_utils.timing import sync_folder
+from lab_utils.files import sync_folder
 
 # The name carries the first 16 hex digits of the file's SHA-256: no second file that could fail to match it.
 PATTERN = re.compile(r"step-(\d{9,})-([0-9a-f]{16})\.pt")
