@@ -119,7 +119,7 @@ def test_faults_of_code_are_found():
     short = [code("x = 1") for _ in range(3)]
     assert find_code_faults(notebook(*short, code("x = 1\n\n" * 25))) == []
     assert find_code_faults(notebook(*short, code("x = 1\n" * 26))) != []
-    assert find_code_faults(notebook(*short, *[code("x = 1\n" * 11) for _ in range(4)])) != []
+    assert find_code_faults(notebook(*short, *[code("x = 1\n" * 21) for _ in range(8)])) != []
 
 
 def test_faults_of_size_are_found():
