@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lab_utils.plots.style import COLOURS, LINES, choose_styles, new_axes
+from lab_utils.plots.style import COLOURS, choose_styles, new_axes
 from lab_utils.timing import Timing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+SOLID = ("-", "-.", ":")  # dashed lines are the learner's guesses
 
 
 def group(timings: Iterable[Timing]) -> dict[str, dict[int, Timing]]:
@@ -99,11 +102,11 @@ def speed_up(
         sweeps: For each line its timings, at several batch sizes, of ``baseline`` and ``candidate``.
         baseline: The set-up that has speed-up 1.
         candidate: The set-up that is compared with it, whose colour the lines have.
-        guess: What the learner expected; a dotted line.
+        guess: What the learner expected; a dashed line.
         ax: Where to draw.
     """
     ax, batches = ax or new_axes(), set()
-    for (label, timings), dashes in zip(sweeps.items(), LINES * len(sweeps), strict=False):
+    for (label, timings), dashes in zip(sweeps.items(), itertools.cycle(SOLID), strict=False):
         points = group(timings)
         base, other = _speeds(points[baseline]), _speeds(points[candidate])
         ratios = {batch: other[batch] / base[batch] for batch in sorted(base.keys() & other.keys())}
@@ -112,7 +115,7 @@ def speed_up(
         batches |= ratios.keys()
     ax.axhline(1, color=COLOURS.get(baseline, "#7F7F7F"), linewidth=1.5)
     if guess is not None:
-        ax.axhline(guess, color="black", linestyle=":", label="my guess")
+        ax.axhline(guess, color="black", linestyle="--", label="my guess")
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(batches), [str(batch) for batch in sorted(batches)])
     ax.set(xlabel="batch size in images", ylabel=f"{candidate}: times the images/s of {baseline}", ylim=(0, None))

@@ -91,5 +91,6 @@ def curves(
         ax.plot(x, values.mean(0), linestyle=dashes, marker=marker, color=colour, label=label)
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
-    ax.legend()
+    if lines:
+        ax.legend()
     return ax
