@@ -30,7 +30,9 @@ import time
 import torch
 start = time.process_time()
 import lab_utils
-print(time.process_time() - start)
+bare = time.process_time()
+from lab_utils import data, machine, models, timing, training
+print(bare - start, time.process_time() - start)
 """
 
 
@@ -105,13 +107,13 @@ def check_training_loop(folder: Path) -> Claim:
 
 
 def check_import() -> Claim:
-    """What ``import lab_utils`` adds to ``import torch`` in a fresh interpreter, in CPU seconds."""
+    """What the package, and what a torchrun script takes of it, add to ``import torch``, in CPU seconds."""
     command = [sys.executable, "-c", IMPORT_SCRIPT]
     runs = [subprocess.run(command, check=True, capture_output=True, text=True) for _ in range(5)]
-    added = 1e3 * statistics.median(float(run.stdout) for run in runs)
-    return Claim(
-        "import lab_utils on top of import torch (CPU seconds)", f"{added:.1f} ms", "at most 50 ms", added <= 50
-    )
+    seconds = zip(*(map(float, run.stdout.split()) for run in runs), strict=True)
+    bare, rooms = (1e3 * statistics.median(each) for each in seconds)
+    text = "import lab_utils with data, machine, models, timing, training on top of import torch (CPU seconds)"
+    return Claim(text, f"{rooms:.1f} ms (lab_utils alone: {bare:.1f})", "at most 50 ms", rooms <= 50)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ Each room is imported by its name (``from lab_utils import data, timing``); this
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -39,8 +40,19 @@ def checkout() -> Path:
 
 
 def env_folder(variable: str, default: str) -> Path:
-    """Returns the folder that an environment variable names, or ``default`` under the repository's root."""
-    return Path(os.environ.get(variable) or checkout() / default).expanduser().resolve()
+    """Returns the folder that an environment variable names, or ``default``.
+
+    Relative ones count from the repository's root and not from the current folder, so that ``make`` there and a
+    notebook in ``workspace/`` mean the same.
+    """
+    return (checkout() / Path(os.environ.get(variable) or default).expanduser()).resolve()
+
+
+def choose_repair() -> str:
+    """Returns the command that installs everything anew in the environment that is running."""
+    # Under conda, say, a fresh .venv would leave the Python that is running as it is.
+    own = Path(sys.prefix).resolve() == (checkout() / ".venv").resolve()
+    return "rm -rf .venv && make setup" if own else "pip install --force-reinstall -r requirements.lock"
 
 
 def load_torchvision() -> ModuleType:
@@ -64,6 +76,6 @@ def load_torchvision() -> ModuleType:
             f"{' and '.join(found)} do not go together.",
             where="import torchvision",
             cause=f"each torchvision is built for one torch; importing it said: {str(error).splitlines()[0]}",
-            fix="rm -rf .venv && make setup",
+            fix=choose_repair(),
         ) from error
     return torchvision

@@ -10,6 +10,7 @@ import argparse
 import copy
 import hashlib
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,9 +142,9 @@ def _generate(notebooks: Path) -> dict[str, bytes]:
             notebook = nbformat.read(path, as_version=4)
         except (ValueError, OSError, nbformat.ValidationError) as error:
             cause = str(error).splitlines()[0][:200]
-            raise LabError(
-                f"{path.name} cannot be read.", where=path, cause=cause, fix="git checkout notebooks"
-            ) from error
+            # This file alone: the others may hold edits that are nowhere else.
+            fix = f"git checkout -- {shlex.quote(str(path))}"
+            raise LabError(f"{path.name} cannot be read.", where=path, cause=cause, fix=fix) from error
         generated[path.name] = (nbformat.writes(make_stub(notebook, name=path.name)) + "\n").encode()
     if not generated:
         raise LabError(

@@ -6,24 +6,28 @@ What is saved comes from the drawn data set and from a fresh folder of records, 
 import argparse
 import base64
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
 
+from lab_utils import LabError
+from lab_utils.files import write_atomically
+
 PICTURE = ("01_mixed_precision", "throughput-figure")  # the notebook and the cell of the README's figure
 
 
-def run_notebook(path: Path) -> nbformat.NotebookNode:
-    """Runs a notebook in a fresh kernel, in its folder, and returns it with its outputs; an error ends the run."""
-    notebook = nbformat.read(path, as_version=4)
+def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
+    """Runs a notebook in a fresh kernel, in a folder, and returns it with its outputs; an error ends the run."""
+    notebook = nbformat.reads(source.decode(), as_version=4)
     client = NotebookClient(
         notebook,
         timeout=3600,
         record_timing=False,
         store_widget_state=False,
-        resources={"metadata": {"path": path.parent}},
+        resources={"metadata": {"path": folder}},
     )
     client.execute()
     bar = "application/vnd.jupyter.widget-view+json"
@@ -34,6 +38,23 @@ def run_notebook(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
+def save_notebook(notebook: nbformat.NotebookNode, path: Path, source: bytes) -> None:
+    """Writes a notebook in place of the source that it was run from.
+
+    Raises:
+        LabError: The file is no longer that source; it is left as it is.
+    """
+    if path.read_bytes() != source:
+        raise LabError(
+            f"{path.name} was changed while it ran, and was not saved.",
+            where=path,
+            cause="it was edited meanwhile; the edits are as they were, the outputs of this run are gone",
+            fix="save your edits, then run: make notebooks",
+        )
+    with write_atomically(path, mode=path.stat().st_mode & 0o777) as file:
+        file.write((nbformat.writes(notebook) + "\n").encode())
+
+
 def save_picture(notebook: nbformat.NotebookNode, folder: Path) -> None:
     """Saves the first figure of the README's cell."""
     cells = {cell.id: cell for cell in notebook.cells}
@@ -41,7 +62,7 @@ def save_picture(notebook: nbformat.NotebookNode, folder: Path) -> None:
     (folder / "lab1_throughput.png").write_bytes(base64.b64decode(figure))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("notebooks", nargs="+", type=Path)
     parser.add_argument("--save", action="store_true", help="saves the outputs, of shapes10 and the small scale")
@@ -51,12 +72,18 @@ def main() -> None:
             os.environ |= {"LAB_DATA": f"{scratch}/data", "LAB_RUNS": f"{scratch}/runs", "LAB_SCALE": "small"}
         for path in arguments.notebooks:
             print(path, "...", flush=True)
-            notebook = run_notebook(path)
+            source = path.read_bytes()
+            notebook = run_notebook(source, path.parent)
             if arguments.save:
-                nbformat.write(notebook, path)
+                try:
+                    save_notebook(notebook, path, source)
+                except LabError as error:
+                    print(error, file=sys.stderr)
+                    return 1
                 if path.stem == PICTURE[0]:
                     save_picture(notebook, path.parent / "figures")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -52,6 +52,9 @@ def amp(order="zero_grad forward backward step update", *, returned="detached"):
             "detached": (loss.detach(), logits.detach()),
             "scaled": (scaler.scale(loss).detach(), logits.detach()),
             "with its graph": (loss, logits),
+            "logits with their graph": (loss.detach(), logits),
+            "labels": (loss.detach(), labels),
+            "loss alone": (loss.detach(), None),
             "nothing": None,
         }
         return answers[returned]
@@ -99,6 +102,9 @@ def amp_in_another_order(model, images, labels, optimizer, scaler, dtype):
         (amp("zero_grad forward backward"), "nothing moved"),
         (amp(returned="scaled"), "plain loss"),
         (amp(returned="with its graph"), "detach"),
+        (amp(returned="logits with their graph"), "detach"),
+        (amp(returned="labels"), "return loss.detach(), logits.detach()"),
+        (amp(returned="loss alone"), "return loss.detach(), logits.detach()"),
         (amp(returned="nothing"), "return loss.detach()"),
     ],
 )

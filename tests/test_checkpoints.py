@@ -55,6 +55,33 @@ checkpoints.save(last + 1, make_state(last + 1))
 print(middle, last, sorted(os.listdir(sys.argv[1])))
 """
 
+# A reader beside a writer that removes each checkpoint as soon as there is the next.
+READING = """
+import os, signal, sys, time, warnings
+import torch
+from lab_utils.training import Checkpoints
+
+warnings.simplefilter("error")  # what the writer removed is not damaged
+checkpoints = Checkpoints(sys.argv[1], keep=1)
+checkpoints.save(0, {"step": 0})
+child = os.fork()
+if child == 0:
+    step = 0
+    while True:
+        step += 1
+        checkpoints.save(step, {"step": step})
+try:
+    end, last, loads = time.monotonic() + 2, 0, 0
+    while time.monotonic() < end:
+        step, state = checkpoints.load()
+        assert step == state["step"] >= last, (step, state, last)
+        last, loads = step, loads + 1
+finally:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+print(last, loads)
+"""
+
 
 def make_state(step=1, size=1000):
     return {"weight": torch.full((size,), float(step)), "step": step, "note": "as it was"}
@@ -132,6 +159,23 @@ def test_a_save_killed_at_50_random_points_always_leaves_one_that_loads(tmp_path
     assert int(killed_midway) >= 5, "too few saves were hit: the drill drills nothing"
     assert int(last) > 0
     assert ".tmp" not in left, "the next save removes what the killed ones left"
+
+
+@pytest.mark.drill
+def test_a_reader_beside_the_writer_never_sees_a_file_vanish(tmp_path):
+    command = [sys.executable, "-c", READING, str(tmp_path)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 0, done.stderr
+    saves, loads = map(int, done.stdout.split())
+    assert saves >= 20 and loads >= 20, "too few of either: the drill drills nothing"
+
+
+@pytest.mark.drill
+def test_a_checkpoint_that_is_never_there_ends_with_a_message(tmp_path):
+    (tmp_path / f"step-000000001-{'0' * 16}.pt").symlink_to(tmp_path / "gone")
+    with pytest.raises(LabError, match="vanish while they are read"):
+        Checkpoints(tmp_path).load()
 
 
 @pytest.mark.drill

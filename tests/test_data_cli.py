@@ -1,12 +1,15 @@
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
 from drawn import list_all, make_archive, make_folder
 
+from lab_utils import checkout, data
 from lab_utils.data import shapes, sources
 from lab_utils.data.__main__ import main
+from lab_utils.data.system import make_command
 
 FEW = {"train": 30, "valid": 10, "test": 10}
 
@@ -87,8 +90,57 @@ def test_fetch_tries_every_address_and_explains(root, capsys, monkeypatch):
     })  # fmt: skip
     code, out, err = run(capsys, "fetch", "cinic10")
     assert (code, out) == (1, "")
-    assert "/one: " in err and "/two: " in err and "fix: python -m lab_utils.data import FILE.tar.gz" in err
+    assert "/one: " in err and "/two: " in err and f"fix: {make_command('import FILE.tar.gz')} " in err
     assert list_all(root) == []
+
+
+def test_fetch_refuses_a_root_that_is_a_data_set_before_it_downloads(root, capsys, monkeypatch):
+    monkeypatch.setattr(data, "fetch_archive", lambda root: pytest.fail("downloaded first"))
+    make_folder(root)
+    before = list_all(root)
+    code, _, err = run(capsys, "fetch", "cinic10")
+    assert code == 1 and "itself a data set" in err and "export LAB_DATA=" in err
+    assert list_all(root) == before
+
+
+def test_fetch_downloads_nothing_where_a_whole_pack_is(root, tmp_path, capsys, monkeypatch):
+    run(capsys, "import", str(make_archive(make_folder(tmp_path / "source"), tmp_path / "CINIC-10.tar.gz")))
+    fetched = []
+
+    def fetch(root):
+        fetched.append(root)
+        return tmp_path / "CINIC-10.tar.gz"
+
+    monkeypatch.setattr(data, "fetch_archive", fetch)
+    code, out, _ = run(capsys, "fetch", "cinic10")
+    assert (code, fetched) == (0, []) and "is here already" in out and "rm -r '" in out
+    os.truncate(root / "packed" / "cinic10" / "test-images.npy", 1000)
+    assert run(capsys, "fetch", "cinic10")[0] == 0 and fetched == [root]
+    assert run(capsys, "verify")[0] == 0
+
+
+def test_the_commands_in_the_hints_run_as_they_stand(root, capsys):
+    hints = [line.split("   ")[0].strip() for line in run(capsys, "prepare")[1].splitlines()[2:4]]
+    assert [hint.split(" -m ")[1] for hint in hints] == [
+        "lab_utils.data fetch cinic10",
+        "lab_utils.data import CINIC-10.tar.gz",
+    ]
+    for hint in hints:
+        result = subprocess.run([*shlex.split(hint)[:4], "--help"], cwd=checkout(), env={}, capture_output=True)
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("executable", "command"),
+    [
+        ("{}/.venv/bin/python", ".venv/bin/python -m lab_utils.data info"),
+        ("/opt/my python/bin/python3", "'/opt/my python/bin/python3' -m lab_utils.data info"),
+        ("", "python -m lab_utils.data info"),
+    ],
+)
+def test_a_command_names_this_python(monkeypatch, executable, command):
+    monkeypatch.setattr(sys, "executable", executable.format(checkout()))
+    assert make_command("info") == command
 
 
 def test_an_error_is_a_message_without_a_traceback(tmp_path):

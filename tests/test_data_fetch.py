@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import fcntl
 import hashlib
 import http.server
@@ -194,6 +195,14 @@ def test_two_downloads_at_once_are_not_mixed(server, tmp_path):
             fetch(server, tmp_path, "good")
     assert_explains(caught.value, "is being downloaded", ".part")
     assert server.seen == []
+
+
+def test_a_file_system_without_locks_takes_a_download(server, tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
 
 
 def test_a_full_disk_is_noticed_before_the_download(server, tmp_path):

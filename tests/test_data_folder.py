@@ -1,6 +1,8 @@
+import errno
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,8 @@ from drawn import PER_CLASS, assert_explains, list_all, make_folder
 from PIL import Image
 
 from lab_utils import LabError, checkout, data
-from lab_utils.data import shapes, sources
+from lab_utils.data import pack as pack_module
+from lab_utils.data import shapes, sources, write
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD
 from lab_utils.data.pack import find_damage, read_manifest
 
@@ -412,6 +415,182 @@ def test_processes_that_pack_at_once_agree(root):
     assert len({results.get() for _ in processes}) == 1
     assert len(list_all(root / "packed")) == 8
     assert find_damage(find_packs(root / "packed")[0]) == []
+
+
+COUNTS = dict.fromkeys(PER_CLASS, 3)
+SOURCE = {"words": "from nowhere", "fingerprint": "any"}
+
+
+def write_small_pack(folder, value, *, counts=COUNTS):
+    """Writes a pack of one class whose pixels all have one value, which is its fingerprint, too."""
+    source = SOURCE | {"fingerprint": f"value {value}"}
+    with write.write_pack(folder, counts, class_names=("only",), source=source) as draft:
+        for images in draft.images.values():
+            images[:] = value
+
+
+def sweep_at_once(folder, barrier):
+    barrier.wait()
+    for _ in range(150):
+        draft, lock = pack_module.make_draft_folder(folder / "pack")
+        pack_module.sweep_drafts(folder / "pack", keep=draft)
+        draft.rmdir()
+        os.close(lock)
+
+
+def test_processes_that_pack_anew_all_the_time_leave_no_drafts(tmp_path, monkeypatch):
+    monkeypatch.setattr(shapes, "COUNTS", {"train": 10, "valid": 10, "test": 10})
+    barrier = forked.Barrier(4)
+    processes = [fork(sweep_at_once, tmp_path, barrier) for _ in range(4)]
+    for process in processes:
+        process.join(timeout=30)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_neighbours_draft_may_vanish_during_the_sweep(tmp_path, monkeypatch):
+    neighbour = tmp_path / ".pack-neighbour.draft"
+    stat = Path.stat
+
+    def vanish(self, **arguments):
+        if self == neighbour:
+            neighbour.rmdir()
+        return stat(self, **arguments)
+
+    neighbour.mkdir()
+    monkeypatch.setattr(Path, "stat", vanish)
+    with write.write_pack(tmp_path / "pack", COUNTS, class_names=("only",), source=SOURCE):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["pack"]
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+def test_a_full_disk_is_told_before_anything_is_packed(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if subprocess.run(["mount", *options], capture_output=True).returncode:
+        pytest.skip("this system does not let root mount a small disk")
+    try:
+        write_small_pack(disk / "pack", 1)
+        process = fork(write_too_much, disk / "pack")  # a full disk under a mapped file would kill the process
+        process.join(timeout=30)
+        assert process.exitcode == 0
+        assert [path.name for path in disk.iterdir()] == ["pack"]
+        assert find_damage(disk / "pack") == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def write_too_much(pack):
+    with pytest.raises(LabError) as caught:
+        write_small_pack(pack, 2, counts=dict.fromkeys(PER_CLASS, 300))
+    assert_explains(caught.value, "No space left", "the disk is full", "LAB_DATA=")
+
+
+@pytest.mark.parametrize("error", [AttributeError, OSError(errno.EOPNOTSUPP, "not here")])
+def test_bytes_are_set_aside_where_the_system_has_no_call_for_it(tmp_path, monkeypatch, error):
+    def refuse(*arguments):
+        raise error
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    path = tmp_path / "array.npy"
+    array = np.lib.format.open_memmap(path, "w+", np.uint8, (3_000_000,))
+    assert path.stat().st_blocks * 512 < 1_000_000
+    write._reserve(path, start=array.offset)
+    assert path.stat().st_blocks * 512 >= 3_000_000
+    assert np.array_equal(np.load(path), np.zeros(3_000_000, np.uint8))
+
+
+def replace_and_die(pack, at):
+    """Replaces a pack, and is killed before the renaming of that number; the last is the removal of the old pack."""
+    rename, calls = Path.rename, []
+
+    def die():
+        if len(calls) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls.append(1)
+
+    def rename_or_die(self, target):
+        die()
+        return rename(self, target)
+
+    def remove_or_die(*arguments, **settings):
+        if not pack.exists():
+            os._exit(3)  # the old one must not go before the new one stands
+        die()
+
+    Path.rename, pack_module.shutil.rmtree = rename_or_die, remove_or_die
+    write_small_pack(pack, 2)
+
+
+@pytest.mark.parametrize(("at", "value"), [(0, 1), (1, 2), (2, 2)])
+def test_a_kill_while_a_pack_is_replaced_loses_neither(tmp_path, at, value):
+    pack = tmp_path / "packed" / "cinic10"
+    write_small_pack(pack, 1)
+    process = fork(replace_and_die, pack, at)
+    process.join(timeout=30)
+    assert process.exitcode == -signal.SIGKILL
+    assert sources.find_cinic10(tmp_path) == pack
+    assert read_manifest(pack)["source"]["fingerprint"] == f"value {value}" and find_damage(pack) == []
+    assert list(sources.list_packs(tmp_path))[:1] == [pack]
+    for draft in pack.parent.glob(".*.draft"):
+        os.utime(draft, (0, 0))
+    write_small_pack(pack, 3)
+    assert [path.name for path in pack.parent.iterdir()] == ["cinic10"]
+    assert read_manifest(pack)["source"]["fingerprint"] == "value 3"
+
+
+def test_an_old_pack_is_put_back_when_the_draft_is_not_whole(tmp_path):
+    pack = tmp_path / "packed" / "cinic10"
+    write_small_pack(pack, 1)
+    write_small_pack(tmp_path / "newer", 2)
+    pack.rename(pack.with_name(".cinic10-1.old"))
+    (tmp_path / "newer").rename(pack.with_name(".cinic10-2.draft"))
+    os.truncate(pack.with_name(".cinic10-2.draft") / "test-images.npy", 200)
+    assert sources.find_cinic10(tmp_path) == pack
+    assert read_manifest(pack)["source"]["fingerprint"] == "value 1"
+
+
+def test_a_replacing_that_fails_puts_the_old_pack_back(tmp_path, monkeypatch):
+    pack, rename = tmp_path / "cinic10", Path.rename
+    write_small_pack(pack, 1)
+
+    def fail(self, target):
+        if self.suffix == ".draft":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(LabError, match="could not be written"):
+        write_small_pack(pack, 2)
+    assert list(tmp_path.iterdir()) == [pack]
+    assert read_manifest(pack)["source"]["fingerprint"] == "value 1"
+
+
+def refuse_locks(*arguments):
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_a_file_system_without_locks_takes_packs(tmp_path, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", refuse_locks)
+    stranger = tmp_path / ".pack-stranger.draft"
+    stranger.mkdir()
+    os.utime(stranger, (0, 0))
+    for value in (1, 2):
+        write_small_pack(tmp_path / "pack", value)
+    assert read_manifest(tmp_path / "pack")["source"]["fingerprint"] == "value 2"
+    assert stranger.exists()  # nobody can tell whether it is still being written
+
+
+def test_a_link_that_leads_nowhere_is_a_bad_image(root):
+    (root / "cinic10" / "train" / "cat" / "gone.png").symlink_to(root / "absent.png")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root)
+    assert_explains(caught.value, "1 of 91 images", "train/cat/gone.png (No such file or directory)", "--skip-bad")
+    assert data.load(root=root, skip_bad=True).skipped == 1
+    assert data.load(root=root).skipped == 1
 
 
 def test_an_interrupted_pack_leaves_nothing(tmp_path, spare, monkeypatch):

@@ -56,7 +56,7 @@ def test_a_mismatched_pair_is_named_with_its_fix(tmp_path, broken_pair):
     failed = re.search(r"\[fail\] (torch \S+ and torchvision \S+ do not go together.*)\n +fix: (.*)", child.stdout)
     assert failed, child.stdout
     assert "operator torchvision::nms does not exist" in failed[1]
-    assert failed[2] == "rm -rf .venv && make setup"
+    assert failed[2] == environment.choose_repair()
     assert child.stdout.count("[fail]") == 1
 
 
@@ -122,6 +122,17 @@ def test_versions_outside_the_package_s_ranges_are_named(monkeypatch):
     verdict = environment.check_versions()
     assert not verdict.ok
     assert re.fullmatch(r"torch \S+ is not >=99; no-such-package is missing", verdict.what)
+
+
+def test_the_repair_is_for_the_environment_that_is_running(monkeypatch, tmp_path):
+    monkeypatch.setattr("lab_utils.checkout", lambda: tmp_path)
+    monkeypatch.setattr(environment, "requires", lambda name: ["no-such-package"])
+    for prefix, told in ((tmp_path / ".venv", True), (tmp_path / "conda", False)):
+        monkeypatch.setattr(sys, "prefix", str(prefix))
+        versions = environment.check_versions()
+        assert not versions.ok
+        assert ("rm -rf .venv" in versions.fix) == told
+    assert versions.fix == "pip install --force-reinstall -r requirements.lock"
 
 
 def test_too_little_memory_disk_or_shared_memory_fails(monkeypatch, tmp_path):

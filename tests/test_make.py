@@ -75,7 +75,7 @@ def test_a_busy_port_is_said_before_anything_is_done(make, tmp_path):
         process = make("lab", f"LAB_PORT={port}", f"WORKSPACE={tmp_path / 'workspace'}")
         out = process.communicate(timeout=60)[0]
     assert process.returncode != 0
-    assert f"Port {port} is in use. Choose another: make lab LAB_PORT={port + 1}" in out
+    assert f"Port {port} is in use" in out and "make lab LAB_PORT=" in out
     assert not (tmp_path / "workspace").exists()
 
 

@@ -207,7 +207,10 @@ def test_without_a_manifest_what_differs_is_the_learner_s(labs, copy, garbage):
 def test_a_notebook_that_cannot_be_read_is_named(labs, copy, capsys):
     (labs / "02_lab.ipynb").write_text("{ half a noteb")
     assert workspace.main(["--notebooks", str(labs), "--workspace", str(copy)]) == 1
-    assert capsys.readouterr().err.startswith("02_lab.ipynb cannot be read.")
+    told = capsys.readouterr().err
+    assert told.startswith("02_lab.ipynb cannot be read.")
+    # The one file: the others may hold edits that a checkout of the folder would throw away.
+    assert f"fix: git checkout -- {labs / '02_lab.ipynb'}\n" in told
 
 
 def test_no_labs_is_an_error(tmp_path, copy):

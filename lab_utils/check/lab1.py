@@ -51,12 +51,12 @@ def _compare_amp_step(
     case: str, returned: object, expected: torch.Tensor, ours: dict, theirs: dict, before: nn.Module
 ) -> None:
     model, scale = ours["model"], theirs["scaler"].get_scale()
-    loss = returned[0] if isinstance(returned, tuple) and len(returned) == 2 else None
+    loss, logits = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     expect(
-        isinstance(loss, torch.Tensor),
+        isinstance(loss, torch.Tensor) and isinstance(logits, torch.Tensor) and logits.shape == (6, 10),
         f"{case}: what the function returns",
-        yours=type(returned).__name__,
-        expected="the tuple (loss, logits)",
+        yours=type(returned).__name__ if logits is None else f"(loss, {getattr(logits, 'shape', logits)})",
+        expected="the tuple (loss, logits), the logits of shape (6, 10)",
         hint="end with: return loss.detach(), logits.detach()",
     )
     expect(
@@ -81,11 +81,11 @@ def _compare_amp_step(
         hint="compute the loss inside autocast too: it runs cross_entropy in float32",
     )
     expect(
-        not loss.requires_grad,
-        f"{case}: the loss that is returned",
+        not loss.requires_grad and not logits.requires_grad,
+        f"{case}: what is returned",
         yours="still holds its graph",
         expected="detached",
-        hint="a loss that keeps its graph keeps the activations in memory: return loss.detach(), logits.detach()",
+        hint="what keeps its graph keeps the activations in memory: return loss.detach(), logits.detach()",
     )
     moved, right = measure_update(before, model), measure_update(before, theirs["model"])
     expect(

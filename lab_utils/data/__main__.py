@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab_utils import LabError, data, env_folder
+from lab_utils.data.archive import refuse_data_set
 from lab_utils.data.fetch import SIZE
+from lab_utils.data.pack import find_damage, read_manifest, restore_pack
 from lab_utils.data.sources import find_cinic10, list_packs, verify_pack
-
-_REAL_ONE = f"""To work with CINIC-10 itself, do one of these:
-  python -m lab_utils.data fetch cinic10            downloads it ({SIZE / 1e6:,.0f} MB)
-  python -m lab_utils.data import CINIC-10.tar.gz   takes a copy that you were given
-  export LAB_DATA=/a/folder                         in which there is train|valid|test/<class>/*.png"""
+from lab_utils.data.system import make_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python -m lab_utils.data", description=__doc__.partition(": ")[2])
+    parser = argparse.ArgumentParser(make_command(""), description=__doc__.partition(": ")[2])
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     fetch = commands.add_parser("fetch", help="download a data set, check and pack it")
@@ -59,6 +57,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _fetch(arguments: argparse.Namespace, root: Path) -> None:
     if arguments.name == "cinic10":
+        refuse_data_set(root)  # now, not after the download
+        pack = root / "packed" / "cinic10"
+        restore_pack(pack)
+        if (manifest := read_manifest(pack)) and not find_damage(pack):
+            print(f"Nothing to fetch: CINIC-10 is here already, {manifest['source']['words']}.")
+            print(f"To fetch it all the same, remove it first: rm -r '{pack}'")
+            return
         archive = data.fetch_archive(root)
         data.import_archive(archive, root, skip_bad=arguments.skip_bad)
         print(f"{archive.name} is packed; the archive itself is no longer needed: {archive}")
@@ -77,7 +82,18 @@ def _prepare(arguments: argparse.Namespace, root: Path) -> None:
     dataset = data.load(root=root, skip_bad=arguments.skip_bad)
     print(dataset.summary)
     if dataset.name == "shapes10":
-        print(_REAL_ONE)
+        print(_explain_real_one())
+
+
+def _explain_real_one() -> str:
+    ways = {
+        make_command("fetch cinic10"): f"downloads it ({SIZE / 1e6:,.0f} MB)",
+        make_command("import CINIC-10.tar.gz"): "takes a copy that you were given",
+        "export LAB_DATA=/a/folder": "in which there is train|valid|test/<class>/*.png",
+    }
+    width = max(map(len, ways))
+    lines = [f"  {way:{width}}   {words}" for way, words in ways.items()]
+    return "\n".join(["To work with CINIC-10 itself, do one of these:", *lines])
 
 
 def _verify(arguments: argparse.Namespace, root: Path) -> None:
@@ -87,7 +103,7 @@ def _verify(arguments: argparse.Namespace, root: Path) -> None:
             f"There is no pack{f' of {arguments.name}' if arguments.name else ''} to verify.",
             where=root,
             cause="no data set was packed yet, or LAB_DATA points elsewhere",
-            fix="python -m lab_utils.data prepare",
+            fix=make_command("prepare"),
         )
     for folder, manifest in packs.items():
         verify_pack(folder)

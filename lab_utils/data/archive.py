@@ -27,7 +27,9 @@ from lab_utils.data.folder import (
     is_image,
     refuse_bad,
 )
-from lab_utils.data.pack import SPLITS, write_pack
+from lab_utils.data.pack import SPLITS
+from lab_utils.data.system import make_command
+from lab_utils.data.write import write_pack
 
 
 @dataclass(frozen=True)
@@ -98,17 +100,11 @@ def import_archive(
     """
     file = Path(file).expanduser()
     root = Path(root).expanduser().resolve() if root else env_folder("LAB_DATA", "data")
-    if has_layout(root):
-        raise LabError(
-            "An archive cannot be imported into a folder that is itself a data set.",
-            where=root,
-            cause="LAB_DATA points right at a folder with train, valid and test in it",
-            fix="unset LAB_DATA, or let it name another folder: export LAB_DATA=/another/folder",
-        )
+    refuse_data_set(root)
     try:
         stream = file.open("rb")
     except OSError as error:
-        cause, fix = "a mistyped path, or the file was moved", "python -m lab_utils.data fetch cinic10"
+        cause, fix = "a mistyped path, or the file was moved", make_command("fetch cinic10")
         raise LabError(f"Cannot open the archive: {error.strerror}.", where=file, cause=cause, fix=fix) from error
     with stream:
         md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
@@ -125,8 +121,19 @@ def import_archive(
                 f"The archive is refused: it has {refusal.reason}.",
                 where=f"{file}{f', member {refusal.member!r}' if refusal.member else ''}",
                 cause="it is not CINIC-10's archive, or was made to do harm; nothing was written",
-                fix="python -m lab_utils.data fetch cinic10",
+                fix=make_command("fetch cinic10"),
             ) from refusal
+
+
+def refuse_data_set(root: Path) -> None:
+    """Raises a LabError where a root is itself a data set: nothing is written into it."""
+    if has_layout(root):
+        raise LabError(
+            "An archive cannot be imported into a folder that is itself a data set.",
+            where=root,
+            cause="LAB_DATA points right at a folder with train, valid and test in it",
+            fix="unset LAB_DATA, or let it name another folder: export LAB_DATA=/another/folder",
+        )
 
 
 def _survey(stream: BinaryIO, size: int, caps: Caps) -> Listing:
@@ -206,7 +213,7 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
             "The archive is cut short or damaged.",
             where=getattr(stream, "name", ""),
             cause=f"the download or copy ended early, or it is no .tar.gz file ({error})",
-            fix="python -m lab_utils.data fetch cinic10, or copy the file again",
+            fix=f"{make_command('fetch cinic10')}, or copy the file again",
         ) from error
 
 

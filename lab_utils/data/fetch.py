@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lab_utils import LabError
+from lab_utils.data.system import hold_lock, make_command
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (
@@ -58,8 +59,6 @@ def fetch_archive(
     Raises:
         LabError: No address brought the right file; or the disk is too small; or another process is fetching it.
     """
-    import fcntl
-
     path = Path(folder).expanduser() / name
     part = path.with_name(f"{name}.part")
     if path.exists() and path.stat().st_size == size and _md5(path) == md5:
@@ -72,8 +71,8 @@ def fetch_archive(
         raise LabError(f"Cannot download: {error.strerror}.", where=part, cause=cause, fix=fix) from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            hold_lock(file.fileno())
+        except BlockingIOError as error:
             cause = "another terminal or notebook is fetching the same file"
             raise LabError(f"{name} is being downloaded.", where=part, cause=cause, fix="wait for it to end") from error
         _require_space(file, size)
@@ -93,7 +92,7 @@ def fetch_archive(
         where="\n         ".join(failures),
         cause="no connection, or the addresses have changed"
         + (f"; {kept:,} bytes are kept and continued when you run it again" if kept else ""),
-        fix="python -m lab_utils.data import FILE.tar.gz   (with a copy from your instructor or another computer)",
+        fix=f"{make_command('import FILE.tar.gz')}   (with a copy from your instructor or another computer)",
     )
 
 

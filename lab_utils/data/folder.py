@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lab_utils import LabError, load_torchvision
-from lab_utils.data.pack import SPLITS, write_pack
+from lab_utils.data.pack import SPLITS
+from lab_utils.data.system import make_command
+from lab_utils.data.write import write_pack
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -57,12 +59,8 @@ def survey(folder: Path) -> tuple[Listing, str]:
             files = sorted((e for e in _visible(entry.path) if is_image(e.name)), key=lambda e: e.name)
             listing[split][entry.name] = [file.name for file in files]
             for file in files:
-                state = file.stat()
-                stamp.update(
-                    f"{split}/{entry.name}/{file.name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(
-                        errors="surrogateescape"
-                    )
-                )
+                name = f"{split}/{entry.name}/{file.name}"
+                stamp.update(f"{name}\0{_describe_state(file)}\n".encode(errors="surrogateescape"))
     check_listing(listing, folder, CLASS_NAMES)
     return listing, stamp.hexdigest()
 
@@ -72,9 +70,18 @@ def _visible(folder: Path | str) -> list[os.DirEntry]:
         return [entry for entry in entries if not entry.name.startswith(".")]
 
 
+def _describe_state(file: os.DirEntry) -> str:
+    """Size and time of change; a link that leads nowhere has none, and is counted as bad when it is read."""
+    try:
+        state = file.stat()
+    except OSError:
+        return "unreadable"
+    return f"{state.st_size}\0{state.st_mtime_ns}"
+
+
 def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Path, class_names: Sequence[str]) -> None:
     """Refuses a listing that does not have exactly the three splits with exactly these classes, none of them empty."""
-    fix = "python -m lab_utils.data import CINIC-10.tar.gz, or restore the folder train|valid|test/<class>/*.png"
+    fix = f"{make_command('import CINIC-10.tar.gz')}, or restore the folder train|valid|test/<class>/*.png"
     for split in SPLITS:
         if split not in listing:
             cause = "the folder was copied or unpacked in part, or the split has another name ('val')"
@@ -121,7 +128,7 @@ def refuse_bad(bad: Sequence[str], total: int, where: Path, *, option: str = "pr
             f"{len(bad):,} of {total:,} images cannot be used.",
             where=f"{where}: {'; '.join(bad[:5])}{more}",
             cause="the copy was cut short or is damaged, or files of another kind lie among the images",
-            fix=f"copy them again, or go on without them: python -m lab_utils.data {option}",
+            fix=f"copy them again, or go on without them: {make_command(option)}",
         )
 
 
@@ -142,7 +149,8 @@ def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[s
                 try:
                     draft.images[split][position] = decode((folder / split / class_name / file).read_bytes())
                 except (ValueError, OSError) as error:
-                    bad.append(f"{split}/{class_name}/{file} ({error})")
+                    reason = getattr(error, "strerror", None) or error  # an OSError's own text repeats the path
+                    bad.append(f"{split}/{class_name}/{file} ({reason})")
                     draft.skipped[split].append(position)
                 bar.update()
         if not skip_bad:

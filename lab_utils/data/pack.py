@@ -4,8 +4,8 @@
     packed/cinic10/train-images.npy     uint8 (N, 3, 32, 32)
     packed/cinic10/train-labels.npy     int64 (N,)          ... and the same for valid and test
 
-A pack is written into a temporary folder beside its place, flushed to the disk and renamed, so that whatever carries
-the final name is whole.
+A pack is written into a temporary folder beside its place (``.cinic10-*.draft``), flushed to the disk and renamed, so
+that whatever carries the final name is whole. The pack that it replaces is set aside meanwhile (``.cinic10-*.old``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.format import open_memmap
 
 from lab_utils import LabError
+from lab_utils.data.system import hold_lock
 from lab_utils.files import sync_folder
 
 SPLITS = ("train", "valid", "test")
@@ -32,70 +31,12 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 
-@dataclass
-class Draft:
-    """The arrays of a pack that is being written, to be filled by position.
-
-    ``skipped`` has the positions, per split, whose image could not be read: they are taken out in the end.
-    """
-
-    folder: Path
-    images: dict[str, np.ndarray]
-    labels: dict[str, np.ndarray]
-    skipped: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
-    notes: dict[str, object] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def write_pack(
-    folder: Path,
-    counts: Mapping[str, int],
-    *,
-    class_names: tuple[str, ...],
-    source: Mapping[str, object],
-    mean_std: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
-) -> Iterator[Draft]:
-    """Opens a draft of ``counts`` images per split; when the block ends well, the pack stands at ``folder``.
-
-    When the block fails or is interrupted, the draft is removed and ``folder`` is as it was before.
-
-    Args:
-        folder: The pack's place.
-        counts: Images per split.
-        class_names: In the order of the labels.
-        source: Where the images come from; ``fingerprint`` says whether the pack is still up to date.
-        mean_std: Per channel, in 0..1; worked out over the training images where it is None.
-    """
-    draft_folder, lock = _make_draft_folder(folder)
-    try:
-        arrays = {}
-        for split in SPLITS:
-            for kind, dtype, shape in (("images", np.uint8, (3, 32, 32)), ("labels", np.int64, ())):
-                path = draft_folder / f"{split}-{kind}.npy"
-                arrays[split, kind] = open_memmap(path, "w+", dtype, (counts[split], *shape))
-        draft = Draft(draft_folder, {s: arrays[s, "images"] for s in SPLITS}, {s: arrays[s, "labels"] for s in SPLITS})
-        yield draft
-        _finish(draft, class_names, dict(source), mean_std)
-        _put_into_place(draft_folder, folder)
-    except OSError as error:
-        raise LabError(
-            f"The pack {folder.name} could not be written: {error.strerror or error}.",
-            where=folder.parent,
-            cause="the disk is full or the folder is not yours to write",
-            fix="free some space, or choose another folder with LAB_DATA=/another/folder",
-        ) from error
-    finally:
-        shutil.rmtree(draft_folder, ignore_errors=True)
-        os.close(lock)
-
-
-def _make_draft_folder(folder: Path) -> tuple[Path, int]:
+def make_draft_folder(folder: Path) -> tuple[Path, int]:
     """Makes a temporary folder beside the pack's place and holds a lock on it, which ends with this process.
 
-    Drafts whose lock is free were left by a process that was killed; they are removed on the way.
+    Returns:
+        The folder, and the descriptor that holds the lock.
     """
-    import fcntl
-
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".draft", dir=folder.parent))
@@ -108,72 +49,61 @@ def _make_draft_folder(folder: Path) -> tuple[Path, int]:
         ) from error
     draft.chmod(0o755)  # mkdtemp makes it private, but a pack may be shared by a class
     lock = os.open(draft, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    for other in folder.parent.glob(f".{folder.name}-*.draft"):
-        # A minute's grace: between another's mkdtemp and its flock the lock is free, too.
-        if other == draft or time.time() - other.stat().st_mtime < 60:
-            continue
-        with contextlib.suppress(OSError):
-            other_lock = os.open(other, os.O_RDONLY)
-            try:
-                fcntl.flock(other_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(other, ignore_errors=True)
-            finally:
-                os.close(other_lock)
+    hold_lock(lock)
     return draft, lock
 
 
-def _finish(draft: Draft, class_names: tuple[str, ...], source: dict, mean_std: tuple | None) -> None:
-    """Takes the skipped images out, writes the manifest, and has the disk hold all of it."""
-    manifest: dict = {"format": FORMAT, "classes": list(class_names), "splits": {}, "sha256": {}}
-    for split in SPLITS:
-        for kind, arrays in (("images", draft.images), ("labels", draft.labels)):
-            path = draft.folder / f"{split}-{kind}.npy"
-            arrays[split].flush()
-            if draft.skipped[split]:
-                kept = np.delete(arrays[split], draft.skipped[split], axis=0)
-                path.unlink()
-                np.save(path, kept)
-                arrays[split] = kept
-            with path.open("rb+") as file:
-                manifest["sha256"][path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
-        per_class = np.bincount(draft.labels[split], minlength=len(class_names))
-        if not per_class.all():
-            raise LabError(
-                f"Not one image of the class {class_names[per_class.argmin()]!r} in {split} can be used.",
-                where=source["words"],
-                cause="all of its images are damaged or of another size",
-                fix="copy the data set again: python -m lab_utils.data fetch cinic10",
-            )
-        manifest["splits"][split] = {
-            "images": len(draft.labels[split]),
-            "per_class": dict(zip(class_names, per_class.tolist(), strict=True)),
-            "skipped": len(draft.skipped[split]),
-        }
-    mean, std = mean_std or measure_mean_std(draft.images["train"])
-    manifest |= {"mean": list(mean), "std": list(std), "source": source | draft.notes}
-    with (draft.folder / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(draft.folder)
+def sweep_drafts(folder: Path, *, keep: Path) -> None:
+    """Removes what killed processes left beside the pack's place, but nothing that the pack can be restored from."""
+    restore_pack(folder)
+    for old in folder.parent.glob(f".{folder.name}-*.old"):
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+    for other in folder.parent.glob(f".{folder.name}-*.draft"):
+        with contextlib.suppress(OSError):  # a neighbour's draft may get its final name at any moment
+            # A minute's grace: between another's mkdtemp and its lock the lock is free, too.
+            if other != keep and time.time() - other.stat().st_mtime >= 60:
+                with _hold(other):
+                    shutil.rmtree(other, ignore_errors=True)
 
 
-def measure_mean_std(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Returns mean and standard deviation per channel, in 0..1, exactly: from a histogram of the 256 values."""
-    values, means, stds = np.arange(256) / 255, [], []
-    for channel in range(3):
-        # In slices, because bincount makes int64 of its input: eight times the bytes.
-        slices = (images[i : i + 4096, channel].reshape(-1) for i in range(0, len(images), 4096))
-        histogram = sum(np.bincount(part, minlength=256) for part in slices)
-        mean = float(np.average(values, weights=histogram))
-        means.append(mean)
-        stds.append(float(np.average((values - mean) ** 2, weights=histogram)) ** 0.5)
-    return tuple(means), tuple(stds)
+@contextlib.contextmanager
+def _hold(draft: Path) -> Iterator[None]:
+    """Holds the lock of another's draft for a block.
+
+    Raises:
+        OSError: It is still being written, or nobody can tell, because the file system has no locks.
+    """
+    lock = os.open(draft, os.O_RDONLY)
+    try:
+        if not hold_lock(lock):
+            raise OSError("no locks here")
+        yield
+    finally:
+        os.close(lock)
 
 
-def _put_into_place(draft: Path, folder: Path) -> None:
+def restore_pack(folder: Path) -> None:
+    """Where a process was killed while it replaced a pack, gives its place to the finished draft, else to the old pack.
+
+    Does nothing where a pack stands already, or where the folder cannot be written.
+    """
+    if folder.exists():
+        return
+    for suffix in ("draft", "old"):
+        for other in folder.parent.glob(f".{folder.name}-*.{suffix}"):
+            if not read_manifest(other):  # the manifest is written last
+                continue
+            # Nobody locks an old pack: whoever set it aside tries again when its place is taken.
+            with contextlib.suppress(OSError), _hold(other) if suffix == "draft" else contextlib.nullcontext():
+                # The rmtree of an old pack, too, may have been killed midway.
+                if not find_damage(other):
+                    other.rename(folder)
+                    sync_folder(folder.parent)
+                    return
+
+
+def put_into_place(draft: Path, folder: Path) -> None:
     """Renames the draft to its final name, over an older pack; if another process was first, its pack stays."""
     fingerprint = read_manifest(draft)["source"]["fingerprint"]
     for _ in range(10):
@@ -181,15 +111,31 @@ def _put_into_place(draft: Path, folder: Path) -> None:
         if standing and standing["source"]["fingerprint"] == fingerprint and not find_damage(folder):
             return
         with contextlib.suppress(OSError):
-            if folder.exists():
-                # Its own name while it goes, so that two processes that replace it do not meet.
-                old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".draft", dir=folder.parent))
-                folder.rename(old)
-                shutil.rmtree(old, ignore_errors=True)
-            draft.rename(folder)
-            sync_folder(folder.parent)
+            _replace(draft, folder)
             return
     raise OSError(f"{folder.name} could not be renamed into place")
+
+
+def _replace(draft: Path, folder: Path) -> None:
+    """Sets the standing pack aside, renames the draft, and only then removes the old one."""
+    if not folder.exists():
+        draft.rename(folder)
+        sync_folder(folder.parent)
+        return
+    # Its own name while it goes, so that two processes that replace it do not meet.
+    old = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", suffix=".old", dir=folder.parent))
+    try:
+        folder.rename(old)
+        try:
+            draft.rename(folder)
+        except BaseException:
+            with contextlib.suppress(OSError):  # fails where the place is taken, as it should
+                old.rename(folder)
+            raise
+        sync_folder(folder.parent)
+    finally:
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def read_manifest(folder: Path) -> dict | None:

@@ -12,7 +12,9 @@ import numpy as np
 from lab_utils import LabError, checkout
 from lab_utils.data import shapes
 from lab_utils.data.folder import has_layout, pack_folder, survey
-from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, write_pack
+from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, restore_pack
+from lab_utils.data.system import make_command
+from lab_utils.data.write import write_pack
 
 # Raised whenever another picture would be drawn for the same seed, so that packs of the old ones are drawn anew.
 SHAPES_FINGERPRINT = "shapes10, drawing 1, seed 0"
@@ -38,6 +40,7 @@ def find_cinic10(root: Path) -> Path | None:
     if folders:
         return folders[0]
     imported = root / "packed" / "cinic10"
+    restore_pack(imported)
     return imported if read_manifest(imported) else None
 
 
@@ -134,24 +137,24 @@ def _open(pack: Path, manifest: dict | None) -> tuple[dict, dict[str, tuple[np.n
             f"The pack {pack.name} is damaged.",
             where=pack,
             cause=f"a file was cut short or changed by hand ({error})",
-            fix="python -m lab_utils.data import CINIC-10.tar.gz  (or fetch cinic10)",
+            fix=f"{make_command('import CINIC-10.tar.gz')}  (or fetch cinic10)",
         ) from error
 
 
 def _explain_absence(root: Path) -> LabError:
     archives = sorted(root.glob("*[Cc][Ii][Nn][Ii][Cc]*.tar.gz")) if root.is_dir() else []
     if archives:
-        cause, fix = "the archive lies there, but was not imported", f"python -m lab_utils.data import '{archives[0]}'"
+        cause, fix = "the archive lies there, but was not imported", make_command(f"import '{archives[0]}'")
     else:
         cause = "it was not downloaded yet, or LAB_DATA points elsewhere"
-        fix = "python -m lab_utils.data fetch cinic10   (or work with data.load('shapes10'))"
+        fix = f"{make_command('fetch cinic10')}   (or work with data.load('shapes10'))"
     return LabError("CINIC-10 was not found.", where=root, cause=cause, fix=fix)
 
 
 def list_packs(root: Path) -> dict[Path, dict]:
     """Returns the packs that this root can use, with their manifests."""
     folders = [folder for home in pack_homes(root) if home.is_dir() for folder in sorted(home.iterdir())]
-    return {folder: manifest for folder in folders if (manifest := read_manifest(folder))}
+    return {f: manifest for f in folders if not f.name.startswith(".") and (manifest := read_manifest(f))}
 
 
 def verify_pack(folder: Path) -> None:
@@ -162,7 +165,7 @@ def verify_pack(folder: Path) -> None:
     """
     if damaged := find_damage(folder):
         imported = folder.name == "cinic10"
-        again = "&& python -m lab_utils.data import CINIC-10.tar.gz" if imported else "  (the next load makes it again)"
+        again = f"&& {make_command('import CINIC-10.tar.gz')}" if imported else "  (the next load makes it again)"
         raise LabError(
             f"{len(damaged)} file(s) of the pack {folder.name} are not what was packed: {', '.join(damaged)}.",
             where=folder,

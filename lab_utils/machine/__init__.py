@@ -6,15 +6,9 @@ torch and torchvision do not fit together.
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING
-
-from lab_utils import LabError
 from lab_utils.machine.environment import Verdict, check_environment
-from lab_utils.machine.facts import CPU_FEATURES, Gpu, Machine, describe, has_fast_bf16
-
-if TYPE_CHECKING:
-    import torch
+from lab_utils.machine.facts import BF16_FEATURES, CPU_FEATURES, Gpu, Machine, describe, has_fast_bf16
+from lab_utils.machine.settings import device, scale, scale_reason
 
 __all__ = [
     "CPU_FEATURES",
@@ -29,43 +23,6 @@ __all__ = [
     "scale",
     "scale_reason",
 ]
-
-SCALES = ("small", "full")
-
-
-def device() -> torch.device:
-    """Returns the device that the labs train on: the first GPU, or the CPU where there is none."""
-    import torch
-
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def scale() -> str:
-    """Returns how much work the labs do, "small" or "full": ``LAB_SCALE``, or what suits the device.
-
-    Raises:
-        LabError: ``LAB_SCALE`` says something else.
-    """
-    wanted = os.environ.get("LAB_SCALE", "")
-    if not wanted:
-        return "full" if device().type == "cuda" else "small"
-    if wanted not in SCALES:
-        raise LabError(
-            "LAB_SCALE has to be small or full.",
-            where=f"the environment variable LAB_SCALE, which is {wanted!r}",
-            cause="a spelling mistake",
-            fix="export LAB_SCALE=small",
-        )
-    return wanted
-
-
-def scale_reason() -> str:
-    """Says in a few words why ``scale`` is what it is."""
-    if os.environ.get("LAB_SCALE"):
-        return "LAB_SCALE says so"
-    if device().type == "cuda":
-        return "there is a GPU; LAB_SCALE=small does less"
-    return "there is no GPU; LAB_SCALE=full does more"
 
 
 def card() -> None:
@@ -96,7 +53,7 @@ def _describe_units(machine: Machine) -> list[tuple[str, str]]:
             )
         ]
     lines = [f"{feature:<13}{CPU_FEATURES[feature]}" for feature in machine.cpu_features]
-    if not {"avx512_bf16", "amx_bf16"} & set(machine.cpu_features):
+    if not BF16_FEATURES & set(machine.cpu_features):
         lines.append("no unit for bf16 or fp16: low precision saves memory on this processor, but hardly time")
     return [("CPU units" if line is lines[0] else "", line) for line in lines]
 

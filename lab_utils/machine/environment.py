@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from lab_utils import env_folder
+from lab_utils import LabError, choose_repair, env_folder
 from lab_utils.machine.facts import measure_memory
+from lab_utils.machine.settings import scale
 
-REPAIR = "rm -rf .venv && make setup"
 GIB = 2**30
 # CINIC-10's archive and its packed arrays together take about 1.5 GB.
 DISK_NEEDED = 2 * GIB
@@ -92,7 +92,7 @@ def check_python() -> Verdict:
         return Verdict(False, "lab-utils is not installed in this Python.", "make setup")
     running = platform.python_version()
     ok = SpecifierSet(wanted).contains(running, prereleases=True)
-    fix = f"rm -rf .venv && make setup PYTHON=python3.12 (any Python {wanted} will do)"
+    fix = f"make the environment with a Python {wanted}"
     return Verdict(ok, f"Python {running} (the labs take {wanted})", fix)
 
 
@@ -116,7 +116,9 @@ def check_versions() -> Verdict:
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
             wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
-    return Verdict(not wrong, "; ".join(wrong) or f"{len(needed)} packages, each in a version that fits", REPAIR)
+    return Verdict(
+        not wrong, "; ".join(wrong) or f"{len(needed)} packages, each in a version that fits", choose_repair()
+    )
 
 
 def check_pair(found: dict) -> Verdict:
@@ -130,7 +132,9 @@ def check_pair(found: dict) -> Verdict:
     pair = " and ".join(names)
     if found.get("torchvision"):
         return Verdict(True, f"{pair} go together")
-    return Verdict(False, f"{pair} do not go together: {found.get('error', 'its operators do not work')}", REPAIR)
+    return Verdict(
+        False, f"{pair} do not go together: {found.get('error', 'its operators do not work')}", choose_repair()
+    )
 
 
 def check_gpu(found: dict) -> Verdict:
@@ -144,7 +148,7 @@ def check_gpu(found: dict) -> Verdict:
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Verdict(True, "a GPU that CUDA_VISIBLE_DEVICES hides: the labs run on the processor")
     if found.get("torch") and not found.get("cuda"):
-        return Verdict(False, f"There is a GPU, but torch {found['torch']} is a build without CUDA.", REPAIR)
+        return Verdict(False, f"There is a GPU, but torch {found['torch']} is a build without CUDA.", choose_repair())
     return Verdict(
         False,
         "There is a GPU, but torch cannot use it; most often the driver is older than torch's CUDA needs.",
@@ -167,7 +171,7 @@ def check_tensorboard() -> Verdict:
     """Checks that the program ``tensorboard`` lies beside this Python, where notebooks find it."""
     found = shutil.which("tensorboard", path=str(Path(sys.executable).parent))
     text = "the program tensorboard lies beside this Python" if found else "The program tensorboard is missing."
-    return Verdict(bool(found), text, REPAIR)
+    return Verdict(bool(found), text, choose_repair())
 
 
 def check_memory() -> Verdict:
@@ -215,9 +219,9 @@ def check_threads() -> Verdict:
 
 def check_scale() -> Verdict:
     """Checks that ``LAB_SCALE``, where it is set, is one of its two values."""
-    setting = os.environ.get("LAB_SCALE", "")
-    if setting in ("", "small", "full"):
-        return Verdict(
-            True, f"LAB_SCALE={setting}" if setting else "LAB_SCALE is not set: the labs choose by the device"
-        )
-    return Verdict(False, f"LAB_SCALE has to be small or full, and is {setting!r}.", "export LAB_SCALE=small")
+    if not os.environ.get("LAB_SCALE"):
+        return Verdict(True, "LAB_SCALE is not set: the labs choose by the device")
+    try:
+        return Verdict(True, f"LAB_SCALE={scale()}")
+    except LabError as error:
+        return Verdict(False, error.what, error.fix)

@@ -17,6 +17,8 @@ CPU_FEATURES = {
     "amx_bf16": "bf16 matrix units",
     "amx_fp16": "fp16 matrix units",
 }
+# Those with which bf16 can be faster than fp32, and not only smaller.
+BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def has_fast_bf16(machine: Machine) -> bool:
     """Says whether the device that the labs use here has units for bf16, so that bf16 can be faster at all."""
     if machine.gpus:
         return machine.gpus[0].has_bf16_tensor_cores
-    return bool({"avx512_bf16", "amx_bf16"} & set(machine.cpu_features))
+    return bool(BF16_FEATURES & set(machine.cpu_features))
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, tuple[str, ...]]:

@@ -23,6 +23,8 @@ from lab_utils.files import sync_folder
 # The name carries the first 16 hex digits of the file's SHA-256: no second file that could fail to match it.
 PATTERN = re.compile(r"step-(\d{9,})-([0-9a-f]{16})\.pt")
 STRAY = re.compile(r"\.step-\d{9,}\.[^/]+\.\d+\.tmp")
+# How often a reader lists the folder anew when the writer has meanwhile removed what was listed.
+TRIES = 10
 
 
 class Checkpoints:
@@ -83,17 +85,35 @@ class Checkpoints:
             The step and the state, or None where nothing has been saved.
 
         Raises:
-            LabError: All checkpoints are damaged, or one holds something other than a state; no code in it is run.
+            LabError: All are damaged or vanish, or one holds something other than a state; none of it is run.
         """
+        for _ in range(TRIES):
+            # A checkpoint that the writer removed after we listed it has a newer one in its place: list again.
+            with contextlib.suppress(FileNotFoundError):
+                return self._load_last(map_location)
+        raise LabError(
+            "The checkpoints vanish while they are read.",
+            where=self.folder,
+            cause="another program removes them, or they are links to files that are gone",
+            fix=f"see what is there: ls -l {self.folder}",
+        )
+
+    def _load_last(self, map_location: torch.device | str) -> tuple[int, dict[str, Any]] | None:
         skipped = []
         for path in reversed(self._paths()):
-            problem = _find_damage(path)
-            if problem:
-                skipped.append(f"{path.name} ({problem})")
-                continue
-            if skipped:
-                warnings.warn(f"damaged checkpoints were skipped: {', '.join(skipped)}", stacklevel=2)
-            return _parse(path)[0], _read(path, map_location)
+            try:
+                # Opened once: what was found whole is what is read, whatever becomes of its name.
+                with path.open("rb") as file:
+                    problem = _find_damage(file, path)
+                    if not problem:
+                        if skipped:
+                            warnings.warn(f"damaged checkpoints were skipped: {', '.join(skipped)}", stacklevel=3)
+                        return _parse(path)[0], _read(file, path, map_location)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                problem = str(error.strerror)
+            skipped.append(f"{path.name} ({problem})")
         if skipped:
             raise LabError(
                 "No checkpoint can be loaded.",
@@ -186,19 +206,16 @@ def _check_readable(path: Path) -> None:
         ) from error
 
 
-def _find_damage(path: Path) -> str:
+def _find_damage(file: BinaryIO, path: Path) -> str:
     """Says what is wrong with a file, or nothing where it is, byte by byte, what was saved."""
-    try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError as error:
-        return str(error.strerror)
+    digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
     return "" if digest == _parse(path)[1] else "torn or altered: its SHA-256 is not the one in its name"
 
 
-def _read(path: Path, map_location: torch.device | str) -> dict[str, Any]:
+def _read(file: BinaryIO, path: Path, map_location: torch.device | str) -> dict[str, Any]:
+    file.seek(0)
     try:
-        return torch.load(path, map_location=map_location, weights_only=True)
+        return torch.load(file, map_location=map_location, weights_only=True)
     except (pickle.UnpicklingError, EOFError) as error:
         raise LabError(
             "The checkpoint holds something other than a state; nothing in it was run.",

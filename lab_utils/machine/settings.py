@@ -1,0 +1,48 @@
+"""Which device the labs train on and how much work they do there: what suits the machine, or what LAB_SCALE says."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from lab_utils import LabError
+
+if TYPE_CHECKING:
+    import torch
+
+SCALES = ("small", "full")
+
+
+def device() -> torch.device:
+    """Returns the device that the labs train on: the first GPU, or the CPU where there is none."""
+    import torch
+
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def scale() -> str:
+    """Returns how much work the labs do, "small" or "full": ``LAB_SCALE``, or what suits the device.
+
+    Raises:
+        LabError: ``LAB_SCALE`` says something else.
+    """
+    wanted = os.environ.get("LAB_SCALE", "")
+    if not wanted:
+        return "full" if device().type == "cuda" else "small"
+    if wanted not in SCALES:
+        raise LabError(
+            f"LAB_SCALE has to be {' or '.join(SCALES)}, and is {wanted[:40]!r}.",
+            where="the environment variable LAB_SCALE",
+            cause="a spelling mistake",
+            fix="export LAB_SCALE=small",
+        )
+    return wanted
+
+
+def scale_reason() -> str:
+    """Says in a few words why ``scale`` is what it is."""
+    if os.environ.get("LAB_SCALE"):
+        return "LAB_SCALE says so"
+    if device().type == "cuda":
+        return "there is a GPU; LAB_SCALE=small does less"
+    return "there is no GPU; LAB_SCALE=full does more"
