@@ -55,6 +55,19 @@ def choose_repair() -> str:
     return "rm -rf .venv && make setup" if own else "pip install --force-reinstall -r requirements.lock"
 
 
+def describe_pair() -> str:
+    """Returns the installed torch and torchvision in words, importing neither."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = []
+    for package in ("torch", "torchvision"):
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} (not installed)")
+    return " and ".join(found)
+
+
 def load_torchvision() -> ModuleType:
     """Imports torchvision, which is built for exactly one version of torch.
 
@@ -64,16 +77,8 @@ def load_torchvision() -> ModuleType:
     try:
         import torchvision
     except (ImportError, RuntimeError, OSError) as error:
-        from importlib.metadata import PackageNotFoundError, version
-
-        found = []
-        for package in ("torch", "torchvision"):
-            try:
-                found.append(f"{package} {version(package)}")
-            except PackageNotFoundError:
-                found.append(f"{package} (not installed)")
         raise LabError(
-            f"{' and '.join(found)} do not go together.",
+            f"{describe_pair()} do not go together.",
             where="import torchvision",
             cause=f"each torchvision is built for one torch; importing it said: {str(error).splitlines()[0]}",
             fix=choose_repair(),

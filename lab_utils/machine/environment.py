@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from lab_utils import LabError, choose_repair, env_folder
+from lab_utils import LabError, choose_repair, describe_pair, env_folder
 from lab_utils.machine.facts import measure_memory
 from lab_utils.machine.settings import scale
 
@@ -123,13 +123,7 @@ def check_versions() -> Verdict:
 
 def check_pair(found: dict) -> Verdict:
     """Checks that torch and torchvision, each of which is built for exactly one of the other, go together."""
-    names = []
-    for package in ("torch", "torchvision"):
-        try:
-            names.append(f"{package} {version(package)}")
-        except PackageNotFoundError:
-            names.append(f"{package} (not installed)")
-    pair = " and ".join(names)
+    pair = describe_pair()
     if found.get("torchvision"):
         return Verdict(True, f"{pair} go together")
     return Verdict(
