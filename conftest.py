@@ -5,6 +5,7 @@ It lies at the root so that the notebooks are tested under the same settings as 
 
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -49,3 +50,15 @@ def sample(root):
     if not (folder / "train").is_dir():
         pytest.skip("no real CINIC-10 sample is here; name one with LAB_SAMPLE")
     return folder
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 2 MiB that can be filled; only root can mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a small disk, and not everywhere")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)

@@ -269,23 +269,14 @@ def test_a_file_that_may_not_grow_leaves_the_earlier_ones_intact(tmp_path):
 
 
 @pytest.mark.drill
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_a_full_disk_is_told_in_bytes_and_leaves_the_earlier_ones_intact(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if subprocess.run(["mount", *options], capture_output=True).returncode:
-        pytest.skip("this system does not let root mount a small disk")
-    try:
-        for step in (1, 2):
-            Checkpoints(disk).save(step, make_state(step))
-        error = check_full_disk(disk, make_state(3, size=1_000_000))
-        free = int(error.what.split()[6].replace(",", ""))
-        assert 1_900_000 < free < 2 * 2**20
-        assert "No space left" in error.cause
-        assert Checkpoints(disk).save(3, make_state(3)).exists()
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+def test_a_full_disk_is_told_in_bytes_and_leaves_the_earlier_ones_intact(small_disk):
+    for step in (1, 2):
+        Checkpoints(small_disk).save(step, make_state(step))
+    error = check_full_disk(small_disk, make_state(3, size=1_000_000))
+    free = int(error.what.split()[6].replace(",", ""))
+    assert 1_900_000 < free < 2 * 2**20
+    assert "No space left" in error.cause
+    assert Checkpoints(small_disk).save(3, make_state(3)).exists()
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

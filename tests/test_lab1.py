@@ -53,7 +53,7 @@ def test_the_search_finds_the_largest_batch_and_stays_below_its_limit(run_cells,
     [
         ((1.1, 1.5, 2.0), "ahead at every batch measured; 2.00 times fp32 at batch 64"),
         ((0.5, 1.0, 2.0), "ahead from batch 32 on; 2.00 times"),
-        ((0.5, 0.6, 0.7), "ahead nowhere to stay; 0.70 times"),
+        ((0.5, 0.6, 0.7), "bf16 is not ahead; 0.70 times"),
     ],
 )
 def test_the_answer_says_where_amp_is_ahead(run_cells, capsys, gains, words):
