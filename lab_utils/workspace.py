@@ -23,6 +23,7 @@ from lab_utils.files import write_atomically
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
+SCRIPT_STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run it again.")')
 # What lies beside the notebooks and is copied with them.
 FOLDERS = ("figures", "scripts")
 MANIFEST = ".generated.json"
@@ -62,6 +63,15 @@ def make_stub(notebook: NotebookNode, *, name: str = "the notebook") -> Notebook
     return stub
 
 
+def make_script_stub(source: str, *, name: str = "the script") -> str:
+    """Returns the text of a Python script with stubs for solutions; without markers it stays as it is.
+
+    Raises:
+        LabError: A solution's marker has no partner; names the script.
+    """
+    return _replace_solutions(source, name, SCRIPT_STUB) + "\n" if BEGIN in source or END in source else source
+
+
 def solutions(notebook: NotebookNode) -> dict[str, str]:
     """Returns the source, solution and all, of every cell that becomes a stub, by the cell's id."""
     return {
@@ -71,7 +81,7 @@ def solutions(notebook: NotebookNode) -> dict[str, str]:
     }
 
 
-def _replace_solutions(source: str, where: str) -> str:
+def _replace_solutions(source: str, where: str, stub: tuple[str, ...] = STUB) -> str:
     lines, inside = [], False
     for line in source.splitlines():
         marker = line.strip()
@@ -84,7 +94,7 @@ def _replace_solutions(source: str, where: str) -> str:
             )
         if marker == BEGIN:
             indent = line[: len(line) - len(line.lstrip())]
-            lines += [indent + text for text in STUB]
+            lines += [indent + text for text in stub]
             inside = True
         elif marker == END:
             inside = False
@@ -153,7 +163,14 @@ def _generate(notebooks: Path) -> dict[str, bytes]:
     beside = (path for folder in FOLDERS for path in (notebooks / folder).rglob("*"))
     hidden = ("__pycache__", ".ipynb_checkpoints")
     files = [path for path in beside if path.is_file() and path.parent.name not in hidden]
-    return generated | {path.relative_to(notebooks).as_posix(): path.read_bytes() for path in files}
+    return generated | {name: _copy(path, name) for path in files if (name := path.relative_to(notebooks).as_posix())}
+
+
+def _copy(path: Path, name: str) -> bytes:
+    # Bytes where nothing is to be replaced: a figure, or a file that is not text at all.
+    text = path.read_bytes()
+    script = name.startswith("scripts/") and path.suffix == ".py"
+    return make_script_stub(text.decode(), name=name).encode() if script else text
 
 
 def _digest(text: bytes) -> str:

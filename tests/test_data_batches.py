@@ -154,6 +154,61 @@ def test_impossible_shares_are_explained(settings, words):
     assert_explains(caught.value, words, "batches(")
 
 
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (2, 2), (1, 3), (4, 2)])
+def test_an_epoch_goes_on_where_it_was_cut_off_whatever_the_number_of_ranks(before, after, train):
+    share = {"train": train, "seed": 4, "drop_last": True}
+    first = [make(24 // before, rank=rank, world_size=before, **share) for rank in range(before)]
+    whole = read_order(make(24, **share), epoch=1)
+    taken = [read_order(batches, epoch=1)[: 2 * 24 // before] for batches in first]  # two steps of 24 images
+    rest = [make(24 // after, rank=rank, world_size=after, **share) for rank in range(after)]
+    left = []
+    for batches in rest:
+        batches.set_epoch(1, start=48)
+        left.append([labels.tolist() for _, labels in batches])
+        assert len(left[-1]) == len(batches) == 2
+    steps = [{label for rank in left for label in rank[step]} for step in range(2)]
+    assert steps == [set(whole[48:72]), set(whole[72:96])]
+    assert {label for share in taken for label in share} == set(whole[:48])
+    # The next epoch is whole again.
+    assert len(read_order(rest[0], epoch=2)) == 96 // after
+
+
+def test_an_image_looks_the_same_after_a_resume():
+    whole, resumed = make(8, seed=5), make(8, seed=5)
+    whole.set_epoch(1)
+    resumed.set_epoch(1, start=40)
+    for (expected, _), (found, _) in zip(list(whole)[5:], resumed, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("settings", [{}, {"drop_last": True}, {"pad": True}])
+@pytest.mark.parametrize("start", [TOTAL, TOTAL + 50])
+def test_nothing_is_left_of_an_epoch_that_was_done(settings, start):
+    batches = make(8, world_size=2, **settings)
+    batches.set_epoch(0, start=start)
+    assert (len(batches), batches.images, list(batches)) == (0, 0, [])
+
+
+def test_what_does_not_fill_a_batch_is_left_out_after_a_resume_too():
+    batches = make(8, drop_last=True)
+    batches.set_epoch(0, start=96)
+    assert (len(batches), list(batches)) == (0, [])
+
+
+def test_a_rank_without_images_has_no_batches():
+    few = Batches(IMAGES[:2], LABELS[:2], 1, mean=MEAN, std=STD, rank=3, world_size=4)
+    assert (len(few), list(few)) == (0, [])
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank": 1, "world_size": 3, "drop_last": True}, {"pad": True}])
+def test_the_images_of_the_batch_handed_out_last_are_known(settings):
+    batches = make(seed=2, **settings)
+    assert batches.chosen is None
+    for _, labels in batches:
+        assert torch.equal(batches.chosen, labels)  # the label is the number of the image here
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_makes_the_same_batches():
     for (on_cpu, labels), (on_gpu, gpu_labels) in zip(make(), make(device="cuda"), strict=True):

@@ -13,7 +13,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lab_utils import LabError, workspace
-from lab_utils.workspace import MANIFEST, Report, make_stub, solutions, update
+from lab_utils.workspace import MANIFEST, Report, make_script_stub, make_stub, solutions, update
 
 EXERCISE = """def double(x):
     ### BEGIN SOLUTION
@@ -85,6 +85,44 @@ def test_a_solution_inside_a_markdown_cell_is_prose():
 
 def test_solutions_are_found_by_the_cell_s_id():
     assert solutions(make_lab()) == {"exercise": EXERCISE}
+
+
+def test_a_script_s_solutions_become_stubs_too_and_its_other_lines_stay(labs, copy):
+    script, plain = labs / "scripts" / "train.py", labs / "scripts" / "plain.py"
+    script.write_text(f"import os\n\n\n{EXERCISE}\n")
+    script.chmod(0o755)
+    plain.write_bytes(b"x = 1  # no newline at the end, \xe2\x80\x9chere\xe2\x80\x9d\r\ny = 2")
+    (labs / "scripts" / "notes.txt").write_text(EXERCISE)  # no script
+    update(labs, copy)
+    stubbed = STUBBED.replace("then run the cell again", "then run it again")
+    assert (copy / "scripts" / "train.py").read_text() == f"import os\n\n\n{stubbed}\n"
+    assert os.access(copy / "scripts" / "train.py", os.X_OK)
+    assert (copy / "scripts" / "plain.py").read_bytes() == plain.read_bytes()
+    assert (copy / "scripts" / "notes.txt").read_text() == EXERCISE
+    compile((copy / "scripts" / "train.py").read_text(), "train.py", "exec")
+
+
+def test_a_script_follows_upstream_until_the_learner_has_changed_it(labs, copy):
+    script, learners = labs / "scripts" / "train.py", copy / "scripts" / "train.py"
+    script.write_text(EXERCISE)
+    update(labs, copy)
+    script.write_text(EXERCISE.replace("x + x", "2 * x"))  # the solution alone: the learner sees no difference
+    assert "scripts/train.py" in update(labs, copy).current
+    script.write_text(f"# better\n{EXERCISE}")
+    assert update(labs, copy).refreshed == ("scripts/train.py",)
+    learners.write_text("mine")
+    script.write_text(f"# still better\n{EXERCISE}")
+    assert update(labs, copy).outdated == ("scripts/train.py",)
+    assert learners.read_text() == "mine"
+
+
+def test_an_unbalanced_marker_in_a_script_is_named(labs, copy):
+    (labs / "scripts" / "train.py").write_text("### BEGIN SOLUTION\na = 1\n")
+    with pytest.raises(LabError) as caught:
+        update(labs, copy)
+    assert caught.value.where == "scripts/train.py"
+    assert not copy.exists()
+    assert make_script_stub("a = 1") == "a = 1"
 
 
 @pytest.mark.parametrize(

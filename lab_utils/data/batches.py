@@ -22,6 +22,11 @@ class Batches:
     in is black, because the image is padded before it is normalised, as torchvision's RandomCrop does on a PIL image.
 
     Call :meth:`set_epoch` before each epoch; without it every epoch has the order of the first.
+
+    Attributes:
+        batch_size: Images per batch.
+        images: Images that this rank's next pass hands out.
+        chosen: int64 (B,): which images of the split the batch handed out last consists of; None before the first.
     """
 
     def __init__(
@@ -44,23 +49,18 @@ class Batches:
         _check_share(batch_size, rank, world_size)
         self._images, self._labels = images, labels
         self._device, self._train = torch.device(device), train
-        self._seed, self._epoch = seed, 0
+        self._seed = seed
         self._rank, self._world_size = rank, world_size
-        self._pad, self.batch_size = pad, batch_size
-
-        total = len(images)
-        self.images = -(-total // world_size) if pad else len(range(rank, total, world_size))
-        if drop_last:
-            # As many full batches on every rank: a rank with one batch more would wait for the others for ever.
-            per_rank = self.images if pad else total // world_size
-            self.images = per_rank // batch_size * batch_size
-            if not self.images:
-                raise LabError(
-                    f"There is not one full batch of {batch_size} among {total} images on {world_size} rank(s).",
-                    where="batches(..., drop_last=True)",
-                    cause="drop_last leaves out the last batch, and here it is the only one",
-                    fix="take a smaller batch_size, or drop_last=False",
-                )
+        self._pad, self._drop_last, self.batch_size = pad, drop_last, batch_size
+        self.chosen: torch.Tensor | None = None
+        self.set_epoch(0)
+        if drop_last and not self.images:
+            raise LabError(
+                f"There is not one full batch of {batch_size} among {len(images)} images on {world_size} rank(s).",
+                where="batches(..., drop_last=True)",
+                cause="drop_last leaves out the last batch, and here it is the only one",
+                fix="take a smaller batch_size, or drop_last=False",
+            )
         # One multiplication and one addition a pixel: (value / 255 - mean) / std, with the constants folded.
         self._scale = torch.tensor([1 / (255 * s) for s in std], device=self._device).view(1, 3, 1, 1)
         self._offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=self._device)
@@ -69,9 +69,22 @@ class Batches:
     def __len__(self) -> int:
         return -(-self.images // self.batch_size)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch whose order and augmentation the next pass has; the same on every rank."""
-        self._epoch = epoch
+    def set_epoch(self, epoch: int, *, start: int = 0) -> None:
+        """Chooses the epoch whose order and augmentation the next pass has; the same on every rank.
+
+        Args:
+            epoch: From 0.
+            start: Leaves out this many images from the start of the epoch's order, over all ranks together: those that
+                a run had used before it was cut off. The rest is shared among the ranks there are now, however many
+                there were then.
+        """
+        self._epoch, self._start = epoch, min(start, len(self._images))
+        total = len(self._images) - self._start
+        self.images = -(-total // self._world_size) if self._pad else len(range(self._rank, total, self._world_size))
+        if self._drop_last:
+            # As many full batches on every rank: a rank with one batch more would wait for the others for ever.
+            per_rank = self.images if self._pad else total // self._world_size
+            self.images = per_rank // self.batch_size * self.batch_size
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         total = len(self._images)
@@ -81,10 +94,12 @@ class Batches:
             order = torch.randperm(total, generator=generator)
             shifts = torch.randint(0, 2 * PADDING + 1, (total, 2), generator=generator)
             mirrored = torch.rand(total, generator=generator) < 0.5
+        order = order[self._start :]
         if self._pad:
-            order = order.repeat(self._world_size)[: -(-total // self._world_size) * self._world_size]
+            order = order.repeat(self._world_size)[: -(-len(order) // self._world_size) * self._world_size]
         mine = order[self._rank :: self._world_size][: self.images]
-        for chosen in mine.split(self.batch_size):
+        for chosen in mine.split(self.batch_size) if self.images else ():
+            self.chosen = chosen
             images = self._upload(self._images, chosen)
             if self._train:
                 flipped = mirrored[chosen].nonzero().flatten()  # found on the CPU: a GPU would have to be waited for

@@ -7,6 +7,7 @@ or a dashed line. Set-ups have the same colour in all labs.
 from lab_utils.plots.batches import crossover, group, speed_up, throughput
 from lab_utils.plots.diff import show_diff
 from lab_utils.plots.figures import curves, image_grid, step_times
+from lab_utils.plots.nodes import scaling, timeline, utilisation
 from lab_utils.plots.style import COLOURS, use_style
 
 __all__ = [
@@ -15,9 +16,12 @@ __all__ = [
     "curves",
     "group",
     "image_grid",
+    "scaling",
     "show_diff",
     "speed_up",
     "step_times",
     "throughput",
+    "timeline",
     "use_style",
+    "utilisation",
 ]

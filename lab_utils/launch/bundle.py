@@ -1,0 +1,92 @@
+"""What a node has to have before a job can start there: this package and the training script, named by their hash."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tarfile
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import lab_utils
+from lab_utils import LabError
+from lab_utils.launch.facts import hash_tree
+from lab_utils.launch.nodes import Node
+
+RECEIVER = Path(__file__).with_name("receive.py")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Files by their path in the code folder, and the SHA-256 over their names and contents."""
+
+    files: Mapping[str, bytes]
+    hash: str
+
+
+def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
+    """Reads the package, the training script and other files that it imports.
+
+    Raises:
+        LabError: A file is not there, or two have the same name.
+    """
+    package = Path(lab_utils.__file__).parent
+    files = {f"lab_utils/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
+    for path in (script, *extra):
+        if not path.is_file():
+            fix = "give its path, relative to the notebook's folder or absolute"
+            raise LabError(f"There is no file {path.name!r} to run.", where=path, cause="a slip in the path", fix=fix)
+        if f"script/{path.name}" in files:
+            fix = "rename one of them"
+            raise LabError(f"Two files of the job are called {path.name!r}.", where=path, fix=fix)
+        files[f"script/{path.name}"] = path
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in contents.items():
+            path = Path(folder, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        return Bundle(contents, hash_tree(folder))
+
+
+def send(node: Node, folders: Mapping[str, Mapping[str, bytes] | Path], *, timeout: float | None = 60.0) -> None:
+    """Puts folders into the node's folder, each whole or not at all; one that is there already stays.
+
+    Args:
+        node: Where to.
+        folders: By their path within the node's folder, either files by name, or a folder of this machine.
+        timeout: Seconds after which the node is given up; None for data, which take as long as they take.
+
+    Raises:
+        LabError: The node was not reached, or its disk is full.
+    """
+    process = node.popen([node.python, "-c", RECEIVER.read_text(), node.folder, *folders])
+    # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
+    alarm = threading.Timer(timeout, process.kill) if timeout else None
+    if alarm:
+        alarm.start()
+    try:
+        # The pipe breaks when the receiver ends early; its own words then say why.
+        with contextlib.suppress(OSError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+            for target, content in folders.items():
+                _add(archive, target, content)
+        _, errors = process.communicate()
+    finally:
+        if alarm:
+            alarm.cancel()
+    if process.returncode:
+        said = "timed out" if process.returncode < 0 else errors.decode(errors="replace")
+        raise node.explain(255 if process.returncode < 0 else process.returncode, said)
+
+
+def _add(archive: tarfile.TarFile, target: str, content: Mapping[str, bytes] | Path) -> None:
+    if isinstance(content, Path):
+        archive.add(content, arcname=target)
+        return
+    for name, text in content.items():
+        entry = tarfile.TarInfo(f"{target}/{name}")
+        entry.size, entry.mode = len(text), 0o644
+        archive.addfile(entry, io.BytesIO(text))

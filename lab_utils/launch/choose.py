@@ -1,0 +1,30 @@
+"""The nodes that a lab runs on: two on this machine, or what LAB_NODES says."""
+
+from __future__ import annotations
+
+import os
+
+from lab_utils import LabError
+from lab_utils.launch.local import local_nodes
+from lab_utils.launch.nodes import Node
+from lab_utils.launch.slurm import slurm_nodes
+from lab_utils.launch.ssh import ssh_nodes
+
+
+def choose_nodes() -> list[Node]:
+    """Returns the nodes that ``LAB_NODES`` names: ``local:2`` (the default), ``slurm:2``, or hosts, ``hostA,hostB``.
+
+    ``LAB_SSH_CONFIG`` may name a configuration of ssh for the hosts in place of your own.
+
+    Raises:
+        LabError: ``LAB_NODES`` says something else.
+    """
+    text = os.environ.get("LAB_NODES", "").strip() or "local:2"
+    kind, _, count = text.partition(":")
+    if kind in ("local", "slurm") and count:
+        if not count.isdigit() or int(count) < 1:
+            fix = "export LAB_NODES=local:2"
+            raise LabError(f"{count[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
+        return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count))
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    return ssh_nodes(names, config=os.environ.get("LAB_SSH_CONFIG") or None)

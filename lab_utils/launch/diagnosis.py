@@ -1,0 +1,208 @@
+"""Tells the rank that failed first from the ranks that failed because of it, and says what it means."""
+
+from __future__ import annotations
+
+import re
+
+from lab_utils.launch.outcome import FOLLOWED, Failure
+from lab_utils.launch.story import Story
+
+WAITED = re.compile(r"Timed out waiting|wait timeout|Watchdog caught collective|Connect timeout")
+# By what a message contains: the likely cause, and what to do.
+KNOWN = (
+    (
+        r"appears not to match sizes of the same param",
+        "the ranks built different models",
+        "build the model from the same arguments on every rank",
+    ),
+    (
+        r"Unable to find (an? )?address for|Unable to find interface|no socket interface",
+        "this network interface is not there, or has no address",
+        "job.preflight() lists the interfaces of every node",
+    ),
+    (
+        r"connectFullMesh|Connection refused, remote=\[127\.",
+        "a rank listens on an address that the others cannot reach, such as the loopback",
+        "leave interface= to the preflight, which takes the one on the route between the nodes",
+    ),
+    (r"out of memory|OutOfMemoryError", "the batch does not fit into the GPU's memory", "a smaller --batch-size"),
+    (
+        r"No module named",
+        "the script imports what this node does not have",
+        "install it there, or name your own file in files=",
+    ),
+    (r"No such file or directory|FileNotFoundError", "a path that is not on this node", "copy it there, or see data="),
+)
+DEAD_MEMORY = "out of memory, as a rule: Linux ends the process that takes most (sudo dmesg | tail says so)"
+
+
+def diagnose(story: Story, *, why: str = "") -> Failure | None:
+    """Returns what failed first, or None where nothing did.
+
+    Args:
+        story: What was heard of the job.
+        why: Why the launcher ended the job, where it did: "interrupted", "stopped", "join" or "limit".
+    """
+    errors = sorted(story.errors, key=lambda error: error["at"])
+    first = [error for error in errors if not FOLLOWED.search(error["message"]) and error["kind"] != "hang"]
+    if first:
+        return _describe_rank(story, first[0], errors)
+    if errors:
+        return _describe_waiting(story, errors)
+    if why:
+        return _describe_end(story, why)
+    for part in story.nodes.values():
+        if part.gone and part.ended is None:
+            return _describe_lost(story, part.name)
+        if part.ended and part.ended["why"].startswith("time limit"):
+            return Failure("limit", f"The job ran into its {part.ended['why']}.", fix="a larger limit=, or less work")
+    bad = [part for part in story.nodes.values() if part.ended is None or part.ended["returncode"]]
+    return _describe_torchrun(story, bad[0].name) if bad else None
+
+
+def _describe_rank(story: Story, error: dict, errors: list[dict]) -> Failure:
+    rank, kind, message = error["rank"], error["kind"], error["message"]
+    cause, fix = _look_up(f"{message}\n{error['traceback']}")
+    if kind == "signal" and error["code"] == -9:
+        peak = story.memory.get(rank)
+        size = f"; its memory had reached {peak / 2**20:,.0f} MiB" if peak else ""
+        cause, fix = DEAD_MEMORY + size, "a smaller batch, fewer processes on the node, or a node with more memory"
+    elif kind == "mismatch":
+        cause, fix = "a script was changed or started by hand with other arguments", "start all nodes with job.run()"
+    elif kind == "exit":
+        cause, fix = "the script ended itself with this status", "look at the last lines of this rank"
+    said = message.strip().splitlines()[0] if message.strip() else kind
+    verb = "was " if kind == "signal" else "failed first: "
+    return Failure(
+        kind=kind,
+        what=_shorten(f"Rank {rank} on {error['node']} {verb}{said}"),
+        rank=rank,
+        node=error["node"],
+        message=message,
+        location=error["location"],
+        traceback=error["traceback"],
+        cause=cause,
+        fix=fix or "mend the script at the line that the traceback names, then run the cell again",
+        noise={other["rank"]: _say_noise(other) for other in errors if other["rank"] != rank},
+        stacks=story.stacks,
+    )
+
+
+def _describe_waiting(story: Story, errors: list[dict]) -> Failure:
+    """All that was heard is that ranks waited for others: one ended early, hangs, or cannot be reached."""
+    heard = errors[0]
+    waiting = {error["rank"] for error in errors}
+    text = "\n".join(error["message"] for error in errors)
+    early = sorted(set(story.done) - waiting)
+    stacks = {rank: _find_stand(text) for rank, text in story.stacks.items()}
+    stacks |= {error["rank"]: _find_stand(error.get("traceback", "")) for error in errors}
+    common = {"node": heard["node"], "message": heard["message"], "traceback": "", "stacks": stacks}
+    if early:
+        return Failure(
+            "exit",
+            _shorten(f"Rank {early[0]} had ended its work while rank {heard['rank']} still waited for it."),
+            rank=early[0],
+            cause="the ranks have different numbers of batches, so that one takes a step more than the other",
+            fix="drop_last=True, or torch.distributed.algorithms.join.Join around the loop",
+            noise={error["rank"]: _say_noise(error) for error in errors},
+            **common,
+        )
+    if heard["kind"] == "hang" or WAITED.search(text):
+        return Failure(
+            "hang",
+            _shorten(f"The ranks wait for each other: rank {heard['rank']} on {heard['node']} was stuck first."),
+            rank=heard["rank"],
+            cause="a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network",
+            fix="compare where the ranks stood: every rank has to call the same collectives in the same order",
+            **common,
+        )
+    cause, fix = _look_up(text)
+    missing = sorted(set(story.ranks) - waiting)
+    return Failure(
+        "lost",
+        _shorten(f"Rank {heard['rank']} on {heard['node']} lost its peers: {_say_noise(heard)}"),
+        rank=missing[0] if missing else heard["rank"],
+        cause=cause or "another rank died without a word, or the network between the nodes was cut",
+        fix=fix or "job.preflight() looks at the network both ways; the log has what torchrun said",
+        noise={error["rank"]: _say_noise(error) for error in errors},
+        **common,
+    )
+
+
+def _describe_end(story: Story, why: str) -> Failure:
+    if why == "join":
+        absent = [part.name for part in story.nodes.values() if not part.joined]
+        silent = [part.name for part in story.nodes.values() if not part.started]
+        cause = "its torchrun was not started" if silent else "it was started, and did not reach the meeting point"
+        return Failure(
+            "join",
+            _shorten(f"Not all nodes joined in time; missing: {', '.join(silent or absent)}."),
+            node=(silent or absent)[0],
+            cause=cause,
+            fix="start it (bash node….sh on that node), or let job.preflight() say what is in the way",
+        )
+    texts = {
+        "interrupted": ("The job was interrupted.", "run the cell again; a checkpoint lets it go on where it was"),
+        "stopped": ("The job was stopped.", "run the cell again; a checkpoint lets it go on where it was"),
+    }
+    what, fix = texts[why]
+    return Failure("stopped", what, fix=fix, stacks=story.stacks)
+
+
+def _describe_lost(story: Story, node: str) -> Failure:
+    refusal = story.nodes[node].refusal
+    if refusal and not story.nodes[node].started:
+        return Failure("lost", refusal.what, node=node, message=str(refusal), cause=refusal.cause, fix=refusal.fix)
+    return Failure(
+        "lost",
+        _shorten(f"The connection to {node} was lost."),
+        node=node,
+        message=f"{refusal or ''}",
+        cause="the node was switched off, or the network between you and it was cut",
+        fix="see that it answers (ssh), then run the cell again; a checkpoint lets the job go on where it was",
+    )
+
+
+def _describe_torchrun(story: Story, node: str) -> Failure:
+    part = story.nodes[node]
+    text = "\n".join(part.tail)
+    errors = [line for line in part.tail if re.search(r"(Error|Exception|error)\b.*", line)]
+    said = errors[-1].strip() if errors else f"exit status {part.ended['returncode'] if part.ended else 'unknown'}"
+    cause, fix = _look_up(text)
+    if re.search(r"Rendezvous\w*Error|DistStoreError|TimeoutError|EADDRINUSE", text):
+        cause = "the nodes could not meet at node 0's address and port"
+        fix = "job.preflight() says in seconds which way is closed"
+    return Failure(
+        "torchrun",
+        _shorten(f"torchrun ended on {node}: {said}"),
+        node=node,
+        message=said,
+        traceback="\n".join(list(part.tail)[-15:]),
+        cause=cause,
+        fix=fix or "read the log",
+    )
+
+
+def _look_up(text: str) -> tuple[str, str]:
+    return next(((cause, fix) for pattern, cause, fix in KNOWN if re.search(pattern, text)), ("", ""))
+
+
+def _say_noise(error: dict) -> str:
+    lines = error["message"].strip().splitlines() or [error["kind"]]
+    # Gloo names the line of its own source and adds advice to look for what is shown here anyway.
+    return re.sub(r"\[/\S+\.cc:\d+\] |\. This is typically.*", "", lines[-1])[:160]
+
+
+def _find_stand(stack: str) -> str:
+    """The line of the training script in a stack of faulthandler (innermost first) or of traceback (last)."""
+    found = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
+    # In traceback's own form the script has no folder, see lab_utils.launch.worker.
+    own = [place for place in found if "/script/" in place[0] or not re.search("[/<]", place[0])]
+    if not own:
+        return "(not known)"
+    path, line, name = own[0] if "most recent call first" in stack else own[-1]
+    return f"{path.rpartition('/')[2]}, line {line}, in {name}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 120 else text[:117] + "…"

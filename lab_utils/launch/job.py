@@ -1,0 +1,241 @@
+"""A torchrun job: what runs, on which nodes, and the scripts, the check and the launch of it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lab_utils import LabError, env_folder
+from lab_utils.files import write_atomically
+from lab_utils.launch.bundle import Bundle, collect_files, send
+from lab_utils.launch.diagnosis import diagnose
+from lab_utils.launch.local import LocalNode
+from lab_utils.launch.nodes import Link, Node, PipeLink
+from lab_utils.launch.outcome import JobError, JobResult
+from lab_utils.launch.plans import make_plans
+from lab_utils.launch.preflight import Preflight, check_nodes
+from lab_utils.launch.run import Run
+from lab_utils.launch.script import Plan, write_script
+from lab_utils.launch.story import Story
+
+LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
+
+
+@dataclass
+class TorchrunJob:
+    """A training script that torchrun runs on one or more nodes.
+
+    Args:
+        script: The training script, on this machine.
+        args: Its arguments.
+        nodes: From ``local_nodes``, ``ssh_nodes`` or ``slurm_nodes``.
+        nproc_per_node: Processes on each node, one per device.
+        env: More environment variables for it. No secrets: they stand in the scripts.
+        port: Port of the rendezvous on the first node; None takes a free one.
+        join_timeout: Seconds to wait until all nodes have joined.
+        hang_timeout: Seconds after which a rank that does not move is said to hang.
+        limit: Seconds after which the job is ended in any case.
+        max_restarts: How often torchrun starts the workers anew after a failure.
+        rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
+            "nodes": on the first of the list (torchrun's static rendezvous).
+        files: Other files that the script imports or reads beside itself.
+        dataset: Name of the data set, whose pack the preflight compares between the nodes; None skips that.
+        copy_data: Whether to copy that pack from this machine to the nodes that lack it.
+    """
+
+    script: str | Path
+    args: Sequence[object] = ()
+    nodes: Sequence[Node] = ()
+    nproc_per_node: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+    port: int | None = None
+    join_timeout: float = 60.0
+    hang_timeout: float = 60.0
+    limit: float = 3600.0
+    max_restarts: int = 0
+    rank_order: str = "address"
+    files: Sequence[str | Path] = ()
+    dataset: str | None = None
+    copy_data: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what can be checked at once."""
+        self.nodes = list(self.nodes)
+        if not self.nodes or self.nproc_per_node < 1:
+            fix = "TorchrunJob('train.py', nodes=launch.local_nodes(2))"
+            raise LabError("A job needs at least one node and one process on it.", where="TorchrunJob", fix=fix)
+        if self.rank_order not in ("address", "nodes"):
+            fix = "rank_order='address'"
+            raise LabError(f"There is no rank order {self.rank_order!r:.40}.", where="TorchrunJob", fix=fix)
+        self.script = Path(self.script).resolve()
+        self._preflight: Preflight | None = None
+        self._stop = threading.Event()
+        self._renew()
+
+    def _renew(self) -> None:
+        """Gives the next launch an id of its own: what is left of an earlier one must not be joined."""
+        name = re.sub(r"[^A-Za-z0-9-]+", "-", self.script.stem)[:30].strip("-") or "job"
+        self.id = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        self.folder = env_folder("LAB_RUNS", "runs") / "jobs" / self.id
+        self._stop.clear()
+
+    def preflight(self) -> Preflight:
+        """Asks every node whether the job can run there, in seconds; changes nothing.
+
+        Returns:
+            The verdicts; a notebook shows them as a table.
+        """
+        self._preflight = check_nodes(
+            self.nodes,
+            port=self.port,
+            nproc_per_node=self.nproc_per_node,
+            bundle=self._collect().hash,
+            data_file=f"packed/{self.dataset}/manifest.json" if self.dataset else "",
+            copy_data=self.copy_data,
+            job_id=self.id,
+        )
+        return self._preflight
+
+    def write(self) -> list[Path]:
+        """Writes the bash script of every node into ``folder``, to be read, or run by hand on its node.
+
+        The nodes are asked first where an address is not known.
+
+        Returns:
+            One path per node, in the order of ``nodes``.
+
+        Raises:
+            LabError: A value cannot be in a script, or a node that has to be asked does not answer.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for plan in self._plan(self._collect()):
+            path = self.folder / f"node{plan.node}.sh"
+            with write_atomically(path, mode=0o755) as file:
+                file.write(write_script(plan).encode(errors="surrogateescape"))
+            paths.append(path)
+        return paths
+
+    def run(
+        self,
+        *,
+        check: bool = True,
+        force: bool = False,
+        by_hand: Sequence[str] = (),
+        show: bool | Callable[[str], None] = True,
+    ) -> JobResult:
+        """Runs the job to its end: checks the nodes, copies what they lack, starts torchrun on each, follows it.
+
+        Args:
+            check: Whether a failed job raises; otherwise ``JobResult.failure`` says it.
+            force: Whether to start although the preflight has a red line.
+            by_hand: Names of nodes that you start yourself, by the command that is shown.
+            show: Whether to print lines as they come, or a function that takes each.
+
+        Raises:
+            JobError: The job failed; it names the rank that failed first.
+            LabError: The preflight has a red line, or a node was not reached.
+            KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
+        """
+        say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
+        started = time.monotonic()
+        seconds = {}
+        try:
+            if not force or self._preflight is None:
+                checked = self._preflight or self.preflight()
+                seconds["preflight"] = time.monotonic() - started
+                if not force:
+                    checked.raise_if_red()
+                say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
+            self.write()
+            self._copy()
+            result = self._follow(say, by_hand, seconds)
+        finally:
+            self._preflight = None
+            self._renew()
+        if result.failure and check:
+            raise JobError(result)
+        return result
+
+    def stop(self) -> None:
+        """Ends a job that runs in another thread; it ends on every node."""
+        self._stop.set()
+
+    def _collect(self) -> Bundle:
+        return collect_files(self.script, tuple(Path(path).resolve() for path in self.files))
+
+    def _plan(self, bundle: Bundle) -> list[Plan]:
+        """What the script of each node says; asks the nodes first where an address or the port is not known."""
+        if self._preflight is None and (self.port is None or any(node.address is None for node in self.nodes)):
+            self.preflight()
+        return make_plans(self, bundle.hash, self._preflight)
+
+    def _copy(self) -> None:
+        """Copies the script and the package, and the data where asked, to all nodes at once."""
+        bundle = self._collect()
+        data = f"packed/{self.dataset}" if self.dataset and self.copy_data else ""
+
+        def copy(index: int) -> None:
+            node, script = self.nodes[index], f"node{index}.sh"
+            folders = {
+                f"code/{bundle.hash}": bundle.files,
+                f"jobs/{self.id}": {script: (self.folder / script).read_bytes()},
+            }
+            if data and not isinstance(node, LocalNode):
+                folders[f"data/{data}"] = env_folder("LAB_DATA", "data") / data
+            send(node, folders, timeout=None if data else 60.0)
+
+        with ThreadPoolExecutor(len(self.nodes)) as pool:
+            list(pool.map(copy, range(len(self.nodes))))
+
+    def _follow(self, say: Callable[[str], None], by_hand: Sequence[str], seconds: dict[str, float]) -> JobResult:
+        started = time.monotonic()
+        bundle = self._collect()
+        plans = self._plan(bundle)
+        links = {}
+        story = Story([node.name for node in self.nodes], [plan.address for plan in plans])
+        for node, plan in zip(self.nodes, plans, strict=True):
+            if node.name in by_hand:
+                say(f"on {node.name}, start by hand: bash {plan.job_folder}/node{plan.node}.sh")
+            else:
+                links[node.name] = self._start(node, plan)
+        run = Run(
+            links,
+            story,
+            log=self.folder / "output.log",
+            join_timeout=self.join_timeout,
+            restarts=self.max_restarts > 0,
+            say=say,
+            stop=self._stop,
+        )
+        run.follow()
+        seconds |= {"joined": run.joined, "total": time.monotonic() - started}
+        failure = diagnose(story, why=run.why)
+        size = max([len(self.nodes) * self.nproc_per_node, *(rank + 1 for rank in story.ranks)])
+        return JobResult(
+            ok=failure is None,
+            results=tuple(story.results.get(rank) for rank in range(size)),
+            ranks=tuple(story.ranks[rank] for rank in sorted(story.ranks)),
+            failure=failure,
+            restarts=tuple(story.restarts),
+            seconds=seconds,
+            memory=story.memory,
+            folder=self.folder,
+            lines=tuple(run.lines),
+        )
+
+    def _start(self, node: Node, plan: Plan) -> Link:
+        """Starts the node's script under a supervisor there, which ends it when this process is gone."""
+        supervisor = f"{plan.code_folder}/lab_utils/launch/supervisor.py"
+        options = [f"--job-folder={plan.job_folder}", f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}"]
+        command = ["bash", f"{plan.job_folder}/node{plan.node}.sh"]
+        # The id in the environment is what tells this job's processes from all others, on every node.
+        identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
+        limit = f"--limit={self.limit}"
+        return PipeLink(node, [*identity, node.python, "-I", "-u", supervisor, *options, limit, "--", *command])

@@ -1,0 +1,66 @@
+"""Nodes on this machine: as many agents as asked for, each with its own folder, address and share of the cores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab_utils import LabError, env_folder
+
+
+@dataclass(frozen=True)
+class LocalNode:
+    """A node on this machine; attributes as in :class:`lab_utils.launch.nodes.Node`."""
+
+    name: str
+    folder: str
+    address: str
+    interface: str
+    python: str = sys.executable
+    data: str | None = None
+
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
+        """Starts a program in a session of its own, so that an interrupt in the terminal reaches the launcher alone."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def explain(self, returncode: int, stderr: str) -> LabError:
+        """Says why a program could not be run here."""
+        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
+        return LabError(
+            f"A program could not be run on {self.name}.",
+            where=self.folder,
+            cause=last[:300],
+            fix="see that the folder can be written to and that the disk has room, then run the cell again",
+        )
+
+
+def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNode]:
+    """Makes nodes on this machine, which share its cores and talk over the loopback interface.
+
+    On Linux each has an address of its own (127.0.0.1, 127.0.0.2, …: all of 127/8 answers without set-up), so that the
+    nodes can be told apart by it as real hosts can. On macOS there is only 127.0.0.1.
+
+    Args:
+        count: How many nodes.
+        folder: Where their folders go; ``LAB_RUNS/nodes`` where None.
+
+    Raises:
+        LabError: ``count`` is not from 1 to 16.
+    """
+    if not 1 <= count <= 16:
+        raise LabError(f"{count} nodes on one machine are not for this lab.", where="local_nodes", fix="local_nodes(2)")
+    base = Path(folder).resolve() if folder else env_folder("LAB_RUNS", "runs") / "nodes"
+    linux = sys.platform.startswith("linux")
+    return [
+        LocalNode(
+            name=f"node{index}",
+            folder=str(base / f"node{index}"),
+            address=f"127.0.0.{1 + index}" if linux else "127.0.0.1",
+            interface="lo" if linux else "lo0",
+        )
+        for index in range(count)
+    ]

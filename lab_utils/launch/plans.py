@@ -1,0 +1,82 @@
+"""Makes each node's plan out of the job, the node and what the preflight found there."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from lab_utils import env_folder
+from lab_utils.launch.local import LocalNode
+from lab_utils.launch.nodes import Node
+from lab_utils.launch.preflight import Preflight
+from lab_utils.launch.script import Plan
+
+if TYPE_CHECKING:
+    from lab_utils.launch.job import TorchrunJob
+
+# Variables of the launcher that every node gets too.
+FORWARDED = ("LAB_SCALE",)
+
+
+def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Plan]:
+    """Returns what the script of each node says.
+
+    Args:
+        job: The job.
+        code: The hash of its code.
+        found: What the preflight found; None where every address and the port are given.
+
+    Raises:
+        LabError: The preflight found no address for a node; its own words.
+    """
+    names = [node.name for node in job.nodes]
+    known = found.addresses if found else {}
+    addresses = dict(zip(names, (node.address or known.get(node.name) for node in job.nodes), strict=True))
+    if found and None in addresses.values():
+        found.raise_if_red()
+    known = found.interfaces if found else {}
+    interfaces = dict(zip(names, (node.interface or known.get(node.name) for node in job.nodes), strict=True))
+    return [
+        Plan(
+            job_id=job.id,
+            node=index,
+            node_name=node.name,
+            nodes=len(job.nodes),
+            nproc_per_node=job.nproc_per_node,
+            python=node.python,
+            job_folder=f"{node.folder}/jobs/{job.id}",
+            code_folder=f"{node.folder}/code/{code}",
+            work_folder=f"{node.folder}/work",
+            script=job.script.name,
+            args=tuple(str(argument) for argument in job.args),
+            address=addresses[node.name],
+            head_address=addresses[names[0]],
+            port=found.port if found else job.port,
+            interface=interfaces[node.name],
+            threads=_share_cores(job, node),
+            join_timeout=job.join_timeout,
+            hang_timeout=job.hang_timeout,
+            max_restarts=job.max_restarts,
+            rank_order=job.rank_order,
+            env=_choose_env(job, node),
+        )
+        for index, node in enumerate(job.nodes)
+    ]
+
+
+def _share_cores(job: TorchrunJob, node: Node) -> int | None:
+    """Threads per process on this machine, whose cores its nodes share; None leaves the sum to the other host."""
+    wanted = job.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    if wanted:
+        return int(wanted)
+    if not isinstance(node, LocalNode):
+        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (job.nproc_per_node * sum(isinstance(other, LocalNode) for other in job.nodes)))
+
+
+def _choose_env(job: TorchrunJob, node: Node) -> dict[str, str]:
+    own = str(env_folder("LAB_DATA", "data")) if isinstance(node, LocalNode) else f"{node.folder}/data"
+    env = {"LAB_DATA": node.data or own, "LAB_RUNS": f"{node.folder}/runs"}
+    env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    return {name: value for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}

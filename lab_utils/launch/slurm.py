@@ -1,0 +1,179 @@
+"""Nodes that Slurm chooses: one batch job, its place in the queue, and a link to what runs on each of its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab_utils import LabError, env_folder
+from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
+from lab_utils.launch.submission import LOOK_SECONDS, OVER, SlurmJob, cancel, describe_queue, submit
+
+__all__ = ["SlurmLink", "SlurmNode", "cancel", "describe_queue", "slurm_nodes", "start", "submit", "write_sbatch"]
+
+
+@dataclass(frozen=True)
+class SlurmNode:
+    """One of the nodes that Slurm will choose; attributes as in :class:`lab_utils.launch.nodes.Node`.
+
+    Its folder is on a file system that this machine and all nodes share, so that what has to be copied to the node is
+    copied here.
+
+    Attributes:
+        request: What is asked of Slurm, the same for all nodes of a list.
+    """
+
+    name: str
+    folder: str
+    request: SlurmRequest
+    python: str = sys.executable
+    address: str | None = None
+    interface: str | None = None
+    data: str | None = None
+
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
+        """Starts a program on this machine, which sees the nodes' files; on the nodes only the job runs."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def explain(self, returncode: int, stderr: str) -> LabError:
+        """Says why a program could not be run here."""
+        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
+        return LabError(
+            "The nodes' shared folder could not be prepared.",
+            where=self.folder,
+            cause=last[:300],
+            fix="see that the folder can be written to and that the disk has room, then run the cell again",
+        )
+
+
+def slurm_nodes(
+    count: int,
+    *,
+    partition: str | None = None,
+    folder: str | Path | None = None,
+    time_limit: str = "00:30:00",
+    python: str | None = None,
+    interface: str | None = None,
+    extra: Sequence[str] = (),
+) -> list[SlurmNode]:
+    """Makes nodes that Slurm chooses when the job starts; nothing is asked of Slurm before.
+
+    Args:
+        count: How many nodes.
+        partition: Where they are taken from; None leaves it to the cluster.
+        folder: A folder that all nodes see under the same path; ``LAB_RUNS/slurm`` where None.
+        time_limit: After which Slurm ends the job, hours:minutes:seconds.
+        python: The interpreter, under the same path on all nodes; this one where None.
+        interface: The network interface between the nodes; None finds it by the route.
+        extra: More options of sbatch, each one string: ``["--gpus-per-node=1", "--account=course"]``.
+
+    Raises:
+        LabError: A value cannot stand in a batch script.
+    """
+    request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=tuple(extra))
+    place = Path(folder).expanduser().resolve() if folder else env_folder("LAB_RUNS", "runs") / "slurm"
+    return [
+        SlurmNode(f"slurm{index}", str(place), request, python=python or sys.executable, interface=interface)
+        for index in range(count)
+    ]
+
+
+def start(text: str, folder: Path, nodes: Sequence[SlurmNode], *, say: Callable[[str], None]) -> list[SlurmLink]:
+    """Writes ``job.sbatch``, submits it, waits for its turn, and returns one link per node, in order.
+
+    Args:
+        text: From `write_sbatch`; its plan's ``job_folder`` is ``folder``.
+        folder: The folder of this job, on the shared file system.
+        nodes: From `slurm_nodes`.
+        say: Is told each change of its place in the queue.
+
+    Raises:
+        LabError: Slurm does not take the job.
+        KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "job.sbatch").write_bytes(text.encode(errors="surrogateescape"))
+    lease = folder / "lease"
+    lease.touch()
+    job = SlurmJob(submit(folder / "job.sbatch", lease=lease), folder)
+    said = ""
+    try:
+        while job.state in ("PENDING", "CONFIGURING", "UNKNOWN"):
+            if (queue := describe_queue(job.number)) != said:
+                say(said := queue)
+            job.beat()
+            time.sleep(LOOK_SECONDS)
+    except BaseException:
+        job.end()
+        raise
+    say(describe_queue(job.number))
+    return [SlurmLink(node.name, index, job) for index, node in enumerate(nodes)]
+
+
+class SlurmLink:
+    """What runs on one node of a Slurm job; see :class:`lab_utils.launch.nodes.Link`."""
+
+    def __init__(self, node: str, index: int, job: SlurmJob) -> None:
+        self.node, self.job = node, job
+        self._path = job.folder / f"node{index}.out"
+
+    def lines(self) -> Iterator[bytes]:
+        """Yields what the node printed, until the job is over."""
+        rest, read, quiet = b"", 0, 0
+        while quiet < 3:
+            # A look at the state first: what was written before the job was over is then read for certain.
+            over = self.job.state in OVER
+            new = b""
+            with contextlib.suppress(OSError), self._path.open("rb") as file:  # opened anew: a shared file system
+                file.seek(read)  # shows what other machines wrote when a file is opened
+                new = file.read()
+            read += len(new)
+            *whole, rest = (rest + new).split(b"\n")
+            yield from (line + b"\n" for line in whole)
+            quiet = quiet + 1 if over and not new else 0
+            time.sleep(0.1)
+        if rest:
+            yield rest + b"\n"
+
+    def beat(self) -> None:
+        """Says that the launcher lives."""
+        self.job.beat()
+
+    def stop(self) -> None:
+        """Asks the supervisors of the whole job to end everything."""
+        self.job.stop()
+
+    def kill(self) -> None:
+        """Cancels the whole job."""
+        self.job.end()
+
+    def poll(self) -> int | None:
+        """Returns the exit status of the job, or None while it is not over."""
+        if self.job.state not in OVER:
+            return None
+        status, _, number = self.job.facts.get("ExitCode", "0:0").partition(":")
+        code = int(status) or (128 + int(number or 0) if int(number or 0) else 0)
+        return code or int(self.job.state not in ("COMPLETED", "GONE"))
+
+    def explain(self) -> LabError | None:
+        """Says what Slurm did to the job; None where it ended well."""
+        if not self.poll():
+            return None
+        facts, number = self.job.facts, self.job.number
+        log = self.job.folder / f"slurm-{number}.out"
+        last = ""
+        with contextlib.suppress(OSError):
+            last = ([line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""])[-1]
+        return LabError(
+            f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}.",
+            where=facts.get("NodeList", "") or "no node",
+            cause=last[:300] or f"Slurm's reason: {facts.get('Reason', 'none')}",
+            fix=f"scontrol show job {number}",
+            log=log,
+        )

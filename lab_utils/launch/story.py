@@ -1,0 +1,126 @@
+"""What a job's supervisors have told so far, in the order in which it arrived."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from lab_utils import LabError
+from lab_utils.launch.outcome import Rank
+from lab_utils.launch.supervisor import MARK
+
+# How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
+FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+
+
+@dataclass
+class NodeStory:
+    """One node's part.
+
+    Attributes:
+        joined: Whether its workers have started.
+        ended: What the supervisor said at its end; None while it runs, and for ever where it was lost.
+        gone: Whether the link has ended.
+        refusal: Why it ended, where the supervisor had not said that it ends.
+        tail: The last lines of torchrun itself.
+        started: Whether the supervisor itself has started.
+    """
+
+    name: str
+    address: str
+    joined: bool = False
+    started: bool = False
+    ended: dict | None = None
+    gone: bool = False
+    refusal: LabError | None = None
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+
+
+class Story:
+    """Everything that was heard of a job."""
+
+    def __init__(self, names: list[str], addresses: list[str]) -> None:
+        self.nodes = {name: NodeStory(name, address) for name, address in zip(names, addresses, strict=True)}
+        self.ranks: dict[int, Rank] = {}
+        self.results: dict[int, object] = {}
+        self.errors: list[dict] = []  # of the present attempt, each with the node's name
+        self.restarts: list[str] = []
+        self.stacks: dict[int, str] = {}
+        self.done: dict[int, float] = {}
+        self.memory: dict[int, int] = {}
+        self.last_lines: dict[int, str] = {}
+        self.pids: dict[int, int] = {}  # of all attempts: pid -> rank
+
+    def read(self, node: str, line: bytes) -> str | None:
+        """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""
+        text = line.decode(errors="replace").rstrip("\n")
+        part = self.nodes[node]
+        if text.startswith(MARK):
+            self._read_event(part, json.loads(text[1:]))
+            return None
+        rank, _, rest = text.removeprefix("[rank ").partition("] ")
+        if text.startswith("[rank ") and rank.isdigit():
+            if rest.strip():
+                self.last_lines[int(rank)] = rest
+            return text
+        part.tail.append(text)
+        if found := FAILED.search(text):
+            self._read_exit(part, code=int(found[1]), pid=int(found[2]))
+        return None
+
+    def _read_exit(self, part: NodeStory, *, code: int, pid: int) -> None:
+        """Notes a worker that ended without a word of its own: killed, or by os._exit."""
+        rank = self.pids.get(pid)
+        if rank is None or any(error["rank"] == rank for error in self.errors):
+            return
+        message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({_name_signal(-code)})"
+        kind = "exit" if code >= 0 else "signal"
+        facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
+        self.errors.append({**facts, "node": part.name, "at": time.monotonic()})
+
+    def _read_event(self, part: NodeStory, event: dict) -> None:
+        kind = event["event"]
+        if kind == "started":
+            part.started = True
+        elif kind == "worker":
+            self._read_worker(part, event)
+        elif kind in ("error", "hang"):
+            facts = {"kind": "hang", "message": "", "location": "", **event}
+            self.errors.append({**facts, "node": part.name, "at": time.monotonic()})
+        elif kind == "result":
+            self.results[event["rank"]] = event["value"]
+        elif kind == "done":
+            self.done[event["rank"]] = time.monotonic()
+        elif kind == "stack":
+            self.stacks[event["rank"]] = event["text"]
+        elif kind == "ended":
+            part.ended = event
+            self.memory |= {int(rank): size for rank, size in event["memory"].items()}
+
+    def _read_worker(self, part: NodeStory, event: dict) -> None:
+        part.joined = True
+        rank = event["rank"]
+        if rank in self.ranks and self.ranks[rank].pid != event["pid"] and self.errors:
+            # A new attempt: what went wrong before was mended by starting anew.
+            self.restarts += [f"rank {error['rank']} on {error['node']}: {error['message']}" for error in self.errors]
+            self.errors.clear()
+        self.done.pop(rank, None)
+        facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
+        self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
+        self.pids[event["pid"]] = rank
+
+    @property
+    def joined(self) -> bool:
+        """Whether the workers of every node have started."""
+        return all(part.joined for part in self.nodes.values())
+
+
+def _name_signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -1,0 +1,244 @@
+"""Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
+
+``python supervisor.py --job-folder DIR -- bash node0.sh`` stops everything when its standard input closes, when no
+heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command has ended and
+left processes behind. torchrun starts every worker in a session of its own, so that no process group holds them all:
+the supervisor is the "subreaper" of its descendants (prctl(2)), to which orphans return, and walks the tree.
+
+Standard library only: it is started by its path on nodes that may have nothing else. It prints the command's lines as
+they are, and its own as one JSON object behind the byte 0x1e.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+MARK = "\x1e"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
+STOPPED = 124
+
+
+class Supervisor:
+    """One command under supervision."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._options = arguments
+        self._folder = Path(arguments.job_folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log = (self._folder / "output.log").open("ab", 0)
+        self._lock, self._muted = threading.Lock(), False
+        self._why: list[str] = []
+        self._beat, self._touched = time.monotonic(), 0
+        self._read = 0  # bytes of the events file that were passed on
+        self._workers: dict[int, int] = {}  # pid -> rank
+        self._memory: dict[int, int] = {}  # rank -> largest resident set, bytes
+
+    def run(self) -> int:
+        """Runs the command to its end, or to a reason to stop; returns the exit status."""
+        _set_process(PR_SET_CHILD_SUBREAPER, 1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self._why.append(f"signal {number}"))
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        process = self._start()
+        threading.Thread(target=self._listen, daemon=True).start()
+        pump = threading.Thread(target=self._pump, args=[process.stdout], daemon=True)
+        pump.start()
+        self._say("started", pid=os.getpid())
+        started, sampled = time.monotonic(), 0.0
+        while process.poll() is None and not self._why:
+            time.sleep(0.05)
+            self._pass_events()
+            self._check_bounds(started)
+            if time.monotonic() - sampled > 0.5:
+                sampled = time.monotonic()
+                self._sample_memory()
+        killed = self._end(process)
+        pump.join(1.0)
+        self._pass_events()
+        self._hand_over()
+        why = self._why[0] if self._why else ""
+        self._say("ended", returncode=process.returncode, why=why, killed=killed, memory=self._memory)
+        if why:
+            return STOPPED
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+    def _start(self) -> subprocess.Popen:
+        parent = os.getpid()
+
+        def die_with_me() -> None:
+            # Should the supervisor be killed, torchrun gets SIGTERM, upon which it ends its workers.
+            _set_process(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        return subprocess.Popen(
+            self._options.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_me,
+        )
+
+    def _listen(self) -> None:
+        if self._options.lease_file:
+            return
+        while os.read(0, 4096):
+            self._beat = time.monotonic()
+        self._why.append("the launcher let go")
+
+    def _check_bounds(self, started: float) -> None:
+        lease, limit = self._options.lease, self._options.limit
+        if self._options.lease_file:
+            try:
+                touched = Path(self._options.lease_file).stat().st_mtime_ns
+            except OSError:
+                self._why.append("the launcher let go")
+                return
+            # That it changes is what counts: the clock of the machine that holds the file may be another.
+            if touched != self._touched:
+                self._touched, self._beat = touched, time.monotonic()
+        if time.monotonic() - self._beat > lease:
+            self._why.append(f"no heartbeat of the launcher for {lease:g} s")
+        if time.monotonic() - started > limit:
+            self._why.append(f"time limit of {limit:g} s")
+
+    def _pump(self, stream: BinaryIO) -> None:
+        for line in stream:
+            self._log.write(line)
+            self._print(line if line.endswith(b"\n") else line + b"\n")
+
+    def _print(self, line: bytes) -> None:
+        # A dead SSH connection must neither stop the log nor end the job by SIGPIPE; a stuck one is the lease's matter.
+        if self._muted or not self._lock.acquire(timeout=1.0):
+            return
+        try:
+            while line:
+                line = line[os.write(1, line) :]
+        except OSError:
+            self._muted = True
+        finally:
+            self._lock.release()
+
+    def _say(self, event: str, **facts: object) -> None:
+        self._print((MARK + json.dumps({"event": event, **facts}) + "\n").encode())
+
+    def _pass_events(self) -> None:
+        """Passes on the whole lines that the workers have added to their events file."""
+        with contextlib.suppress(FileNotFoundError), (self._folder / "events.jsonl").open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+            lines = text[: text.rfind(b"\n") + 1]
+            self._read += len(lines)
+            for line in lines.splitlines():
+                facts = json.loads(line)
+                if facts["event"] == "worker":
+                    self._workers[facts["pid"]] = facts["rank"]
+                self._print(MARK.encode() + line + b"\n")
+
+    def _sample_memory(self) -> None:
+        for pid, rank in self._workers.items():
+            with contextlib.suppress(OSError, IndexError):  # gone, or a zombie, which has no memory
+                status = Path(f"/proc/{pid}/status").read_text()
+                peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+                self._memory[rank] = max(peak, self._memory.get(rank, 0))
+
+    def _hand_over(self) -> None:
+        """Passes on each rank's stack, where it was told to end, and its result."""
+        for path in sorted(self._folder.glob("stacks/rank*.txt")):
+            text = path.read_text(errors="replace")
+            if text.strip():
+                self._say("stack", rank=int(path.stem[4:]), text=text[-20000:])
+        for path in sorted(self._folder.glob("results/rank*.json")):
+            self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_text()))
+
+    def _end(self, process: subprocess.Popen) -> int:
+        """Ends all descendants: first politely, then for certain; returns how many had to be killed."""
+        if process.poll() is None:
+            self._say("stopping", why=self._why[0])
+            process.terminate()
+        deadline = time.monotonic() + (self._options.grace if self._why else 1.0)
+        while (process.poll() is None or _find_descendants()) and time.monotonic() < deadline:
+            self._pass_events()
+            _reap(process)
+            time.sleep(0.02)
+        killed: set[int] = set()
+        while left := _find_descendants():
+            killed.update(left)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+            _reap(process)
+        process.wait()
+        return len(killed)
+
+
+def _set_process(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _reap(process: subprocess.Popen) -> None:
+    """Buries adopted orphans; the command itself is left to ``process``, which wants its exit status."""
+    if process.poll() is None:
+        return
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _find_descendants() -> list[int]:
+    """Process ids of all living descendants of this process."""
+    children: dict[int, list[int]] = {}
+    for pid, parent, state in _list_processes():
+        if not state.startswith("Z"):
+            children.setdefault(parent, []).append(pid)
+    found, todo = [], [os.getpid()]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _list_processes() -> list[tuple[int, int, str]]:
+    """Process id, parent and state of every process."""
+    found = []
+    if Path("/proc/self").is_dir():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                found.append((int(folder.name), int(parent), state))
+        return found
+    # macOS has no /proc. `ps` lists itself, too, as a child of ours.
+    lister = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,state="], stdout=subprocess.PIPE, text=True)
+    rows = [line.split() for line in lister.communicate()[0].splitlines()]
+    return [(int(pid), int(parent), state) for pid, parent, state, *_ in rows if int(pid) != lister.pid]
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job-folder", required=True, help="where output.log goes and the workers' files lie")
+    parser.add_argument("--lease", type=float, default=6.0, help="seconds without a heartbeat after which all ends")
+    parser.add_argument("--lease-file", help="a file that the launcher touches, in place of standard input")
+    parser.add_argument("--grace", type=float, default=2.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which all ends in any case")
+    parser.add_argument("command", nargs="+")
+    return Supervisor(parser.parse_args()).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,233 @@
+"""What runs around a training script on every rank: keeps its error, shows where it hangs, compares the nodes.
+
+``torchrun … -m lab_utils.launch.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does.
+The rest is for the launcher, which reads the lines of ``events.jsonl`` and the files of ``results/``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import hashlib
+import json
+import os
+import platform
+import runpy
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+
+from lab_utils.launch.outcome import FOLLOWED
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+# Left to itself after it said that it hangs; the launcher ends all ranks long before.
+HANG_EXIT = 75
+MEETING = timedelta(seconds=30)
+
+
+class MismatchError(RuntimeError):
+    """The nodes of a job do not run the same thing."""
+
+
+def main() -> None:
+    """Runs the training script that stands first among the arguments."""
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    rank, folder = int(os.environ["RANK"]), Path(os.environ["LAB_JOB_FOLDER"])
+    _die_with_agent()
+    events = Events(folder / "events.jsonl", rank)
+    stacks = folder / "stacks"
+    stacks.mkdir(parents=True, exist_ok=True)
+    with (stacks / f"rank{rank}.txt").open("w") as file:
+        # torchrun ends a worker with SIGTERM: where it stood then is what tells which rank waited for which.
+        faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
+        events.write("worker", **_introduce())
+        try:
+            call_roll(script)
+            Watch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60"))).start()
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                events.write("error", kind="exit", message=f"SystemExit: {end.code}", traceback="", location="")
+                raise
+        except BaseException as error:
+            _add_parameter_name(error)
+            facts = _describe(error, script)
+            events.write("error", **facts)
+            print(_say_error(facts), file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            # Not by the interpreter's own end: Gloo's threads would be torn down in mid-wait, and abort noisily.
+            os._exit(1)
+    events.write("done")
+
+
+class Events:
+    """Lines of JSON in a file that all ranks of a node append to, each in one write."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self._path, self._rank = path, rank
+
+    def write(self, event: str, **facts: object) -> None:
+        """Adds a line."""
+        line = json.dumps({"event": event, "rank": self._rank, "time": time.time(), **facts}) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+class Watch(threading.Thread):
+    """Notices that the main thread has stood at one instruction for too long once the ranks are connected.
+
+    A rank that waits for another in a collective, a copy from a GPU or a full queue does not move by one instruction;
+    a loop, however slow, does. One single operation that takes longer needs a larger ``hang_timeout``.
+    """
+
+    def __init__(self, events: Events, script: str, seconds: float) -> None:
+        super().__init__(daemon=True, name="hang watch")
+        self._events, self._script, self._seconds = events, script, seconds
+
+    def run(self) -> None:
+        """Watches until the main thread has stood still for too long; then says where, and ends the process."""
+        main, place, since = threading.main_thread().ident, None, time.monotonic()
+        while True:
+            time.sleep(min(1.0, self._seconds / 10))
+            found = _find_place(main)
+            if found != place or not _is_connected():
+                place, since = found, time.monotonic()
+            elif time.monotonic() - since > self._seconds:
+                break
+        stack = traceback.extract_stack(sys._current_frames()[main])
+        own = [number for number, frame in enumerate(stack) if frame.filename == self._script] or [0]
+        text = "".join(traceback.format_list(stack[own[0] :])).replace(self._script, Path(self._script).name)
+        self._events.write("hang", seconds=self._seconds, traceback=text)
+        print(f"this rank has not moved for {self._seconds:g} s:\n{text}", file=sys.stderr, flush=True)
+        time.sleep(8)
+        os._exit(HANG_EXIT)
+
+
+def _find_place(thread: int | None) -> list[tuple[int, int]]:
+    frame, place = sys._current_frames().get(thread), []
+    while frame is not None:
+        place.append((id(frame), frame.f_lasti))
+        frame = frame.f_back
+    return place
+
+
+def _is_connected() -> bool:
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    return bool(distributed and distributed.is_available() and distributed.is_initialized())
+
+
+def call_roll(script: str) -> None:
+    """Compares what the nodes are about to run, over the store through which their agents met.
+
+    torch itself notices only parameters of different shapes; another batch size or another version of the script trains
+    silently, and not what was meant.
+
+    Raises:
+        MismatchError: The nodes differ in script, arguments, number of processes, torch or Python.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch
+    from torch.distributed import TCPStore
+
+    mine = {
+        "node": f"{os.environ.get('LAB_NODE')} ({socket.gethostname()})",
+        "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
+        "arguments": sys.argv[1:],
+        "processes in all": [int(os.environ.get("LAB_WORLD_SIZE", world_size)), world_size],
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+    }
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=MEETING)
+    prefix = f"lab_utils/{os.environ['LAB_JOB_ID']}"
+    store.set(f"{prefix}/{rank}", json.dumps(mine))
+    if rank == 0:
+        others = [json.loads(store.get(f"{prefix}/{other}")) for other in range(world_size)]
+        store.set(f"{prefix}/verdict", json.dumps(find_differences(others)))
+    differences = json.loads(store.get(f"{prefix}/verdict"))
+    if differences:
+        raise MismatchError("; ".join(differences))
+
+
+def find_differences(ranks: list[dict]) -> list[str]:
+    """Names, in words, every fact in which a rank's node differs from that of rank 0, with both nodes' values."""
+    first, found = ranks[0], []
+    for other in ranks:
+        if other["processes in all"][0] != other["processes in all"][1]:
+            wanted, there = other["processes in all"]
+            found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")
+        for fact in ("script", "arguments", "torch", "Python"):
+            if other[fact] != first[fact]:
+                found.append(f"{fact}: {first[fact]} on node {first['node']}, {other[fact]} on node {other['node']}")
+    return list(dict.fromkeys(found))
+
+
+def _introduce() -> dict:
+    facts = {"pid": os.getpid(), "host": socket.gethostname(), "local_rank": int(os.environ["LOCAL_RANK"])}
+    return {**facts, "node": int(os.environ["LAB_NODE"]), "world_size": int(os.environ["WORLD_SIZE"])}
+
+
+def _die_with_agent() -> None:
+    """Asks Linux to end this process when torchrun, which started it, is gone, even by SIGKILL."""
+    if not sys.platform.startswith("linux"):
+        return
+    agent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:  # it died before the request
+        os._exit(1)
+
+
+def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
+    """Leaves out the frames of this file and of runpy, which say nothing about the training script."""
+    start = trace
+    while start is not None and start.tb_frame.f_code.co_filename != script:
+        start = start.tb_next
+    return start
+
+
+def _describe(error: BaseException, script: str) -> dict:
+    text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+    return {
+        "kind": "mismatch" if isinstance(error, MismatchError) else "exception",
+        "message": "".join(traceback.format_exception_only(error)).strip(),
+        # The copy that runs here lies deep in a folder with a hash for a name; the reader knows the script by its own.
+        "traceback": text.replace(script, Path(script).name).rstrip(),
+        "location": f"{Path(script).name}, line {frames[-1].lineno}" if frames else "",
+    }
+
+
+def _say_error(facts: dict) -> str:
+    """The traceback; or, from a rank that only lost the others, one line, which does not hide the first one's."""
+    if not FOLLOWED.search(facts["message"]):
+        return facts["traceback"]
+    return f"{facts['location']}: another rank is gone or does not answer ({facts['message']})"
+
+
+def _add_parameter_name(error: BaseException) -> None:
+    """Adds the parameter's name to DDP's message about different shapes, which has its number only."""
+    if "appears not to match sizes of the same param" not in str(error):
+        return
+    number = int(str(error).partition("params[")[2].partition("]")[0] or -1)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = getattr(frame.f_locals.get("self"), "module", None)
+        if hasattr(module, "named_parameters"):
+            names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+            if 0 <= number < len(names):
+                error.add_note(f"params[{number}] is {names[number]}")
+                return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Draws what several ranks and nodes did: the phases of their steps, how busy they were, and how fast they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lab_utils.plots.style import choose_styles, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# The phases of a step, in its order; the same colours in all labs, and none that DP or DDP has beside them.
+PHASES = {"data": "#CC79A7", "forward": "#56B4E9", "backward": "#D55E00", "step": "#8C6D1F"}
+LABELS = {"backward": "backward, with communication"}
+OTHER_PHASE = "#999999"
+GIB = 2**30
+
+
+def timeline(rows_by_rank: Mapping[int, Iterable[Mapping[str, Any]]], ax: Axes | None = None) -> Axes:
+    """Draws one lane per rank with the phases of its steps.
+
+    Args:
+        rows_by_rank: For each rank what ``timing.Timeline.as_rows`` returned there: phase, step, start and end in
+            seconds.
+        ax: Where to draw.
+
+    Returns:
+        The Axes; x is in milliseconds since the first phase of all began.
+    """
+    lanes = {rank: list(rows) for rank, rows in sorted(rows_by_rank.items())}
+    ax = ax or new_axes(figsize=(7.5, 1.4 + 0.6 * len(lanes)))
+    first = min((row["start"] for rows in lanes.values() for row in rows), default=0.0)
+    found = {row["phase"] for rows in lanes.values() for row in rows}
+    names = [name for name in PHASES if name in found] + sorted(found - PHASES.keys())
+    for name in names:
+        label = LABELS.get(name, name)
+        for lane, rows in enumerate(lanes.values()):
+            spans = [
+                (1e3 * (row["start"] - first), 1e3 * (row["end"] - row["start"]))
+                for row in rows
+                if row["phase"] == name
+            ]
+            colour = PHASES.get(name, OTHER_PHASE)
+            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolors=colour, linewidth=0, label=label)
+            label = None  # one entry in the legend for all lanes
+    ax.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in lanes])
+    ax.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("time in ms since the first phase began")
+    if names:
+        ax.legend(ncols=len(names), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9, handlelength=1)
+    return ax
+
+
+def utilisation(samples: Iterable[Any], ax: Axes | None = None) -> Axes:
+    """Draws how busy each node was over time: its GPUs where it has any, else its cores.
+
+    Of the cores, what the job's own processes took is drawn where that is known: on one machine with two nodes only
+    this tells the nodes apart. The legend says which it is, and the most memory that was in use.
+
+    Args:
+        samples: What ``machine.watch`` collected (:class:`lab_utils.machine.Usage`).
+        ax: Where to draw.
+
+    Returns:
+        The Axes; x is in seconds since the first sample, y in per cent.
+    """
+    ax = ax or new_axes()
+    nodes: dict[str, list[Any]] = {}
+    for sample in samples:
+        nodes.setdefault(sample.node, []).append(sample)
+    first = min((sample.time for seen in nodes.values() for sample in seen), default=0.0)
+    styles = choose_styles(nodes)
+    for name, seen in nodes.items():
+        seconds = [sample.time - first for sample in seen]
+        busy = [100 * _choose_busy(sample) for sample in seen]
+        colour, dashes, _ = styles[name]
+        ax.plot(seconds, busy, color=colour, linestyle=dashes, label=f"{name}: {_describe(seen)}")
+    ax.set(xlabel="time in s", ylabel="busy in %", ylim=(0, 105), xlim=(0, None))
+    if nodes:
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
+    return ax
+
+
+def _choose_busy(sample: Any) -> float:
+    if sample.gpus:
+        return sum(gpu.busy for gpu in sample.gpus) / len(sample.gpus)
+    return sample.busy if sample.job_busy is None else sample.job_busy
+
+
+def _describe(seen: Sequence[Any]) -> str:
+    """Says what a node's line shows, and its memory."""
+    last = seen[-1]
+    if last.gpus:
+        used = max(sum(gpu.memory_bytes for gpu in sample.gpus) for sample in seen) / GIB
+        total = sum(gpu.memory_total for gpu in last.gpus) / GIB
+        what = f"{len(last.gpus)} GPU{'s' if len(last.gpus) > 1 else ''}"
+        return f"{what}, memory up to {used:.1f} of {total:.0f} GiB"
+    whose = "all programs" if last.job_busy is None else "the job's share"
+    what = f"{last.cores:g} cores, {whose}"
+    if last.memory_bytes is None:
+        return f"{what} ({last.how})"
+    used = max(sample.memory_bytes for sample in seen) / GIB
+    return f"{what}; the machine's memory up to {used:.1f} of {last.memory_total / GIB:.0f} GiB"
+
+
+def scaling(
+    speeds: Mapping[str, Sequence[float]],
+    labels: Sequence[str] = ("1 node", "2 nodes"),
+    *,
+    predicted: Mapping[str, Sequence[float | None]] | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draws images per second on one node and on two, a group of bars for each case, and what was predicted.
+
+    Over each bar but the first of a group stands how many times the first one's speed it reaches.
+
+    Args:
+        speeds: For each case, such as a stem, images per second for each of ``labels``.
+        labels: What the bars of a group are.
+        predicted: For each case what was predicted, likewise; a dashed mark. None where nothing was.
+        ax: Where to draw.
+    """
+    ax = ax or new_axes()
+    width = 0.8 / len(labels)
+    colours = ("#7F7F7F", "#009E73", "#5E3C99", "#8C6D1F")  # one process is grey and DDP green, as in all labs
+    mark = "predicted"
+    for column, label in enumerate(labels):
+        places = [group + (column - (len(labels) - 1) / 2) * width for group in range(len(speeds))]
+        heights = [values[column] for values in speeds.values()]
+        ax.bar(places, heights, 0.92 * width, color=colours[column % len(colours)], label=label)
+        for place, height, (case, values) in zip(places, heights, speeds.items(), strict=True):
+            guess = (predicted or {}).get(case, [None] * len(labels))[column]
+            if column:
+                top = max(height, guess or 0)
+                offset = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+                ax.annotate(f"{height / values[0]:.2f}×", (place, top), **offset)
+            if guess is not None:
+                ends = (place - 0.48 * width, place + 0.48 * width)
+                ax.hlines(guess, *ends, colors="black", linestyles="--", linewidth=1.8, label=mark)
+                mark = None
+    ax.set_xticks(range(len(speeds)), list(speeds))
+    ax.grid(axis="x", visible=False)
+    ax.set(ylabel="images per second, all ranks together", ylim=(0, None))
+    ax.margins(y=0.12)
+    ax.set_ylim(bottom=0)
+    ax.legend()
+    return ax

@@ -1,0 +1,71 @@
+"""When each phase of each training step began and ended on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+
+from lab_utils.timing.measure import synchronize
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of one step.
+
+    Args:
+        phase: Its name, such as ``forward``.
+        step: The step that it is part of.
+        start: Seconds since 1970 by this machine's clock.
+        end: The same.
+    """
+
+    phase: str
+    step: int
+    start: float
+    end: float
+
+
+class Timeline:
+    """Records the phases of training steps, one after the other, on the time line that all ranks of a machine share.
+
+    On CUDA the device is synchronised when a phase ends, so that a phase's seconds are its own. This has a cost: the
+    program no longer runs ahead of the device, and the next batch is no longer fetched while the device computes. So a
+    run whose speed counts is made with ``enabled=False``, which costs nothing. On a CPU a phase costs microseconds.
+
+    Clocks of two machines differ, often by milliseconds: compare moments between ranks on one machine only, lengths
+    between any.
+
+    Attributes:
+        step: The step that the next phases belong to; set by the loop.
+
+    Args:
+        device: The device that is synchronised.
+        enabled: Whether anything is recorded.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, enabled: bool = True) -> None:
+        self.step = 0
+        self._device, self._enabled = torch.device(device), enabled
+        self._phases: list[Phase] = []
+        # The offset is taken once: the wall clock may be set while we run, and would make a phase end before it began.
+        self._offset = time.time() - time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Records the block as a phase of the current step; a block that raises is not recorded."""
+        if not self._enabled:
+            yield
+            return
+        start = time.perf_counter()
+        yield
+        synchronize(self._device)
+        end = time.perf_counter()
+        self._phases.append(Phase(name, self.step, self._offset + start, self._offset + end))
+
+    def as_rows(self) -> list[dict[str, object]]:
+        """Returns the phases in the order in which they ended, as dictionaries that JSON can hold."""
+        return [asdict(phase) for phase in self._phases]

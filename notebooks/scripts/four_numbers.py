@@ -1,0 +1,18 @@
+"""Four processes, one number each: every one of them gets the sum. The smallest program for torchrun."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lab_utils import launch
+
+# torchrun has told each process who it is, and where to meet the others. "gloo" talks over the network from a CPU.
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank, node = dist.get_rank(), int(os.environ["LAB_NODE"])
+mine = torch.tensor([rank + 1.0])
+total = mine.clone()
+dist.all_reduce(total)  # every rank has to call this: each waits here until all have come
+launch.report({"rank": rank, "node": node, "had": mine.item(), "has": total.item()})
+dist.destroy_process_group()

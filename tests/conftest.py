@@ -1,0 +1,80 @@
+"""What the tests of several nodes share: hosts, a Slurm cluster, the processes of a job, and a busy machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts, find_missing
+from slurm_cluster import SlurmCluster, find_missing_slurm
+
+
+def _need(missing: str, what: str) -> None:
+    """Skips the test, or fails it where the environment promises that everything is here."""
+    if missing and os.environ.get("LAB_REQUIRE_HOSTS") == "1":
+        pytest.fail(f"LAB_REQUIRE_HOSTS=1, but {what} cannot be made here: {missing}", pytrace=False)
+    if missing:
+        pytest.skip(f"NOT TESTED HERE: {what} cannot be made: {missing}")
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts, n1 and n2, and the launcher's side n0, for the whole session; each test finds them mended."""
+    _need(find_missing(), "hosts out of namespaces")
+    with Hosts() as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _mend_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
+    made = request.getfixturevalue("hosts") if "hosts" in request.fixturenames else None
+    yield
+    if made:
+        made.mend()
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    """A Slurm of two nodes, c1 and c2, on the loopback interface."""
+    _need(find_missing_slurm(), "a Slurm cluster")
+    with SlurmCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def survivors() -> Callable[[str], list[int]]:
+    """A function that finds the living processes of a job, on this machine and on its hosts, by what they inherited."""
+    return find_survivors
+
+
+def find_survivors(job_id: str) -> list[int]:
+    """The process ids, seen from outside the hosts, of all that carries LAB_JOB_ID=job_id; a zombie carries nothing."""
+    wanted, found = f"LAB_JOB_ID={job_id}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+@pytest.fixture(scope="session")
+def busy() -> Callable:
+    """A context that keeps the cores busy with n processes: ``with busy(4): ...``."""
+    return make_busy
+
+
+@contextlib.contextmanager
+def make_busy(count: int) -> Iterator[None]:
+    burn = [sys.executable, "-ISc", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"]
+    burners = [subprocess.Popen(burn) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()

@@ -1,0 +1,356 @@
+"""Slurm nodes: the batch script is readable and safe, the queue is put into words, and a job's end leaves nothing."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from drawn import assert_explains
+
+from lab_utils import LabError
+from lab_utils.launch import submission
+from lab_utils.launch.script import Plan
+from lab_utils.launch.slurm import SlurmLink, cancel, describe_queue, slurm_nodes, start, submit, write_sbatch
+
+HOSTILE = [
+    "two words",
+    "it's",
+    '"q"',
+    "; touch injected",
+    "$(touch injected)",
+    "`touch injected`",
+    "a\nb",
+    "✔ ü",
+    "-x",
+    "",
+]
+SCRIPT = """import os, sys, torch.distributed as dist
+from lab_utils import launch
+dist.init_process_group("gloo")
+launch.report({"rank": dist.get_rank(), "size": dist.get_world_size(), "args": sys.argv[1:], "value": os.environ["ODD"],
+        "node": os.environ["LAB_NODE"], "cwd": os.getcwd(), "interface": os.environ["GLOO_SOCKET_IFNAME"]})
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def plan(tmp_path, root):
+    """A job of two nodes in folders with hostile names, which passes hostile arguments."""
+    base = tmp_path / "it's $(touch injected) ü"
+    (base / "code" / "script").mkdir(parents=True)
+    (base / "code" / "lab_utils").symlink_to(root / "lab_utils")
+    (base / "code" / "script" / "my train.py").write_text(SCRIPT)
+    return Plan(
+        job_id=f"slurm-test-{os.getpid()}",
+        node=0,
+        node_name="slurm0",
+        nodes=2,
+        nproc_per_node=1,
+        python=sys.executable,
+        job_folder=str(base / "job"),
+        code_folder=str(base / "code"),
+        work_folder=str(base / "work folder"),
+        script="my train.py",
+        args=tuple(HOSTILE),
+        address="",
+        head_address="",
+        port=0,
+        threads=1,
+        env={"ODD": "$HOME 'x'\n#SBATCH --nodes=99"},
+    )
+
+
+@pytest.fixture
+def request_two():
+    return slurm_nodes(2)[0].request
+
+
+def write_trivial(folder, body, *options):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "job.sbatch"
+    requests = "".join(f"#SBATCH {option}\n" for option in ("--nodes=2", "--output=slurm-%j.out", *options))
+    path.write_text(f"#!/bin/bash\n{requests}{body}\n")
+    return path
+
+
+def wait_state(job, *states, seconds=30):
+    end = time.monotonic() + seconds
+    while (state := submission.look_up(job)["JobState"]) not in states:
+        assert time.monotonic() < end, f"{state}, not {states}"
+        time.sleep(0.1)
+
+
+def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, request_two, tmp_path):
+    text = write_sbatch(plan, request_two)
+    done = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    requests = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert [line for line in requests if not re.fullmatch(r"#SBATCH --\S+ +# .+", line)] == ["#SBATCH --nodes=99'"], (
+        "the last is data, within quotes"
+    )
+    before, _, after = text.partition("\nexport LAB_JOB_ROOT=")
+    assert "--nodes=2 " in before and "99" not in before
+    assert "#SBATCH --nodes=99" in after, "sbatch reads no requests after the first command"
+    assert max(len(line) for line in text.splitlines() if "/" + tmp_path.name not in line) <= 120
+
+
+def test_the_request_is_written(plan):
+    nodes = slurm_nodes(
+        3, partition="gpu", time_limit="1-02:00:00", extra=["--gpus-per-node=h100:2", "--account=course"]
+    )
+    text = write_sbatch(replace(plan, nodes=3, interface="ib0", port=29511, nproc_per_node=2), nodes[0].request)
+    for option in ("nodes=3", "partition=gpu", "time=1-02:00:00", "gpus-per-node=h100:2", "account=course"):
+        assert re.search(rf"^#SBATCH --{option} +# ", text, re.MULTILINE)
+    for words in ("GLOO_SOCKET_IFNAME=ib0", ":29511", "--nproc-per-node=2", "LAB_WORLD_SIZE=6", "is_host="):
+        assert words in text
+    assert "--master-addr" not in text
+    static = write_sbatch(replace(plan, rank_order="nodes"), nodes[0].request)
+    assert "--master-addr" in static and "is_host" not in static
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"partition": "a b"},
+        {"partition": "a\n#SBATCH --x"},
+        {"partition": ""},
+        {"time_limit": "soon"},
+        {"time_limit": "1:00\nx"},
+        {"extra": ["--gres gpu"]},
+        {"extra": ["-p", "x"]},
+        {"extra": ["--comment='x'"]},
+        {"extra": ["--wrap=$(id)"]},
+        {"extra": ["--x=1\nrm"]},
+        {"count": 0},
+    ],
+    ids=str,
+)
+def test_what_no_quotes_can_protect_is_refused(wish):
+    with pytest.raises(LabError) as caught:
+        slurm_nodes(wish.pop("count", 2), **wish)
+    assert caught.value.fix and "\n" not in caught.value.what
+
+
+def test_nodes_ask_nothing_and_run_helpers_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path))
+    monkeypatch.setattr(submission, "_ask", None)
+    nodes = slurm_nodes(2)
+    assert [node.name for node in nodes] == ["slurm0", "slurm1"]
+    assert nodes[0].request is nodes[1].request
+    assert nodes[0].folder == str(tmp_path / "slurm")
+    out, _ = nodes[0].popen([nodes[0].python, "-c", "print(input())"]).communicate(b"x y\n", timeout=30)
+    assert out == b"x y\n"
+
+
+def test_a_machine_without_slurm_is_explained(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LabError) as caught:
+        submit(write_trivial(tmp_path, ""))
+    assert_explains(caught.value, "sbatch", "login node", "local_nodes")
+
+
+def test_a_job_waits_runs_and_is_cancelled_without_a_trace(slurm, survivors, tmp_path):
+    job_id = f"slurm-trace-{os.getpid()}"
+    # torchrun's workers have sessions of their own, and may ignore SIGTERM.
+    body = (
+        f"export LAB_JOB_ID={job_id}\nsrun --ntasks-per-node=1 bash -c \"trap '' TERM; setsid sleep 600 & sleep 600\""
+    )
+    job = submit(write_trivial(tmp_path, body, "--ntasks-per-node=1", "--begin=now+2"))
+    assert describe_queue(job) == f"Slurm job {job}: PENDING (BeginTime)"
+    wait_state(job, "RUNNING")
+    end = time.monotonic() + 20
+    while len(survivors(job_id)) < 6 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert len(survivors(job_id)) >= 6
+    assert describe_queue(job) == f"Slurm job {job}: RUNNING on c[1-2]"
+    assert cancel(job, seconds=20)
+    assert describe_queue(job).startswith(f"Slurm job {job}: CANCELLED")
+    slurm.wait_empty()
+    assert survivors(job_id) == []
+
+
+def test_what_slurm_refuses_is_explained(slurm, tmp_path):
+    path = write_trivial(tmp_path, "true", "--partition=none")
+    with pytest.raises(LabError) as caught:
+        submit(path)
+    assert_explains(caught.value, "partition", str(path), "sinfo")
+    assert describe_queue(999999) == "Slurm job 999999: GONE"
+
+
+def test_a_notebook_inside_a_job_submits_another_one(slurm, tmp_path, monkeypatch):
+    for name in ("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SECRET_FREE", "kept")
+    body = "srun --ntasks-per-node=1 bash -c 'echo $SLURM_NNODES $SECRET_FREE ${LAB_LEASE:-none}'"
+    job = submit(write_trivial(tmp_path, body, "--ntasks-per-node=1"))
+    wait_state(job, *submission.OVER)
+    assert (tmp_path / f"slurm-{job}.out").read_text() == "2 kept none\n" * 2
+    slurm.wait_empty()
+
+
+def read_all(links):
+    """What the links yield until they end, by node."""
+    got = {link.node: [] for link in links}
+    readers = [threading.Thread(target=lambda link=link: got[link.node].extend(link.lines())) for link in links]
+    for reader in readers:
+        reader.start()
+    return got, readers
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("order", ["address", "nodes"])
+def test_torchrun_runs_on_both_nodes_with_hostile_names_and_arguments(slurm, plan, order, survivors):
+    nodes = slurm_nodes(2, folder=Path(plan.job_folder).parent)
+    said = []
+    text = write_sbatch(replace(plan, rank_order=order), nodes[0].request)
+    links = start(text, Path(plan.job_folder), nodes, say=said.append)
+    assert said[-1].endswith("RUNNING on c[1-2]")
+    got, readers = read_all(links)
+    end = time.monotonic() + 120
+    while any(reader.is_alive() for reader in readers) and time.monotonic() < end:
+        links[0].beat()
+        time.sleep(0.2)
+    assert [link.poll() for link in links] == [0, 0], got
+    assert [link.explain() for link in links] == [None, None]
+    values = {}
+    for node, lines in got.items():
+        events = [json.loads(line[1:]) for line in lines if line.startswith(b"\x1e")]
+        assert events[-1]["event"] == "ended" and events[-1]["returncode"] == 0
+        (values[node],) = (event["value"] for event in events if event["event"] == "result")
+    assert sorted(value["rank"] for value in values.values()) == [0, 1]
+    for index, node in enumerate(nodes):
+        value = values[node.name]
+        assert value["args"] == HOSTILE
+        assert value["value"] == plan.env["ODD"]
+        assert (value["size"], value["node"], value["cwd"]) == (2, str(index), plan.work_folder)
+        assert value["interface"] == "lo"
+        assert order == "address" or value["rank"] == index
+    assert not list(Path(plan.job_folder).parent.rglob("injected"))
+    slurm.wait_empty()
+    assert survivors(plan.job_id) == []
+
+
+def test_by_hand_the_same_script_needs_no_launcher(slurm, plan, tmp_path):
+    folder = Path(plan.job_folder)
+    folder.mkdir()
+    (folder / "job.sbatch").write_text(write_sbatch(plan, slurm_nodes(2)[0].request))
+    by_hand = subprocess.run(["sbatch", "--parsable", "job.sbatch"], cwd=folder, capture_output=True, text=True)
+    job = int(by_hand.stdout)
+    wait_state(job, *submission.OVER, seconds=120)
+    output = (folder / f"slurm-{job}.out").read_text()
+    assert submission.look_up(job)["JobState"] == "COMPLETED", output
+    assert sorted(path.name for path in folder.glob("node*/results/*")) == ["rank0.json", "rank1.json"]
+    assert not list(folder.glob("node*.out"))
+    slurm.wait_empty()
+
+
+@pytest.mark.parametrize("order", ["address", "nodes"])
+def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(hosts, plan, tmp_path, order):
+    """The part of each node on two real-looking hosts; only scontrol and torchrun are stood in for."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text(
+        "#!/bin/sh\n[ $2 = node ] && echo NodeName=$3 NodeAddr=$3 X=1 || printf 'n1\\nn2\\n'\n"
+    )
+    shown = 'import json, os, sys; print(json.dumps([os.environ["GLOO_SOCKET_IFNAME"], sys.argv[1:]]))'
+    (tools / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{shown}' \"$@\"\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    text = write_sbatch(replace(plan, python=str(tools / "python"), rank_order=order), slurm_nodes(2)[0].request)
+    # In place of srun: the same command, on each host in turn.
+    (tmp_path / "job.sbatch").write_text(
+        text.partition("exec srun")[0] + 'bash -c "$(declare -f find_address run_node); run_node"'
+    )
+    for index, node in enumerate(("n1", "n2")):
+        hosts.set_hosts(node, f"127.0.0.1 localhost\n127.0.1.1 {node}\n{hosts.hosts_text}")
+        slurm = {"SLURM_NODEID": index, "SLURM_NNODES": 2, "SLURM_JOB_ID": 12345, "SLURM_JOB_NODELIST": "n[1-2]"}
+        env = ["env", f"PATH={tools}:{os.environ['PATH']}", *(f"{key}={value}" for key, value in slurm.items())]
+        interface, argv = json.loads(hosts.run_on(node, [*env, "bash", str(tmp_path / "job.sbatch")]))
+        assert interface == "eth0"
+        assert f"--local-addr={hosts.address(node)}" in argv
+        assert argv[-len(HOSTILE) :] == HOSTILE
+        head = hosts.address("n1")
+        if order == "address":
+            assert f"--rdzv-endpoint={head}:22345" in argv
+            assert f"--rdzv-conf=is_host={int(index == 0)},join_timeout=60,read_timeout=30" in argv
+        else:
+            assert {f"--master-addr={head}", "--master-port=22345", f"--node-rank={index}"} <= set(argv)
+
+
+def start_sleeper(plan, tail="sleep 600"):
+    """Starts a job whose nodes run a program that would take long."""
+    Path(plan.code_folder, "script", plan.script).write_text(
+        f"import subprocess\nsubprocess.run({shlex.split(tail)!r})"
+    )
+    nodes = slurm_nodes(2, folder=Path(plan.job_folder).parent)
+    text = write_sbatch(plan, nodes[0].request, lease=4)
+    return start(text, Path(plan.job_folder), nodes, say=lambda line: None)
+
+
+def wait_processes(survivors, job_id, count):
+    end = time.monotonic() + 60
+    while len(survivors(job_id)) < count:
+        assert time.monotonic() < end, survivors(job_id)
+        time.sleep(0.1)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("way", ["stop", "kill", "no more beats"])
+def test_the_end_of_the_launcher_is_the_end_of_the_job(slurm, plan, survivors, way):
+    links = start_sleeper(plan)
+    got, readers = read_all(links)
+    beating = time.monotonic() + 60
+    while not all(any(b"started" in line for line in lines) for lines in got.values()):
+        assert time.monotonic() < beating
+        links[1].beat()
+        time.sleep(0.1)
+    wait_processes(survivors, plan.job_id, 6)
+    begin = time.monotonic()
+    if way != "no more beats":
+        for link in links:
+            getattr(link, way)()
+        links[0].beat()
+        assert not (links[0].job.folder / "lease").exists(), "a late heartbeat must not undo the stop"
+    for reader in readers:
+        reader.join(30)
+        assert not reader.is_alive()
+    slurm.wait_empty()
+    assert survivors(plan.job_id) == []
+    assert time.monotonic() - begin < 15
+    assert all(link.poll() for link in links)
+    assert_explains(links[0].explain(), "Slurm job")
+    if way == "stop":
+        assert b"the launcher let go" in b"".join(got["slurm0"])
+
+
+@pytest.mark.drill
+def test_an_interrupt_while_waiting_in_the_queue_cancels_the_job(slurm, plan, tmp_path):
+    nodes = slurm_nodes(2, folder=tmp_path, extra=["--begin=now+600"])
+    said = []
+
+    def interrupt(line):
+        said.append(line)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        start(write_sbatch(plan, nodes[0].request), Path(plan.job_folder), nodes, say=interrupt)
+    assert "PENDING" in said[0]
+    slurm.wait_empty(5)
+
+
+def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
+    body = "echo Something broke >&2; exit 3"
+    job = submission.SlurmJob(submit(write_trivial(tmp_path, body)), tmp_path)
+    link = SlurmLink("slurm0", 0, job)
+    wait_state(job.number, "FAILED")
+    time.sleep(submission.LOOK_SECONDS)
+    assert link.poll() == 3
+    assert_explains(link.explain(), "FAILED", "Something broke", "scontrol show job")
+    assert str(tmp_path / f"slurm-{job.number}.out") in str(link.explain())

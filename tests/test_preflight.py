@@ -1,0 +1,681 @@
+"""The preflight: real probes on nodes of this machine, judged facts, and two hosts with a network between them."""
+
+import ast
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from lab_utils import LabError
+from lab_utils.launch import __main__ as launch_main
+from lab_utils.launch import probe, routes
+from lab_utils.launch.__main__ import main
+from lab_utils.launch.facts import hash_tree
+from lab_utils.launch.local import LocalNode, local_nodes
+from lab_utils.launch.preflight import Preflight, check_nodes, judge_clocks
+from lab_utils.launch.ssh import ssh_nodes
+from lab_utils.launch.talk import ask_once, make_program
+from lab_utils.launch.verdicts import MIB, Verdict, Wanted, judge_disk, judge_facts, judge_gpus, judge_versions
+
+LISTEN = """import socket, time
+listener = socket.socket()
+listener.bind(("", 0))
+listener.listen()
+print(listener.getsockname()[1], flush=True)
+time.sleep(60)"""
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+VERSIONS = {
+    "python": "3.11.7",
+    "program": "/usr/bin/python3",
+    "torch": "2.14.1+cu130",
+    "cuda": "13.0",
+    "nccl": "2.30.7",
+}
+SETTLED = {"versions": VERSIONS, "disk": {"folder": "/f", "free": 2**40, "files": 9, "writable": True, "shm": 2**30}}
+SETTLED |= {"gpus": {"gpus": [], "apps": []}, "system": {"host": "h", "machine": "m"}, "own": ["10.0.0.1"]}
+
+
+@dataclass(frozen=True)
+class Odd(LocalNode):
+    """A node on this machine with settings of its own, or whose programs are run by others, such as ``sleep 60``."""
+
+    env: dict = field(default_factory=dict)
+    before: tuple = ()
+    instead: tuple = ()
+    cwd: str | None = None
+
+    def popen(self, argv):
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = self.instead or (*self.before, *argv)
+        return subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, **self.env}, cwd=self.cwd)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    return local_nodes(2, folder=tmp_path / "nodes")
+
+
+@pytest.fixture
+def start():
+    """Starts Python programs, and ends them with the test; returns when one has printed its first line."""
+    started = []
+
+    def run(code: str, **env: str) -> tuple[subprocess.Popen, str]:
+        process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **env}, stdout=subprocess.PIPE)
+        started.append(process)
+        return process, process.stdout.readline().decode().strip()
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def look(nodes, **options) -> Preflight:
+    """A preflight without jobs that others, and other tests, run on this machine meanwhile."""
+    found = check_nodes(nodes, **options)
+    own = tuple(v for v in found.verdicts if v.check != "jobs" or "job preflight-" in v.found)
+    return replace(found, verdicts=own)
+
+
+def make_odd(node: LocalNode, **settings) -> Odd:
+    """The same node, but odd."""
+    return Odd(**{**vars(node), **settings})
+
+
+def find(found: Preflight, check: str, node: str = "") -> list[Verdict]:
+    return [verdict for verdict in found.verdicts if verdict.check == check and node in verdict.node]
+
+
+def test_a_healthy_pair_is_green_within_two_seconds(pair):
+    results = [look(pair) for _ in range(3)]
+    for found in results:
+        assert found.ok, found
+        assert not [verdict for verdict in found.verdicts if verdict.state != "ok"], found
+        found.raise_if_red()
+    assert min(found.seconds for found in results) <= 2
+    found = results[0]
+    assert found.addresses == {"node0": "127.0.0.1", "node1": "127.0.0.2"}
+    assert found.interfaces == {"node0": "lo", "node1": "lo"}
+    assert 20000 <= found.port <= 32767
+    assert all(abs(offset) < 0.5 for offset in found.offsets.values())
+    assert {"address", "network", "port", "versions", "disk", "GPUs", "clock"} == {v.check for v in found.verdicts}
+    assert f"node0 on port {found.port}" in str(found)
+
+
+def test_the_probe_is_small_and_plain():
+    program = make_program()
+    assert len(program) < 100_000
+    tree = ast.parse(program, feature_version=(3, 9))
+    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {name.partition(".")[0] for name in modules} <= sys.stdlib_module_names
+
+
+def test_the_probe_ends_with_its_launcher(pair):
+    process = pair[0].popen([sys.executable, "-c", make_program()])
+    process.stdin.write(b'{"do": "clock"}\n')
+    process.stdin.flush()
+    assert json.loads(process.stdout.readline()[1:])["time"] == pytest.approx(time.time(), abs=1)
+    process.stdin.close()
+    assert process.wait(2) == 0
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_nothing_that_a_node_prints_or_has_lying_about_disturbs(pair, tmp_path):
+    (tmp_path / "random.py").write_text("raise SystemExit('not this one')")
+    noise = ("sh", "-c", 'echo "{} welcome"; echo "motd" >&2; exec "$@"', "sh")
+    found = look([make_odd(pair[0], before=noise), make_odd(pair[1], cwd=str(tmp_path))])
+    assert found.ok, found
+
+
+def test_a_port_that_a_stranger_holds_is_named_with_its_process(pair, start):
+    process, port = start(LISTEN)
+    found = look(pair, port=int(port))
+    (verdict,) = find(found, "port")
+    assert verdict.state == "red"
+    assert f"port {port} is held by" in verdict.found
+    assert f"pid {process.pid}" in verdict.found
+    assert "import socket" in verdict.found
+    assert "port=None" in verdict.fix
+    assert len(found.reds) == 1
+    with pytest.raises(LabError) as caught:
+        found.raise_if_red()
+    assert port in caught.value.what
+    assert process.poll() is None
+
+
+def test_a_port_that_a_leftover_of_ours_holds_comes_with_the_command_that_stops_it(pair, start):
+    _, port = start(LISTEN, LAB_JOB_ID="preflight-left")
+    (verdict,) = find(look(pair, port=int(port)), "port")
+    assert "preflight-left" in verdict.cause
+    assert verdict.fix == "python -m lab_utils.launch stop preflight-left"
+
+
+def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
+    left, _ = start(STUBBORN, LAB_JOB_ID="preflight-a")
+    another, _ = start(STUBBORN, LAB_JOB_ID="preflight-ab")
+    stranger, _ = start(STUBBORN)
+    found = look(pair)
+    assert {v.fix for v in find(found, "jobs")} == {
+        f"python -m lab_utils.launch stop {job}" for job in ("preflight-a", "preflight-ab")
+    }
+    assert len(find(found, "jobs")) == 2, "two nodes on one machine report a process once"
+    assert f"pid {left.pid}" in str(found)
+    assert not find(look(pair, job_id="preflight-a"), "jobs", "preflight-a ")
+    assert main(["jobs"]) == 0
+    assert f"preflight-a  pid {left.pid}" in capsys.readouterr().out
+    started = time.monotonic()
+    assert main(["stop", "preflight-a"]) == 0
+    assert time.monotonic() - started < 4
+    assert "1 process(es) of preflight-a ended" in capsys.readouterr().out
+    assert left.wait(1) == -signal.SIGKILL
+    assert another.poll() is None
+    assert stranger.poll() is None
+    assert main(["stop", "preflight-a"]) == 0
+    assert "no process of preflight-a runs" in capsys.readouterr().out
+
+
+def test_a_job_that_somebody_watches_is_a_note(pair, start, tmp_path):
+    script = tmp_path / "supervisor.py"
+    script.write_text("import time; print('up', flush=True); time.sleep(60)")
+    code = f"import os, sys; os.execv(sys.executable, [sys.executable, {str(script)!r}, '--'])"
+    start(code, LAB_JOB_ID="preflight-s")
+    (verdict,) = find(look(pair), "jobs")
+    assert verdict.state == "note"
+    assert "job preflight-s still runs here" in verdict.found
+
+
+def test_a_polite_leftover_is_asked_first(pair, start):
+    polite, _ = start("import time; print('up', flush=True); time.sleep(60)", LAB_JOB_ID="preflight-p")
+    (answer,) = ask_once(pair[:1], {"do": "stop_job", "id": "preflight-p"}).values()
+    assert answer == {"stopped": [polite.pid], "left": []}
+    assert polite.wait(1) == -signal.SIGTERM
+
+
+def test_an_interface_that_is_not_there_is_red_and_the_others_are_listed(pair):
+    found = look([replace(pair[0], interface="eth9", address=None), pair[1]])
+    (verdict,) = found.reds
+    assert verdict.node == "node0"
+    assert "interface eth9 is not there; there are: " in verdict.found
+    assert "lo 127.0.0.1" in verdict.found
+    assert found.addresses["node1"] == "127.0.0.2", "the rest was looked at all the same"
+
+
+def test_an_address_that_no_interface_has_is_red(pair):
+    found = look([replace(pair[0], address="203.0.113.7"), pair[1]])
+    assert "203.0.113.7 is on no interface" in find(found, "address", "node0")[0].found
+
+
+def test_another_torch_is_red_with_a_table(pair, tmp_path):
+    (tmp_path / "other" / "torch").mkdir(parents=True)
+    (tmp_path / "other" / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+    text = "__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\n"
+    (tmp_path / "other" / "torch" / "version.py").write_text(text)
+    found = look([pair[0], make_odd(pair[1], env={"PYTHONPATH": str(tmp_path / "other")})])
+    (verdict,) = found.reds
+    assert verdict.found.startswith("torch is not the same on all nodes")
+    assert re.search(r"\n  node1  Python \S+, torch 2.9.0\+cpu, no CUDA", verdict.found)
+    assert re.search(r"\n  node0  Python \S+, torch 2.1", verdict.found)
+
+
+def test_versions_that_differ():
+    def judge(gpus=(), **other):
+        both = {"n1": {**SETTLED, "gpus": {"gpus": list(gpus), "apps": []}}, "n2": {"versions": {**VERSIONS, **other}}}
+        return [(verdict.state, verdict.found.split()[0]) for verdict in judge_versions(both)]
+
+    assert {state for state, _ in judge()} == {"ok"}
+    assert {state for state, _ in judge(python="3.11.9")} == {"ok"}
+    assert judge(python="3.12.1") == [("red", "Python")]
+    assert judge(nccl="2.27.0") == [("note", "NCCL")], "without a GPU NCCL is not used"
+    assert judge(gpus=[["0", "H100", "1", "80000"]], nccl="2.27.0") == [("red", "NCCL")]
+    assert judge(torch="2.14.1+cpu", cuda=None) == [("note", "CUDA")]
+    assert judge(torch=None, cuda=None, nccl=None)[0] == ("red", "/usr/bin/python3")
+
+
+def write_pack(folder: Path, digest: str, *, arrays: tuple[str, ...] = ("a.npy",)) -> Path:
+    pack = folder / "packed" / "shapes10"
+    pack.mkdir(parents=True)
+    manifest = {"classes": ["x"], "sha256": {"a.npy": digest}, "source": {"words": str(folder)}}
+    (pack / "manifest.json").write_text(json.dumps(manifest))
+    for name in arrays:
+        (pack / name).touch()
+    return folder
+
+
+def test_data_has_to_be_the_same_on_all_nodes(pair, tmp_path):
+    one, same = write_pack(tmp_path / "1", "aa"), write_pack(tmp_path / "2", "aa")
+    other, cut = write_pack(tmp_path / "3", "bb"), write_pack(tmp_path / "4", "aa", arrays=())
+
+    def check(folder, **options):
+        nodes = [replace(pair[0], data=str(one)), replace(pair[1], data=str(folder))]
+        return find(look(nodes, data_file="packed/shapes10/manifest.json", **options), "data", "node1")[0]
+
+    assert check(same).state == "ok", "where and when a pack was made does not matter"
+    assert check(other).state == "red"
+    assert "not that of the other nodes" in check(other).found
+    assert "a.npy is missing" in check(cut).found
+    missing = check(tmp_path / "none")
+    assert missing.state == "red"
+    assert "copy_data=True" in missing.fix
+    assert check(tmp_path / "none", copy_data=True).state == "ok"
+
+
+def test_code_that_was_changed_on_a_node_is_red(pair):
+    first, second = (Path(node.folder, "code") for node in pair)
+    (first / "draft").mkdir(parents=True)
+    (first / "draft" / "train.py").write_text("print(1)\n")
+    name = hash_tree(first / "draft")
+    (first / "draft").rename(first / name)
+    (first / name / "__pycache__").mkdir()
+    (first / name / "__pycache__" / "train.pyc").touch()
+    found = look(pair, bundle=name)
+    assert [verdict.state for verdict in find(found, "code")] == ["ok", "ok"]
+    assert "will be copied" in find(found, "code", "node1")[0].found
+    (second / name).mkdir(parents=True)
+    (second / name / "train.py").write_text("print(2)\n")
+    found = look(pair, bundle=name)
+    assert find(found, "code", "node0")[0].state == "ok"
+    (verdict,) = found.reds
+    assert (verdict.node, verdict.check) == ("node1", "code")
+    assert f"rm -r -- {second / name}" in verdict.fix
+
+
+def test_clocks():
+    slow, fine = judge_clocks({"n1": (-3.5, 0.01)}), judge_clocks({"n1": (3.0, 2.5), "n2": (0.0, 0.0)})
+    assert (slow[0].state, slow[0].found) == ("note", "the clock is 3.5 s behind the launcher's")
+    assert [verdict.state for verdict in fine] == ["ok", "ok"], "a slow answer is no wrong clock"
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "words"),
+    [
+        ({"shm": 8 * MIB}, "note", "8 MiB of shared memory"),
+        ({"shm": 64 * MIB}, "ok", "free"),
+        ({"shm": None}, "ok", "free"),
+        ({"free": 100 * MIB}, "red", "100 MiB free"),
+        ({"files": 0}, "red", "no file can be added"),
+        ({"writable": False}, "red", "cannot be written"),
+    ],
+)
+def test_disks_and_shared_memory(change, state, words):
+    verdict = judge_disk("n1", {"disk": {**SETTLED["disk"], **change}}, Wanted())[-1]
+    assert verdict.state == state
+    assert words in verdict.found
+    assert "num_workers=0" in verdict.fix or "shm" not in change or state == "ok"
+
+
+def test_a_full_disk_is_red_before_anything_is_copied(pair, small_disk):
+    found = look([pair[0], replace(pair[1], folder=str(small_disk / "not" / "there"))])
+    assert [(verdict.node, verdict.check) for verdict in found.reds] == [("node1", "disk")]
+    assert not (small_disk / "not").exists(), "a preflight changes nothing"
+
+
+def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(
+        '#!/bin/sh\ncase "$1" in *gpu=*) echo "0, NVIDIA H100, 900, 81559";;'
+        f' *) echo "{os.getpid()}, python, 700"; echo "77, other, 200";; esac\n'
+    )
+    smi.chmod(0o755)
+    path = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    found = look([pair[0], make_odd(pair[1], env=path)], nproc_per_node=2)
+    texts = [verdict.found for verdict in find(found, "GPUs", "node1")]
+    assert texts[0] == "1 GPU(s) for 2 processes: gloo on the CPU will be used"
+    assert texts[1] == f"this notebook's own kernel (pid {os.getpid()}) holds 700 MiB"
+    assert texts[2] == "pid 77 (other) holds 200 MiB"
+    assert found.ok
+    smi.write_text('#!/bin/sh\necho "Failed to initialize NVML: Driver/library version mismatch"; exit 18\n')
+    (verdict,) = find(look([make_odd(pair[1], env=path)]), "gpus")
+    assert "Driver/library version mismatch" in verdict.cause
+
+
+def test_a_gpu_that_others_fill_and_one_that_torch_cannot_use():
+    found = {**SETTLED, "gpus": {"gpus": [["0", "H100", "70000", "81559"]], "apps": []}}
+    (verdict,) = judge_gpus("n1", found, Wanted())
+    assert "70000 of 81559 MiB in use" in verdict.found
+    found = {**found, "versions": {**VERSIONS, "cuda": None}}
+    assert "cannot use" in judge_gpus("n1", found, Wanted())[0].found
+
+
+def test_a_node_that_could_find_nothing_out_costs_nobody_a_verdict():
+    verdicts = judge_facts({"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data_file="x"), jobs={"n1": [], "n2": []})
+    gaps = [verdict.check for verdict in verdicts if verdict.node == "n1"]
+    assert gaps == ["versions", "disk", "gpus", "code", "data"]
+    assert {verdict.state for verdict in verdicts} <= {"ok", "note"}
+    network = routes.Network({"n1": None, "n2": None}, {"n1": {}, "n2": SETTLED}, False)
+    assert routes.judge_names(network, {})[0].state == "note"
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (("sleep", "60"), "did not answer within"),
+        (("sh", "-c", "echo no luck >&2; exit 3"), "A program could not be run on node1."),
+        (("sh", "-c", "exec 0<&- 1>&-; sleep 60"), "A program could not be run on node1."),
+        (("/nonexistent/program",), "A program could not be run on node1."),
+    ],
+)
+def test_a_node_that_does_not_answer_is_red_in_time_and_the_others_are_judged(pair, program, words):
+    third = replace(local_nodes(3)[2], folder=pair[0].folder)
+    started = time.monotonic()
+    found = look([pair[0], make_odd(pair[1], instead=program), third])
+    assert time.monotonic() - started <= 10
+    (verdict,) = found.reds
+    assert (verdict.node, verdict.check) == ("node1", "node")
+    assert words in verdict.found
+    assert verdict.fix
+    assert {verdict.check for verdict in found.verdicts if "node2" in verdict.node} >= {
+        "address",
+        "network",
+        "disk",
+        "versions",
+        "clock",
+    }
+    assert "node1" not in found.addresses
+    assert not [p for p in Path("/proc").glob("[0-9]*/stat") if _is_child_sleep(p)]
+
+
+def _is_child_sleep(stat: Path) -> bool:
+    try:
+        name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+    except OSError:
+        return False
+    return name == "sleep" and rest.split()[1] == str(os.getpid()) and rest.split()[0] != "Z"
+
+
+def test_a_node_that_hangs_while_it_is_started_does_not_hold_the_others_up(pair):
+    class Slow(Odd):
+        def popen(self, argv):
+            time.sleep(4)
+            return super().popen(argv)
+
+    found = look([pair[0], Slow(**vars(pair[1]))], timeout=3)
+    assert found.seconds < 4
+    assert [verdict.node for verdict in found.reds] == ["node1"]
+    time.sleep(4 - found.seconds + 1)  # its program comes too late, and is ended at once
+    assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "LIFETIME"], capture_output=True).stdout == b""
+
+
+HOSTILE = "<script>alert('n')</script>&\x1b[31m\nroot"
+
+
+def test_a_hostile_name_is_only_text():
+    verdict = Verdict(HOSTILE, "names", "red", f"{HOSTILE} is odd", HOSTILE, f"rm {HOSTILE}")
+    found = Preflight((verdict, replace(verdict, state="ok")), {}, {}, 1, 0.1, {})
+    page = found._repr_html_()
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(&#x27;n&#x27;)" in page
+    assert "\x1b" not in page + str(found)
+    with pytest.raises(LabError) as caught:
+        found.raise_if_red()
+    assert "\x1b" not in str(caught.value)
+
+
+def test_the_table_shows_red_first_and_wraps(pair):
+    green = Verdict("n1", "disk", "ok", "much room")
+    red = Verdict("n2", "disk", "red", "word " * 60 + "\n  n1  3.11\n  n2  3.12", "cause", "python -m x " + "y" * 150)
+    found = Preflight((green, replace(green, node="n3"), red, red), {}, {}, 1, 0.1, {})
+    page, text = found._repr_html_(), str(found)
+    assert page.index("word word") < page.index("much room")
+    assert page.index("python -m x") < page.index("much room")
+    assert text.splitlines()[0].split() == ["[ok]", "n1,", "n3", "disk", "much", "room"]
+    assert all(len(line) <= 118 for line in text.splitlines() if "yyy" not in line)
+    assert "y" * 150 in text, "a command is not broken"
+    assert re.search(r"\n +n1  3.11\n +n2  3.12\n", text)
+    assert text.endswith("Preflight: 2 red; 0.1 s.")
+    with pytest.raises(LabError) as caught:
+        found.raise_if_red()
+    assert len(caught.value.what) <= 120
+    assert caught.value.what.endswith("(+ 1 more)")
+    assert "n1  3.11; n2  3.12" in caught.value.where
+
+
+def make_network(**changes) -> routes.Network:
+    """Two hosts that both have docker0, and reach each other by eth0."""
+    facts, reached, listening = {}, {}, {}
+    for number, name in enumerate(("n1", "n2"), start=1):
+        interfaces = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": [f"10.0.0.{number}"]}
+        facts[name] = {"interfaces": interfaces, "system": {"host": name}, "own": [f"10.0.0.{number}"]}
+        listening[name] = {"any": {"172.17.0.1": 40000, f"10.0.0.{number}": 40001}, "port": {}}
+    listening["n1"] |= {"port": {"172.17.0.1": 29500, "10.0.0.1": 29500}, "chosen": 29500, "busy": None}
+    for source, target, address in (("n1", "n2", "10.0.0.2"), ("n2", "n1", "10.0.0.1")):
+        reached[source] = {routes.name_target(target, address, kind): "ok" for kind in ("any", "port")}
+        reached[source] |= {routes.name_target(target, "172.17.0.1", kind): "stranger" for kind in ("any", "port")}
+    node = LocalNode("n1", "/f", None, None)
+    names = {"n1": {"n2": ["10.0.0.2"]}, "n2": {"n1": ["10.0.0.1"]}}
+    base = {"facts": facts, "one_machine": False, "listening": listening, "reached": reached, "names": names}
+    return routes.Network(**{"nodes": {"n1": node, "n2": replace(node, name="n2")}, **base, **changes})
+
+
+def choose(network: routes.Network) -> dict:
+    return {name: routes.choose_address(network, name) for name in network.facts}
+
+
+def test_docker0_is_not_mistaken_for_the_other_host():
+    network = make_network()
+    assert choose(network) == {"n1": "10.0.0.1", "n2": "10.0.0.2"}
+    assert choose(make_network(reached={})) == choose(network), "also where nobody reaches anybody"
+    assert routes.find_interface(network, "n1", "10.0.0.1") == "eth0"
+    (verdict,) = routes.judge_routes(network, choose(network), seconds=2)
+    assert verdict.state == "ok"
+    assert "n1 on port 29500" in verdict.found
+
+
+def test_of_two_networks_the_one_that_works_is_chosen():
+    network = make_network()
+    network.facts["n2"]["interfaces"] = {"eth0": ["192.168.7.7"], "eth1": ["10.0.0.2"]}
+    assert choose(network)["n2"] == "10.0.0.2"
+    assert routes.judge_address(network, "n2", "10.0.0.2").found == "10.0.0.2 on eth1"
+
+
+def test_only_who_knows_the_token_is_the_node(start):
+    port = probe.open_listener("127.0.0.1", 0, "secret")
+    assert probe.reach("127.0.0.1", port, "secret", 1.0) == "ok"
+    assert probe.reach("127.0.0.1", port, "another", 1.0) == "stranger"
+    _, silent = start(LISTEN)
+    assert probe.reach("127.0.0.1", int(silent), "secret", 0.3) == "stranger"
+
+
+def test_the_rendezvous_port_can_be_taken_at_once_afterwards(pair):
+    found = look(pair)
+    with socket.socket() as listener:  # without SO_REUSEADDR: no connection may be left on it
+        listener.bind(("", found.port))
+
+
+def test_only_one_port_open_says_so():
+    network = make_network()
+    network.reached["n2"][routes.name_target("n1", "10.0.0.1", "any")] = "dropped"
+    (verdict,) = routes.judge_routes(network, choose(network), seconds=2)
+    assert verdict.node == "n2 → n1"
+    assert "port 40001: no answer in 2.0 s (dropped); port 29500 is open. n1 reaches n2." in verdict.found
+    assert "all TCP from 10.0.0.2 on n1" in verdict.fix
+
+
+@pytest.mark.parametrize(
+    ("address", "count"), [("8.8.8.8", 1), ("10.0.0.1", 0), ("192.168.1.1", 0), ("100.64.0.1", 0), ("127.0.0.1", 0)]
+)
+def test_a_public_address_is_warned_of(address, count):
+    verdicts = routes.judge_public(make_network(), {"n1": address})
+    assert len(verdicts) == count
+    assert all("PUBLIC" in verdict.found and "encrypt" in verdict.cause for verdict in verdicts)
+
+
+def test_hosts_with_one_name_are_noted():
+    network = make_network()
+    network.facts["n2"]["system"]["host"] = "n1"
+    assert "n2 has the same host name, n1" in routes.judge_names(network, choose(network))[0].found
+
+
+def test_the_command_line(capsys, start, monkeypatch):
+    monkeypatch.setattr(launch_main, "check_nodes", look)
+    assert main(["preflight", "--local", "2"]) == 0
+    assert "Preflight: all is well" in capsys.readouterr().out
+    _, port = start(LISTEN)
+    assert main(["preflight", "--local", "2", "--port", port]) == 1
+    assert "[red]" in capsys.readouterr().out
+    assert main(["preflight", "--local", "2", "--interface", "eth9"]) == 1
+    assert "interface eth9 is not there" in capsys.readouterr().out
+    assert main(["preflight", "n1", "--local", "2"]) == 1
+    assert "do not go together" in capsys.readouterr().err
+
+
+def test_python_m_works_anywhere(tmp_path, root):
+    command = [sys.executable, "-m", "lab_utils.launch", "jobs"]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (child.returncode, child.stderr) == (0, "")
+
+
+@pytest.fixture
+def remote(hosts, tmp_path):
+    """n1 and n2 over SSH."""
+    made = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
+    yield made
+    made[0].close()
+
+
+def time_check(nodes, **options) -> Preflight:
+    started = time.monotonic()
+    found = look(nodes, **options)
+    assert found.seconds <= time.monotonic() - started <= 10
+    return found
+
+
+@pytest.mark.drill
+def test_two_hosts_are_green_in_two_seconds(remote, hosts):
+    found = min((time_check(remote) for _ in range(3)), key=lambda found: found.seconds)
+    assert found.ok, found
+    assert found.seconds <= 2
+    assert found.addresses == {node: hosts.address(node) for node in ("n1", "n2")}
+    assert found.interfaces == {"n1": "eth0", "n2": "eth0"}
+
+
+@pytest.mark.drill
+def test_the_own_name_on_the_loopback_is_a_note(remote, hosts):
+    hosts.set_hosts("n1", "127.0.0.1 localhost\n127.0.1.1 n1\n")
+    found = time_check(remote)
+    assert found.ok, found
+    (verdict,) = find(found, "names", "n1")
+    assert verdict.state == "note"
+    assert "its own name n1 stands for 127.0.1.1 (/etc/hosts)" in verdict.found
+    assert "n2's name n2 stands for nothing" in verdict.found
+    assert "--local-addr" in verdict.cause
+    assert f'"{hosts.address("n1")} n1"' in verdict.fix
+    assert found.addresses["n1"] == hosts.address("n1")
+
+
+@pytest.mark.drill
+def test_a_firewall_in_one_direction_is_named(remote, hosts):
+    hosts.drop("n1", "n2", new=True)
+    found = time_check(remote)
+    (verdict,) = found.reds
+    assert (verdict.node, verdict.check) == ("n1 → n2", "network")
+    assert f"n1 does not reach n2 at {hosts.address('n2')}, any port: no answer" in verdict.found
+    assert "n2 reaches n1." in verdict.found
+    assert f"from {hosts.address('n1')} on n2" in verdict.fix
+
+
+@pytest.mark.drill
+def test_a_firewall_in_both_directions_is_named_twice(remote, hosts):
+    hosts.drop("n1", "n2", new=True)
+    hosts.drop("n2", "n1", new=True)
+    assert [verdict.node for verdict in time_check(remote).reds] == ["n1 → n2", "n2 → n1"]
+
+
+@pytest.mark.drill
+def test_a_closed_rendezvous_port_and_open_others(remote, hosts):
+    hosts.drop("n2", "n1", 29517)
+    (verdict,) = time_check(remote, port=29517).reds
+    assert verdict.node == "n2 → n1"
+    assert "port 29517: no answer" in verdict.found
+    assert "is open" in verdict.found
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("how", "words"), [("tcp-reset", "any port: refused"), ("icmp-admin-prohibited", "any port: No route to host")]
+)
+def test_a_firewall_that_refuses_says_so(remote, hosts, how, words):
+    rule = ["INPUT", "-s", hosts.address("n1"), "-p", "tcp", "-j", "REJECT", "--reject-with", how]
+    hosts.run_on("n2", ["iptables", "-w", "-I", *rule])
+    try:
+        (verdict,) = [verdict for verdict in time_check(remote).reds if verdict.node == "n1 → n2"]
+    finally:
+        hosts.run_on("n2", ["iptables", "-w", "-D", *rule])
+    assert words in verdict.found
+    assert "firewall" in verdict.cause
+
+
+@pytest.mark.drill
+def test_a_host_that_is_off_and_one_without_a_name(remote, hosts, monkeypatch):
+    assert time_check(remote).ok
+    hosts.crash("n2")
+    found = time_check(remote)
+    assert [verdict.node for verdict in found.reds] == ["n2"]
+    assert find(found, "address", "n1")[0].state == "ok"
+    # Inside n0, for ssh's own words.
+    monkeypatch.setenv("PATH", f"{hosts.tools}:{os.environ['PATH']}")
+    unknown = ssh_nodes(["n1", "n7"], config=hosts.inner_config, python=sys.executable, folder="/node/labs")
+    (verdict,) = time_check(unknown).reds
+    unknown[0].close()
+    assert verdict.node == "n7"
+    assert "n7 is not known on this machine" in verdict.found
+    assert "/etc/hosts" in verdict.found
+    assert "IP address" in verdict.fix
+
+
+@pytest.mark.drill
+def test_a_leftover_on_another_host_is_stopped_there_alone(remote, hosts, survivors, capsys):
+    env = ["env", "LAB_JOB_ID=preflight-far", "sleep", "60"]
+    far = [remote[0].popen(env), remote[1].popen(env)]
+    config = ["--config", str(hosts.ssh_config), "--python", sys.executable, "--folder", "/node/labs"]
+    while len(survivors("preflight-far")) < 2:
+        time.sleep(0.05)
+    (seen,) = ask_once(local_nodes(1), {"do": "jobs", "id": "preflight-far"}).values()
+    assert seen == {"jobs": []}, "what runs in a container is not its host's"
+    fixes = [verdict.fix for verdict in find(time_check(remote), "jobs")]
+    assert fixes == [f"python -m lab_utils.launch stop preflight-far {node}" for node in ("n1", "n2")]
+    assert main(["stop", "preflight-far", "n1", *config]) == 0
+    assert len(survivors("preflight-far")) == 1
+    assert main(["stop", "preflight-far", "n1", "n2", *config]) == 0
+    assert "n1: no process of preflight-far runs\nn2: 1 process(es) of preflight-far ended" in capsys.readouterr().out
+    assert survivors("preflight-far") == []
+    for process in far:
+        process.communicate(timeout=10)
+
+
+@pytest.mark.drill
+def test_the_interface_that_works_is_offered_for_a_wrong_one(remote, hosts):
+    found = time_check([replace(node, interface="eth9") for node in remote])
+    assert [verdict.fix for verdict in found.reds] == ['interface="eth0"'] * 2
+    assert f"eth0 {hosts.address('n1')}" in found.reds[0].found
+
+
+@pytest.mark.drill
+def test_a_bridge_that_both_hosts_have_is_passed_over(remote, hosts):
+    for node in ("n1", "n2"):
+        hosts.run_on(node, ["ip", "link", "add", "docker0", "type", "bridge"])
+        hosts.run_on(node, ["ip", "addr", "add", "172.17.0.1/16", "dev", "docker0"])
+        hosts.run_on(node, ["ip", "link", "set", "docker0", "up"])
+    try:
+        found = time_check(remote)
+        given = time_check([replace(node, interface="docker0") for node in remote])
+    finally:
+        for node in ("n1", "n2"):
+            hosts.run_on(node, ["ip", "link", "del", "docker0"])
+    assert found.ok, found
+    assert found.interfaces == {"n1": "eth0", "n2": "eth0"}
+    assert {verdict.check for verdict in given.reds} == {"network"}
+    assert "a bridge such as docker0" in given.reds[0].cause
+    assert "leave interface= and address= away" in given.reds[0].fix

@@ -1,0 +1,51 @@
+"""The timeline: what each row says, that its clock only goes forward, and what it costs when it is off."""
+
+import json
+import time
+
+import pytest
+
+from lab_utils.timing import Timeline
+
+
+def test_each_phase_is_a_row_with_its_step_on_the_clock_of_the_day():
+    timeline, before = Timeline(), time.time()
+    for step in range(2):
+        timeline.step = step
+        with timeline.phase("forward"):
+            time.sleep(0.02)
+        with timeline.phase("backward"):
+            time.sleep(0.01)
+    rows = timeline.as_rows()
+    assert [(row["phase"], row["step"]) for row in rows] == [(p, s) for s in range(2) for p in ("forward", "backward")]
+    moments = [moment for row in rows for moment in (row["start"], row["end"])]
+    assert moments == sorted(moments)
+    assert before - 0.01 <= moments[0] and moments[-1] <= time.time() + 0.01
+    assert all(row["end"] - row["start"] >= (0.02 if row["phase"] == "forward" else 0.01) for row in rows)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_phase_end_before_it_began(monkeypatch):
+    timeline = Timeline()
+    with timeline.phase("step"):
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+    (row,) = timeline.as_rows()
+    assert row["end"] >= row["start"] > 1e9
+
+
+def test_a_block_that_raises_is_no_phase_and_its_error_is_seen():
+    timeline = Timeline()
+    with pytest.raises(ValueError, match="mine"), timeline.phase("data"):
+        raise ValueError("mine")
+    assert timeline.as_rows() == []
+
+
+def test_the_device_is_synchronised_at_the_end_of_each_phase_and_never_when_off(monkeypatch):
+    calls = []
+    monkeypatch.setattr("lab_utils.timing.timeline.synchronize", lambda device: calls.append(str(device)))
+    for enabled in (True, False):
+        timeline = Timeline("cuda:1", enabled=enabled)
+        with timeline.phase("forward"):
+            assert calls == ["cuda:1"] * (not enabled)
+        assert len(timeline.as_rows()) == enabled
+    assert calls == ["cuda:1"]

@@ -1,0 +1,187 @@
+"""Watching nodes: what is seen of real load, whose load it is, and that nothing is left behind."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from lab_utils import LabError, machine
+from lab_utils.machine import sampler
+
+BURN = """
+import sys, time
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    pass
+"""
+linux = pytest.mark.skipif(not sampler.PROC.joinpath("stat").exists(), reason="only Linux has /proc")
+
+
+@dataclass
+class Node:
+    name: str
+    python: str = sys.executable
+    started: list = None
+
+    def popen(self, argv):
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        if self.started is not None:
+            self.started.append(process)
+        return process
+
+
+def burn(seconds, **environment):
+    return subprocess.Popen([sys.executable, "-c", BURN, str(seconds)], env={**os.environ, **environment})
+
+
+def mean(samples, field):
+    return sum(getattr(sample, field) for sample in samples) / len(samples)
+
+
+@linux
+def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
+    with machine.watch([Node("left"), Node("right")], every=0.2) as seen:
+        while len({sample.node for sample in seen.samples}) < 2:
+            time.sleep(0.02)
+        start = time.time()
+        processes = [burn(2.0, LAB_JOB_ID="a", LAB_NODE="0"), burn(2.0)]  # the second is nobody's
+        for process in processes:
+            process.wait()
+        end = time.time()
+    assert seen.problems == {}
+    during = [sample for sample in seen.samples if start + 0.5 < sample.time < end]
+    left, right = ([sample for sample in during if sample.node == name] for name in ("left", "right"))
+    assert len(left) >= 4 and len(right) >= 4
+    core = 1 / left[0].cores
+    assert 0.4 * core < mean(left, "job_busy") < 1.3 * core
+    assert mean(right, "job_busy") == 0
+    # What all programs take is the whole machine's on both.
+    assert mean(left, "busy") > 1.2 * mean(left, "job_busy") or core == 1
+    assert mean(right, "busy") == pytest.approx(mean(left, "busy"), abs=0.25)
+    assert all(0 < sample.memory_bytes < sample.memory_total for sample in during)
+    assert [sample.time for sample in left] == sorted(sample.time for sample in left)
+
+
+def test_nothing_runs_on_after_the_block_not_even_after_an_error():
+    node = Node("one", started=[])
+    with pytest.raises(RuntimeError, match="the job"), machine.watch([node], every=0.1) as seen:
+        while not seen.samples:
+            time.sleep(0.02)
+        raise RuntimeError("the job")
+    assert [process.returncode for process in node.started] == [0]
+
+
+@linux
+def test_the_sampler_ends_when_the_watching_process_is_killed(tmp_path):
+    code = (
+        "import subprocess, sys, time\n"
+        "from lab_utils import machine\n"
+        "class Node:\n"
+        "    name, python = 'n', sys.executable\n"
+        "    def popen(self, argv):\n"
+        "        p = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True)\n"
+        "        print(p.pid, flush=True)\n"
+        "        return p\n"
+        "with machine.watch([Node()], every=0.1):\n"
+        "    time.sleep(60)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(child.stdout.readline())
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _is_alive(pid):
+        time.sleep(0.05)
+    assert not _is_alive(pid)
+
+
+def _is_alive(pid):
+    try:
+        text = sampler.PROC.joinpath(str(pid), "stat").read_text()
+    except OSError:
+        return False
+    return text.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_node_that_cannot_be_watched_is_named_and_the_others_go_on():
+    nodes = [Node("gone", python="/nowhere/python"), Node("broken", python="/bin/false"), Node("well")]
+    with machine.watch(nodes, every=0.1) as seen:
+        while not seen.samples:
+            time.sleep(0.02)
+    assert set(seen.problems) == {"gone", "broken"}
+    assert {sample.node for sample in seen.samples} == {"well"}
+
+
+def test_a_login_that_greets_does_no_harm(tmp_path):
+    greeter = tmp_path / "python"
+    greeter.write_text(f'#!/bin/sh\necho "Welcome to node1"\necho "{{}}"\nexec {sys.executable} "$@"\n')
+    greeter.chmod(0o755)
+    with machine.watch([Node("one", python=str(greeter))], every=0.1) as seen:
+        while not seen.samples:
+            time.sleep(0.02)
+    assert seen.problems == {}
+
+
+@linux
+def test_gpus_are_read_from_nvidia_smi_and_a_job_has_those_that_it_may_see(tmp_path, monkeypatch):
+    smi, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
+    lines = "0, GPU-aa, 97, 1024, 81920\n1, GPU-bb, 50, 2048, 81920\n2, GPU-cc, [N/A], 1, 2\n"
+    smi.write_text(f"#!/bin/sh\necho \"$@\" > {asked}\nwhile true; do printf '{lines}'; sleep 0.1; done\n")
+    smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = burn(30, LAB_JOB_ID="a", LAB_NODE="1", CUDA_VISIBLE_DEVICES="GPU-bb")
+    try:
+        with machine.watch([Node("zero"), Node("one")], every=0.1) as seen:
+            deadline = time.monotonic() + 20
+            while {sample.node for sample in seen.samples if sample.gpus} != {"zero", "one"}:
+                assert time.monotonic() < deadline, seen
+                time.sleep(0.02)
+    finally:
+        job.kill()
+        job.wait()
+    last = {sample.node: sample for sample in seen.samples if sample.gpus}
+    assert [gpu.index for gpu in last["zero"].gpus] == [0, 1]
+    assert last["one"].gpus == (machine.GpuUsage(1, 0.5, 2048 * 2**20, 81920 * 2**20),)
+    assert asked.read_text().split() == [
+        f"--query-gpu={sampler.GPU_FIELDS}",
+        "--format=csv,noheader,nounits",
+        "-lms=100",
+    ]
+
+
+def test_without_proc_it_is_the_load_average_and_says_so(monkeypatch):
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 0.0, 0.0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    line = {"time": 1.0, **sampler.read_load(), "gpus": []}
+    usage = machine.usage._parse("mac", json.loads(json.dumps(line)))
+    assert (usage.busy, usage.job_busy, usage.memory_bytes) == (0.25, None, None)
+    assert "load average" in usage.how
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"), [("200000 100000\n", 2.0), ("max 100000\n", float("inf")), ("", float("inf"))]
+)
+def test_a_container_s_quota_counts(tmp_path, text, cores):
+    (tmp_path / "cpu.max").write_text(text)
+    assert sampler.read_quota(tmp_path / "cpu.max") == cores
+    assert sampler.read_quota(tmp_path / "none") == float("inf")
+
+
+def test_an_interval_that_measures_nothing_is_refused():
+    with pytest.raises(LabError, match=r"0\.05 s"), machine.watch([], every=0.01):
+        pass
+
+
+def test_the_sampler_needs_the_standard_library_only():
+    program = (
+        "import sys; import runpy; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if 'lab_utils' in m])"
+    )
+    command = [sys.executable, "-S", "-c", program, sampler.__file__]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
