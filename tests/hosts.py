@@ -92,8 +92,8 @@ class Hosts:
         self._dirty = False
 
     def __enter__(self) -> Hosts:
-        STATE.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked():
+            STATE.mkdir(mode=0o700, parents=True, exist_ok=True)
             _clear_leftovers()
             number = next(k for k in range(1000) if not (STATE / f"{os.getpid()}-{k}").exists())
             self.state = STATE / f"{os.getpid()}-{number}"

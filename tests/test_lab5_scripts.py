@@ -51,7 +51,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(scripts, images, tmp_path_factory):
     def run(name, *arguments, batch_size, world_size=1, kill_at=None, epochs=EPOCHS, disks=None):
-        """Runs a script in as many processes as asked for, each in a folder of its own, and returns what it reported."""
+        """Runs a script in as many processes as asked for, each in its own folder, and returns what each reported."""
         folder = tmp_path_factory.mktemp("job")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

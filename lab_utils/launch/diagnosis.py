@@ -56,13 +56,17 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
             return _describe_lost(story, part.name)
         if part.ended and part.ended["why"].startswith("time limit"):
             return Failure("limit", f"The job ran into its {part.ended['why']}.", fix="a larger limit=, or less work")
-    bad = [part for part in story.nodes.values() if part.ended is None or part.ended["returncode"]]
+    followed = [part for part in story.nodes.values() if not part.by_hand]
+    bad = [part for part in followed if part.ended is None or part.ended["returncode"]]
+    # One that was told to end (srun tells all when one has failed) is not the one that failed.
+    bad.sort(key=lambda part: bool(part.ended and part.ended["why"]))
     return _describe_torchrun(story, bad[0].name) if bad else None
 
 
 def _describe_rank(story: Story, error: dict, errors: list[dict]) -> Failure:
     rank, kind, message = error["rank"], error["kind"], error["message"]
     cause, fix = _look_up(f"{message}\n{error['traceback']}")
+    cause, fix = error.get("cause") or cause, error.get("fix") or fix
     if kind == "signal" and error["code"] == -9:
         peak = story.memory.get(rank)
         size = f"; its memory had reached {peak / 2**20:,.0f} MiB" if peak else ""

@@ -7,24 +7,22 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab_utils import LabError, env_folder
 from lab_utils.files import write_atomically
-from lab_utils.launch.bundle import Bundle, collect_files, send
+from lab_utils.launch import slurm
+from lab_utils.launch.bundle import Bundle, collect_files
 from lab_utils.launch.diagnosis import diagnose
-from lab_utils.launch.local import LocalNode
-from lab_utils.launch.nodes import Link, Node, PipeLink
+from lab_utils.launch.nodes import Node
 from lab_utils.launch.outcome import JobError, JobResult
 from lab_utils.launch.plans import make_plans
 from lab_utils.launch.preflight import Preflight, check_nodes
 from lab_utils.launch.run import Run
 from lab_utils.launch.script import Plan, write_script
+from lab_utils.launch.start import copy_all, start_links
 from lab_utils.launch.story import Story
-
-LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
 
 
 @dataclass
@@ -45,7 +43,7 @@ class TorchrunJob:
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
             "nodes": on the first of the list (torchrun's static rendezvous).
         files: Other files that the script imports or reads beside itself.
-        dataset: Name of the data set, whose pack the preflight compares between the nodes; None skips that.
+        dataset: Folder in ``LAB_DATA/packed`` of the data set, which the preflight compares; None skips that.
         copy_data: Whether to copy that pack from this machine to the nodes that lack it.
     """
 
@@ -73,6 +71,13 @@ class TorchrunJob:
         if self.rank_order not in ("address", "nodes"):
             fix = "rank_order='address'"
             raise LabError(f"There is no rank order {self.rank_order!r:.40}.", where="TorchrunJob", fix=fix)
+        if len({node.name for node in self.nodes}) < len(self.nodes):
+            fix = "name each node once; several processes on one node are nproc_per_node"
+            raise LabError("A node of this job is in the list twice.", where=self.nodes[0].name, fix=fix)
+        if callable(self.script):
+            fix = "put it into a file (%%writefile train.py on a cell's first line) and give the file's name"
+            cause = "the nodes start Python anew, where nothing of this notebook exists"
+            raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
         self.script = Path(self.script).resolve()
         self._preflight: Preflight | None = None
         self._stop = threading.Event()
@@ -91,6 +96,9 @@ class TorchrunJob:
         Returns:
             The verdicts; a notebook shows them as a table.
         """
+        if self._on_slurm:
+            self._preflight = slurm.check_queue(self.nodes)
+            return self._preflight
         self._preflight = check_nodes(
             self.nodes,
             port=self.port,
@@ -108,19 +116,21 @@ class TorchrunJob:
         The nodes are asked first where an address is not known.
 
         Returns:
-            One path per node, in the order of ``nodes``.
+            One path per node, in the order of ``nodes``; on Slurm one batch script.
 
         Raises:
             LabError: A value cannot be in a script, or a node that has to be asked does not answer.
         """
+        plans = self._plan(self._collect())
+        if self._on_slurm:
+            texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes, limit=self.limit)}
+        else:
+            texts = {f"node{plan.node}.sh": write_script(plan) for plan in plans}
         self.folder.mkdir(parents=True, exist_ok=True)
-        paths = []
-        for plan in self._plan(self._collect()):
-            path = self.folder / f"node{plan.node}.sh"
-            with write_atomically(path, mode=0o755) as file:
-                file.write(write_script(plan).encode(errors="surrogateescape"))
-            paths.append(path)
-        return paths
+        for name, text in texts.items():
+            with write_atomically(self.folder / name, mode=0o755) as file:
+                file.write(text.encode(errors="surrogateescape"))
+        return [self.folder / name for name in texts]
 
     def run(
         self,
@@ -146,6 +156,9 @@ class TorchrunJob:
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
         started = time.monotonic()
         seconds = {}
+        if unknown := set(by_hand) - {node.name for node in self.nodes}:
+            fix = f"by_hand takes names of {', '.join(node.name for node in self.nodes)[:80]}"
+            raise LabError(f"No node of this job is called {min(unknown)[:60]!r}.", where="by_hand", fix=fix)
         try:
             if not force or self._preflight is None:
                 checked = self._preflight or self.preflight()
@@ -154,7 +167,6 @@ class TorchrunJob:
                     checked.raise_if_red()
                 say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
             self.write()
-            self._copy()
             result = self._follow(say, by_hand, seconds)
         finally:
             self._preflight = None
@@ -170,41 +182,29 @@ class TorchrunJob:
     def _collect(self) -> Bundle:
         return collect_files(self.script, tuple(Path(path).resolve() for path in self.files))
 
+    @property
+    def _on_slurm(self) -> bool:
+        return isinstance(self.nodes[0], slurm.SlurmNode)
+
     def _plan(self, bundle: Bundle) -> list[Plan]:
         """What the script of each node says; asks the nodes first where an address or the port is not known."""
-        if self._preflight is None and (self.port is None or any(node.address is None for node in self.nodes)):
+        if (
+            self._preflight is None
+            and not self._on_slurm
+            and (self.port is None or any(node.address is None for node in self.nodes))
+        ):
             self.preflight()
         return make_plans(self, bundle.hash, self._preflight)
-
-    def _copy(self) -> None:
-        """Copies the script and the package, and the data where asked, to all nodes at once."""
-        bundle = self._collect()
-        data = f"packed/{self.dataset}" if self.dataset and self.copy_data else ""
-
-        def copy(index: int) -> None:
-            node, script = self.nodes[index], f"node{index}.sh"
-            folders = {
-                f"code/{bundle.hash}": bundle.files,
-                f"jobs/{self.id}": {script: (self.folder / script).read_bytes()},
-            }
-            if data and not isinstance(node, LocalNode):
-                folders[f"data/{data}"] = env_folder("LAB_DATA", "data") / data
-            send(node, folders, timeout=None if data else 60.0)
-
-        with ThreadPoolExecutor(len(self.nodes)) as pool:
-            list(pool.map(copy, range(len(self.nodes))))
 
     def _follow(self, say: Callable[[str], None], by_hand: Sequence[str], seconds: dict[str, float]) -> JobResult:
         started = time.monotonic()
         bundle = self._collect()
         plans = self._plan(bundle)
-        links = {}
-        story = Story([node.name for node in self.nodes], [plan.address for plan in plans])
-        for node, plan in zip(self.nodes, plans, strict=True):
-            if node.name in by_hand:
-                say(f"on {node.name}, start by hand: bash {plan.job_folder}/node{plan.node}.sh")
-            else:
-                links[node.name] = self._start(node, plan)
+        copy_all(self, bundle)
+        story = Story([node.name for node in self.nodes], [plan.address or "" for plan in plans])
+        for name in by_hand:
+            story.nodes[name].by_hand = True
+        links = start_links(self, plans, by_hand=by_hand, say=say)
         run = Run(
             links,
             story,
@@ -229,13 +229,3 @@ class TorchrunJob:
             folder=self.folder,
             lines=tuple(run.lines),
         )
-
-    def _start(self, node: Node, plan: Plan) -> Link:
-        """Starts the node's script under a supervisor there, which ends it when this process is gone."""
-        supervisor = f"{plan.code_folder}/lab_utils/launch/supervisor.py"
-        options = [f"--job-folder={plan.job_folder}", f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}"]
-        command = ["bash", f"{plan.job_folder}/node{plan.node}.sh"]
-        # The id in the environment is what tells this job's processes from all others, on every node.
-        identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
-        limit = f"--limit={self.limit}"
-        return PipeLink(node, [*identity, node.python, "-I", "-u", supervisor, *options, limit, "--", *command])

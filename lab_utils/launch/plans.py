@@ -51,7 +51,7 @@ def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Pla
             args=tuple(str(argument) for argument in job.args),
             address=addresses[node.name],
             head_address=addresses[names[0]],
-            port=found.port if found else job.port,
+            port=job.port or (found.port if found else 0),
             interface=interfaces[node.name],
             threads=_share_cores(job, node),
             join_timeout=job.join_timeout,

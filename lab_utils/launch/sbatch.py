@@ -54,7 +54,7 @@ class SlurmRequest:
 
 
 def write_sbatch(
-    plan: Plan, request: SlurmRequest, *, lease: float = 30.0, grace: float = 2.0, limit: float = 3600.0
+    plan: Plan, request: SlurmRequest, *, lease: float = 8.0, grace: float = 2.0, limit: float = 3600.0
 ) -> str:
     """Returns the text of a batch script, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
 

@@ -11,10 +11,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab_utils import LabError, env_folder
+from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
-from lab_utils.launch.submission import LOOK_SECONDS, OVER, SlurmJob, cancel, describe_queue, submit
+from lab_utils.launch.script import Plan
+from lab_utils.launch.submission import (
+    LOOK_SECONDS,
+    OVER,
+    SlurmJob,
+    cancel,
+    describe_queue,
+    judge_queue,
+    list_partitions,
+    submit,
+)
+from lab_utils.launch.verdicts import Verdict, judge_error
 
 __all__ = ["SlurmLink", "SlurmNode", "cancel", "describe_queue", "slurm_nodes", "start", "submit", "write_sbatch"]
+
+SCRIPT = "job.sbatch"
+# The supervisors open the launcher's file anew at each look, upon which a shared file system asks for its true age.
+LEASE_SECONDS = 8.0
 
 
 @dataclass(frozen=True)
@@ -84,12 +100,31 @@ def slurm_nodes(
     ]
 
 
-def start(text: str, folder: Path, nodes: Sequence[SlurmNode], *, say: Callable[[str], None]) -> list[SlurmLink]:
-    """Writes ``job.sbatch``, submits it, waits for its turn, and returns one link per node, in order.
+def check_queue(nodes: Sequence[SlurmNode]) -> Preflight:
+    """Looks whether Slurm is here and has as many nodes as asked for; the nodes themselves are chosen later.
+
+    What is compared between hosts before a job on SSH (versions, code) is compared on Slurm when the ranks meet.
+    """
+    started, request = time.monotonic(), nodes[0].request
+    try:
+        state, found = judge_queue(list_partitions(request.partition), request.count)
+        fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses" if state == "red" else ""
+        verdict = Verdict("Slurm", "queue", state, found, "another partition was meant" if fix else "", fix)
+    except LabError as error:
+        verdict = judge_error("Slurm", error)
+    return Preflight((verdict,), {}, {}, 0, time.monotonic() - started, {})
+
+
+def write(plan: Plan, nodes: Sequence[SlurmNode], *, limit: float) -> str:
+    """Returns the text of the batch script of a job."""
+    return write_sbatch(plan, nodes[0].request, lease=LEASE_SECONDS, limit=limit)
+
+
+def start(plan: Plan, nodes: Sequence[SlurmNode], *, say: Callable[[str], None]) -> list[SlurmLink]:
+    """Submits ``job.sbatch``, waits for its turn, and returns one link per node, in order.
 
     Args:
-        text: From `write_sbatch`; its plan's ``job_folder`` is ``folder``.
-        folder: The folder of this job, on the shared file system.
+        plan: Its ``job_folder``, on the shared file system, holds the script.
         nodes: From `slurm_nodes`.
         say: Is told each change of its place in the queue.
 
@@ -97,11 +132,10 @@ def start(text: str, folder: Path, nodes: Sequence[SlurmNode], *, say: Callable[
         LabError: Slurm does not take the job.
         KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.sbatch").write_bytes(text.encode(errors="surrogateescape"))
+    folder = Path(plan.job_folder)
     lease = folder / "lease"
     lease.touch()
-    job = SlurmJob(submit(folder / "job.sbatch", lease=lease), folder)
+    job = SlurmJob(submit(folder / SCRIPT, lease=lease), folder)
     said = ""
     try:
         while job.state in ("PENDING", "CONFIGURING", "UNKNOWN"):

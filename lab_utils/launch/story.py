@@ -22,12 +22,14 @@ class NodeStory:
     """One node's part.
 
     Attributes:
-        joined: Whether its workers have started.
+        joined: Whether its workers have started, all of them.
         ended: What the supervisor said at its end; None while it runs, and for ever where it was lost.
         gone: Whether the link has ended.
         refusal: Why it ended, where the supervisor had not said that it ends.
         tail: The last lines of torchrun itself.
         started: Whether the supervisor itself has started.
+        ranks: Of the workers that have started.
+        by_hand: Whether the learner starts it, so that nothing is heard of it.
     """
 
     name: str
@@ -38,6 +40,8 @@ class NodeStory:
     gone: bool = False
     refusal: LabError | None = None
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+    ranks: set[int] = field(default_factory=set)
+    by_hand: bool = False
 
 
 class Story:
@@ -102,7 +106,6 @@ class Story:
             self.memory |= {int(rank): size for rank, size in event["memory"].items()}
 
     def _read_worker(self, part: NodeStory, event: dict) -> None:
-        part.joined = True
         rank = event["rank"]
         if rank in self.ranks and self.ranks[rank].pid != event["pid"] and self.errors:
             # A new attempt: what went wrong before was mended by starting anew.
@@ -112,6 +115,8 @@ class Story:
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
         self.pids[event["pid"]] = rank
+        part.ranks.add(rank)
+        part.joined = len(part.ranks) >= event["processes"]
 
     @property
     def joined(self) -> bool:

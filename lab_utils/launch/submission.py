@@ -43,6 +43,32 @@ def submit(path: Path, *, lease: Path | None = None) -> int:
     return int(done.stdout.strip().split(";")[0])  # "12;cluster" where there are several
 
 
+def list_partitions(partition: str | None) -> list[tuple[str, bool, int, str]]:
+    """Returns, per partition and state of nodes: its name, whether it is up, how many nodes, and their state.
+
+    Raises:
+        LabError: Slurm is not here, or does not answer.
+    """
+    only = [f"--partition={partition}"] if partition else []
+    done = _ask("sinfo", "--noheader", "--format=%P|%a|%D|%t", *only)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["sinfo gave no reason"])[-1]
+        fix = "ask who runs the cluster; sinfo shows when it is back"
+        raise LabError("Slurm does not answer.", where="sinfo", cause=said[:300], fix=fix)
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
+    return [(name, up == "up", int(count), state) for name, up, count, state in rows]
+
+
+def judge_queue(rows: list[tuple[str, bool, int, str]], count: int) -> tuple[str, str]:
+    """Says whether the partitions have ``count`` nodes: "ok", "note" (the job will wait) or "red", and what there is."""
+    # A state's last character may say more, such as * for a node that does not answer.
+    usable = [(number, state) for _, up, number, state in rows if up and state in ("idle", "mix", "alloc", "comp")]
+    there, idle = sum(number for number, _ in usable), sum(number for number, state in usable if state == "idle")
+    names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
+    found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
+    return ("red" if there < count else "note" if idle < count else "ok"), found
+
+
 def describe_queue(job: int) -> str:
     """Returns in words how a job stands: state, reason, nodes."""
     facts = look_up(job)

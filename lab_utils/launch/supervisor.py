@@ -102,7 +102,9 @@ class Supervisor:
         lease, limit = self._options.lease, self._options.limit
         if self._options.lease_file:
             try:
-                touched = Path(self._options.lease_file).stat().st_mtime_ns
+                # Opened, since a shared file system may answer for an unopened file from its memory.
+                with Path(self._options.lease_file).open() as file:
+                    touched = os.fstat(file.fileno()).st_mtime_ns
             except OSError:
                 self._why.append("the launcher let go")
                 return

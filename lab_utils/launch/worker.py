@@ -175,7 +175,7 @@ def find_differences(ranks: list[dict]) -> list[str]:
 
 def _introduce() -> dict:
     facts = {"pid": os.getpid(), "host": socket.gethostname(), "local_rank": int(os.environ["LOCAL_RANK"])}
-    return {**facts, "node": int(os.environ["LAB_NODE"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    return {**facts, "node": int(os.environ["LAB_NODE"]), "processes": int(os.environ["LOCAL_WORLD_SIZE"])}
 
 
 def _die_with_agent() -> None:
@@ -199,12 +199,17 @@ def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
 def _describe(error: BaseException, script: str) -> dict:
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
+    message, line = "".join(traceback.format_exception_only(error)).strip(), frames[-1].lineno if frames else None
+    if isinstance(error, SyntaxError) and error.filename == script:
+        message, line = f"{type(error).__name__}: {error.msg}", error.lineno
     return {
         "kind": "mismatch" if isinstance(error, MismatchError) else "exception",
-        "message": "".join(traceback.format_exception_only(error)).strip(),
+        "message": message,
         # The copy that runs here lies deep in a folder with a hash for a name; the reader knows the script by its own.
-        "traceback": text.replace(script, Path(script).name).rstrip(),
-        "location": f"{Path(script).name}, line {frames[-1].lineno}" if frames else "",
+        "traceback": text.replace(script, Path(script).name).replace(f"{Path(script).parents[1]}/", "").rstrip(),
+        "location": f"{Path(script).name}, line {line}" if line else "",
+        # What our own errors (LabError) know of themselves.
+        **{name: str(getattr(error, name)) for name in ("cause", "fix") if getattr(error, name, None)},
     }
 
 

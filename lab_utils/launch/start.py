@@ -1,0 +1,75 @@
+"""Copies to the nodes what they lack and starts a supervisor on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from lab_utils import env_folder
+from lab_utils.launch import slurm
+from lab_utils.launch.bundle import Bundle, send
+from lab_utils.launch.local import LocalNode
+from lab_utils.launch.nodes import Link, Node, PipeLink
+from lab_utils.launch.script import Plan
+
+if TYPE_CHECKING:
+    from lab_utils.launch.job import TorchrunJob
+
+# Together less than the ten seconds within which nothing of a job may outlive its launcher.
+LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
+
+
+def copy_all(job: TorchrunJob, bundle: Bundle) -> None:
+    """Copies the scripts and the package, and the data where asked, to all nodes at once.
+
+    Raises:
+        LabError: A node was not reached, or its disk is full.
+    """
+    data = f"packed/{job.dataset}" if job.dataset and job.copy_data else ""
+    scripts = {path.name: path.read_bytes() for path in job.folder.glob("*") if path.suffix in (".sh", ".sbatch")}
+
+    def copy(node: Node) -> None:
+        folders = {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}
+        if data and not isinstance(node, LocalNode):
+            folders[f"data/{data}"] = env_folder("LAB_DATA", "data") / data
+        send(node, folders, timeout=None if data else 60.0)
+
+    # Slurm's nodes share one folder.
+    nodes = job.nodes[:1] if isinstance(job.nodes[0], slurm.SlurmNode) else job.nodes
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        list(pool.map(copy, nodes))
+
+
+def start_links(
+    job: TorchrunJob, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Link]:
+    """Starts the script of every node but those that are started by hand; returns the links by node.
+
+    Raises:
+        LabError: A node could not be started; those that were are ended.
+    """
+    if isinstance(job.nodes[0], slurm.SlurmNode):
+        return {link.node: link for link in slurm.start(plans[0], job.nodes, say=say)}
+    links = {}
+    try:
+        for node, plan in zip(job.nodes, plans, strict=True):
+            if node.name in by_hand:
+                say(f"on {node.name}, start by hand: bash {plan.job_folder}/node{plan.node}.sh")
+            else:
+                links[node.name] = _start(node, plan, limit=job.limit)
+    except BaseException:
+        for link in links.values():
+            link.stop()
+        raise
+    return links
+
+
+def _start(node: Node, plan: Plan, *, limit: float) -> Link:
+    """Starts a node's script under a supervisor there, which ends it when this process is gone."""
+    supervisor = f"{plan.code_folder}/lab_utils/launch/supervisor.py"
+    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={limit}"]
+    # The id in the environment is what tells this job's processes from all others, on every node.
+    identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
+    program = [node.python, "-I", "-u", supervisor, f"--job-folder={plan.job_folder}", *bounds]
+    return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}/node{plan.node}.sh"])

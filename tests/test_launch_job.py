@@ -1,0 +1,338 @@
+"""A job on two nodes of this machine: results, output, scripts by hand, and every way in which it is refused."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from drawn import assert_explains
+from jobs import TROUBLE, Heard, assert_gone, find_port, run_badly
+
+from lab_utils import LabError, launch
+from lab_utils.launch import TorchrunJob, local_nodes
+from lab_utils.launch.worker import find_differences
+
+HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "it's; touch canary", "a\nb", "*", "", "é✔", "-c"]
+REPORT = """
+import json, os, sys, helper
+import torch, torch.distributed as dist
+from lab_utils import launch
+dist.init_process_group("gloo")
+order = [None] * dist.get_world_size()
+dist.all_gather_object(order, os.environ["LAB_NODE"])
+launch.report("an earlier call")
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "LAB_DATA", "COLOUR", "GLOO_SOCKET_IFNAME"]
+env = {name: os.environ.get(name) for name in names}
+launch.report({"args": sys.argv[1:], "env": env, "helper": helper.VALUE, "cwd": os.getcwd(), "order": order,
+               "name": __name__, "file": os.path.basename(__file__)})
+print("hello from", os.environ["RANK"])
+print("a word to stderr", file=sys.stderr)
+dist.destroy_process_group()
+"""
+SHORT = 'import sys; from lab_utils import launch; launch.report(sys.argv[1:]); print("done")'
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def run(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return run
+
+
+def hand_start(path, **env):
+    """Runs a node's script as a learner does, with bash in a terminal."""
+    process = subprocess.Popen(
+        ["bash", str(path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **env}
+    )
+    return process
+
+
+def end(process):
+    with process:
+        try:
+            return process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+
+
+def test_two_nodes_with_two_processes_each(write, runs):
+    """Ranks go by address, though the meeting point is on the node that stands first in the list."""
+    write("lib/helper.py", "VALUE = 42")
+    script, heard = write("my script; $(touch canary).py", REPORT), Heard()
+    nodes = local_nodes(2)[::-1]
+    job = TorchrunJob(
+        script,
+        HOSTILE,
+        nodes=nodes,
+        nproc_per_node=2,
+        env={"COLOUR": "deep blue"},
+        files=[script.parent / "lib/helper.py"],
+    )
+    job_id, folder = job.id, job.folder
+    result = job.run(show=heard)
+
+    assert result.ok and result.failure is None and result.restarts == ()
+    assert [value["env"]["RANK"] for value in result.results] == list("0123")
+    for rank, value in enumerate(result.results):
+        assert value["args"] == HOSTILE
+        assert value["name"] == "__main__" and value["file"] == script.name
+        assert value["helper"] == 42
+        assert value["order"] == ["1", "1", "0", "0"]  # node0, with the lower address, is the second of the list
+        assert value["cwd"] == f"{runs}/nodes/node{rank // 2}/work"
+        env = value["env"]
+        assert (env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank % 2), "4")
+        assert (env["COLOUR"], env["GLOO_SOCKET_IFNAME"]) == ("deep blue", "lo")
+        assert env["LAB_DATA"] == os.environ["LAB_DATA"]
+        assert env["OMP_NUM_THREADS"] == "1"
+
+    assert [(rank.rank, rank.local_rank, rank.node) for rank in result.ranks] == [
+        (0, 0, "node0"),
+        (1, 1, "node0"),
+        (2, 0, "node1"),
+        (3, 1, "node1"),
+    ]
+    assert [rank.address for rank in result.ranks[1:3]] == ["127.0.0.1", "127.0.0.2"]
+    assert len({rank.pid for rank in result.ranks}) == 4
+    who = next(line for line in heard.lines if line.startswith("all nodes joined"))
+    for rank in result.ranks:
+        assert f"rank {rank.rank} on {rank.node} ({rank.address}, process {rank.pid})" in who
+        assert f"[rank {rank.rank}] hello from {rank.rank}" in heard.lines
+        assert f"[rank {rank.rank}] a word to stderr" in heard.lines
+    assert set(result.lines) <= set(heard.lines)
+
+    assert result.folder == folder == runs / "jobs" / job_id
+    assert sorted(path.name for path in folder.iterdir()) == ["node0.sh", "node1.sh", "output.log"]
+    assert "node1: [rank 2] hello from 2" in (folder / "output.log").read_text()
+    assert launch.find_log(job_id) == launch.find_log() == folder / "output.log"
+    assert 0 < result.seconds["joined"] < result.seconds["total"]
+    assert result.seconds["preflight"] < 5
+    assert result.memory.keys() == {0, 1, 2, 3} and min(result.memory.values()) > 2**26
+    assert_gone(job_id, 1)
+    assert job.id != job_id and job.folder != folder
+    assert not [path for path in (*runs.rglob("canary"), *script.parent.glob("canary"))]
+
+
+def test_the_scripts_by_hand_are_the_same_job(write, runs):
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), port=29871)
+    paths = job.write()
+    assert [path.name for path in paths] == ["node0.sh", "node1.sh"]
+    assert all(os.access(path, os.X_OK) for path in paths)
+    assert [find_port(path) for path in paths] == [29871, 29871]
+    # Written, and nothing else: the code is copied by run() only, or by whoever starts by hand.
+    assert not (runs / "nodes").exists()
+    job._copy()
+    outputs = [end(process) for process in [hand_start(path) for path in paths]]
+    assert "[rank 0] connected" in outputs[0] and "[rank 1] connected" in outputs[1]
+    for number in (0, 1):
+        folder = runs / "nodes" / f"node{number}" / "jobs" / job.id
+        assert json.loads((folder / "results" / f"rank{number}.json").read_text()) == {"rank": number}
+    assert_gone(job.id, 1)
+
+
+def test_one_node_by_hand_and_the_order_of_the_nodes(write):
+    """Static rendezvous: rank 0 is on the first node of the list, whatever its address."""
+    started, heard = [], Heard()
+    heard.when["start by hand: bash "] = lambda line: started.append(hand_start(line.partition("bash ")[2]))
+    nodes = local_nodes(2)[::-1]
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=nodes, rank_order="nodes")
+    result = job.run(show=heard, by_hand=["node0"])
+    printed = end(started[0])
+    assert result.ok and started[0].returncode == 0
+    assert result.results[0] == {"rank": 0}
+    assert [(rank.rank, rank.node) for rank in result.ranks] == [(0, "node1")]
+    assert "[rank 1] connected" in printed
+    assert any(line.startswith("on node0, start by hand: bash /") for line in heard.lines)
+
+
+def edit(line, change):
+    """Starts the script by hand after a change to it, as a learner who tries something does."""
+    path = line.partition("bash ")[2]
+    text = open(path).read()  # noqa: PTH123, SIM115
+    changed = change(text)
+    assert changed != text
+    with open(path, "w") as file:  # noqa: PTH123
+        file.write(changed)
+    return hand_start(path)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            # Drill 9: other arguments, and another version of the training script.
+            lambda text, other: text.replace("\n  ok\n", "\n  ok\n  --lr=0.2\n").replace(
+                '"$code/script/"train.py', other
+            ),
+            [
+                r"arguments: \['ok'\] on node 0 .*, \['ok', '--lr=0.2'\] on node 1",
+                "script: .* on node 0 .*, .* on node 1",
+            ],
+        ),
+        (
+            # Drill 8: other numbers of processes.
+            lambda text, other: text.replace("--nproc-per-node=1", "--nproc-per-node=2"),
+            [r"node 0 .* was told of 2 processes in all, and 3 came"],
+        ),
+    ],
+    ids=["arguments and script", "processes"],
+)
+def test_nodes_that_do_not_run_the_same(write, change, words):
+    started, heard = [], Heard()
+    other = str(write("other/train.py", TROUBLE + "# another version\n"))
+    heard.when["start by hand: bash "] = lambda line: started.append(edit(line, lambda text: change(text, other)))
+    joined = []
+    heard.when["all nodes joined"] = lambda line: joined.append(time.time())
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2))
+    # 5 s after the meeting, and 5 more for torchrun's own end on two cores.
+    error = run_badly(job, heard, seconds=10, since=lambda: joined[0], by_hand=["node1"])
+    end(started[0])
+    assert error.result.failure.kind == "mismatch"
+    for word in words:
+        assert re.search(word, str(error)), str(error)
+    assert "node0" in error.what
+    assert "job.run()" in error.fix
+    assert not any("connected" in line for line in heard.lines), "nothing was trained"
+
+
+def test_every_difference_is_named_with_both_values():
+    one = {
+        "node": "0 (a)",
+        "script": "abc",
+        "arguments": [],
+        "processes in all": [2, 2],
+        "torch": "2.13",
+        "Python": "3.11",
+    }
+    other = {**one, "node": "1 (b)"}
+    assert find_differences([one, other]) == []
+    for fact, value in {"script": "abd", "arguments": ["-x"], "torch": "2.14", "Python": "3.12"}.items():
+        (text,) = find_differences([one, {**other, fact: value}, {**other, fact: value}])
+        for part in (fact, str(one[fact]), str(value), "0 (a)", "1 (b)"):
+            assert part in text
+    assert find_differences([{**one, "processes in all": [2, 3]}]) == [
+        "node 0 (a) was told of 2 processes in all, and 3 came"
+    ]
+
+
+def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
+    job = TorchrunJob(write("short.py", SHORT), ["a b", 1, 0.5], nodes=local_nodes(1))
+    seen = [(job.id, find_port(job.write()[0]))]
+    first = job.run()
+    assert first.results == (["a b", "1", "0.5"],)
+    printed = capfd.readouterr().out
+    assert "preflight: 1 node(s) ready" in printed and "[rank 0] done" in printed
+    seen.append((job.id, find_port(job.write()[0])))
+    assert job.run(show=False).ok
+    assert capfd.readouterr().out == ""
+    assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1], "what is left of one launch must not meet the next"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("import sys; sys.exit(3)", "exit", ["Rank 0 on node0", "3"]),
+        ("import os; os._exit(4)", "exit", ["Rank 0 on node0", "4"]),
+        ("import nothing_of_this_name", "exception", ["nothing_of_this_name", "files="]),
+        (
+            "import lab_utils.launch as l; l.report({1, 2})",
+            "exception",
+            ["cannot be reported", "Object of type set", ".tolist()"],
+        ),
+        ("def f(:", "exception", ["SyntaxError", "f(:"]),
+    ],
+)
+@pytest.mark.drill
+def test_a_script_that_ends_badly_on_one_node(write, text, kind, words):
+    heard, joined = Heard(), []
+    heard.when["all nodes joined"] = lambda line: joined.append(time.time())
+    job = TorchrunJob(write("short.py", text), nodes=local_nodes(1))
+    error = run_badly(job, heard, seconds=10, since=lambda: joined[0])
+    assert error.result.failure.kind == kind
+    for word in words:
+        assert word in str(error), str(error)
+
+
+@pytest.mark.drill
+def test_the_limit_ends_a_job(write):
+    job = TorchrunJob(write("short.py", "import time; time.sleep(1000)"), nodes=local_nodes(1), limit=4)
+    job_id = job.id
+    result = job.run(check=False, show=False)
+    assert not result.ok and result.failure.kind == "limit"
+    assert "4 s" in result.failure.what and "limit=" in result.failure.fix
+    assert result.seconds["total"] < 4 + 5
+    assert_gone(job_id, 1)
+
+
+def test_without_the_launcher_a_report_is_printed(tmp_path, root):
+    script = tmp_path / "short.py"
+    script.write_text(SHORT)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("LAB_")} | {"PYTHONPATH": str(root)}
+    done = subprocess.run([sys.executable, script, "x"], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout.splitlines() == ['result: ["x"]', "done"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda path, nodes: TorchrunJob(path / "none.py", nodes=nodes).run(), ["none.py", "no file"]),
+        (lambda path, nodes: TorchrunJob(path / "none.py", nodes=nodes).write(), ["none.py"]),
+        (lambda path, nodes: TorchrunJob(path, nodes=nodes).preflight(), ["no file"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, files=[path / "b.py"]).run(), ["b.py"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, files=[path / "a.py"]).run(), ["a.py", "rename"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=[]), ["at least one node"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, nproc_per_node=0), ["one process"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, rank_order="size"), ["rank order", "address"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", ["a\0"], nodes=nodes).write(), ["NUL"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, env={"a b": "1"}).run(), ["a b"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes).run(by_hand=["nowhere"]), ["nowhere"]),
+        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=[nodes[0], nodes[0]]).run(), ["node0", "twice"]),
+        # Drill 20: a function of the notebook exists in no file that torchrun could run.
+        (lambda path, nodes: TorchrunJob(lambda: None, nodes=nodes), ["function", "%%writefile"]),
+        (lambda path, nodes: local_nodes(0), ["0 nodes"]),
+        (lambda path, nodes: local_nodes(17), ["17 nodes"]),
+        (lambda path, nodes: launch.find_log("no such job"), ["log"]),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(make, words, tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("print('a')")
+    nodes = local_nodes(2)
+    monkeypatch.setattr("lab_utils.launch.job.PipeLink", None)
+    with pytest.raises(LabError) as caught:
+        make(tmp_path, nodes)
+    assert len(caught.value.what) <= 120 and caught.value.fix
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.drill
+def test_a_busy_port_and_a_name_that_is_not_known_end_in_seconds(write):
+    script = write("train.py", TROUBLE)
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        job = TorchrunJob(script, ["ok"], nodes=local_nodes(2), port=port)
+        start = time.monotonic()
+        with pytest.raises(LabError) as caught:
+            job.run(show=False)
+        assert time.monotonic() - start < 5
+        assert_explains(caught.value, str(port), str(os.getpid()))
+    job = TorchrunJob(script, ["ok"], nodes=launch.ssh_nodes(["no-such-host.invalid", "neither.invalid"]))
+    start = time.monotonic()
+    with pytest.raises(LabError) as caught:
+        job.run(show=False)
+    assert time.monotonic() - start < 10
+    assert_explains(caught.value, "no-such-host.invalid")
