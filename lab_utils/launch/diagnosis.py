@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lab_utils.launch.outcome import FOLLOWED, Failure
+from lab_utils.launch.outcome import FOLLOWED, Failure, shorten_gloo
 from lab_utils.launch.story import Story
 
 WAITED = re.compile(r"Timed out waiting|wait timeout|Watchdog caught collective|Connect timeout")
@@ -193,8 +193,7 @@ def _look_up(text: str) -> tuple[str, str]:
 
 def _say_noise(error: dict) -> str:
     lines = error["message"].strip().splitlines() or [error["kind"]]
-    # Gloo names the line of its own source and adds advice to look for what is shown here anyway.
-    return re.sub(r"\[/\S+\.cc:\d+\] |\. This is typically.*", "", lines[-1])[:160]
+    return shorten_gloo(lines[-1])[:160]
 
 
 def _find_stand(stack: str) -> str:

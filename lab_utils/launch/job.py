@@ -154,7 +154,6 @@ class TorchrunJob:
             KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
         """
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
-        started = time.monotonic()
         seconds = {}
         if unknown := set(by_hand) - {node.name for node in self.nodes}:
             fix = f"by_hand takes names of {', '.join(node.name for node in self.nodes)[:80]}"
@@ -162,7 +161,7 @@ class TorchrunJob:
         try:
             if not force or self._preflight is None:
                 checked = self._preflight or self.preflight()
-                seconds["preflight"] = time.monotonic() - started
+                seconds["preflight"] = checked.seconds
                 if not force:
                     checked.raise_if_red()
                 say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
@@ -188,11 +187,8 @@ class TorchrunJob:
 
     def _plan(self, bundle: Bundle) -> list[Plan]:
         """What the script of each node says; asks the nodes first where an address or the port is not known."""
-        if (
-            self._preflight is None
-            and not self._on_slurm
-            and (self.port is None or any(node.address is None for node in self.nodes))
-        ):
+        known = self._on_slurm or (self.port is not None and all(node.address is not None for node in self.nodes))
+        if self._preflight is None and not known:
             self.preflight()
         return make_plans(self, bundle.hash, self._preflight)
 

@@ -18,6 +18,11 @@ FOLLOWED = re.compile(
 )
 
 
+def shorten_gloo(message: str) -> str:
+    """Leaves out the line of Gloo's own source, and its advice to look for what is shown here anyway."""
+    return re.sub(r"\[/\S+\.cc:\d+\] |\. This is typically.*", "", message)
+
+
 @dataclass(frozen=True)
 class Rank:
     """One process of the job: its number in all, on its node, and where it runs."""

@@ -148,7 +148,9 @@ class Run:
 
     def _introduce(self) -> None:
         ranks = [self._story.ranks[rank] for rank in sorted(self._story.ranks)]
-        who = "; ".join(f"rank {rank.rank} on {rank.node} ({rank.address}, process {rank.pid})" for rank in ranks)
+        who = "; ".join(
+            f"rank {rank.rank} on {rank.node} ({rank.address or rank.host}, process {rank.pid})" for rank in ranks
+        )
         self._say(f"all nodes joined after {self.joined:.1f} s: {who}")
 
     def _end_all(self) -> None:

@@ -60,7 +60,7 @@ def list_partitions(partition: str | None) -> list[tuple[str, bool, int, str]]:
 
 
 def judge_queue(rows: list[tuple[str, bool, int, str]], count: int) -> tuple[str, str]:
-    """Says whether the partitions have ``count`` nodes: "ok", "note" (the job will wait) or "red", and what there is."""
+    """Says whether there are ``count`` nodes: "ok", "note" (the job will wait) or "red"; and what there is."""
     # A state's last character may say more, such as * for a node that does not answer.
     usable = [(number, state) for _, up, number, state in rows if up and state in ("idle", "mix", "alloc", "comp")]
     there, idle = sum(number for number, _ in usable), sum(number for number, state in usable if state == "idle")

@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
-from lab_utils.launch.outcome import FOLLOWED
+from lab_utils.launch.outcome import FOLLOWED, shorten_gloo
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
@@ -217,7 +217,8 @@ def _say_error(facts: dict) -> str:
     """The traceback; or, from a rank that only lost the others, one line, which does not hide the first one's."""
     if not FOLLOWED.search(facts["message"]):
         return facts["traceback"]
-    return f"{facts['location']}: another rank is gone or does not answer ({facts['message']})"
+    said = shorten_gloo(facts["message"])
+    return f"{facts['location']}: another rank is gone or does not answer ({said})"
 
 
 def _add_parameter_name(error: BaseException) -> None:
