@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from lab_utils import launch
 
 mode, faulty = sys.argv[1], int(os.environ["RANK"]) == 1
+if mode == "once" and not faulty and os.path.exists(sys.argv[2]):
+    time.sleep(1)  # the other rank is quicker, and must not call where this one listened before
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 value = torch.ones(1)
 dist.all_reduce(value)
@@ -53,6 +55,11 @@ elif mode == "kill":
         fault()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(value)
+elif mode == "once":
+    if faulty and not os.path.exists(sys.argv[2]):
+        open(sys.argv[2], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
 elif mode == "hang":
     if faulty:
         fault()
@@ -70,6 +77,12 @@ elif mode == "uneven":
         take_step(model)
     dist.destroy_process_group()
     sys.exit()
+elif mode == "alone":
+    # One rank ends; its torchrun then waits for the other's, in C, where no signal is heard.
+    if faulty:
+        time.sleep(1000)
+    print("ends", flush=True)
+    os._exit(0)
 elif mode in ("loop", "stubborn"):
     if mode == "stubborn" and faulty:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -14,7 +14,9 @@ from jobs import TROUBLE, Heard, assert_gone, find_port, run_badly
 
 from lab_utils import LabError, launch
 from lab_utils.launch import TorchrunJob, local_nodes
-from lab_utils.launch.worker import find_differences
+from lab_utils.launch.bundle import collect_files
+from lab_utils.launch.roll import find_differences
+from lab_utils.launch.start import copy_all
 
 HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "it's; touch canary", "a\nb", "*", "", "é✔", "-c"]
 REPORT = """
@@ -134,7 +136,7 @@ def test_the_scripts_by_hand_are_the_same_job(write, runs):
     assert [find_port(path) for path in paths] == [29871, 29871]
     # Written, and nothing else: the code is copied by run() only, or by whoever starts by hand.
     assert not (runs / "nodes").exists()
-    job._copy()
+    copy_all(job, collect_files(job.script))
     outputs = [end(process) for process in [hand_start(path) for path in paths]]
     assert "[rank 0] connected" in outputs[0] and "[rank 1] connected" in outputs[1]
     for number in (0, 1):
@@ -311,7 +313,7 @@ def test_without_the_launcher_a_report_is_printed(tmp_path, root):
 def test_what_cannot_run_is_refused_before_anything_starts(make, words, tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("print('a')")
     nodes = local_nodes(2)
-    monkeypatch.setattr("lab_utils.launch.job.PipeLink", None)
+    monkeypatch.setattr("lab_utils.launch.start.PipeLink", None)
     with pytest.raises(LabError) as caught:
         make(tmp_path, nodes)
     assert len(caught.value.what) <= 120 and caught.value.fix

@@ -18,6 +18,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from notebook_rules import (
     find_anatomy_faults,
     find_code_faults,
+    find_exercise_scripts,
     find_faults,
     find_format_faults,
     find_output_faults,
@@ -184,6 +185,7 @@ ANATOMY = """# Lab 1 · A thing
 ## What you saw
 ## If something went wrong
 ## Further reading"""
+SCRIPT = "### BEGIN SOLUTION\nprint(2)\n### END SOLUTION\n"
 SOLVED = '### BEGIN SOLUTION\n### END SOLUTION\ncheck.exercise("1.{}", f)'
 
 
@@ -201,11 +203,32 @@ SOLVED = '### BEGIN SOLUTION\n### END SOLUTION\ncheck.exercise("1.{}", f)'
         ("**Exercise 1.2**", "**Exercise 1.3**"),
     ],
 )
-def test_faults_of_anatomy_are_found(wrong, right):
+def test_faults_of_anatomy_are_found(tmp_path, wrong, right):
     cells = [code(SOLVED.format(number)) for number in (1, 2)]
-    assert find_anatomy_faults(notebook(ANATOMY, *cells), 1) == []
-    assert len(find_anatomy_faults(notebook(ANATOMY.replace(wrong, right), *cells), 1)) == 1
-    assert len(find_anatomy_faults(notebook(ANATOMY, cells[0]), 1)) == 2
+    assert find_anatomy_faults(notebook(ANATOMY, *cells), 1, tmp_path) == []
+    assert len(find_anatomy_faults(notebook(ANATOMY.replace(wrong, right), *cells), 1, tmp_path)) == 1
+    assert len(find_anatomy_faults(notebook(ANATOMY, cells[0]), 1, tmp_path)) == 2
+
+
+def test_an_exercise_may_be_a_script_and_then_there_may_be_five(tmp_path):
+    def find(count, scripts):
+        more = " ".join(f"**Exercise 1.{number}**" for number in range(3, count + 1))
+        cells = [code(SOLVED.format(number)) for number in range(scripts + 1, count + 1)]
+        named = [code(f'check.exercise("1.{number}", "scripts/work{number}.py")') for number in range(1, scripts + 1)]
+        return find_anatomy_faults(notebook(ANATOMY + "\n" + more, *named, *cells), 1, tmp_path)
+
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "work1.py").write_text(f"{SCRIPT}{SCRIPT}")
+    assert find(count=4, scripts=0) == find(count=4, scripts=1) == find(count=5, scripts=1) == []
+    assert find(count=5, scripts=0) == ["5 exercises; two to four are right"]
+    assert find(count=6, scripts=1) == ["6 exercises; two to five are right"]
+    # One script is one solution, though it has two gaps; one that is not there, or has no gap, is none.
+    missing = ["4 solutions for 5 exercises"]
+    assert find(count=5, scripts=2) == missing
+    (tmp_path / "scripts" / "work2.py").write_text("print(1)\n")
+    assert find(count=5, scripts=2) == missing
+    (tmp_path / "scripts" / "work2.py").write_text(SCRIPT)
+    assert find(count=5, scripts=2) == []
 
 
 # That nbval compares at all, under the project's own settings.
@@ -323,22 +346,28 @@ def cinic_folder(request, tmp_path_factory):
 def run_as_learner(path: Path, copy: Path) -> list[str]:
     """Runs a generated notebook as a learner meets it: each stub raises, and its solution takes its place.
 
+    A cell that checks a script whose copy has gaps is such a stub too: the script's original takes the copy's place.
     Returns the ids of the stub cells.
     """
-    answers = workspace.solutions(nbformat.read(path, as_version=4))
+    answers, met = workspace.solutions(nbformat.read(path, as_version=4)), []
     stub = nbformat.read(copy / path.name, as_version=4)
     client = NotebookClient(stub, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(copy)}})
     with client.setup_kernel():
         for index, cell in enumerate(stub.cells):
             if cell.cell_type != "code":
                 continue
-            if cell.id in answers:
+            scripts = find_exercise_scripts(cell.source)
+            gaps = [name for name in scripts if (copy / name).read_bytes() != (path.parent / name).read_bytes()]
+            if cell.id in answers or gaps:
                 with pytest.raises(CellExecutionError) as caught:
                     client.execute_cell(cell, index)
                 assert caught.value.ename == "NotImplementedError", f"stub {cell.id} says {caught.value.ename}"
-                cell.source, cell.outputs = answers[cell.id], []
+                cell.source, cell.outputs = answers.get(cell.id, cell.source), []
+                for name in gaps:
+                    shutil.copyfile(path.parent / name, copy / name)
+                met.append(cell.id)
             client.execute_cell(cell, index)
-    return list(answers)
+    return met
 
 
 def test_the_learner_s_way_is_itself_tested(tmp_path):
@@ -361,6 +390,41 @@ def test_the_learner_s_way_is_itself_tested(tmp_path):
             assert (copy / "here").exists()
         else:
             with pytest.raises((CellExecutionError, AssertionError, pytest.fail.Exception), match=problem):
+                run_as_learner(labs / "1.ipynb", copy)
+
+
+CHECK = """
+from pathlib import Path
+class check:
+    def exercise(number, script):
+        text = Path(script).read_text()
+        if {gap!r} in text:
+            raise {error}(script)
+        assert "print(2)" in text
+"""
+
+
+def test_a_script_with_gaps_is_met_and_solved_on_the_learner_s_way(tmp_path):
+    call = 'check.exercise("1.1", "scripts/work.py")'
+    used = code('import subprocess, sys\nprint(subprocess.check_output([sys.executable, "scripts/work.py"]))')
+    for name, gap, error, script, expected in [
+        ("good", "YOUR CODE", "NotImplementedError", SCRIPT, 1),
+        ("without_gaps", "YOUR CODE", "NotImplementedError", "print(2)\n", 0),
+        ("silent", "nowhere", "NotImplementedError", "print(2)\n" + SCRIPT, "DID NOT RAISE"),
+        ("wrong_error", "YOUR CODE", "KeyError", SCRIPT, "stub .* says KeyError"),
+        ("wrong_solution", "YOUR CODE", "NotImplementedError", SCRIPT.replace("2", "3"), "AssertionError"),
+    ]:
+        labs, copy = tmp_path / name, tmp_path / f"{name}_copy"
+        (labs / "scripts").mkdir(parents=True)
+        (labs / "scripts" / "work.py").write_text(script)
+        cells = [code(CHECK.format(gap=gap, error=error)), code(call), used]
+        nbformat.write(notebook(*cells), labs / "1.ipynb")
+        workspace.update(labs, copy)
+        if isinstance(expected, int):
+            assert run_as_learner(labs / "1.ipynb", copy) == [cells[1].id] * expected
+            assert (copy / "scripts" / "work.py").read_text() == script
+        else:
+            with pytest.raises((CellExecutionError, AssertionError, pytest.fail.Exception), match=expected):
                 run_as_learner(labs / "1.ipynb", copy)
 
 

@@ -53,12 +53,12 @@ def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -
         raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
 
 
-def exercise(number: str, answer: Callable) -> None:
+def exercise(number: str, answer: Callable | str) -> None:
     """Checks the answer to an exercise and prints its tick line.
 
     Args:
         number: The exercise as the notebook counts it, for example ``"1.1"``.
-        answer: What the exercise asks for, usually a function.
+        answer: What the exercise asks for: a function, or the path of a script.
 
     Raises:
         NotYetError: The answer is not right yet; the message shows yours, expected and one hint.

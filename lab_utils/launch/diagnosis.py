@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from lab_utils.launch.outcome import FOLLOWED, Failure, shorten_gloo
-from lab_utils.launch.story import Story
+from lab_utils.launch.story import NodeStory, Story
 
-WAITED = re.compile(r"Timed out waiting|wait timeout|Watchdog caught collective|Connect timeout")
+WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
 # By what a message contains: the likely cause, and what to do.
 KNOWN = (
     (
@@ -22,7 +22,7 @@ KNOWN = (
     ),
     (
         r"connectFullMesh|Connection refused, remote=\[127\.",
-        "a rank listens on an address that the others cannot reach, such as the loopback",
+        "a rank is gone, or listens on an address that the others cannot reach, such as the loopback",
         "leave interface= to the preflight, which takes the one on the route between the nodes",
     ),
     (r"out of memory|OutOfMemoryError", "the batch does not fit into the GPU's memory", "a smaller --batch-size"),
@@ -44,8 +44,8 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
         why: Why the launcher ended the job, where it did: "interrupted", "stopped", "join" or "limit".
     """
     errors = sorted(story.errors, key=lambda error: error["at"])
-    first = [error for error in errors if not FOLLOWED.search(error["message"]) and error["kind"] != "hang"]
-    if first:
+    first = _sort_first(errors)[:1]
+    if first and _is_own(first[0]):
         return _describe_rank(story, first[0], errors)
     if errors:
         return _describe_waiting(story, errors)
@@ -61,6 +61,21 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
     # One that was told to end (srun tells all when one has failed) is not the one that failed.
     bad.sort(key=lambda part: bool(part.ended and part.ended["why"]))
     return _describe_torchrun(story, bad[0].name) if bad else None
+
+
+def find_first(errors: list[dict]) -> str:
+    """Names, in one line, the first of the failures after which the workers were started anew."""
+    error = _sort_first(errors)[0]
+    return _shorten(f"rank {error['rank']} on {error['node']}: {_say_noise(error)}")
+
+
+def _sort_first(errors: list[dict]) -> list[dict]:
+    """By what a rank did itself before what another did to it, and then by time."""
+    return sorted(errors, key=lambda error: (not _is_own(error), error["at"]))
+
+
+def _is_own(error: dict) -> bool:
+    return error["kind"] != "hang" and not FOLLOWED.search(error["message"])
 
 
 def _describe_rank(story: Story, error: dict, errors: list[dict]) -> Failure:
@@ -101,6 +116,11 @@ def _describe_waiting(story: Story, errors: list[dict]) -> Failure:
     stacks = {rank: _find_stand(text) for rank, text in story.stacks.items()}
     stacks |= {error["rank"]: _find_stand(error.get("traceback", "")) for error in errors}
     common = {"node": heard["node"], "message": heard["message"], "traceback": "", "stacks": stacks}
+    for part in story.nodes.values():
+        if part.gone and part.ended is None:
+            return _describe_lost(story, part.name, noise={error["rank"]: _say_noise(error) for error in errors})
+        if part.ended and part.ended["returncode"] < 0 and not part.ended["why"]:
+            return _describe_killed(part, noise={error["rank"]: _say_noise(error) for error in errors})
     if early:
         return Failure(
             "exit",
@@ -153,7 +173,7 @@ def _describe_end(story: Story, why: str) -> Failure:
     return Failure("stopped", what, fix=fix, stacks=story.stacks)
 
 
-def _describe_lost(story: Story, node: str) -> Failure:
+def _describe_lost(story: Story, node: str, noise: dict[int, str] | None = None) -> Failure:
     refusal = story.nodes[node].refusal
     if refusal and not story.nodes[node].started:
         return Failure("lost", refusal.what, node=node, message=str(refusal), cause=refusal.cause, fix=refusal.fix)
@@ -162,13 +182,27 @@ def _describe_lost(story: Story, node: str) -> Failure:
         _shorten(f"The connection to {node} was lost."),
         node=node,
         message=f"{refusal or ''}",
-        cause="the node was switched off, or the network between you and it was cut",
+        cause="the node was switched off, the network between you and it was cut, or its supervisor was killed",
         fix="see that it answers (ssh), then run the cell again; a checkpoint lets the job go on where it was",
+        noise=noise or {},
+    )
+
+
+def _describe_killed(part: NodeStory, noise: dict[int, str]) -> Failure:
+    return Failure(
+        "torchrun",
+        _shorten(f"torchrun on {part.name} was killed by signal {-part.ended['returncode']}."),
+        node=part.name,
+        cause="somebody, or Linux for want of memory, ended it (sudo dmesg | tail says so)",
+        fix="run the cell again; a checkpoint lets the job go on where it was",
+        noise=noise,
     )
 
 
 def _describe_torchrun(story: Story, node: str) -> Failure:
     part = story.nodes[node]
+    if part.ended and part.ended["returncode"] < 0 and not part.ended["why"]:
+        return _describe_killed(part, noise={})
     text = "\n".join(part.tail)
     errors = [line for line in part.tail if re.search(r"(Error|Exception|error)\b.*", line)]
     said = errors[-1].strip() if errors else f"exit status {part.ended['returncode'] if part.ended else 'unknown'}"

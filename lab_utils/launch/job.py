@@ -14,7 +14,7 @@ from lab_utils import LabError, env_folder
 from lab_utils.files import write_atomically
 from lab_utils.launch import slurm
 from lab_utils.launch.bundle import Bundle, collect_files
-from lab_utils.launch.diagnosis import diagnose
+from lab_utils.launch.diagnosis import diagnose, find_first
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.outcome import JobError, JobResult
 from lab_utils.launch.plans import make_plans
@@ -219,7 +219,7 @@ class TorchrunJob:
             results=tuple(story.results.get(rank) for rank in range(size)),
             ranks=tuple(story.ranks[rank] for rank in sorted(story.ranks)),
             failure=failure,
-            restarts=tuple(story.restarts),
+            restarts=tuple(find_first(errors) for errors in story.restarts),
             seconds=seconds,
             memory=story.memory,
             folder=self.folder,

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from lab_utils import env_folder
+from lab_utils.launch.facts import find_gpus
 from lab_utils.launch.local import LocalNode
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.preflight import Preflight
@@ -79,4 +80,24 @@ def _choose_env(job: TorchrunJob, node: Node) -> dict[str, str]:
     own = str(env_folder("LAB_DATA", "data")) if isinstance(node, LocalNode) else f"{node.folder}/data"
     env = {"LAB_DATA": node.data or own, "LAB_RUNS": f"{node.folder}/runs"}
     env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    env |= _share_gpus(job, node)
     return {name: value for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}
+
+
+def _share_gpus(job: TorchrunJob, node: Node) -> dict[str, str]:
+    """Which of this machine's GPUs a node here takes; none where there are too few for all nodes.
+
+    Every node has a process with LOCAL_RANK 0, which takes the first GPU that it sees, and NCCL refuses two ranks on
+    one GPU. Without any the scripts train on the CPU.
+    """
+    if not isinstance(node, LocalNode):
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [row[0] for row in find_gpus().get("gpus", [])] if visible is None else visible.split(",")
+    gpus = [name.strip() for name in names if name.strip()]
+    nodes = [other for other in job.nodes if isinstance(other, LocalNode)]
+    if not gpus:
+        return {}
+    first = nodes.index(node) * job.nproc_per_node
+    own = gpus[first : first + job.nproc_per_node] if len(gpus) >= len(nodes) * job.nproc_per_node else []
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

@@ -21,8 +21,11 @@ from lab_utils.launch.verdicts import Verdict, Wanted, judge_error, judge_facts,
 # Beyond it, timelines of several nodes laid side by side mislead, and so do the times in their logs.
 CLOCK_ALLOWED = 2.0
 
+# How long torchrun takes at most to end when its supervisor was killed.
+DYING_SECONDS = 3.0
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Preflight:
     """What a preflight found.
 
@@ -68,6 +71,9 @@ class Preflight:
         where = "; ".join([table.clean(first.node), *cut, *(line.strip() for line in lines)])
         more = f" (+ {more} more)" if more else ""
         raise LabError(f"{what}{more}", where=where, cause=table.clean(first.cause), fix=table.clean(first.fix))
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return "\n".join([*table.write_lines(self.verdicts), self._summarise()])
@@ -163,8 +169,19 @@ def _examine(talk: Talk, wanted: Wanted, seconds: float) -> dict:
     question |= {"data": node.data, "data_file": wanted.data_file, "machine": wanted.machine}
     question |= {"launcher_data": str(env_folder("LAB_DATA", "data"))}
     found = talk.ask(question, end - time.monotonic())
-    jobs = talk.ask({"do": "jobs"}, end - time.monotonic())["jobs"]
+    jobs = _find_jobs(talk, wanted, end)
     return {"facts": found, "jobs": jobs, "offset": offset, "delay": delay}
+
+
+def _find_jobs(talk: Talk, wanted: Wanted, end: float) -> list[dict]:
+    """This user's processes of jobs; a leftover that is about to end is given the time to do so."""
+    patience = min(time.monotonic() + DYING_SECONDS, end - 1.0)
+    while True:
+        jobs = talk.ask({"do": "jobs"}, end - time.monotonic())["jobs"]
+        watched = {process["id"] for process in jobs if process["supervisor"]} | {wanted.job_id}
+        if time.monotonic() > patience or all(process["id"] in watched for process in jobs):
+            return jobs
+        time.sleep(0.2)
 
 
 def _explore(

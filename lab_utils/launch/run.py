@@ -63,7 +63,8 @@ class Run:
             threading.Thread(target=self._read, args=[node, link], daemon=True).start()
         threading.Thread(target=self._beat, args=[over], daemon=True).start()
         try:
-            with self._log.open("ab") as log:
+            # Unbuffered: a log that is read while the job runs, or after the launcher was killed, has to be whole.
+            with self._log.open("ab", buffering=0) as log:
                 self._attend(log)
         except BaseException as error:
             self.why = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from lab_utils import LabError
-from lab_utils.launch.script import Plan, write_script
+from lab_utils.launch.script import Plan, write_restart_setting, write_script
 
 PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
 TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}")  # minutes, hours:minutes:seconds, days-hours:minutes …
@@ -87,7 +87,7 @@ export LAB_HANG_TIMEOUT={plan.hang_timeout:g}
 # Where Python finds lab_utils and the training script, as they were when the job was launched.
 export PYTHONPATH={quote(f"{plan.code_folder}:{plan.code_folder}/script")}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
+{write_restart_setting(plan)}{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
 # The IPv4 address of a node by its name in Slurm, as it is seen from the node that asks.
 find_address() {{
   local known
@@ -110,6 +110,7 @@ run_node() {{
   [ -n "$own" ] || {{ echo "No way to $peer, which is the other node: $route"; exit 1; }}
   head=$([ "$SLURM_NODEID" = 0 ] && echo "$own" || echo "$peer")
   {_write_interface(plan)}
+  export LAB_MEETING="$head:{_find_port(plan)}"
   export LAB_NODE=$SLURM_NODEID LAB_JOB_FOLDER={own}
   # Left alone, every process takes all cores.
   {_write_threads(plan)}
@@ -174,9 +175,13 @@ def _write_threads(plan: Plan) -> str:
     return f"export OMP_NUM_THREADS={plan.threads or f'$(( ($(nproc) + {share - 1}) / {share} ))'}"
 
 
-def _write_rendezvous(plan: Plan) -> str:
+def _find_port(plan: Plan) -> str:
     # The number of the job makes a port that two jobs on one node will not share.
-    port = str(plan.port) if plan.port else "$((20000 + SLURM_JOB_ID % 10000))"
+    return str(plan.port) if plan.port else "$((20000 + SLURM_JOB_ID % 10000))"
+
+
+def _write_rendezvous(plan: Plan) -> str:
+    port = _find_port(plan)
     if plan.rank_order == "nodes":
         return f"""    --rdzv-backend=static      # ranks in the order of the nodes
     --node-rank="$SLURM_NODEID"

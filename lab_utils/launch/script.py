@@ -109,7 +109,8 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 # What lab_utils.launch.worker has to know about the job.
 export LAB_JOB_ID={quote(plan.job_id)} LAB_JOB_FOLDER="$job" LAB_NODE={plan.node}
 export LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node} LAB_HANG_TIMEOUT={plan.hang_timeout:g}
-{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
+export LAB_MEETING={plan.head_address}:{plan.port}
+{write_restart_setting(plan)}{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
 options=(
 {_write_options(plan)}
 )
@@ -120,6 +121,17 @@ arguments=({"".join(f"{chr(10)}  {quote(argument)}" for argument in plan.args)}
 exec {quote(plan.python)} -m torch.distributed.run "${{options[@]}}" \\
   -m lab_utils.launch.worker "$code/script/"{quote(plan.script)} "${{arguments[@]}}"
 """
+
+
+def write_restart_setting(plan: Plan) -> str:
+    """A line for jobs whose workers may be started anew; "" for others."""
+    if not plan.max_restarts:
+        return ""
+    return (
+        "# A new store for each attempt: in a shared one, workers that are started anew may read where those before\n"
+        "# them listened, and wait for the dead (seen with torch 2.14).\n"
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
+    )
 
 
 def _write_interface(plan: Plan) -> str:
@@ -184,6 +196,13 @@ def _check(plan: Plan) -> None:
     texts = [plan.python, plan.job_folder, plan.code_folder, plan.work_folder, plan.script, plan.interface or ""]
     for text in [*texts, *plan.args, *plan.env.values()]:
         _check_text(text)
+    if plan.max_restarts and plan.rank_order == "nodes":
+        raise LabError(
+            "Restarts need a rendezvous that can meet again.",
+            where=f"max_restarts={plan.max_restarts}, rank_order='nodes'",
+            cause="torchrun's static rendezvous keeps the addresses of the workers that died",
+            fix="leave rank_order as it is, or max_restarts=0",
+        )
     for name in plan.env:
         if not VARIABLE.fullmatch(name):
             fix = "letters, digits and _ only, for example LAB_DATA"

@@ -52,7 +52,7 @@ class Story:
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}
         self.errors: list[dict] = []  # of the present attempt, each with the node's name
-        self.restarts: list[str] = []
+        self.restarts: list[list[dict]] = []  # the errors of earlier attempts
         self.stacks: dict[int, str] = {}
         self.done: dict[int, float] = {}
         self.memory: dict[int, int] = {}
@@ -109,8 +109,8 @@ class Story:
         rank = event["rank"]
         if rank in self.ranks and self.ranks[rank].pid != event["pid"] and self.errors:
             # A new attempt: what went wrong before was mended by starting anew.
-            self.restarts += [f"rank {error['rank']} on {error['node']}: {error['message']}" for error in self.errors]
-            self.errors.clear()
+            self.restarts.append(self.errors)
+            self.errors = []
         self.done.pop(rank, None)
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)

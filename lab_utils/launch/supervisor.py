@@ -77,8 +77,9 @@ class Supervisor:
         parent = os.getpid()
 
         def die_with_me() -> None:
-            # Should the supervisor be killed, torchrun gets SIGTERM, upon which it ends its workers.
-            _set_process(PR_SET_PDEATHSIG, signal.SIGTERM)
+            # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the
+            # same. Not by SIGTERM: torchrun does not hear it while it waits, in C, for another node's to end.
+            _set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 

@@ -6,12 +6,11 @@ The rest is for the launcher, which reads the lines of ``events.jsonl`` and the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
-import hashlib
 import json
 import os
-import platform
 import runpy
 import signal
 import socket
@@ -19,20 +18,15 @@ import sys
 import threading
 import time
 import traceback
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
 from lab_utils.launch.outcome import FOLLOWED, shorten_gloo
+from lab_utils.launch.roll import MismatchError, call_roll
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
 HANG_EXIT = 75
-MEETING = timedelta(seconds=30)
-
-
-class MismatchError(RuntimeError):
-    """The nodes of a job do not run the same thing."""
 
 
 def main() -> None:
@@ -99,7 +93,7 @@ class Watch(threading.Thread):
         while True:
             time.sleep(min(1.0, self._seconds / 10))
             found = _find_place(main)
-            if found != place or not _is_connected():
+            if found != place or not (_is_connected() or _is_connecting(main)):
                 place, since = found, time.monotonic()
             elif time.monotonic() - since > self._seconds:
                 break
@@ -120,57 +114,16 @@ def _find_place(thread: int | None) -> list[tuple[int, int]]:
     return place
 
 
+def _is_connecting(thread: int | None) -> bool:
+    """Whether a thread is somewhere in torch.distributed, such as on its way to the other ranks."""
+    frames = traceback.walk_stack(sys._current_frames().get(thread))
+    return any("/torch/distributed/" in frame.f_code.co_filename for frame, _ in frames)
+
+
 def _is_connected() -> bool:
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def call_roll(script: str) -> None:
-    """Compares what the nodes are about to run, over the store through which their agents met.
-
-    torch itself notices only parameters of different shapes; another batch size or another version of the script trains
-    silently, and not what was meant.
-
-    Raises:
-        MismatchError: The nodes differ in script, arguments, number of processes, torch or Python.
-    """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return
-    import torch
-    from torch.distributed import TCPStore
-
-    mine = {
-        "node": f"{os.environ.get('LAB_NODE')} ({socket.gethostname()})",
-        "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
-        "arguments": sys.argv[1:],
-        "processes in all": [int(os.environ.get("LAB_WORLD_SIZE", world_size)), world_size],
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
-    }
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=MEETING)
-    prefix = f"lab_utils/{os.environ['LAB_JOB_ID']}"
-    store.set(f"{prefix}/{rank}", json.dumps(mine))
-    if rank == 0:
-        others = [json.loads(store.get(f"{prefix}/{other}")) for other in range(world_size)]
-        store.set(f"{prefix}/verdict", json.dumps(find_differences(others)))
-    differences = json.loads(store.get(f"{prefix}/verdict"))
-    if differences:
-        raise MismatchError("; ".join(differences))
-
-
-def find_differences(ranks: list[dict]) -> list[str]:
-    """Names, in words, every fact in which a rank's node differs from that of rank 0, with both nodes' values."""
-    first, found = ranks[0], []
-    for other in ranks:
-        if other["processes in all"][0] != other["processes in all"][1]:
-            wanted, there = other["processes in all"]
-            found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")
-        for fact in ("script", "arguments", "torch", "Python"):
-            if other[fact] != first[fact]:
-                found.append(f"{fact}: {first[fact]} on node {first['node']}, {other[fact]} on node {other['node']}")
-    return list(dict.fromkeys(found))
 
 
 def _introduce() -> dict:
@@ -182,10 +135,12 @@ def _die_with_agent() -> None:
     """Asks Linux to end this process when torchrun, which started it, is gone, even by SIGKILL."""
     if not sys.platform.startswith("linux"):
         return
-    agent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != agent:  # it died before the request
-        os._exit(1)
+    with contextlib.suppress(OSError):
+        # It may have died before the request; whoever adopted this process then is no part of the job.
+        identity = f"LAB_JOB_ID={os.environ.get('LAB_JOB_ID')}".encode()
+        if identity not in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0"):
+            os._exit(1)
 
 
 def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:

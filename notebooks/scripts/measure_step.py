@@ -6,6 +6,7 @@ torchrun --nproc-per-node=2 measure_step.py --net resnet18 --stems cifar imagene
 import argparse
 import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,53 +15,67 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lab_utils import launch, models, timing
 
-parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--net", default="resnet18", choices=models.NAMES)
-parser.add_argument("--stems", nargs="+", default=["cifar", "imagenet"])
-parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8], help="images per process")
-parser.add_argument("--megabytes", nargs="*", type=float, default=[], help="sizes of the messages to all-reduce")
-parser.add_argument("--repeats", type=int, default=5)
-args = parser.parse_args()
 
-cuda = torch.cuda.is_available()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
-world_size = dist.get_world_size()
-quiet = {"repeats": args.repeats, "warmup": 2, "device": device}
+def parse_arguments():
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--net", default="resnet18", choices=models.NAMES)
+    parser.add_argument("--stems", nargs="+", default=["cifar", "imagenet"])
+    parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8], help="images per process")
+    parser.add_argument("--megabytes", nargs="*", type=float, default=[], help="sizes of the messages to all-reduce")
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
 
 
-def measure(step, **options):
-    """The seconds of a step, on the slowest rank: all ranks begin together and wait for the last."""
-    return timing.measure(step, **quiet, **options).as_record()
+def measure_messages(megabytes, measure, device):
+    """A message costs a fixed time and a time per byte: measured at a few sizes, both can be read off."""
+    messages = [torch.zeros(max(1, int(size * 1e6 / 4)), device=device) for size in megabytes]
+    steps = [partial(dist.all_reduce, message) for message in messages]
+    return [
+        {"bytes": 4 * message.numel(), "timing": measure(step, name="all_reduce").as_record()}
+        for message, step in zip(messages, steps, strict=True)
+    ]
 
 
-# A message costs a fixed time and a time per byte: measured at a few sizes, both can be read off.
-messages = []
-for megabytes in args.megabytes:
-    message = torch.zeros(max(1, int(megabytes * 1e6 / 4)), device=device)
-    timed = measure(lambda: dist.all_reduce(message), name="all_reduce")
-    messages.append({"bytes": 4 * message.numel(), "timing": timed})
+def train_step(model, optimizer, images, labels):
+    """One step, whether the model is a bare network or wrapped in DDP."""
+    optimizer.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()
 
-steps = []
-for stem in args.stems:
+
+def measure_step(net_name, stem, batch_size, measure, device):
+    """The seconds of a step without communication, and with it."""
     torch.manual_seed(0)
-    net = models.build(args.net, num_classes=10, stem=stem).to(device)
-    model = DDP(net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
-    for batch_size in args.batch_sizes:
-        images = torch.randn(batch_size, 3, 32, 32, device=device)
-        labels = torch.randint(0, 10, (batch_size,), device=device)
+    net = models.build(net_name, num_classes=10, stem=stem).to(device)
+    model = DDP(net)  # shares the parameters of the bare network
+    batch = torch.randn(batch_size, 3, 32, 32, device=device), torch.randint(0, 10, (batch_size,), device=device)
+    images = batch_size * dist.get_world_size()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    # Computing alone: the bare network, on all ranks at once, since they share what their node has.
+    alone = measure(partial(train_step, net, optimizer, *batch), name="compute", images=images)
+    together = measure(partial(train_step, model, optimizer, *batch), name="DDP", images=images)
+    size = sum(4 * parameter.numel() for parameter in net.parameters())
+    names = {"stem": stem, "batch": batch_size, "bytes": size}
+    return names | {"compute": alone.as_record(), "ddp": together.as_record()}
 
-        def step(wrapped):
-            optimizer.zero_grad()
-            F.cross_entropy(wrapped(images), labels).backward()
-            optimizer.step()
 
-        # Computing alone is a step of the bare network, on all ranks at once, since they share what the node has.
-        alone = measure(lambda: step(net), name="compute", images=batch_size * world_size)
-        together = measure(lambda: step(model), name="DDP", images=batch_size * world_size)
-        size = sum(4 * parameter.numel() for parameter in net.parameters())
-        steps.append({"stem": stem, "batch": batch_size, "bytes": size, "compute": alone, "ddp": together})
+def main():
+    """Measures everything that was asked for, and reports it."""
+    args = parse_arguments()
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    # timing.measure keeps the slowest rank's seconds: the job is as fast as that one.
+    measure = partial(timing.measure, repeats=args.repeats, warmup=2, device=device)
+    messages = measure_messages(args.megabytes, measure, device)
+    cases = [(stem, size) for stem in args.stems for size in args.batch_sizes]
+    steps = [measure_step(args.net, stem, size, measure, device) for stem, size in cases]
+    launch.report({"world_size": dist.get_world_size(), "messages": messages, "steps": steps})
+    dist.destroy_process_group()
 
-launch.report({"world_size": world_size, "messages": messages, "steps": steps})
-dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,7 @@ def parse_arguments():
     parser.add_argument("--frozen-bn", action="store_true", help="BatchNorm with stored statistics, not the batch's")
     parser.add_argument("--checkpoints", help="folder to save into, and to resume from")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--keep-gradients", action="store_true", help="put the last gradients into the checkpoints")
+    parser.add_argument("--keep-gradients", action="store_true", help="keep and report the last gradients, to compare")
     parser.add_argument("--evaluate", action="store_true", help="measure on the valid split at the end")
     parser.add_argument("--timeline", action="store_true", help="record each step's phases; slows a GPU down")
     parser.add_argument("--timeout", type=float, default=60, help="seconds that a process waits for another")  # NEW
@@ -58,6 +58,11 @@ def add_up(counts):
     dist.all_reduce(counts)  # NEW
     ### END SOLUTION
     return counts.cpu()
+
+
+def flatten(tensors):
+    """All numbers of some tensors, as a list that can be reported."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors]).tolist()
 
 
 @torch.no_grad()
@@ -193,6 +198,9 @@ def main():
             "seen": [torch.bincount(times).tolist() for times in seen],
             "seconds": seconds,
             "timeline": timeline.as_rows(),
+            # All numbers of a small net, for runs that are to be compared.
+            "weights": flatten(model.parameters()) if args.keep_gradients else [],
+            "gradients": flatten(p.grad for p in model.parameters()) if args.keep_gradients else [],
             "sha256": hashlib.sha256(weights).hexdigest(),
             # Not the wrapped model: its forward would talk to the other ranks, which may have fewer batches.
             "valid": evaluate(model.module, valid, dtype) if args.evaluate else {},  # NEW

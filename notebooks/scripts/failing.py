@@ -1,0 +1,25 @@
+"""Ten all-reduces, in which rank 1 goes wrong as --how says: it dies, or stays away from one."""
+
+import argparse
+import os
+import signal
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--how", choices=("die", "skip"), required=True)
+args = parser.parse_args()
+
+# A hanging rank would end by itself after this time; the launcher's hang_timeout is shorter here.
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+for step in range(10):
+    wrong = dist.get_rank() == 1 and step == 5
+    if wrong and args.how == "die":
+        os.kill(os.getpid(), signal.SIGKILL)  # as Linux does to the process that takes most memory
+    if wrong and args.how == "skip":
+        time.sleep(3600)  # as a rank that waits for a file, a lock or an answer, in an `if` that only it enters
+    dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()

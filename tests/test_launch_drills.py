@@ -1,0 +1,465 @@
+"""What goes wrong in jobs of two nodes, each done for real: answered in seconds, named plainly, and nothing is left.
+
+The numbers are those of the list of fault drills. Where the network or the host has a part in it, the nodes are two
+hosts; else they are two nodes of this machine.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from jobs import (
+    TROUBLE,
+    Heard,
+    assert_gone,
+    assert_port_free,
+    find_port,
+    find_processes,
+    list_processes,
+    run_badly,
+    wait_for,
+)
+
+from lab_utils.launch import TorchrunJob, find_log, local_nodes, ssh_nodes
+
+pytestmark = pytest.mark.drill
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(TROUBLE)
+    return path
+
+
+@pytest.fixture
+def remote(hosts):
+    """The two hosts as nodes; their connections end with the test."""
+    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
+    yield nodes
+    nodes[0].close()
+
+
+@pytest.fixture
+def make(script, request):
+    """Makes a job that goes wrong as told, on this machine or on the hosts."""
+
+    def run(mode, *, where="local", **kwargs):
+        nodes = request.getfixturevalue("remote") if where == "hosts" else local_nodes(2)
+        return TorchrunJob(script, [mode], nodes=nodes, **kwargs)
+
+    return run
+
+
+def assert_no_listeners(hosts, folder):
+    """No host holds the job's port."""
+    port = f":{find_port(folder / 'node0.sh'):04X}"
+    for node in ("n1", "n2"):
+        rows = [row.split() for row in hosts.run_on(node, ["cat", "/proc/net/tcp"]).splitlines()[1:]]
+        assert not [row for row in rows if row[1].endswith(port) and row[3] == "0A"], node
+
+
+def kill(pids, number=signal.SIGKILL):
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def when_connected(action):
+    """Does it once both ranks are connected; remembers when."""
+    seen, times = [], []
+
+    def count(line):
+        seen.append(line)
+        if len(seen) == 2:
+            times.append(time.time())
+            action()
+
+    heard = Heard()
+    heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
+    return heard, lambda: times[0]
+
+
+def test_7_a_node_that_never_starts(make):
+    heard = Heard()
+    start = time.time()
+    job = make("ok", join_timeout=7)
+    error = run_badly(job, heard, seconds=7 + 5, since=lambda: start, by_hand=["node1"])
+    failure = error.result.failure
+    assert (failure.kind, failure.node) == ("join", "node1")
+    assert "node1" in error.what and "bash node" in error.fix
+    assert any(re.fullmatch(r"waiting for node1(, node0|)? to join: \d s left", line) for line in heard.lines), (
+        heard.lines
+    )
+
+
+def test_4_a_firewall_that_was_not_there_at_the_preflight(make, hosts):
+    """Told to start all the same, the job ends when its time to join is over."""
+    job = make("ok", where="hosts", join_timeout=8)
+    assert job.preflight().ok
+    hosts.drop("n2", "n1", new=True)
+    start, heard = time.time(), Heard()
+    error = run_badly(job, heard, seconds=8 + 6, since=lambda: start, gone=6)
+    assert error.result.failure.kind in ("join", "torchrun")
+    assert "n2" in str(error) or "n1" in str(error)
+    assert "preflight" in error.fix
+    assert_no_listeners(hosts, error.result.folder)
+
+
+def test_11_a_model_that_differs(make, hosts):
+    heard = Heard()
+    error = run_badly(make("model", where="hosts"), heard, seconds=10)
+    assert error.result.failure.kind == "exception"
+    assert "1.weight" in str(error), "the parameter's name"
+    assert "different models" in error.cause and "same arguments" in error.fix
+    assert_no_listeners(hosts, error.result.folder)
+
+
+def test_12_a_rank_that_raises(make, hosts):
+    heard = Heard()
+    error = run_badly(make("raise", where="hosts"), heard, seconds=10)
+    failure, text = error.result.failure, str(error)
+    assert (failure.kind, failure.rank, failure.node) == ("exception", 1, "n2")
+    assert error.what == "Rank 1 on n2 failed first: ValueError: bad luck in batch 7"
+    assert text.count("Traceback (most recent call last)") == 1
+    assert 'File "train.py", line' in text and 'raise ValueError("bad luck in batch 7")' in text
+    # The other rank only followed: one line, no traceback, neither here nor in the output.
+    assert set(failure.noise) <= {0}
+    assert sum("Traceback" in line for line in heard.lines) == 1
+    assert error.result.results == (None, None)
+    assert_no_listeners(hosts, error.result.folder)
+
+
+def test_13_a_rank_that_is_killed(make, hosts):
+    heard = Heard()
+    error = run_badly(make("kill", where="hosts"), heard, seconds=10)
+    failure = error.result.failure
+    assert (failure.kind, failure.rank, failure.node) == ("signal", 1, "n2")
+    assert error.what == "Rank 1 on n2 was killed by signal 9 (SIGKILL)"
+    peak = int(re.search(r"had reached ([\d,]+) MiB", error.cause)[1].replace(",", ""))
+    assert 300 < peak < 3000, "its memory: torch, and 200 MiB of its own"
+    assert "out of memory" in error.cause and "smaller batch" in error.fix
+    assert_no_listeners(hosts, error.result.folder)
+
+
+def test_14_a_rank_that_hangs(make, hosts):
+    heard = Heard()
+    error = run_badly(make("hang", where="hosts", hang_timeout=4), heard, seconds=4 + 5)
+    failure, text = error.result.failure, str(error)
+    assert failure.kind == "hang"
+    assert set(failure.stacks) == {0, 1}
+    lines = TROUBLE.splitlines()
+    for rank, place in {0: "    dist.all_reduce(value)", 1: "            time.sleep(1000)"}.items():
+        number = re.search(r"train.py, line (\d+), in <module>", failure.stacks[rank])
+        assert lines[int(number[1]) - 1] == place.replace("\\", ""), failure.stacks
+        assert f"rank {rank} stood at: train.py, line" in text
+    assert "collective" in error.cause
+    assert_no_listeners(hosts, error.result.folder)
+
+
+def test_15_ranks_with_different_numbers_of_batches(make):
+    heard = Heard()
+    error = run_badly(make("uneven"), heard, seconds=10)
+    assert error.result.failure.rank == 1
+    assert "Rank 1 had ended its work while rank 0 still waited" in error.what
+    assert "number" in error.cause and "drop_last=True" in error.fix and "Join" in error.fix
+
+
+def test_a_killed_rank_is_started_anew(script, tmp_path):
+    """With max_restarts a crash does not cost the run; what happened is told all the same."""
+    job = TorchrunJob(script, ["once", tmp_path / "flag"], nodes=local_nodes(2), max_restarts=1)
+    job_id = job.id
+    result = job.run(show=False)
+    assert result.ok and result.results == ({"rank": 0}, {"rank": 1})
+    assert len(result.restarts) == 1 and "rank 1 on node1: killed by signal 9" in result.restarts[0]
+    assert_gone(job_id, 2)
+
+
+class Launcher:
+    """Another process that runs a job, and what it printed."""
+
+    def __init__(self, code, tmp_path, **kwargs):
+        self.output = tmp_path / "launcher.txt"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **kwargs}
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", code], stdout=file, stderr=file, env=env, start_new_session=True
+            )
+
+    def wait_for(self, text, count=1):
+        def look():
+            printed = self.output.read_text()
+            assert self.process.poll() is None or printed.count(text) >= count, printed
+            return printed.count(text) >= count
+
+        wait_for(look)
+
+    def end(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start_launcher(tmp_path):
+    started = []
+
+    def run(code):
+        started.append(Launcher(code, tmp_path))
+        return started[-1]
+
+    yield run
+    for launcher in started:
+        launcher.end()
+
+
+def write_launch(script, mode, nodes):
+    return (
+        "from lab_utils.launch import *\n"
+        f"job = TorchrunJob({str(script)!r}, [{mode!r}], nodes={nodes})\n"
+        "print('id', job.id, 'id', flush=True)\n"
+        "job.run()\n"
+    )
+
+
+@pytest.mark.parametrize("where", ["local", "hosts"])
+def test_18_a_launcher_that_is_killed(where, script, start_launcher, request, runs):
+    """Also with a worker that ignores SIGTERM: no process outlives its launcher by more than 10 s, anywhere."""
+    nodes = "local_nodes(2)"
+    if where == "hosts":
+        config = str(request.getfixturevalue("hosts").ssh_config)
+        nodes = f"ssh_nodes(['n1', 'n2'], config={config!r}, folder='/node/labs')"
+    launcher = start_launcher(write_launch(script, "stubborn", nodes))
+    launcher.wait_for("] connected", count=2)
+    job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
+    assert len(find_processes(job_id, "launch.worker")) == 2
+    launcher.process.kill()
+    assert_gone(job_id, 10)
+    # Whoever comes next finds the log, and nothing in the way.
+    assert "connected" in find_log(job_id).read_text()
+    if where == "local":
+        assert_port_free("127.0.0.1", find_port(runs / "jobs" / job_id / "node0.sh"))
+    job = TorchrunJob(script, ["ok"], nodes=local_nodes(2))
+    assert not [verdict for verdict in job.preflight().verdicts if job_id in verdict.found]
+
+
+def find_of(job, part, node):
+    return find_processes(job.id, part, node)
+
+
+@pytest.mark.parametrize(
+    ("name", "act"),
+    [
+        ("supervisor", lambda job: kill(find_of(job, "supervisor.py", 1))),
+        ("torchrun", lambda job: kill(find_of(job, "distributed.run", 1))),
+        ("both", lambda job: kill([*find_of(job, "supervisor.py", 1), *find_of(job, "distributed.run", 1)])),
+        ("stopped worker", lambda job: kill(find_of(job, "launch.worker", 1), signal.SIGSTOP)),
+    ],
+)
+def test_18_parts_of_a_job_that_are_killed(name, act, make):
+    """Whichever part goes, all of it goes, and the launcher names the node."""
+    job = make("loop", hang_timeout=3)
+    heard, since = when_connected(lambda: act(job))
+    # A worker that was stopped says nothing; the other one notices after hang_timeout that it stands.
+    error = run_badly(job, heard, seconds=10 + (3 if name == "stopped worker" else 0), since=since)
+    failure = error.result.failure
+    assert failure.kind in {"supervisor": ["lost"], "both": ["lost"], "stopped worker": ["hang"]}.get(
+        name, ["lost", "torchrun", "signal"]
+    ), str(error)
+    assert "node1" in str(error) or name == "stopped worker", str(error)
+
+
+def test_18_supervisors_that_are_killed_while_torchrun_hears_no_signal(make):
+    job = make("alone")
+    heard, times = Heard(), []
+
+    def act(line):
+        wait_for(lambda: not find_of(job, "launch.worker", 0))
+        time.sleep(1)  # torchrun looks every 0.1 s, and then waits for the other node's
+        times.append(time.time())
+        kill([*find_of(job, "supervisor.py", 0), *find_of(job, "supervisor.py", 1)])
+
+    heard.when["[rank 0] ends"] = act
+    error = run_badly(job, heard, seconds=10, since=lambda: times[0])
+    assert error.result.failure.kind == "lost"
+
+
+def test_16_a_job_that_is_stopped_from_a_thread(make):
+    """Also one whose worker ignores SIGTERM, which torchrun itself would wait 30 s for."""
+    job = make("stubborn")
+    times = []
+
+    def stop():
+        times.append(time.time())
+        job.stop()
+
+    heard, _ = when_connected(lambda: threading.Thread(target=stop).start())
+    job_id = job.id
+    result = job.run(check=False, show=heard)
+    assert time.time() - times[0] < 5
+    assert not result.ok and result.failure.kind == "stopped"
+    assert "stopped" in result.failure.what and result.failure.fix
+    assert_gone(job_id, 5)
+    assert (result.folder / "output.log").stat().st_size > 0
+
+
+def test_a_stop_while_the_nodes_join(make):
+    job = make("ok")
+    heard, times = Heard(), []
+    heard.when["start by hand"] = lambda line: threading.Timer(
+        2.0, lambda: (times.append(time.time()), job.stop())
+    ).start()
+    job_id = job.id
+    result = job.run(check=False, show=heard, by_hand=["node1"])
+    assert time.time() - times[0] < 5
+    assert result.failure.kind == "stopped"
+    assert_gone(job_id, 5)
+
+
+def test_a_connection_that_is_dropped(make, remote, hosts):
+    """The ssh of one node dies: the node ends by itself, and the launcher ends the other."""
+    job = make("loop", where="hosts")
+
+    def drop():
+        folder = str(remote[0].connections._folder)
+        found = subprocess.run(["pgrep", "-f", folder], capture_output=True, text=True).stdout.split()
+        # By the process ids of what uses this test's own folder of connections, and this host.
+        kill([int(pid) for pid in found if b"n2" in read_command(pid)])
+
+    heard, since = when_connected(drop)
+    error = run_badly(job, heard, seconds=10, since=since)
+    assert (error.result.failure.kind, error.result.failure.node) == ("lost", "n2"), str(error)
+    assert error.what == "The connection to n2 was lost."
+    assert_no_listeners(hosts, error.result.folder)
+
+
+def read_command(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:  # noqa: PTH123
+        return file.read()
+    return b""
+
+
+@pytest.mark.parametrize("fault", ["link", "power"])
+def test_a_host_that_is_gone(fault, make, hosts):
+    """The cable is pulled, or the power: nobody says goodbye, so that only time tells."""
+    job = make("loop", where="hosts")
+    heard, since = when_connected(lambda: hosts.link_down("n2") if fault == "link" else hosts.crash("n2"))
+    # ssh takes 6 s to notice (3 questions, 2 s apart); two more for what the others say; up to 4.5 for the end.
+    # What is on the cut-off host ends by its lease of 6 s and a grace of 2.
+    error = run_badly(job, heard, seconds=15, since=since)
+    assert (error.result.failure.kind, error.result.failure.node) == ("lost", "n2"), str(error)
+    assert "connection to n2 was lost" in error.what and "switched off" in error.cause
+    hosts.mend()
+    assert_no_listeners(hosts, error.result.folder)
+
+
+KERNEL = """
+from lab_utils import launch
+job = launch.TorchrunJob({script!r}, ["loop"], nodes=launch.local_nodes(2))
+open({flag!r}, "w").write(job.id)
+job.run()
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "restarted", "interrupted"])
+def test_17_a_kernel_that_goes(how, kernel, script, tmp_path):
+    """The real kernel of a notebook, with a training that prints nothing more by which a broken pipe could end it."""
+    manager, client = kernel
+    flag = tmp_path / f"id-{how}"
+    client.execute(KERNEL.format(script=str(script), flag=str(flag)))
+    job_id = wait_for(lambda: flag.exists() and flag.read_text())
+    wait_for(lambda: len(find_processes(job_id, "launch.worker")) == 2)
+    wait_for(lambda: find_log(job_id).read_text().count("] connected") == 2)
+    start = time.monotonic()
+    if how == "killed":
+        os.kill(manager.provisioner.pid, signal.SIGKILL)
+        assert_gone(job_id, 10)
+        manager.restart_kernel(now=True)
+        client.wait_for_ready(timeout=60)
+    elif how == "restarted":
+        manager.restart_kernel(now=False)
+        assert_gone(job_id, 10)
+        client.wait_for_ready(timeout=60)
+    else:
+        manager.interrupt_kernel()
+        reply = client.get_shell_msg(timeout=30)
+        while reply["parent_header"].get("msg_type") != "execute_request":
+            reply = client.get_shell_msg(timeout=30)
+        assert time.monotonic() - start < 5
+        assert reply["content"]["ename"] == "KeyboardInterrupt"
+        assert_gone(job_id, 10)
+    # The next cell finds out how far it came.
+    printed = ask(client, "from lab_utils import launch; print(launch.find_log().read_text())")
+    assert "[rank 1] connected" in printed
+    assert job_id in ask(client, "print(launch.find_log())")
+
+
+def ask(client, code):
+    """Runs a cell and returns what it printed."""
+    said = []
+
+    def hear(message):
+        if message["msg_type"] == "stream":
+            said.append(message["content"]["text"])
+
+    reply = client.execute_interactive(code, timeout=60, output_hook=hear)
+    assert reply["content"]["status"] == "ok", reply
+    return "".join(said)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    manager_module = pytest.importorskip("jupyter_client.manager")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    manager = manager_module.KernelManager(kernel_name="python3")
+    manager.start_kernel()
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    yield manager, client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    from drawn import make_folder
+
+    folder = tmp_path_factory.mktemp("data")
+    make_folder(folder / "cinic10", per_class={"train": 8, "valid": 3, "test": 1})
+    return folder
+
+
+def test_36_the_job_of_the_lab_on_two_hosts_goes_on_with_another_world_size(root, hosts, images, monkeypatch):
+    """80 images, 5 steps of 16 an epoch: 7 steps on two hosts, the rest on one, equal one process on this machine."""
+    monkeypatch.setenv("LAB_DATA", str(images))
+    scripts = root / "notebooks" / "scripts"
+    common = ["--data", "cinic10", "--epochs", 2, "--dtype", "float64", "--frozen-bn", "--evaluate"]
+    remote = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs", data=str(images))
+    resumed = [*common, "--checkpoints", "run", "--every", 2]
+    first = TorchrunJob(scripts / "train_ddp.py", [*resumed, "--batch-size", 8, "--max-steps", 7], nodes=remote)
+    half = first.run(show=False)
+    assert [rank.host for rank in half.ranks] == ["n1", "n2"]
+    assert len(half.results) == 2 and len(half.results[0]["losses"]) == 7
+    second = TorchrunJob(scripts / "train_ddp.py", [*resumed, "--batch-size", 16], nodes=remote[:1])
+    whole = second.run(show=False).results[0]
+    plain = TorchrunJob(scripts / "train_single.py", [*common, "--batch-size", 16], nodes=local_nodes(1))
+    expected = plain.run(show=False).results[0]
+    remote[0].close()
+    assert len(whole["losses"]) == len(expected["losses"]) == 10
+    assert whole["losses"] == pytest.approx(expected["losses"], abs=1e-6)
+    assert whole["seen"] == expected["seen"] == [[0, 80]] * 2, "each image once per epoch"
+    assert whole["valid"] == pytest.approx(expected["valid"], abs=1e-6)
+    assert not list(list_processes(first.id))

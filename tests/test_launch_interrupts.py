@@ -1,0 +1,184 @@
+"""Interrupts at random moments of a job: the prompt is back at once, nothing is left, and the last checkpoint loads."""
+
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from jobs import assert_gone, assert_port_free, find_port, wait_for
+
+from lab_utils.training import Checkpoints
+
+COUNT = int(os.environ.get("LAB_INTERRUPTS", "50"))
+STEPS = 24  # in each job
+TRAIN = f"""
+import sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from lab_utils import launch
+from lab_utils.training import Checkpoints
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank, checkpoints = dist.get_rank(), Checkpoints(sys.argv[1])
+box = [checkpoints.load() if rank == 0 else None]
+dist.broadcast_object_list(box)
+step, weights = (box[0][0], box[0][1]["weights"]) if box[0] else (0, torch.zeros(100_000))
+print("connected", flush=True)
+for _ in range({STEPS}):
+    gradients = torch.ones_like(weights)
+    dist.all_reduce(gradients)
+    weights += gradients / 2
+    step += 1
+    if step % 3 == 0:
+        if rank == 0:
+            print("saving", flush=True)
+            checkpoints.save(step, {{"weights": weights}})
+        dist.barrier()
+    time.sleep(0.02)
+print("ending", flush=True)
+launch.report(step)
+dist.destroy_process_group()
+"""
+# As a notebook's kernel: it stays, and an interrupt ends the cell.
+KERNEL = """
+import sys
+from lab_utils import launch
+
+def say(*words):
+    print(*words, flush=True)
+
+while True:
+    try:
+        if not sys.stdin.readline():
+            break
+        job = launch.TorchrunJob(sys.argv[1], [sys.argv[2]], nodes=launch.local_nodes(2))
+        say("id", job.id)
+        result = job.run(show=say)
+        say("reported", *result.results)
+    except KeyboardInterrupt:
+        say("interrupted")
+    except BaseException as error:
+        say("failed", repr(error))
+"""
+# When: after which line, and how many seconds after it at most. The first is the preflight, the copies and the meeting.
+MOMENTS = (("id ", 3.5), ("connected", 0.8), ("saving", 0.1), ("ending", 1.2))
+
+
+class Kernel:
+    """The process that runs the jobs, and its lines as they come."""
+
+    def __init__(self, *arguments):
+        # In a session of its own, as a kernel: the interrupt goes to its whole process group.
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", KERNEL, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.lines, self.heard = queue.SimpleQueue(), []
+        threading.Thread(target=lambda: [self.lines.put(line.rstrip("\n")) for line in self.process.stdout]).start()
+
+    def run_cell(self):
+        self.heard.clear()
+        self.process.stdin.write("\n")
+        return self.wait_for("id ")[3:]
+
+    def wait_for(self, *parts, seconds=60.0):
+        """The next line with one of these in it."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                self.heard.append(self.lines.get(timeout=max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                raise AssertionError(f"none of {parts} within {seconds} s: {self.heard}") from None
+            if any(part in self.heard[-1] for part in parts):
+                return self.heard[-1]
+
+    def interrupt(self):
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def close(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    (tmp_path / "train.py").write_text(TRAIN)
+    made = Kernel(tmp_path / "train.py", tmp_path / "checkpoints")
+    yield made
+    made.close()
+
+
+def draw_moments():
+    """Equally many of each kind, at random times, in random order."""
+    draw = random.Random(16)
+    moments = [(part, draw.uniform(0, most)) for part, most in (MOMENTS[k % len(MOMENTS)] for k in range(COUNT))]
+    draw.shuffle(moments)
+    return moments
+
+
+def check_checkpoint(folder):
+    """The last checkpoint is whole: every weight is the number of its step."""
+    found = Checkpoints(folder).load() if folder.exists() else None
+    if found is None:
+        return 0
+    step, state = found
+    assert torch.equal(state["weights"], torch.full((100_000,), float(step)))
+    return step
+
+
+def list_children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.drill
+def test_interrupts_at_random_moments(kernel, tmp_path):
+    checkpoints, last, slowest, ended = tmp_path / "checkpoints", 0, 0.0, 0
+    for part, delay in draw_moments():
+        job_id = kernel.run_cell()
+        if part != "id ":
+            kernel.wait_for(part)
+        time.sleep(delay)
+        start = time.monotonic()
+        kernel.interrupt()
+        said = kernel.wait_for("interrupted", "failed", seconds=15)
+        took = time.monotonic() - start
+        where = f"{delay:.2f} s after {part!r}: {kernel.heard[-12:]}"
+        assert said == "interrupted", where
+        assert took < 5, f"{took:.1f} s, {where}"
+        slowest, ended = max(slowest, took), ended + any("reported" in line for line in kernel.heard)
+        assert_gone(job_id, 10)
+        step = check_checkpoint(checkpoints)
+        assert step >= last, where
+        last = step
+    print(f"slowest prompt {slowest:.1f} s; {ended} of {COUNT} jobs had ended before; {last} steps")
+    assert ended <= COUNT / 3, "most interrupts have to hit a running job"
+    assert last > 0
+
+    # The same kernel runs a job to its end, from the last checkpoint; nothing has piled up in it.
+    job_id = kernel.run_cell()
+    said = kernel.wait_for("reported", "failed", "interrupted")
+    assert said == f"reported {last + STEPS} {last + STEPS}", kernel.heard
+    assert_gone(job_id, 1)
+    folder = tmp_path / "runs" / "jobs" / job_id
+    assert_port_free("127.0.0.1", find_port(folder / "node0.sh"))
+    wait_for(lambda: not list_children(kernel.process.pid), seconds=5)
+    assert len(list(Path(f"/proc/{kernel.process.pid}/task").iterdir())) <= 8
+    assert len(list(Path(f"/proc/{kernel.process.pid}/fd").iterdir())) <= 40
