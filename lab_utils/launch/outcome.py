@@ -12,8 +12,8 @@ from lab_utils import LabError, env_folder
 # What a rank says when another one is gone or does not answer (Gloo, NCCL, and torch's store): never the first cause
 # while any rank has something else to say.
 FOLLOWED = re.compile(
-    r"Connection closed by peer|Application timeout caused pair closure|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
-    r"|Timed out waiting|wait timeout|Socket Timeout|recvValue failed|DistNetworkError|DistStoreError"
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
+    r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed|DistNetworkError|DistStoreError"
     r"|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective"
 )
 
