@@ -163,9 +163,14 @@ def find_port(script: Path) -> int:
 
 
 def assert_port_free(address: str, port: int) -> None:
-    with socket.socket() as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what waits in TIME_WAIT is no holder
-        trial.bind((address, port))
+    def is_free() -> bool:
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what waits in TIME_WAIT is no holder
+            trial.bind((address, port))
+            return True
+        return False
+
+    wait_for(is_free, 2.0)  # a process that is killed closes its files a little after it has lost its environment
 
 
 def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:

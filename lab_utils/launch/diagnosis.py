@@ -43,6 +43,8 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
         story: What was heard of the job.
         why: Why the launcher ended the job, where it did: "interrupted", "stopped", "join" or "limit".
     """
+    if why in ("stopped", "interrupted"):  # what the ranks say about their end comes of that
+        return _describe_end(story, why)
     errors = sorted(story.errors, key=lambda error: error["at"])
     first = _sort_first(errors)[:1]
     if first and _is_own(first[0]):

@@ -13,7 +13,8 @@ from lab_utils import LabError, env_folder
 # while any rank has something else to say.
 FOLLOWED = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
-    r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed|DistNetworkError|DistStoreError"
+    r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed"
+    r"|DistNetworkError|DistStoreError"
     r"|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective"
 )
 

@@ -15,8 +15,8 @@ WIDTH = 118
 
 
 def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Returns the lines of an aligned table, with cause and fix under each verdict that is not green."""
-    rows = [((f"[{v.state}]", clean(v.node), clean(v.check)), v) for v in join_greens(verdicts)]
+    """Returns the lines of an aligned table, what is red first, with cause and fix under each that is not green."""
+    rows = [((f"[{v.state}]", clean(v.node), clean(v.check)), v) for v in arrange(verdicts)]
     widths = [min(30, max((len(cells[i]) for cells, _ in rows), default=0)) for i in range(3)]
     lines = []
     for cells, verdict in rows:
@@ -27,9 +27,9 @@ def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def write_html(verdicts: Sequence[Verdict]) -> str:
-    """Returns an HTML table, what is red first."""
+    """Returns the same as an HTML table."""
     rows = []
-    for verdict in sorted(join_greens(verdicts), key=lambda v: ORDER.index(v.state)):
+    for verdict in arrange(verdicts):
         hints = "".join(f"<br><i>{label}:</i> {escape(text)}" for label, text in _hints(verdict))
         style = f"color:{COLOURS[verdict.state]};font-weight:bold"
         cells = [f'<td style="{style}">{verdict.state}</td>', f"<td>{escape(verdict.node)}</td>"]
@@ -47,14 +47,14 @@ def _hints(verdict: Verdict) -> list[tuple[str, str]]:
     return [(label, text) for label, text in hints if text]
 
 
-def join_greens(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Joins green verdicts that say the same of several nodes."""
+def arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Puts what is red first, and joins green verdicts that say the same of several nodes."""
     joined: dict[tuple, Verdict] = {}
     for number, verdict in enumerate(verdicts):
         key = (verdict.check, verdict.found) if verdict.state == "ok" else (number,)
         node = f"{joined[key].node}, {verdict.node}" if key in joined else verdict.node
         joined[key] = replace(verdict, node=node)
-    return list(joined.values())
+    return sorted(joined.values(), key=lambda verdict: ORDER.index(verdict.state))
 
 
 def clean(text: str) -> str:

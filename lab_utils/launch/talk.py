@@ -42,6 +42,8 @@ class Talk:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        # Made here, not in open(), which runs in a thread per node: ast.parse of Python 3.11 fails in two at a time.
+        self._program = make_program()
         self._process: subprocess.Popen | None = None
         self._reader: threading.Thread | None = None
         self._closed = False
@@ -55,7 +57,7 @@ class Talk:
             LabError: It could not be started.
         """
         # Safe path: a random.py in the home folder must not stand in for Python's own.
-        argv = ["env", "PYTHONSAFEPATH=1", self.node.python, "-c", make_program()]
+        argv = ["env", "PYTHONSAFEPATH=1", self.node.python, "-c", self._program]
         try:
             process = self.node.popen(argv)
         except OSError as error:

@@ -1,0 +1,111 @@
+"""Lab 5 on two hosts: the notebook, unchanged, with nodes that SSH reaches; and the preflight in a terminal."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from jobs import list_processes
+from nbclient import NotebookClient
+
+NAME = "05_ddp_two_nodes.ipynb"
+# What has to be in the output of a cell; each a regular expression.
+SAID = {
+    "imports": ["scale small, 2 nodes: n1, n2"],
+    "four-numbers": [f"rank {rank} had {rank + 1} and has 10" for rank in range(4)],
+    "ddp-script": ["✔ 5.1"],
+    "preflight": [r"n1, n2 +network +each reaches each", r"10\.77\.\d+\.12 on eth0", "Preflight: all is well"],
+    "node-script": ["--local-addr=10[.]77[.]", "GLOO_SOCKET_IFNAME=eth0", "/node/home/distributed-training-labs/"],
+    "train": [r"rank 0 on n1 \(10\.77\.\d+\.11", r"rank 1 on n2 \(10\.77\.\d+\.12", "10000 images in the split, 2560"],
+    "proof": [
+        *(f"✔ {what} of 2 nodes equal those of one process" for what in ("gradients", "weights", "losses")),
+        "✔ all ranks hold the same weights, bit for bit",
+        "✔ every image that the nodes handed out came once",
+    ],
+    "measure": [r"an all-reduce takes \d"],
+    "scaling-table": ["cifar +strong"],
+    "what-if": ["233 MB"],
+    "wrong-interface": ["interface eth9 is not there", "eth0 10[.]77[.]", "where: n1", "fix: interface="],
+    "absent-node": ["on n2, start by hand: bash /node/home/", "Not all nodes joined in time; missing: n2"],
+    "dead-rank": ["signal: rank 1, killed by signal 9", "only followed: rank 0$"],
+    "skipped-collective": ["^hang; likely: a collective", *(rf"rank {rank} stood at failing.py" for rank in (0, 1))],
+    "crash": [
+        "started anew after: rank 1 on n2: killed by signal 9",
+        "✔ every image was counted",
+        "✔ the loss of every step",
+    ],
+    "accumulate": ["✔ 5.2"],
+    "find-forgotten": ["✔ 5.3"],
+    "choose-rules": ["✔ 5.4"],
+    "sync-statistics": ["✔ 5.5"],
+}
+
+
+@pytest.mark.drill
+def test_the_notebook_runs_unchanged_on_two_hosts(hosts, root, tmp_path, monkeypatch):
+    for name, value in {"LAB_NODES": "n1,n2", "LAB_SSH_CONFIG": str(hosts.ssh_config), "LAB_SCALE": "small"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    homes = [hosts.disk(node) / "home" / "distributed-training-labs" for node in ("n1", "n2")]
+    labs = shutil.copytree(root / "notebooks", tmp_path / "labs")
+    notebook = nbformat.read(labs / NAME, as_version=4)
+    try:
+        # An error in any cell ends the test with that cell's traceback.
+        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(labs)}}).execute()
+        outputs = {cell.id: read_output(cell) for cell in notebook.cells if cell.cell_type == "code"}
+        for cell, words in SAID.items():
+            for word in words:
+                assert re.search(word, outputs[cell], re.MULTILINE), f"{word!r} is not in cell {cell}:\n{outputs[cell]}"
+        assert all(cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
+        for cell, text in outputs.items():
+            assert "Traceback" not in text, f"{cell}:\n{text}"
+        # Nothing of it ran on the launcher's machine, and nothing of it is left on any.
+        ids = {path.name for path in (tmp_path / "runs" / "jobs").iterdir()}
+        for home in homes:
+            there = {path.name for path in (home / "jobs").iterdir()}
+            assert len(there) >= 10 and there <= ids
+            assert (home / "data" / "packed" / "shapes10" / "manifest.json").is_file()
+        assert [list(list_processes(job_id)) for job_id in ids] == [[]] * len(ids)
+    finally:
+        for home in homes:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def read_output(cell) -> str:
+    """What a cell printed or showed, as text."""
+    parts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
+    return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+
+
+def look(hosts, folder, *argv):
+    command = [sys.executable, "-m", "lab_utils.launch", "preflight", *argv, "--config", str(hosts.ssh_config)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30, env={**os.environ})
+
+
+@pytest.mark.drill
+def test_the_preflight_works_in_a_terminal_as_the_readme_says(hosts, root, tmp_path):
+    assert "python -m lab_utils.launch preflight" in (root / "notebooks" / NAME).read_text()
+    good = look(hosts, tmp_path, "n1", "n2")
+    assert (good.returncode, good.stderr) == (0, "")
+    lines = good.stdout.splitlines()
+    states = [re.match(r"\[(ok|note|red)\] +(n1|n2|n1, n2) +\w+ +\S", line) for line in lines[:-1] if line[0] == "["]
+    assert len(states) >= 8 and all(states), good.stdout
+    assert {state[1] for state in states} <= {"ok", "note"}
+    assert re.fullmatch(r"Preflight: (all is well|\d+ to note); \d+\.\d s\.", lines[-1])
+    assert f"{hosts.address('n2')} on eth0" in good.stdout
+
+    hosts.drop("n1", "n2")
+    bad = look(hosts, tmp_path, "n1", "n2")
+    assert (bad.returncode, bad.stderr) == (1, "")
+    assert bad.stdout.startswith("[red]"), "what has to be mended stands first"
+    assert re.search(r"^ +fix: ", bad.stdout, re.MULTILINE), bad.stdout
+    assert re.match(r"Preflight: \d+ red", bad.stdout.splitlines()[-1])
+
+    wrong = look(hosts, tmp_path, "n1", "n2", "--interface", "eth9")
+    assert wrong.returncode == 1 and "interface eth9 is not there" in wrong.stdout
+
+    twice = look(hosts, tmp_path, "n1", "n1")
+    assert twice.returncode == 1 and "a host of its own" in twice.stderr and not twice.stdout

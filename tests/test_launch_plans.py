@@ -1,0 +1,280 @@
+"""What each node is told: which nodes LAB_NODES means, their shares of cores and GPUs, settings, and the data set."""
+
+import os
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from drawn import assert_explains
+
+from lab_utils import LabError
+from lab_utils.data import shapes
+from lab_utils.data.sources import SHAPES_FINGERPRINT
+from lab_utils.data.write import write_pack
+from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from lab_utils.launch.local import LocalNode
+from lab_utils.launch.plans import make_plans
+from lab_utils.launch.slurm import SlurmNode
+from lab_utils.launch.ssh import SshNode
+
+SHOW = """
+import os
+from lab_utils import launch
+names = ["LAB_DATA", "LAB_RUNS", "LAB_SCALE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SECRET"]
+launch.report({name: os.environ.get(name) for name in names})
+"""
+LOAD = """
+from lab_utils import data, launch
+dataset = data.load("shapes10")
+launch.report([len(dataset.train), int(dataset.train.images[:20].sum()), dataset.train.labels[:20].tolist()])
+"""
+
+
+@pytest.fixture(autouse=True)
+def settings(tmp_path, monkeypatch):
+    """A machine with eight cores and no GPU, on which nothing was set."""
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("LAB_DATA", str(tmp_path / "data"))
+    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LAB_SCALE", "LAB_NODES", "LAB_SSH_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    set_gpus(tmp_path, monkeypatch, count=0)
+
+
+def set_gpus(folder, monkeypatch, count, status=0):
+    """Puts an nvidia-smi of so many GPUs in front of what is installed."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    rows = "".join(f"{index}, NVIDIA H100, 10, 80000\n" for index in range(count))
+    program = f"case $1 in --query-gpu*) printf %s {shlex.quote(rows)};; esac; exit {status}"
+    (tools / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
+    (tools / "nvidia-smi").chmod(0o755)
+    if str(tools) not in os.environ["PATH"]:
+        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "show.py"
+    path.write_text(SHOW)
+    return path
+
+
+def far_nodes(*names):
+    """Hosts of which everything is known, so that nobody has to ask them."""
+    nodes = ssh_nodes(names, folder="/f", python="/p/python", interface="eth0")
+    return [replace(node, address=f"10.0.0.{number}") for number, node in enumerate(nodes, start=1)]
+
+
+def plan(script, nodes, **options):
+    return make_plans(TorchrunJob(script, nodes=nodes, port=29555, **options), "hash", None)
+
+
+# LAB_NODES.
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "names"),
+    [
+        (None, LocalNode, ["node0", "node1"]),
+        ("  ", LocalNode, ["node0", "node1"]),
+        ("local:3", LocalNode, ["node0", "node1", "node2"]),
+        ("slurm:2", SlurmNode, ["slurm0", "slurm1"]),
+        ("alice,bob", SshNode, ["alice", "bob"]),
+        (" me@alice , 10.0.0.2, ", SshNode, ["me@alice", "10.0.0.2"]),
+        ("local", SshNode, ["local"]),
+    ],
+)
+def test_lab_nodes_names_the_nodes(monkeypatch, text, kind, names):
+    if text is not None:
+        monkeypatch.setenv("LAB_NODES", text)
+    nodes = choose_nodes()
+    assert [node.name for node in nodes] == names
+    assert {type(node) for node in nodes} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("local:two", ["'two' is no number of nodes", "LAB_NODES", "local:2"]),
+        ("slurm:0", ["'0' is no number of nodes", "LAB_NODES"]),
+        ("local:-1", ["'-1' is no number of nodes"]),
+        ("local:17", ["17 nodes", "local_nodes"]),
+        ("slurm:1001", ["1001 nodes", "slurm_nodes"]),
+        ("alice,alice", ["a host of its own", "alice"]),
+        ("-oProxyCommand=touch canary", ["is no host"]),
+        (",", ["a host of its own"]),
+    ],
+)
+def test_lab_nodes_that_says_something_else_is_refused(monkeypatch, text, words):
+    monkeypatch.setenv("LAB_NODES", text)
+    with pytest.raises(LabError) as caught:
+        choose_nodes()
+    assert caught.value.fix and caught.value.where and len(caught.value.what) <= 120
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_hosts_configuration_of_ssh_may_be_another(monkeypatch, tmp_path):
+    monkeypatch.setenv("LAB_NODES", "alice,bob")
+    config = tmp_path / "config"
+    monkeypatch.setenv("LAB_SSH_CONFIG", str(config))
+    with pytest.raises(LabError) as caught:
+        choose_nodes()
+    assert str(config) in str(caught.value)
+    config.write_text("Host *\n")
+    assert {node.connections.config for node in choose_nodes()} == {config}
+    monkeypatch.setenv("LAB_SSH_CONFIG", "")
+    assert {node.connections.config for node in choose_nodes()} == {None}
+
+
+# The share of each node.
+
+
+@pytest.mark.parametrize(("count", "processes", "threads"), [(1, 1, 8), (2, 1, 4), (2, 2, 2), (3, 1, 2), (2, 8, 1)])
+def test_the_nodes_of_this_machine_share_its_cores(script, count, processes, threads):
+    plans = plan(script, local_nodes(count), nproc_per_node=processes)
+    assert [each.threads for each in plans] == [threads] * count
+
+
+def test_another_host_shares_its_own_cores(script):
+    plans = plan(script, [*far_nodes("alice"), *local_nodes(1)])
+    assert [each.threads for each in plans] == [None, 8], "of this machine's nodes there is but one"
+
+
+def test_a_number_of_threads_that_was_chosen_holds_on_every_node(script, monkeypatch):
+    nodes = [*far_nodes("alice"), *local_nodes(1)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [each.threads for each in plan(script, nodes)] == [3, 3]
+    plans = plan(script, nodes, env={"OMP_NUM_THREADS": "5"})
+    assert [each.threads for each in plans] == [5, 5]
+    assert not any("OMP_NUM_THREADS" in each.env for each in plans), "said once, where the script has its comment"
+
+
+def devices(plans):
+    return [each.env.get("CUDA_VISIBLE_DEVICES") for each in plans]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "count", "processes", "expected"),
+    [
+        (0, 2, 1, [None, None]),
+        (1, 1, 1, ["0"]),
+        (4, 1, 1, ["0"]),
+        (2, 2, 1, ["0", "1"]),
+        (8, 2, 2, ["0,1", "2,3"]),
+        # One GPU cannot be two ranks' (NCCL refuses), and half of the nodes on a GPU is no fair comparison.
+        (1, 2, 1, ["", ""]),
+        (3, 2, 2, ["", ""]),
+    ],
+)
+def test_each_node_of_this_machine_has_gpus_of_its_own(script, tmp_path, monkeypatch, gpus, count, processes, expected):
+    set_gpus(tmp_path, monkeypatch, gpus)
+    assert devices(plan(script, local_nodes(count), nproc_per_node=processes)) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("3,1", ["3", "1"]), ("GPU-aa, GPU-bb", ["GPU-aa", "GPU-bb"]), ("5", ["", ""]), ("", [None, None])],
+)
+def test_only_gpus_that_are_visible_here_are_shared(script, tmp_path, monkeypatch, visible, expected):
+    set_gpus(tmp_path, monkeypatch, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert devices(plan(script, local_nodes(2))) == expected
+
+
+def test_gpus_of_another_host_and_those_that_were_chosen_are_left_alone(script, tmp_path, monkeypatch):
+    set_gpus(tmp_path, monkeypatch, 2)
+    assert devices(plan(script, [*far_nodes("alice", "bob"), *local_nodes(1)])) == [None, None, "0"]
+    assert devices(plan(script, local_nodes(2), env={"CUDA_VISIBLE_DEVICES": "7"})) == ["7", "7"]
+    set_gpus(tmp_path, monkeypatch, 2, status=9)  # a driver that does not answer
+    assert devices(plan(script, local_nodes(2))) == [None, None]
+
+
+# Settings and data.
+
+
+def test_settings_reach_every_node_and_nothing_else_does(script, monkeypatch):
+    monkeypatch.setenv("LAB_SCALE", "full")
+    monkeypatch.setenv("SECRET", "of the learner")
+    here, there, given = plan(script, [*local_nodes(1), *far_nodes("alice"), replace(far_nodes("bob")[0], data="/big")])
+    assert [each.env["LAB_SCALE"] for each in (here, there, given)] == ["full"] * 3
+    assert here.env["LAB_DATA"] == os.environ["LAB_DATA"]
+    assert [there.env["LAB_DATA"], given.env["LAB_DATA"]] == ["/f/data", "/big"]
+    assert [here.env["LAB_RUNS"], there.env["LAB_RUNS"]] == [f"{local_nodes(1)[0].folder}/runs", "/f/runs"]
+    assert set(there.env) == {"LAB_SCALE", "LAB_DATA", "LAB_RUNS"}
+    monkeypatch.delenv("LAB_SCALE")
+    assert "LAB_SCALE" not in plan(script, local_nodes(1))[0].env
+    assert plan(script, local_nodes(1), env={"LAB_SCALE": "small"})[0].env["LAB_SCALE"] == "small"
+
+
+def test_a_relative_lab_data_means_the_same_folder_in_the_job(script, monkeypatch, root):
+    monkeypatch.setenv("LAB_DATA", "somewhere")
+    assert plan(script, local_nodes(1))[0].env["LAB_DATA"] == str(root / "somewhere")
+    slurm = make_plans(TorchrunJob(script, nodes=slurm_nodes(2)), "hash", None)
+    assert {each.env["LAB_DATA"] for each in slurm} == {f"{slurm_nodes(2)[0].folder}/data"}
+
+
+def test_what_is_planned_is_what_the_processes_get(script, tmp_path, monkeypatch):
+    set_gpus(tmp_path, monkeypatch, 2)
+    monkeypatch.setenv("LAB_SCALE", "small")
+    job = TorchrunJob(script, nodes=local_nodes(2), env={"COLOUR": "red"})
+    # force: jobs that other tests run on this machine meanwhile are no matter here.
+    first, second = job.run(show=False, force=True).results
+    assert [first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]] == ["0", "1"]
+    for seen in (first, second):
+        assert (seen["LAB_SCALE"], seen["OMP_NUM_THREADS"], seen["LAB_DATA"]) == ("small", "4", str(tmp_path / "data"))
+    assert Path(first["LAB_RUNS"]) == tmp_path / "runs" / "nodes" / "node0" / "runs"
+
+
+def make_pack(home):
+    """A pack that counts as shapes10, with twenty training images in place of ten thousand."""
+    counts = {"train": 20, "valid": 10, "test": 10}
+    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
+    with write_pack(home / "packed" / "shapes10", counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
+        for split, count in counts.items():
+            for index in range(count):
+                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
+    return home
+
+
+def say_data(found):
+    return {verdict.node: (verdict.state, verdict.found) for verdict in found.verdicts if verdict.check == "data"}
+
+
+@pytest.mark.drill
+def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    make_pack(tmp_path / "data")
+    folder = f"/node/plans-{os.getpid()}"
+    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder=folder)
+    script.write_text(LOAD)
+    job = TorchrunJob(script, nodes=nodes, dataset="shapes10")
+    try:
+        red = job.preflight()
+        assert not red.ok
+        missing = f"{folder}/data/packed/shapes10/manifest.json is missing"
+        assert say_data(red) == {"n1": ("red", missing), "n2": ("red", missing)}
+        with pytest.raises(LabError) as caught:
+            job.run(show=False)
+        assert_explains(caught.value, "data", "copy_data=True")
+        assert not hosts.run_on("n1", ["ls", f"{folder}/data"], check=False)
+
+        copying = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=True)
+        assert copying.preflight().ok
+        results = copying.run(show=False).results
+        assert results[0] == results[1]
+        assert results[0][0] == 20, "drawn anew on the host, not copied"
+        own = {path.name: path.read_bytes() for path in (tmp_path / "data" / "packed" / "shapes10").iterdir()}
+        for node in ("n1", "n2"):
+            far = hosts.disk(node) / Path(folder).relative_to("/node") / "data" / "packed" / "shapes10"
+            assert {path.name: path.read_bytes() for path in far.iterdir()} == own
+            assert not list(far.parents[2].glob(".receiving-*"))
+
+        green = job.preflight()
+        assert green.ok and {state for state, _ in say_data(green).values()} == {"ok"}
+        hosts.run_on("n2", ["rm", f"{folder}/data/packed/shapes10/train-images.npy"])
+        assert say_data(job.preflight())["n2"][0] == "red"
+    finally:
+        nodes[0].close()
