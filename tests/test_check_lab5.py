@@ -74,8 +74,8 @@ def test_a_script_with_gaps_is_not_run(write, count_runs):
 
 INIT = 'dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))  # NEW'
 SET_DEVICE = "    if cuda:  # NEW\n        torch.cuda.set_device(device)  # NEW\n"
-SAVE = "                if checkpoints and rank == 0:  # NEW\n                    checkpoints.save(step, state)\n"
-BARRIER = "                dist.barrier()  # NEW\n"
+SAVE = "                    if rank == 0:  # NEW\n                        checkpoints.save(step, state)  # NEW\n"
+BARRIER = "                    dist.barrier()  # NEW\n"
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,8 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
             "    dist.all_reduce(counts)  # NEW\n",
             "    # YOUR CODE HERE\n    dist.reduce(counts, 0)\n    dist.broadcast(counts, 0)\n",
         ),
-        (SAVE, "                first = dist.get_rank() == 0\n" + SAVE.replace("rank == 0", "first")),
-        (BARRIER, "                dist.monitored_barrier()\n"),
+        (SAVE, "                    first = dist.get_rank() == 0\n" + SAVE.replace("rank == 0", "first")),
+        (BARRIER, "                    dist.monitored_barrier()\n"),
     ]
     check.exercise("5.1", write(*changes, name="my script.py"))
     assert capsys.readouterr().out.startswith("✔ 5.1")
@@ -124,7 +124,7 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
         (("    model = DDP(model)  # NEW\n", "    pass\n"), "model = DDP(model), under the same name"),
         (("dist.all_reduce(counts)", "dist.all_reduce(counts.clone())"), "only this rank's half"),
         (('"rank": rank, ', '"rank": local_rank, '), "both ranks got the same half"),
-        (("if checkpoints and rank == 0:", "if checkpoints and local_rank == 0:"), "every process saved"),
+        ((SAVE, SAVE.replace("rank == 0", "local_rank == 0")), "every process saved"),
         (("batches.set_epoch(epoch, start=position)", "pass"), "the first epoch is right, and the next is not"),
         (('    share = {"device"', '    shares = {"device"'), "assign it in the gap"),
         ((BARRIER, "    " + BARRIER), "none of them may stand in `if rank == 0`"),

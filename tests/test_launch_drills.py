@@ -31,6 +31,19 @@ from lab_utils.launch import TorchrunJob, find_log, local_nodes, ssh_nodes
 pytestmark = pytest.mark.drill
 
 
+CHATTY = """
+import os, sys, threading, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print("connected", flush=True)
+end = time.monotonic() + (3 if sys.argv[1] == "failure" and os.environ["RANK"] == "1" else 600)
+while time.monotonic() < end:
+    print("loss 0.123456789 " * 10)
+raise ValueError("bad luck")
+"""
+
+
 @pytest.fixture(autouse=True)
 def runs(tmp_path, monkeypatch):
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
@@ -103,6 +116,28 @@ def test_7_a_node_that_never_starts(make):
     assert any(re.fullmatch(r"waiting for node1(, node0|)? to join: \d s left", line) for line in heard.lines), (
         heard.lines
     )
+
+
+@pytest.mark.parametrize("order", ["address", "nodes"])
+def test_7_an_interrupt_while_a_node_is_waited_for(order, script, start_launcher):
+    """torchrun alone waits in C, where it does not hear an interrupt, for many minutes."""
+    launcher = start_launcher(
+        "from lab_utils.launch import *\n"
+        f"job = TorchrunJob({str(script)!r}, ['ok'], nodes=local_nodes(2), rank_order={order!r})\n"
+        "print('id', job.id, 'id', flush=True)\n"
+        "job.run(by_hand=['node1'])\n"
+    )
+    launcher.wait_for("waiting for node1 to join: ")
+    job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
+    assert find_processes(job_id, "distributed.run")
+    start = time.monotonic()
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    launcher.process.wait(15)
+    took = time.monotonic() - start
+    assert took < 5, took
+    assert launcher.output.read_text().rstrip().endswith("KeyboardInterrupt")
+    assert_gone(job_id, 10)
+    print(f"prompt back after {took:.1f} s")
 
 
 def test_4_a_firewall_that_was_not_there_at_the_preflight(make, hosts):
@@ -313,6 +348,47 @@ def test_16_a_job_that_is_stopped_from_a_thread(make):
     assert "stopped" in result.failure.what and result.failure.fix
     assert_gone(job_id, 5)
     assert (result.folder / "output.log").stat().st_size > 0
+
+
+def test_16_a_rank_that_failed_before_the_stop_is_named(make):
+    """The stop does not hide what had happened, and what the stop itself does to the ranks is no fault of theirs."""
+    job = make("raise")
+    heard = Heard({"ValueError: bad luck": lambda line: job.stop()})
+    result = job.run(check=False, show=heard)
+    assert (result.failure.kind, result.failure.rank) == ("exception", 1), str(result.failure)
+    assert "bad luck in batch 7" in result.failure.what
+
+
+@pytest.mark.parametrize("way", ["interrupt", "stop", "failure"])
+def test_16_a_job_that_prints_without_end(way, script, start_launcher):
+    """The launcher is behind with reading; the prompt is back all the same, and the failure is found."""
+    script.write_text(CHATTY)
+    launcher = start_launcher(
+        "import threading, time\n"
+        "from lab_utils.launch import *\n"
+        f"job = TorchrunJob({str(script)!r}, [{way!r}], nodes=local_nodes(2))\n"
+        "print('id', job.id, 'id', flush=True)\n"
+        "def show(line):\n"
+        "    time.sleep(0.002)\n"  # as slow as a notebook
+        "    if 'connected' in line:\n"
+        "        print(line, flush=True)\n"
+        f"        if {way!r} == 'stop':\n"
+        "            threading.Timer(3, job.stop).start()\n"
+        "print('end', job.run(check=False, show=show).failure.kind, flush=True)\n"
+    )
+    launcher.wait_for("] connected")
+    job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
+    time.sleep(3)
+    start = time.monotonic()
+    if way == "interrupt":
+        os.killpg(launcher.process.pid, signal.SIGINT)
+    launcher.process.wait(30)
+    took = time.monotonic() - start
+    assert took < (10 if way == "failure" else 5), took
+    said = {"interrupt": "KeyboardInterrupt", "stop": "end stopped", "failure": "end exception"}[way]
+    assert launcher.output.read_text().rstrip().endswith(said)
+    assert_gone(job_id, 10)
+    print(f"prompt back after {took:.1f} s")
 
 
 def test_a_stop_while_the_nodes_join(make):

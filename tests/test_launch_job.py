@@ -35,6 +35,19 @@ print("hello from", os.environ["RANK"])
 print("a word to stderr", file=sys.stderr)
 dist.destroy_process_group()
 """
+# Found by Python as it starts: what the training's processes are then told of their versions.
+VERSIONS = """
+import platform, sys
+platform.python_version = lambda: "3.4.5"
+if "lab_utils.launch.worker" in sys.orig_argv:
+    import torch
+    torch.__version__ = "1.2.3"
+"""
+CUDA = """
+import sys, torch
+from lab_utils import launch
+launch.report({"initialised": torch.cuda.is_initialized(), "start": "python -m" if "-m" in sys.orig_argv else "fork"})
+"""
 SHORT = 'import sys; from lab_utils import launch; launch.report(sys.argv[1:]); print("done")'
 
 
@@ -188,13 +201,24 @@ def edit(line, change):
         (
             # Drill 8: other numbers of processes.
             lambda text, other: text.replace("--nproc-per-node=1", "--nproc-per-node=2"),
-            [r"node 0 .* was told of 2 processes in all, and 3 came"],
+            [r"node 0 .* was told of 2 processes in all, and 3 came", r"node 1 .* was told of 2"],
+        ),
+        (
+            # Drill 8: the script of node 0 on both.
+            lambda text, other: text.replace("LAB_NODE=1", "LAB_NODE=0"),
+            [r"node 0 .* and node 0 .* both run node0\.sh"],
+        ),
+        (
+            # Drill 10: another torch and another Python.
+            lambda text, other: text.replace("export PYTHONPATH=", f"export PYTHONPATH={other.rpartition('/')[0]}:"),
+            [r"torch: \S+ on node 0 .*, 1\.2\.3 on node 1", r"Python: 3\.\S+ on node 0 .*, 3\.4\.5 on node 1"],
         ),
     ],
-    ids=["arguments and script", "processes"],
+    ids=["arguments and script", "processes", "numbers", "versions"],
 )
 def test_nodes_that_do_not_run_the_same(write, change, words):
     started, heard = [], Heard()
+    write("other/sitecustomize.py", VERSIONS)
     other = str(write("other/train.py", TROUBLE + "# another version\n"))
     heard.when["start by hand: bash "] = lambda line: started.append(edit(line, lambda text: change(text, other)))
     joined = []
@@ -214,13 +238,15 @@ def test_nodes_that_do_not_run_the_same(write, change, words):
 def test_every_difference_is_named_with_both_values():
     one = {
         "node": "0 (a)",
+        "number": "0",
+        "torchrun": "0",
         "script": "abc",
         "arguments": [],
         "processes in all": [2, 2],
         "torch": "2.13",
         "Python": "3.11",
     }
-    other = {**one, "node": "1 (b)"}
+    other = {**one, "node": "1 (b)", "number": "1", "torchrun": "1"}
     assert find_differences([one, other]) == []
     for fact, value in {"script": "abd", "arguments": ["-x"], "torch": "2.14", "Python": "3.12"}.items():
         (text,) = find_differences([one, {**other, fact: value}, {**other, fact: value}])
@@ -229,6 +255,43 @@ def test_every_difference_is_named_with_both_values():
     assert find_differences([{**one, "processes in all": [2, 3]}]) == [
         "node 0 (a) was told of 2 processes in all, and 3 came"
     ]
+    assert find_differences([one, one]) == []
+    assert find_differences([one, {**other, "number": "0"}]) == ["node 0 (a) and node 1 (b) both run node0.sh"]
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("count", [1, 3])
+def test_8_a_node_that_expects_another_number_of_nodes(write, count):
+    """With too few it must not train alone; with too many nobody comes, and the time to join ends it."""
+    started, heard = [], Heard()
+
+    def start(line):
+        started.append(edit(line, lambda text: text.replace("--nnodes=2", f"--nnodes={count}")))
+
+    heard.when["start by hand: bash "] = start
+    begun = time.time()
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), join_timeout=8)
+    error = run_badly(job, heard, seconds=8 + 5, since=lambda: begun, by_hand=["node1"])
+    printed = end(started[0])
+    assert error.result.failure.kind in ("join", "torchrun", "mismatch")
+    assert "node1" in str(error) or "preflight" in error.fix, str(error)
+    assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
+
+
+@pytest.mark.drill
+def test_8_a_node_alone_does_not_train(write, tmp_path, root):
+    """The worker of a job of two that finds itself alone says so and ends."""
+    script = write("train.py", "print('trained')")
+    names = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "LAB_WORLD_SIZE": "2"}
+    names |= {"LAB_NODE": "1", "LAB_JOB_FOLDER": str(tmp_path / "job"), "PYTHONPATH": str(root)}
+    # In torchrun's place, of which the worker expects that it belongs to the job, is a Python that starts it.
+    agent = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', *sys.argv[1:]]).returncode)"
+    command = [sys.executable, "-c", agent, "lab_utils.launch.worker", str(script)]
+    env = {**os.environ, **names, "LAB_JOB_ID": "alone"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 1
+    assert "trained" not in done.stdout
+    assert re.search(r"MismatchError: node 1 .* was told of 2 processes in all, and 1 came", done.stderr), done.stderr
 
 
 def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
@@ -278,6 +341,32 @@ def test_the_limit_ends_a_job(write):
     assert "4 s" in result.failure.what and "limit=" in result.failure.fix
     assert result.seconds["total"] < 4 + 5
     assert_gone(job_id, 1)
+
+
+@pytest.mark.drill
+def test_the_limit_ends_both_nodes_and_is_named(write):
+    """The nodes end one after the other, and the ranks of the second then miss those of the first."""
+    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2), limit=15)
+    job_id = job.id
+    result = job.run(check=False, show=False)
+    assert result.failure.kind == "limit", str(result.failure)
+    assert "15 s" in result.failure.what and "limit=" in result.failure.fix
+    assert_gone(job_id, 5)
+
+
+@pytest.mark.drill
+def test_20_the_kernel_is_never_forked(write, monkeypatch):
+    """A fork would copy what the notebook has of CUDA, its threads and its locks, which breaks in the copy."""
+
+    def refuse(*_):
+        raise AssertionError("the kernel was forked")
+
+    for name in ("fork", "forkpty"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr("multiprocessing.process.BaseProcess.start", refuse)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    (result,) = TorchrunJob(write("train.py", CUDA), nodes=local_nodes(1)).run(show=False).results
+    assert result == {"initialised": False, "start": "python -m"}
 
 
 def test_without_the_launcher_a_report_is_printed(tmp_path, root):

@@ -94,9 +94,17 @@ def test_lab_nodes_names_the_nodes(monkeypatch, text, kind, names):
     assert {type(node) for node in nodes} == {kind}
 
 
+def test_options_of_sbatch_follow_the_number_of_nodes(monkeypatch):
+    monkeypatch.setenv("LAB_NODES", "slurm:2 --gpus-per-node=1 --account=course")
+    first, second = choose_nodes()
+    assert first.request == second.request
+    assert (first.request.count, first.request.extra) == (2, ("--gpus-per-node=1", "--account=course"))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        ("local:2 --gpus-per-node=1", ["is no number of nodes", "LAB_NODES"]),
         ("local:two", ["'two' is no number of nodes", "LAB_NODES", "local:2"]),
         ("slurm:0", ["'0' is no number of nodes", "LAB_NODES"]),
         ("local:-1", ["'-1' is no number of nodes"]),
@@ -136,6 +144,14 @@ def test_the_hosts_configuration_of_ssh_may_be_another(monkeypatch, tmp_path):
 def test_the_nodes_of_this_machine_share_its_cores(script, count, processes, threads):
     plans = plan(script, local_nodes(count), nproc_per_node=processes)
     assert [each.threads for each in plans] == [threads] * count
+
+
+def test_one_node_of_two_keeps_its_share(script, tmp_path, monkeypatch):
+    """Else one node would be compared with two that have half of it each."""
+    set_gpus(tmp_path, monkeypatch, 2)
+    for number, node in enumerate(local_nodes(2)):
+        (alone,) = plan(script, [node])
+        assert (alone.threads, alone.env["CUDA_VISIBLE_DEVICES"]) == (4, str(number))
 
 
 def test_another_host_shares_its_own_cores(script):

@@ -345,7 +345,7 @@ def test_the_end_of_the_launcher_is_the_end_of_the_job(slurm, plan, survivors, w
     assert_explains(links[0].explain(), "Slurm job")
     if way == "stop":
         # Whichever comes first: the lease's file is gone, or Slurm's own signal.
-            assert re.search(rb"the launcher let go|signal 15", b"".join(got["slurm0"]))
+        assert re.search(rb"the launcher let go|signal 15", b"".join(got["slurm0"]))
 
 
 @pytest.mark.drill

@@ -21,9 +21,9 @@ def expect_saved_once(folders: Mapping[str, Path], first: str) -> None:
         first: The node of rank 0.
     """
     found = [name for name, folder in folders.items() if any(folder.glob("step-*.pt"))]
-    hint = "exactly one process saves, the one that loads later: if checkpoints and rank == 0"
+    hint = "exactly one process saves, the one that loads later: if rank == 0"
     if len(found) > 1:
-        hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if checkpoints and rank == 0"
+        hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if rank == 0"
     expect(
         found == [first],
         "which nodes hold checkpoints, with rank 0 on " + first,

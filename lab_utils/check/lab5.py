@@ -79,23 +79,23 @@ FIREWALL_CASES = (
 )
 
 
-def verify_open_needed(open_needed: Callable) -> str:
+def verify_choose_rules(choose_rules: Callable) -> str:
     """Asks for the rules of two clusters: enough to train on, and nothing that is open to anybody else."""
-    for private_ips, your_ip in FIREWALL_CASES:
-        rules = open_needed(list(private_ips), your_ip)
-        case = f"{len(private_ips)} nodes"
+    for nodes, you in FIREWALL_CASES:
+        rules = choose_rules(list(nodes), you)
+        case = f"{len(nodes)} nodes"
         parsed = [_parse_rule(case, rule) for rule in _expect_list(case, rules)]
         for source, ports in parsed:
-            _expect_narrow(case, source, ports, private_ips, your_ip)
-        for address in private_ips:
+            _expect_narrow(case, source, ports, nodes, you)
+        for address in nodes:
             _expect_open(case, address, parsed)
-        yours = [ports for source, ports in parsed if ipaddress.ip_address(your_ip) in source]
+        yours = [ports for source, ports in parsed if ipaddress.ip_address(you) in source]
         expect(
             bool(yours),
-            f"{case}: what you reach from {your_ip}",
+            f"{case}: what you reach from {you}",
             yours="nothing",
             expected=f"port {SSH}",
-            hint="a rule for yourself, from your_ip/32: ssh is how you start the job and how its output comes back",
+            hint="a rule for yourself, from you/32: ssh is how you start the job and how its output comes back",
         )
     return "the nodes reach each other on every port, you reach port 22, and nobody else reaches anything"
 
@@ -123,16 +123,16 @@ def _parse_rule(case: str, rule: object) -> tuple[ipaddress.IPv4Network, tuple[i
 
 
 def _expect_narrow(
-    case: str, source: ipaddress.IPv4Network, ports: tuple[int, int], private_ips: Sequence[str], your_ip: str
+    case: str, source: ipaddress.IPv4Network, ports: tuple[int, int], nodes: Sequence[str], you: str
 ) -> None:
     """A rule that lets nobody in but the nodes, and you to ssh."""
-    strangers = source.num_addresses - sum(ipaddress.ip_address(one) in source for one in (*private_ips, your_ip))
-    own = not strangers and ipaddress.ip_address(your_ip) in source
+    strangers = source.num_addresses - sum(ipaddress.ip_address(one) in source for one in (*nodes, you))
+    own = not strangers and ipaddress.ip_address(you) in source
     hint = "a subnet holds other machines too: a rule per node with /32, or, in a cloud, a group that names itself"
-    if ipaddress.ip_address(your_ip) in source:
-        hint = "your own address is your_ip/32: a wider one lets your neighbours in"
+    if ipaddress.ip_address(you) in source:
+        hint = "your own address is you/32: a wider one lets your neighbours in"
     if source.prefixlen == 0 and ports == (SSH, SSH):
-        hint = "ssh that is open to the world is tried by guessers within minutes: open it to your_ip/32"
+        hint = "ssh that is open to the world is tried by guessers within minutes: open it to you/32"
     elif source.prefixlen == 0:
         hint = "torchrun's store and Gloo ask for no password: whoever reaches their ports can run code on your nodes"
     expect(
@@ -144,7 +144,7 @@ def _expect_narrow(
     )
     expect(
         not own or ports == (SSH, SSH),
-        f"{case}: what is open to {your_ip}",
+        f"{case}: what is open to {you}",
         yours=f"ports {ports[0]} to {ports[1]}",
         expected=f"port {SSH}",
         hint="you need ssh alone; everything else goes through it (ssh -L), and the nodes talk among themselves",
@@ -160,7 +160,7 @@ def _expect_open(case: str, address: str, parsed: Sequence[tuple[ipaddress.IPv4N
         reached = max(reached, high) if low <= reached + 1 else reached
     hint = "the rendezvous is only where ranks meet: Gloo and NCCL then listen on random ports, so open 1 to 65535"
     if not ranges:
-        hint = "every node has to be let in by the others, rank 0's node too: one rule per address of private_ips"
+        hint = "every node has to be let in by the others, rank 0's node too: one rule per address of nodes"
     expect(
         reached >= last,
         f"{case}: the ports that are open to the node {address}",
@@ -238,6 +238,6 @@ EXERCISES = {
     "5.1": Exercise("The DDP script", verify_ddp_script),
     "5.2": Exercise("Accumulation", verify_accumulation),
     "5.3": Exercise("A forgotten set_epoch", verify_find_forgotten),
-    "5.4": Exercise("Open only what is needed", verify_open_needed),
+    "5.4": Exercise("Open only what is needed", verify_choose_rules),
     "5.5": Exercise("What SyncBatchNorm computes", verify_sync_statistics),
 }

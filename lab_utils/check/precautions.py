@@ -27,10 +27,10 @@ def expect_precautions(tree: ast.AST) -> None:
     given = {keyword.arg for call in starts for keyword in call.keywords}
     expect(
         bool({"timeout", None} & given) or any(len(call.args) > 2 for call in starts),
-        "how long a process waits for one that died",
+        "how long a process waits for one that does not answer",
         yours="init_process_group without timeout=",
         expected="timeout=timedelta(seconds=args.timeout)",
-        hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that is gone",
+        hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
     )
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {name for name, _ in named}

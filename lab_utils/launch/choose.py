@@ -14,17 +14,19 @@ from lab_utils.launch.ssh import ssh_nodes
 def choose_nodes() -> list[Node]:
     """Returns the nodes that ``LAB_NODES`` names: ``local:2`` (the default), ``slurm:2``, or hosts, ``hostA,hostB``.
 
+    Options of sbatch follow the number of nodes, as in ``slurm:2 --gpus-per-node=1 --account=course``.
     ``LAB_SSH_CONFIG`` may name a configuration of ssh for the hosts in place of your own.
 
     Raises:
         LabError: ``LAB_NODES`` says something else.
     """
     text = os.environ.get("LAB_NODES", "").strip() or "local:2"
-    kind, _, count = text.partition(":")
-    if kind in ("local", "slurm") and count:
-        if not count.isdigit() or int(count) < 1:
+    kind, _, rest = text.partition(":")
+    if kind in ("local", "slurm") and rest:
+        count, *extra = rest.split()
+        if not count.isdigit() or int(count) < 1 or (extra and kind == "local"):
             fix = "export LAB_NODES=local:2"
-            raise LabError(f"{count[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
-        return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count))
+            raise LabError(f"{rest[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
+        return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count), extra=extra)
     names = [name.strip() for name in text.split(",") if name.strip()]
     return ssh_nodes(names, config=os.environ.get("LAB_SSH_CONFIG") or None)

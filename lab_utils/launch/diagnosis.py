@@ -43,12 +43,19 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
         story: What was heard of the job.
         why: Why the launcher ended the job, where it did: "interrupted", "stopped", "join" or "limit".
     """
-    if why in ("stopped", "interrupted"):  # what the ranks say about their end comes of that
-        return _describe_end(story, why)
     errors = sorted(story.errors, key=lambda error: error["at"])
+    if why in ("stopped", "interrupted"):
+        # What the ranks say about their end comes of that; what was heard before does not.
+        errors = [error for error in errors if story.asked is not None and error["at"] <= story.asked]
+        if not errors:
+            return _describe_end(story, why)
     first = _sort_first(errors)[:1]
     if first and _is_own(first[0]):
         return _describe_rank(story, first[0], errors)
+    limits = [part.ended["why"] for part in story.nodes.values() if part.ended and "time limit" in part.ended["why"]]
+    if limits:  # one node ends a moment before the other, whose ranks then miss the first one's
+        cause = "it had more to do, or a rank waited for something that never came"
+        return Failure("limit", f"The job ran into its {limits[0]}.", cause=cause, fix="a larger limit=, or less work")
     if errors:
         return _describe_waiting(story, errors)
     if why:
@@ -56,8 +63,6 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
     for part in story.nodes.values():
         if part.gone and part.ended is None:
             return _describe_lost(story, part.name)
-        if part.ended and part.ended["why"].startswith("time limit"):
-            return Failure("limit", f"The job ran into its {part.ended['why']}.", fix="a larger limit=, or less work")
     followed = [part for part in story.nodes.values() if not part.by_hand]
     bad = [part for part in followed if part.ended is None or part.ended["returncode"]]
     # One that was told to end (srun tells all when one has failed) is not the one that failed.
@@ -167,12 +172,9 @@ def _describe_end(story: Story, why: str) -> Failure:
             cause=cause,
             fix="start it (bash node….sh on that node), or let job.preflight() say what is in the way",
         )
-    texts = {
-        "interrupted": ("The job was interrupted.", "run the cell again; a checkpoint lets it go on where it was"),
-        "stopped": ("The job was stopped.", "run the cell again; a checkpoint lets it go on where it was"),
-    }
-    what, fix = texts[why]
-    return Failure("stopped", what, fix=fix, stacks=story.stacks)
+    cause = "the cell was interrupted" if why == "interrupted" else "job.stop() was called"
+    fix = "run the cell again; a checkpoint lets it go on where it was"
+    return Failure("stopped", f"The job was {why}.", cause=cause, fix=fix, stacks=story.stacks)
 
 
 def _describe_lost(story: Story, node: str, noise: dict[int, str] | None = None) -> Failure:

@@ -13,7 +13,13 @@ from lab_utils import LabError, env_folder
 
 @dataclass(frozen=True)
 class LocalNode:
-    """A node on this machine; attributes as in :class:`lab_utils.launch.nodes.Node`."""
+    """A node on this machine; attributes as in :class:`lab_utils.launch.nodes.Node`.
+
+    Attributes:
+        index: Which of the nodes that were made together, from 0.
+        together: How many those are. A node keeps its share of the machine where a job takes some of them only, so
+            that one node and two can be compared.
+    """
 
     name: str
     folder: str
@@ -21,6 +27,8 @@ class LocalNode:
     interface: str
     python: str = sys.executable
     data: str | None = None
+    index: int = 0
+    together: int = 1
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program in a session of its own, so that an interrupt in the terminal reaches the launcher alone."""
@@ -61,6 +69,8 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
             folder=str(base / f"node{index}"),
             address=f"127.0.0.{1 + index}" if linux else "127.0.0.1",
             interface="lo" if linux else "lo0",
+            index=index,
+            together=count,
         )
         for index in range(count)
     ]

@@ -73,7 +73,7 @@ def _share_cores(job: TorchrunJob, node: Node) -> int | None:
     if not isinstance(node, LocalNode):
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (job.nproc_per_node * sum(isinstance(other, LocalNode) for other in job.nodes)))
+    return max(1, cores // (job.nproc_per_node * node.together))
 
 
 def _choose_env(job: TorchrunJob, node: Node) -> dict[str, str]:
@@ -95,9 +95,8 @@ def _share_gpus(job: TorchrunJob, node: Node) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [row[0] for row in find_gpus().get("gpus", [])] if visible is None else visible.split(",")
     gpus = [name.strip() for name in names if name.strip()]
-    nodes = [other for other in job.nodes if isinstance(other, LocalNode)]
     if not gpus:
         return {}
-    first = nodes.index(node) * job.nproc_per_node
-    own = gpus[first : first + job.nproc_per_node] if len(gpus) >= len(nodes) * job.nproc_per_node else []
+    first = node.index * job.nproc_per_node
+    own = gpus[first : first + job.nproc_per_node] if len(gpus) >= node.together * job.nproc_per_node else []
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

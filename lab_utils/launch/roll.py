@@ -31,19 +31,25 @@ def call_roll(script: str) -> None:
     silently, and not what was meant.
 
     Raises:
-        MismatchError: The nodes differ in script, arguments, number of processes, torch or Python.
+        MismatchError: The nodes differ in script, arguments, number of processes, torch or Python, or two of them run
+            the script of the same node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
+    if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
+        raise MismatchError(f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came")
     if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     import torch
     from torch.distributed import TCPStore
 
     mine = {
-        "node": f"{os.environ.get('LAB_NODE')} ({socket.gethostname()})",
+        "node": f"{node} ({socket.gethostname()})",
+        "number": node,
+        "torchrun": os.environ.get("GROUP_RANK"),
         "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
         "arguments": sys.argv[1:],
-        "processes in all": [int(os.environ.get("LAB_WORLD_SIZE", world_size)), world_size],
+        "processes in all": [wanted, world_size],
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "attempt": secrets.token_hex(8),
@@ -97,7 +103,11 @@ def _forget(store: TCPStore, prefix: str) -> None:
 def find_differences(ranks: list[dict]) -> list[str]:
     """Names, in words, every fact in which a rank's node differs from that of rank 0, with both nodes' values."""
     first, found = ranks[0], []
+    owners: dict[str, dict] = {}  # by the node's number, the first rank that has it
     for other in ranks:
+        owner = owners.setdefault(other["number"], other)
+        if other["torchrun"] != owner["torchrun"]:
+            found.append(f"node {owner['node']} and node {other['node']} both run node{other['number']}.sh")
         if other["processes in all"][0] != other["processes in all"][1]:
             wanted, there = other["processes in all"]
             found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")

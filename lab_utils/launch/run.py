@@ -17,6 +17,9 @@ BEAT_SECONDS = 0.5
 COUNTDOWN_SECONDS = 5.0
 # How long the other ranks may take to say what the first failure did to them; and to end, once they were asked to.
 SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
+# A job may print faster than a notebook can show. What waits for longer than this, with so many lines behind it, goes
+# to the log only, until no more than a few wait: a failure, or a stop, must not have to wait behind it.
+LATE_SECONDS, MANY_LINES, FEW_LINES = 1.0, 100, 10
 
 
 class Run:
@@ -45,7 +48,8 @@ class Run:
     ) -> None:
         self._links, self._story, self._say, self._stop = links, story, say, stop
         self._join_timeout, self._restarts, self._log = join_timeout, restarts, log
-        self._queue: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, bytes | None, float]] = queue.SimpleQueue()
+        self._unshown = 0
         self._started = self._told = time.monotonic()
         self._failed: float | None = None
         self.lines: list[str] = []
@@ -81,8 +85,8 @@ class Run:
     def _read(self, node: str, link: Link) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in link.lines():
-                self._queue.put((node, line))
-        self._queue.put((node, None))
+                self._queue.put((node, line, time.monotonic()))
+        self._queue.put((node, None, time.monotonic()))
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(BEAT_SECONDS):
@@ -100,7 +104,7 @@ class Run:
 
     def _take(self, log: BinaryIO, timeout: float) -> None:
         try:
-            node, line = self._queue.get(timeout=timeout)
+            node, line, came = self._queue.get(timeout=timeout)
         except queue.Empty:
             return
         if line is None:
@@ -113,7 +117,20 @@ class Run:
         shown = self._story.read(node, line)
         if shown is not None:
             self.lines.append(shown)
-            self._say(shown)
+            self._show(shown, came)
+
+    def _show(self, line: str, came: float) -> None:
+        waiting, late = self._queue.qsize(), time.monotonic() - came > LATE_SECONDS
+        if waiting > FEW_LINES if self._unshown else late and waiting > MANY_LINES:
+            self._unshown += 1
+            return
+        self._confess()
+        self._say(line)
+
+    def _confess(self) -> None:
+        if self._unshown:
+            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self._log})")
+            self._unshown = 0
 
     def _is_over(self) -> bool:
         return all(self._story.nodes[node].gone for node in self._links)
@@ -156,11 +173,13 @@ class Run:
 
     def _end_all(self) -> None:
         """Asks every supervisor to end and reads what they still say, which has the stacks and results."""
+        self._story.asked = time.monotonic()
         for link in self._links.values():
             link.stop()
         end = time.monotonic() + END_SECONDS
         with self._log.open("ab") as log:
             while not self._is_over() and time.monotonic() < end:
                 self._take(log, timeout=0.1)
-            while not self._queue.empty():
+            for _ in range(self._queue.qsize()):
                 self._take(log, timeout=0)
+        self._confess()

@@ -58,6 +58,7 @@ class Story:
         self.memory: dict[int, int] = {}
         self.last_lines: dict[int, str] = {}
         self.pids: dict[int, int] = {}  # of all attempts: pid -> rank
+        self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""

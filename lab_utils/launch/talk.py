@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import threading
@@ -19,18 +19,15 @@ from lab_utils import LabError
 from lab_utils.launch import facts, probe, processes
 from lab_utils.launch.nodes import Node
 
+# At the beginning of a line: `from lab_utils.x import (…)`, over as many lines as it takes.
+OWN_IMPORT = re.compile(r"^from (?:lab_utils|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)
+
 
 def make_program() -> str:
     """Returns the probe as one text for ``python -c``: its files one after the other, without imports of ours."""
-    lines = []
-    for module in (facts, processes, probe):
-        source = inspect.getsource(module)
-        kept = source.splitlines()
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("lab_utils", "__future__")):
-                kept[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-        lines += kept
-    return "\n".join(lines) + "\n"
+    sources = [inspect.getsource(module) for module in (facts, processes, probe)]
+    # The lines stay where they are. Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
+    return "".join(OWN_IMPORT.sub(lambda found: "\n" * found[0].count("\n"), source) for source in sources)
 
 
 class Talk:
@@ -42,8 +39,6 @@ class Talk:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        # Made here, not in open(), which runs in a thread per node: ast.parse of Python 3.11 fails in two at a time.
-        self._program = make_program()
         self._process: subprocess.Popen | None = None
         self._reader: threading.Thread | None = None
         self._closed = False
@@ -57,7 +52,7 @@ class Talk:
             LabError: It could not be started.
         """
         # Safe path: a random.py in the home folder must not stand in for Python's own.
-        argv = ["env", "PYTHONSAFEPATH=1", self.node.python, "-c", self._program]
+        argv = ["env", "PYTHONSAFEPATH=1", self.node.python, "-c", make_program()]
         try:
             process = self.node.popen(argv)
         except OSError as error:

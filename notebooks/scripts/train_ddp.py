@@ -79,7 +79,7 @@ def main():
     """Trains, from the last checkpoint where there is one, and reports what was measured."""
     args = parse_arguments()
     # torchrun tells each process who it is: LOCAL_RANK is its number on this node, and so its GPU; RANK its number in
-    # the job. Without a timeout a process waits 10 minutes (nccl) or 30 (gloo) for one that has died.
+    # the job. Without a timeout a process waits 10 minutes (nccl) or 30 (gloo) for one that does not answer.
     ### BEGIN SOLUTION
     local_rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()  # NEW
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")  # NEW
@@ -176,11 +176,12 @@ def main():
                 if rank == 0:  # NEW
                     print(f"step {step}: loss {history[-1, 0] / history[-1, 2]:.4f}", flush=True)  # NEW
                 # One process writes. The others wait, so that none is ahead of a checkpoint that may yet fail.
-                ### BEGIN SOLUTION
-                if checkpoints and rank == 0:  # NEW
-                    checkpoints.save(step, state)
-                dist.barrier()  # NEW
-                ### END SOLUTION
+                if checkpoints:
+                    ### BEGIN SOLUTION
+                    if rank == 0:  # NEW
+                        checkpoints.save(step, state)  # NEW
+                    dist.barrier()  # NEW
+                    ### END SOLUTION
         position = 0
 
     # BatchNorm's statistics are each rank's own; DDP sends rank 0's before every forward, and nobody after the last.
@@ -196,6 +197,7 @@ def main():
             "images": int(history[:, 2].sum()),
             # Per epoch: how many images came 0 times, once, twice, ...
             "seen": [torch.bincount(times).tolist() for times in seen],
+            "device": device.type,
             "seconds": seconds,
             "timeline": timeline.as_rows(),
             # All numbers of a small net, for runs that are to be compared.

@@ -154,6 +154,7 @@ def main():
             "images": int(history[:, 2].sum()),
             # Per epoch: how many images came 0 times, once, twice, ...
             "seen": [torch.bincount(times).tolist() for times in seen],
+            "device": device.type,
             "seconds": seconds,
             "timeline": timeline.as_rows(),
             # All numbers of a small net, for runs that are to be compared.
