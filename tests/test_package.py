@@ -81,10 +81,14 @@ def test_the_layering_test_sees_every_form_of_import(source, rooms):
     assert find_imported_rooms(source, Path("lab_utils/machine/facts.py")) - {"machine"} == rooms - {"machine"}
 
 
+# Started by its path on nodes that have nothing else of ours on Python's path, so that it cannot be two files.
+LONGER = {"lab_utils/launch/supervisor.py": 290}
+
+
 @pytest.mark.parametrize("module", MODULES, ids=str)
 def test_modules_are_small_and_plain(module):
     source = (PACKAGE.parent / module).read_text()
-    assert len(source.splitlines()) <= 250
+    assert len(source.splitlines()) <= LONGER.get(module.as_posix(), 250)
     for node in ast.walk(ast.parse(source)):
         assert not isinstance(node, ast.Global), f"{module}: global, line {node.lineno}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):

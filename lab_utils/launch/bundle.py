@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import subprocess
+import sys
 import tarfile
 import tempfile
 import threading
@@ -17,6 +19,9 @@ from lab_utils.launch.facts import hash_tree
 from lab_utils.launch.nodes import Node
 
 RECEIVER = Path(__file__).with_name("receive.py")
+
+# What stands beside a script is found before all that is installed, also by torchrun.
+TAKEN = sys.stdlib_module_names | {"lab_utils", "numpy", "torch", "torchvision"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,9 @@ def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
         if not path.is_file():
             fix = "give its path, relative to the notebook's folder or absolute"
             raise LabError(f"There is no file {path.name!r} to run.", where=path, cause="a slip in the path", fix=fix)
+        if path.stem in TAKEN:
+            cause = f"torch itself would import it in place of Python's own {path.stem!r}"
+            raise LabError(f"A file of a job cannot be called {path.name!r}.", where=path, cause=cause, fix="rename it")
         if f"script/{path.name}" in files:
             fix = "rename one of them"
             raise LabError(f"Two files of the job are called {path.name!r}.", where=path, fix=fix)
@@ -52,18 +60,28 @@ def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
         return Bundle(contents, hash_tree(folder))
 
 
-def send(node: Node, folders: Mapping[str, Mapping[str, bytes] | Path], *, timeout: float | None = 60.0) -> None:
-    """Puts folders into the node's folder, each whole or not at all; one that is there already stays.
+def send(
+    node: Node,
+    root: str,
+    folders: Mapping[str, Mapping[str, bytes] | Path],
+    *,
+    started: list[subprocess.Popen],
+    timeout: float | None = 60.0,
+) -> None:
+    """Puts folders into a folder of the node, each whole or not at all; one that is there already stays.
 
     Args:
         node: Where to.
-        folders: By their path within the node's folder, either files by name, or a folder of this machine.
+        root: The folder there.
+        folders: By their path within it, either files by name, or a folder of this machine.
+        started: Takes in the process that sends, so that the caller can end it.
         timeout: Seconds after which the node is given up; None for data, which take as long as they take.
 
     Raises:
         LabError: The node was not reached, or its disk is full.
     """
-    process = node.popen([node.python, "-c", RECEIVER.read_text(), node.folder, *folders])
+    process = node.popen([node.python, "-c", RECEIVER.read_text(), root, *folders])
+    started.append(process)
     # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
     alarm = threading.Timer(timeout, process.kill) if timeout else None
     if alarm:

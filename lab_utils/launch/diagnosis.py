@@ -4,35 +4,11 @@ from __future__ import annotations
 
 import re
 
-from lab_utils.launch.outcome import FOLLOWED, Failure, shorten_gloo
+from lab_utils.launch.causes import look_up
+from lab_utils.launch.outcome import Failure, has_followed, shorten_gloo
 from lab_utils.launch.story import NodeStory, Story
 
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
-# By what a message contains: the likely cause, and what to do.
-KNOWN = (
-    (
-        r"appears not to match sizes of the same param",
-        "the ranks built different models",
-        "build the model from the same arguments on every rank",
-    ),
-    (
-        r"Unable to find (an? )?address for|Unable to find interface|no socket interface",
-        "this network interface is not there, or has no address",
-        "job.preflight() lists the interfaces of every node",
-    ),
-    (
-        r"connectFullMesh|Connection refused, remote=\[127\.",
-        "a rank is gone, or listens on an address that the others cannot reach, such as the loopback",
-        "leave interface= to the preflight, which takes the one on the route between the nodes",
-    ),
-    (r"out of memory|OutOfMemoryError", "the batch does not fit into the GPU's memory", "a smaller --batch-size"),
-    (
-        r"No module named",
-        "the script imports what this node does not have",
-        "install it there, or name your own file in files=",
-    ),
-    (r"No such file or directory|FileNotFoundError", "a path that is not on this node", "copy it there, or see data="),
-)
 DEAD_MEMORY = "out of memory, as a rule: Linux ends the process that takes most (sudo dmesg | tail says so)"
 
 
@@ -56,6 +32,12 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
     if limits:  # one node ends a moment before the other, whose ranks then miss the first one's
         cause = "it had more to do, or a rank waited for something that never came"
         return Failure("limit", f"The job ran into its {limits[0]}.", cause=cause, fix="a larger limit=, or less work")
+    for part in story.nodes.values():
+        if part.ended and "heartbeat" in part.ended["why"] and not why:
+            cause = "the computer that runs this notebook slept, or the network to the node was cut"
+            fix = "run the cell again; a checkpoint lets the job go on where it was"
+            what = _shorten(f"{part.name} ended the job: {part.ended['why']}.")
+            return Failure("lost", what, node=part.name, cause=cause, fix=fix)
     if errors:
         return _describe_waiting(story, errors)
     if why:
@@ -77,17 +59,20 @@ def find_first(errors: list[dict]) -> str:
 
 
 def _sort_first(errors: list[dict]) -> list[dict]:
-    """By what a rank did itself before what another did to it, and then by time."""
-    return sorted(errors, key=lambda error: (not _is_own(error), error["at"]))
+    """By what a rank did itself before what another did to it, and then by time.
+
+    SIGABRT and SIGTERM are between the two: NCCL's watchdog aborts a rank that waits, and torchrun ends one.
+    """
+    return sorted(errors, key=lambda error: (not _is_own(error), error.get("code") in (-6, -15), error["at"]))
 
 
 def _is_own(error: dict) -> bool:
-    return error["kind"] != "hang" and not FOLLOWED.search(error["message"])
+    return error["kind"] != "hang" and not has_followed(error["message"])
 
 
 def _describe_rank(story: Story, error: dict, errors: list[dict]) -> Failure:
     rank, kind, message = error["rank"], error["kind"], error["message"]
-    cause, fix = _look_up(f"{message}\n{error['traceback']}")
+    cause, fix = look_up(f"{message}\n{error['traceback']}")
     cause, fix = error.get("cause") or cause, error.get("fix") or fix
     if kind == "signal" and error["code"] == -9:
         peak = story.memory.get(rank)
@@ -147,7 +132,7 @@ def _describe_waiting(story: Story, errors: list[dict]) -> Failure:
             fix="compare where the ranks stood: every rank has to call the same collectives in the same order",
             **common,
         )
-    cause, fix = _look_up(text)
+    cause, fix = look_up(text)
     missing = sorted(set(story.ranks) - waiting)
     return Failure(
         "lost",
@@ -210,7 +195,7 @@ def _describe_torchrun(story: Story, node: str) -> Failure:
     text = "\n".join(part.tail)
     errors = [line for line in part.tail if re.search(r"(Error|Exception|error)\b.*", line)]
     said = errors[-1].strip() if errors else f"exit status {part.ended['returncode'] if part.ended else 'unknown'}"
-    cause, fix = _look_up(text)
+    cause, fix = look_up(text)
     if re.search(r"Rendezvous\w*Error|DistStoreError|TimeoutError|EADDRINUSE", text):
         cause = "the nodes could not meet at node 0's address and port"
         fix = "job.preflight() says in seconds which way is closed"
@@ -223,10 +208,6 @@ def _describe_torchrun(story: Story, node: str) -> Failure:
         cause=cause,
         fix=fix or "read the log",
     )
-
-
-def _look_up(text: str) -> tuple[str, str]:
-    return next(((cause, fix) for pattern, cause, fix in KNOWN if re.search(pattern, text)), ("", ""))
 
 
 def _say_noise(error: dict) -> str:

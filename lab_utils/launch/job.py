@@ -24,6 +24,9 @@ from lab_utils.launch.script import Plan, write_script
 from lab_utils.launch.start import copy_all, start_links
 from lab_utils.launch.story import Story
 
+# How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
+FRESH_SECONDS = 60.0
+
 
 @dataclass
 class TorchrunJob:
@@ -80,7 +83,7 @@ class TorchrunJob:
             raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
         self.script = Path(self.script).resolve()
         self._preflight: Preflight | None = None
-        self._stop = threading.Event()
+        self._checked, self._stop = 0.0, threading.Event()
         self._renew()
 
     def _renew(self) -> None:
@@ -88,7 +91,6 @@ class TorchrunJob:
         name = re.sub(r"[^A-Za-z0-9-]+", "-", self.script.stem)[:30].strip("-") or "job"
         self.id = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         self.folder = env_folder("LAB_RUNS", "runs") / "jobs" / self.id
-        self._stop.clear()
 
     def preflight(self) -> Preflight:
         """Asks every node whether the job can run there, in seconds; changes nothing.
@@ -96,6 +98,7 @@ class TorchrunJob:
         Returns:
             The verdicts; a notebook shows them as a table.
         """
+        self._checked = time.monotonic()
         if self._on_slurm:
             self._preflight = slurm.check_queue(self.nodes)
             return self._preflight
@@ -153,18 +156,24 @@ class TorchrunJob:
             LabError: The preflight has a red line, or a node was not reached.
             KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
         """
+        self._stop.clear()  # a stop() while nothing ran was for nothing
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
         seconds = {}
+        if by_hand and self._on_slurm:
+            fix = "leave by_hand away, or read the script that job.write() leaves"
+            raise LabError("Slurm starts all nodes of a job or none.", where="by_hand", fix=fix)
         if unknown := set(by_hand) - {node.name for node in self.nodes}:
             fix = f"by_hand takes names of {', '.join(node.name for node in self.nodes)[:80]}"
             raise LabError(f"No node of this job is called {min(unknown)[:60]!r}.", where="by_hand", fix=fix)
         try:
-            if not force or self._preflight is None:
-                checked = self._preflight or self.preflight()
-                seconds["preflight"] = checked.seconds
-                if not force:
-                    checked.raise_if_red()
-                say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
+            checked = self._preflight
+            # What was red may have been mended since, and what was free may have been taken.
+            if checked is None or time.monotonic() - self._checked > FRESH_SECONDS or not (checked.ok or force):
+                checked = self.preflight()
+            seconds["preflight"] = checked.seconds
+            if not force:
+                checked.raise_if_red()
+            say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
             self.write()
             result = self._follow(say, by_hand, seconds)
         finally:
@@ -200,7 +209,7 @@ class TorchrunJob:
         story = Story([node.name for node in self.nodes], [plan.address or "" for plan in plans])
         for name in by_hand:
             story.nodes[name].by_hand = True
-        links = start_links(self, plans, by_hand=by_hand, say=say)
+        links = start_links(self, plans, by_hand=by_hand, say=say, stop=self._stop)
         run = Run(
             links,
             story,

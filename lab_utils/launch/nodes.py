@@ -98,7 +98,11 @@ class PipeLink:
 
     def kill(self) -> None:
         """Ends this end of the pipe."""
-        self._process.kill()
+        # Politely first, for a supervisor on this machine then still ends what it has started.
+        self._process.terminate()
+        killer = threading.Timer(3.0, self._process.kill)
+        killer.daemon = True
+        killer.start()
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while it runs."""

@@ -18,6 +18,14 @@ FOLLOWED = re.compile(
     r"|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective"
 )
 
+# Whose words they have to be: a script's own URLError, "Connection refused", is a cause.
+OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
+
+
+def has_followed(message: str) -> bool:
+    """Whether an error says no more than that another rank is gone or does not answer."""
+    return bool(OF_TORCH.match(message) and FOLLOWED.search(message))
+
 
 def shorten_gloo(message: str) -> str:
     """Leaves out the line of Gloo's own source, and its advice to look for what is shown here anyway."""

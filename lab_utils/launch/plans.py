@@ -11,6 +11,7 @@ from lab_utils.launch.local import LocalNode
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.script import Plan
+from lab_utils.launch.slurm import SlurmNode
 
 if TYPE_CHECKING:
     from lab_utils.launch.job import TorchrunJob
@@ -45,7 +46,8 @@ def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Pla
             nodes=len(job.nodes),
             nproc_per_node=job.nproc_per_node,
             python=node.python,
-            job_folder=f"{node.folder}/jobs/{job.id}",
+            # A folder for each node, for several may have one home; Slurm's script makes them by itself.
+            job_folder=f"{node.folder}/jobs/{job.id}" + ("" if isinstance(node, SlurmNode) else f"/node{index}"),
             code_folder=f"{node.folder}/code/{code}",
             work_folder=f"{node.folder}/work",
             script=job.script.name,
@@ -81,7 +83,7 @@ def _choose_env(job: TorchrunJob, node: Node) -> dict[str, str]:
     env = {"LAB_DATA": node.data or own, "LAB_RUNS": f"{node.folder}/runs"}
     env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
     env |= _share_gpus(job, node)
-    return {name: value for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}
+    return {name: str(value) for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}
 
 
 def _share_gpus(job: TorchrunJob, node: Node) -> dict[str, str]:

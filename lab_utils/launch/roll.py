@@ -50,8 +50,9 @@ def call_roll(script: str) -> None:
         "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
         "arguments": sys.argv[1:],
         "processes in all": [wanted, world_size],
-        "torch": torch.__version__,
-        "Python": platform.python_version(),
+        # As the preflight compares them: a build for CPUs and one for CUDA train together over Gloo.
+        "torch": torch.__version__.partition("+")[0],
+        "Python": ".".join(platform.python_version().split(".")[:2]),
         "attempt": secrets.token_hex(8),
     }
     timeout = timedelta(seconds=MEETING_SECONDS)

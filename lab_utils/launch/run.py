@@ -49,7 +49,7 @@ class Run:
         self._links, self._story, self._say, self._stop = links, story, say, stop
         self._join_timeout, self._restarts, self._log = join_timeout, restarts, log
         self._queue: queue.SimpleQueue[tuple[str, bytes | None, float]] = queue.SimpleQueue()
-        self._unshown = 0
+        self._unshown, self._cut = 0, False
         self._started = self._told = time.monotonic()
         self._failed: float | None = None
         self.lines: list[str] = []
@@ -63,15 +63,17 @@ class Run:
             KeyboardInterrupt: The cell was interrupted; every node has ended, or ends by itself within its lease.
         """
         over = threading.Event()
-        for node, link in self._links.items():
-            threading.Thread(target=self._read, args=[node, link], daemon=True).start()
-        threading.Thread(target=self._beat, args=[over], daemon=True).start()
         try:
+            for node, link in self._links.items():
+                threading.Thread(target=self._read, args=[node, link], daemon=True).start()
+            threading.Thread(target=self._beat, args=[over], daemon=True).start()
             # Unbuffered: a log that is read while the job runs, or after the launcher was killed, has to be whole.
             with self._log.open("ab", buffering=0) as log:
                 self._attend(log)
         except BaseException as error:
             self.why = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"
+            if self.why == "stopped":  # what shows the lines may be what failed, and must not fail again
+                self._say = lambda line: None
             raise
         finally:
             try:
@@ -113,7 +115,12 @@ class Run:
             if part.ended is None:
                 part.refusal = self._links[node].explain()
             return
-        log.write(f"{node}: ".encode() + line)
+        try:
+            log.write(f"{node}: ".encode() + line)
+        except OSError as error:  # a full disk costs the log, and not the job
+            if not self._cut:
+                self._cut = True
+                self._say(f"(from here on the log is not complete: {error.strerror})")
         shown = self._story.read(node, line)
         if shown is not None:
             self.lines.append(shown)
@@ -177,7 +184,7 @@ class Run:
         for link in self._links.values():
             link.stop()
         end = time.monotonic() + END_SECONDS
-        with self._log.open("ab") as log:
+        with self._log.open("ab", buffering=0) as log:
             while not self._is_over() and time.monotonic() < end:
                 self._take(log, timeout=0.1)
             for _ in range(self._queue.qsize()):

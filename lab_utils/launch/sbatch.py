@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from dataclasses import dataclass, replace
@@ -187,8 +188,8 @@ def _write_rendezvous(plan: Plan) -> str:
     --node-rank="$SLURM_NODEID"
     --master-addr="$head"      # where node 0 listens
     --master-port={port}
-    --rdzv-conf=timeout={plan.join_timeout:g}     # seconds to wait for all nodes"""
-    conf = f"is_host=$((SLURM_NODEID == 0)),join_timeout={plan.join_timeout:g},read_timeout=30"
+    --rdzv-conf=timeout={math.ceil(plan.join_timeout)}     # seconds to wait for all nodes"""
+    conf = f"is_host=$((SLURM_NODEID == 0)),join_timeout={math.ceil(plan.join_timeout)},read_timeout=30"
     return f"""    --rdzv-backend=c10d        # the nodes find each other, and are numbered by address
     --rdzv-id="$LAB_JOB_ID-$SLURM_JOB_ID"
     --rdzv-endpoint="$head:{port}"  # where node 0 listens

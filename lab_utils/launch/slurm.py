@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -120,13 +121,16 @@ def write(plan: Plan, nodes: Sequence[SlurmNode], *, limit: float) -> str:
     return write_sbatch(plan, nodes[0].request, lease=LEASE_SECONDS, limit=limit)
 
 
-def start(plan: Plan, nodes: Sequence[SlurmNode], *, say: Callable[[str], None]) -> list[SlurmLink]:
+def start(
+    plan: Plan, nodes: Sequence[SlurmNode], *, say: Callable[[str], None], stop: threading.Event
+) -> list[SlurmLink]:
     """Submits ``job.sbatch``, waits for its turn, and returns one link per node, in order.
 
     Args:
         plan: Its ``job_folder``, on the shared file system, holds the script.
         nodes: From `slurm_nodes`.
         say: Is told each change of its place in the queue.
+        stop: Set from another thread to wait no longer.
 
     Raises:
         LabError: Slurm does not take the job.
@@ -138,7 +142,7 @@ def start(plan: Plan, nodes: Sequence[SlurmNode], *, say: Callable[[str], None])
     job = SlurmJob(submit(folder / SCRIPT, lease=lease), folder)
     said = ""
     try:
-        while job.state in ("PENDING", "CONFIGURING", "UNKNOWN"):
+        while job.state in ("PENDING", "CONFIGURING", "UNKNOWN") and not stop.is_set():
             if (queue := describe_queue(job.number)) != said:
                 say(said := queue)
             job.beat()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 from lab_utils import env_folder
 from lab_utils.launch import slurm
 from lab_utils.launch.bundle import Bundle, send
-from lab_utils.launch.local import LocalNode
 from lab_utils.launch.nodes import Link, Node, PipeLink
 from lab_utils.launch.script import Plan
+from lab_utils.launch.verdicts import WILL_COPY
 
 if TYPE_CHECKING:
     from lab_utils.launch.job import TorchrunJob
@@ -26,23 +28,39 @@ def copy_all(job: TorchrunJob, bundle: Bundle) -> None:
     Raises:
         LabError: A node was not reached, or its disk is full.
     """
-    data = f"packed/{job.dataset}" if job.dataset and job.copy_data else ""
+    verdicts = job._preflight.verdicts if job._preflight else ()
+    lacking = {verdict.node for verdict in verdicts if verdict.check == "data" and verdict.found == WILL_COPY}
+    started: list[subprocess.Popen] = []
     scripts = {path.name: path.read_bytes() for path in job.folder.glob("*") if path.suffix in (".sh", ".sbatch")}
 
     def copy(node: Node) -> None:
-        folders = {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}
-        if data and not isinstance(node, LocalNode):
-            folders[f"data/{data}"] = env_folder("LAB_DATA", "data") / data
-        send(node, folders, timeout=None if data else 60.0)
+        send(node, node.folder, {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}, started=started)
+        if node.name in lacking:
+            pack = f"packed/{job.dataset}"
+            content = {pack: env_folder("LAB_DATA", "data") / pack}
+            send(node, node.data or f"{node.folder}/data", content, started=started, timeout=None)
 
     # Slurm's nodes share one folder.
     nodes = job.nodes[:1] if isinstance(job.nodes[0], slurm.SlurmNode) else job.nodes
-    with ThreadPoolExecutor(len(nodes)) as pool:
-        list(pool.map(copy, nodes))
+    pool = ThreadPoolExecutor(len(nodes))
+    try:
+        for copied in as_completed([pool.submit(copy, node) for node in nodes]):
+            copied.result()
+    except BaseException:  # an interrupt, or one node's error: nobody waits for the other copies
+        for process in started:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def start_links(
-    job: TorchrunJob, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Callable[[str], None]
+    job: TorchrunJob,
+    plans: Sequence[Plan],
+    *,
+    by_hand: Sequence[str],
+    say: Callable[[str], None],
+    stop: threading.Event,
 ) -> dict[str, Link]:
     """Starts the script of every node but those that are started by hand; returns the links by node.
 
@@ -50,12 +68,12 @@ def start_links(
         LabError: A node could not be started; those that were are ended.
     """
     if isinstance(job.nodes[0], slurm.SlurmNode):
-        return {link.node: link for link in slurm.start(plans[0], job.nodes, say=say)}
+        return {link.node: link for link in slurm.start(plans[0], job.nodes, say=say, stop=stop)}
     links = {}
     try:
         for node, plan in zip(job.nodes, plans, strict=True):
             if node.name in by_hand:
-                say(f"on {node.name}, start by hand: bash {plan.job_folder}/node{plan.node}.sh")
+                say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
             else:
                 links[node.name] = _start(node, plan, limit=job.limit)
     except BaseException:
@@ -72,4 +90,4 @@ def _start(node: Node, plan: Plan, *, limit: float) -> Link:
     # The id in the environment is what tells this job's processes from all others, on every node.
     identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
     program = [node.python, "-I", "-u", supervisor, f"--job-folder={plan.job_folder}", *bounds]
-    return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}/node{plan.node}.sh"])
+    return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}.sh"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import signal
@@ -14,6 +15,7 @@ from lab_utils.launch.outcome import Rank
 from lab_utils.launch.supervisor import MARK
 
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
+SILENT = ("exit", "signal")
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
@@ -57,7 +59,7 @@ class Story:
         self.done: dict[int, float] = {}
         self.memory: dict[int, int] = {}
         self.last_lines: dict[int, str] = {}
-        self.pids: dict[int, int] = {}  # of all attempts: pid -> rank
+        self.pids: dict[tuple[str, int], int] = {}  # of all attempts: node and pid -> rank
         self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
 
     def read(self, node: str, line: bytes) -> str | None:
@@ -65,21 +67,23 @@ class Story:
         text = line.decode(errors="replace").rstrip("\n")
         part = self.nodes[node]
         if text.startswith(MARK):
-            self._read_event(part, json.loads(text[1:]))
+            with contextlib.suppress(ValueError):  # torn: its node was gone in mid-line
+                self._read_event(part, json.loads(text[1:]))
             return None
+        # First of all, for it may stand behind a rank's unfinished line, such as a bar of progress.
+        if found := FAILED.search(text):
+            self._read_exit(part, code=int(found[1]), pid=int(found[2]))
         rank, _, rest = text.removeprefix("[rank ").partition("] ")
         if text.startswith("[rank ") and rank.isdigit():
             if rest.strip():
                 self.last_lines[int(rank)] = rest
             return text
         part.tail.append(text)
-        if found := FAILED.search(text):
-            self._read_exit(part, code=int(found[1]), pid=int(found[2]))
         return None
 
     def _read_exit(self, part: NodeStory, *, code: int, pid: int) -> None:
         """Notes a worker that ended without a word of its own: killed, or by os._exit."""
-        rank = self.pids.get(pid)
+        rank = self.pids.get((part.name, pid))
         if rank is None or any(error["rank"] == rank for error in self.errors):
             return
         message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({_name_signal(-code)})"
@@ -94,8 +98,11 @@ class Story:
         elif kind == "worker":
             self._read_worker(part, event)
         elif kind in ("error", "hang"):
-            facts = {"kind": "hang", "message": "", "location": "", **event}
-            self.errors.append({**facts, "node": part.name, "at": time.monotonic()})
+            # torchrun's word on the exit of the same rank says less, and may have come first.
+            silent = [error for error in self.errors if error["rank"] == event["rank"] and error["kind"] in SILENT]
+            self.errors = [error for error in self.errors if error not in silent]
+            facts = {"kind": "hang", "message": "", "location": "", **event, "node": part.name}
+            self.errors.append({**facts, "at": silent[0]["at"] if silent else time.monotonic()})
         elif kind == "result":
             self.results[event["rank"]] = event["value"]
         elif kind == "done":
@@ -115,7 +122,7 @@ class Story:
         self.done.pop(rank, None)
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
-        self.pids[event["pid"]] = rank
+        self.pids[part.name, event["pid"]] = rank
         part.ranks.add(rank)
         part.joined = len(part.ranks) >= event["processes"]
 

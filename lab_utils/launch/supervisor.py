@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -37,7 +38,8 @@ class Supervisor:
         self._folder = Path(arguments.job_folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._log = (self._folder / "output.log").open("ab", 0)
-        self._lock, self._muted = threading.Lock(), False
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._muted = False
         self._why: list[str] = []
         self._beat, self._touched = time.monotonic(), 0
         self._read = 0  # bytes of the events file that were passed on
@@ -54,6 +56,8 @@ class Supervisor:
         threading.Thread(target=self._listen, daemon=True).start()
         pump = threading.Thread(target=self._pump, args=[process.stdout], daemon=True)
         pump.start()
+        writer = threading.Thread(target=self._write, daemon=True)
+        writer.start()
         self._say("started", pid=os.getpid())
         started, sampled = time.monotonic(), 0.0
         while process.poll() is None and not self._why:
@@ -64,11 +68,13 @@ class Supervisor:
                 sampled = time.monotonic()
                 self._sample_memory()
         killed = self._end(process)
-        pump.join(1.0)
+        self._wait_for(pump, started)
         self._pass_events()
         self._hand_over()
         why = self._why[0] if self._why else ""
         self._say("ended", returncode=process.returncode, why=why, killed=killed, memory=self._memory)
+        self._out.put(None)
+        self._wait_for(writer, started)
         if why:
             return STOPPED
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -91,6 +97,13 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=die_with_me,
         )
+
+    def _wait_for(self, thread: threading.Thread, started: float) -> None:
+        """Waits as long as there is something to write and somebody who reads it; not for long where it has to end."""
+        end = time.monotonic() + 2.0
+        while thread.is_alive() and (time.monotonic() < end or (self._out.qsize() and not self._why)):
+            thread.join(0.05)
+            self._check_bounds(started)
 
     def _listen(self) -> None:
         if self._options.lease_file:
@@ -119,23 +132,29 @@ class Supervisor:
 
     def _pump(self, stream: BinaryIO) -> None:
         for line in stream:
-            self._log.write(line)
-            self._print(line if line.endswith(b"\n") else line + b"\n")
+            with contextlib.suppress(OSError):  # a full disk costs the log, and not the job
+                self._log.write(line)
+            # A job that prints faster than the launcher reads waits, as it would in a terminal.
+            while self._out.qsize() > 1000 and not (self._why or self._muted):
+                time.sleep(0.01)
+            self._put(line if line.endswith(b"\n") else line + b"\n")
 
-    def _print(self, line: bytes) -> None:
-        # A dead SSH connection must neither stop the log nor end the job by SIGPIPE; a stuck one is the lease's matter.
-        if self._muted or not self._lock.acquire(timeout=1.0):
-            return
-        try:
-            while line:
-                line = line[os.write(1, line) :]
-        except OSError:
-            self._muted = True
-        finally:
-            self._lock.release()
+    def _write(self) -> None:
+        """Alone writes to the launcher: where the connection is stuck, nothing waits but this thread."""
+        while line := self._out.get():
+            try:
+                while line:
+                    line = line[os.write(1, line) :]
+            except OSError:  # it is dead, which must neither stop the log nor end the job by SIGPIPE
+                self._muted = True
+                return
+
+    def _put(self, line: bytes) -> None:
+        if not self._muted:
+            self._out.put(line)
 
     def _say(self, event: str, **facts: object) -> None:
-        self._print((MARK + json.dumps({"event": event, **facts}) + "\n").encode())
+        self._put((MARK + json.dumps({"event": event, **facts}) + "\n").encode())
 
     def _pass_events(self) -> None:
         """Passes on the whole lines that the workers have added to their events file."""
@@ -145,10 +164,11 @@ class Supervisor:
             lines = text[: text.rfind(b"\n") + 1]
             self._read += len(lines)
             for line in lines.splitlines():
-                facts = json.loads(line)
-                if facts["event"] == "worker":
-                    self._workers[facts["pid"]] = facts["rank"]
-                self._print(MARK.encode() + line + b"\n")
+                with contextlib.suppress(ValueError):  # a line that a full disk has torn
+                    facts = json.loads(line)
+                    if facts["event"] == "worker":
+                        self._workers[facts["pid"]] = facts["rank"]
+                    self._put(MARK.encode() + line + b"\n")
 
     def _sample_memory(self) -> None:
         for pid, rank in self._workers.items():
@@ -164,7 +184,8 @@ class Supervisor:
             if text.strip():
                 self._say("stack", rank=int(path.stem[4:]), text=text[-20000:])
         for path in sorted(self._folder.glob("results/rank*.json")):
-            self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_text()))
+            with contextlib.suppress(ValueError):
+                self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_text()))
 
     def _end(self, process: subprocess.Popen) -> int:
         """Ends all descendants: first politely, then for certain; returns how many had to be killed."""
@@ -176,16 +197,9 @@ class Supervisor:
             self._pass_events()
             _reap(process)
             time.sleep(0.02)
-        killed: set[int] = set()
-        while left := _find_descendants():
-            killed.update(left)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.02)
-            _reap(process)
+        killed = _kill_descendants()
         process.wait()
-        return len(killed)
+        return killed
 
 
 def _set_process(option: int, value: int) -> None:
@@ -216,6 +230,18 @@ def _find_descendants() -> list[int]:
     return found
 
 
+def _kill_descendants() -> int:
+    """Kills what is left, until nothing is; returns how many those were."""
+    killed: set[int] = set()
+    while left := _find_descendants():
+        killed.update(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return len(killed)
+
+
 def _list_processes() -> list[tuple[int, int, str]]:
     """Process id, parent and state of every process."""
     found = []
@@ -240,7 +266,10 @@ def main() -> int:
     parser.add_argument("--grace", type=float, default=2.0, help="seconds between SIGTERM and SIGKILL")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which all ends in any case")
     parser.add_argument("command", nargs="+")
-    return Supervisor(parser.parse_args()).run()
+    try:
+        return Supervisor(parser.parse_args()).run()
+    finally:
+        _kill_descendants()  # whatever went wrong in here, nothing of the job stays
 
 
 if __name__ == "__main__":

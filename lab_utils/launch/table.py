@@ -54,7 +54,8 @@ def arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
         key = (verdict.check, verdict.found) if verdict.state == "ok" else (number,)
         node = f"{joined[key].node}, {verdict.node}" if key in joined else verdict.node
         joined[key] = replace(verdict, node=node)
-    return sorted(joined.values(), key=lambda verdict: ORDER.index(verdict.state))
+    checks = list(dict.fromkeys(verdict.check for verdict in verdicts))
+    return sorted(joined.values(), key=lambda verdict: (ORDER.index(verdict.state), checks.index(verdict.check)))
 
 
 def clean(text: str) -> str:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from lab_utils import LabError
 
+# Per node, what its probe found, by the names in lab_utils.launch.facts.find_facts.
 Facts = Mapping[str, Mapping]
-"""Per node, what its probe found, by the names in :func:`lab_utils.launch.facts.find_facts`."""
-
 MIB = 2**20
 DISK_NEEDED = 200 * MIB
 # A DataLoader worker hands its batches over in shared memory; Docker's 64 MiB are enough for 32×32 images.
 SHARED_NEEDED = 64 * MIB
+WILL_COPY = "not there yet: will be copied"
 GPU_IDLE = 600  # a GPU without any process has a little of its memory in use
 
 
@@ -189,7 +189,7 @@ def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
     """Judges that code which was copied before is still what its name, a hash, says."""
     folder, digest = found["code"]["folder"], found["code"]["hash"]
     if digest is None:
-        return [Verdict(name, "code", "ok", "not there yet: will be copied")]
+        return [Verdict(name, "code", "ok", WILL_COPY)]
     if digest.startswith(wanted.bundle):
         return [Verdict(name, "code", "ok", f"the launcher's script and package ({wanted.bundle[:12]})")]
     cause = "a file was changed there by hand; the launcher's copy is the one to change"
@@ -206,7 +206,7 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
     for name, own in have.items():
         place = f"{own['folder']}/{wanted.data_file}"
         if own["hash"] is None and wanted.copied:
-            verdicts.append(Verdict(name, "data", "ok", "not there yet: will be copied"))
+            verdicts.append(Verdict(name, "data", "ok", WILL_COPY))
         elif own["hash"] is None:
             cause = "the data set was not made or copied there, or LAB_DATA points elsewhere"
             verdicts.append(Verdict(name, "data", "red", f"{place} is missing", cause, fix))

@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from lab_utils.launch.outcome import FOLLOWED, shorten_gloo
+from lab_utils.launch.outcome import has_followed, shorten_gloo
 from lab_utils.launch.roll import MismatchError, call_roll
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -79,8 +79,8 @@ class Events:
 class Watch(threading.Thread):
     """Notices that the main thread has stood at one instruction for too long once the ranks are connected.
 
-    A rank that waits for another in a collective, a copy from a GPU or a full queue does not move by one instruction;
-    a loop, however slow, does. One single operation that takes longer needs a larger ``hang_timeout``.
+    A rank that waits for another in a collective, a copy from a GPU or a full queue does not move by one instruction,
+    starts no collective and, but for one that waits for a GPU, takes no time of a core. A loop, however slow, does.
     """
 
     def __init__(self, events: Events, script: str, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Watch(threading.Thread):
         main, place, since = threading.main_thread().ident, None, time.monotonic()
         while True:
             time.sleep(min(1.0, self._seconds / 10))
-            found = _find_place(main)
+            found = _find_place(main), _count_collectives(), _read_clock(main)
             if found != place or not (_is_connected() or _is_connecting(main)):
                 place, since = found, time.monotonic()
             elif time.monotonic() - since > self._seconds:
@@ -112,6 +112,21 @@ def _find_place(thread: int | None) -> list[tuple[int, int]]:
         place.append((id(frame), frame.f_lasti))
         frame = frame.f_back
     return place
+
+
+def _count_collectives() -> int:
+    """The number of the last collective, which also counts the steps of DDP; it is torch's own, and not public."""
+    with contextlib.suppress(Exception):
+        return sys.modules["torch"].distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group()
+    return 0
+
+
+def _read_clock(thread: int) -> float:
+    """Tenths of CPU seconds of a thread; 0 where that tells nothing, since waiting for a GPU takes them, too."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if not hasattr(time, "pthread_getcpuclockid") or (cuda and cuda.is_initialized()):
+        return 0.0
+    return round(time.clock_gettime(time.pthread_getcpuclockid(thread)), 1)
 
 
 def _is_connecting(thread: int | None) -> bool:
@@ -170,7 +185,7 @@ def _describe(error: BaseException, script: str) -> dict:
 
 def _say_error(facts: dict) -> str:
     """The traceback; or, from a rank that only lost the others, one line, which does not hide the first one's."""
-    if not FOLLOWED.search(facts["message"]):
+    if not has_followed(facts["message"]):
         return facts["traceback"]
     said = shorten_gloo(facts["message"])
     return f"{facts['location']}: another rank is gone or does not answer ({said})"

@@ -114,7 +114,8 @@ def scaling(
 ) -> Axes:
     """Draws images per second on one node and on two, a group of bars for each case, and what was predicted.
 
-    Over each bar but the first of a group stands how many times the first one's speed it reaches.
+    At the foot of each bar but the first of a group stands how many times the first one's speed it reaches: there no
+    line of a prediction or of a guess runs through the number.
 
     Args:
         speeds: For each case, such as a stem, images per second for each of ``labels``.
@@ -133,9 +134,8 @@ def scaling(
         for place, height, (case, values) in zip(places, heights, speeds.items(), strict=True):
             guess = (predicted or {}).get(case, [None] * len(labels))[column]
             if column:
-                top = max(height, guess or 0)
-                offset = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
-                ax.annotate(f"{height / values[0]:.2f}×", (place, top), **offset)
+                offset = {"xytext": (0, 5), "textcoords": "offset points", "ha": "center", "color": "white"}
+                ax.annotate(f"{height / values[0]:.2f}×", (place, 0), **offset)
             if guess is not None:
                 ends = (place - 0.48 * width, place + 0.48 * width)
                 ax.hlines(guess, *ends, colors="black", linestyles="--", linewidth=1.8, label=mark)

@@ -1,0 +1,444 @@
+"""What a launcher must bear: full disks, stuck connections, torn lines, words out of order, and a second interrupt."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from drawn import assert_explains
+from jobs import Heard, assert_gone, wait_for
+
+from lab_utils import LabError
+from lab_utils.launch import TorchrunJob, local_nodes
+from lab_utils.launch.diagnosis import diagnose
+from lab_utils.launch.local import LocalNode
+from lab_utils.launch.run import Run
+from lab_utils.launch.story import Story
+from lab_utils.launch.supervisor import MARK
+
+LOST = "RuntimeError: [/x/gloo/pair.cc:1] Connection closed by peer [10.0.0.1]:1"
+
+
+@pytest.fixture(autouse=True)
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def write(tmp_path):
+    def run(text, name="train.py"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return run
+
+
+def say(event, **facts):
+    return (MARK + json.dumps({"event": event, **facts}) + "\n").encode()
+
+
+def say_error(rank, message, **facts):
+    return say("error", rank=rank, kind="exception", message=message, traceback="", location="", **facts)
+
+
+def make_story(pids=(57, 58)):
+    """Two nodes, a and b, of one rank each, which have started."""
+    story = Story(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    for rank, (node, pid) in enumerate(zip("ab", pids, strict=True)):
+        story.read(node, say("worker", rank=rank, pid=pid, host=node, local_rank=0, node=rank, processes=1))
+    return story
+
+
+def exit_of(pid, code):
+    return f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: {pid}) of binary: python\n".encode()
+
+
+# Who failed first.
+
+
+def test_hosts_may_give_their_processes_the_same_number():
+    story = make_story(pids=(57, 57))
+    story.read("a", exit_of(57, -9))
+    assert "Rank 0 on a was killed by signal 9" in diagnose(story).what
+
+
+def test_the_exit_of_a_rank_does_not_hide_what_it_said():
+    story = make_story()
+    story.read("a", exit_of(57, 1))
+    story.read("a", say_error(0, LOST))
+    story.read("b", exit_of(58, -9))
+    failure = diagnose(story)
+    assert (failure.rank, failure.kind) == (1, "signal")
+    assert set(failure.noise) == {0}
+
+
+def test_an_exit_behind_an_unfinished_line_is_heard():
+    story = make_story()
+    shown = story.read("b", b"[rank 1]  50%|####    " + exit_of(58, -9))
+    assert shown.startswith("[rank 1]")
+    assert "Rank 1 on b was killed by signal 9" in diagnose(story).what
+
+
+def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first():
+    """NCCL's watchdog aborts a rank whose peer is gone, and may be heard before the peer's end is."""
+    story = make_story()
+    story.read("a", exit_of(57, -6))
+    story.read("b", exit_of(58, -9))
+    assert "Rank 1 on b was killed by signal 9" in diagnose(story).what
+    alone = make_story()
+    alone.read("a", exit_of(57, -6))
+    assert "Rank 0 on a was killed by signal 6" in diagnose(alone).what
+
+
+@pytest.mark.parametrize(
+    ("message", "own"),
+    [
+        ("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", True),
+        ("BrokenPipeError: [Errno 32] Broken pipe", True),
+        ("RuntimeError: the teacher's server said: no", True),
+        (LOST, False),
+        ("torch.distributed.DistNetworkError: The client socket has timed out", False),
+        ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited", False),
+    ],
+)
+def test_a_network_error_of_the_script_itself_is_a_cause(message, own):
+    story = make_story()
+    story.read("a", say_error(0, message))
+    time.sleep(0.01)
+    story.read("b", say_error(1, "ValueError: later"))
+    assert diagnose(story).rank == (0 if own else 1)
+
+
+def test_a_launcher_that_slept_is_named():
+    story = make_story()
+    story.read("a", b"torch.distributed.elastic.multiprocessing.api.SignalException: Process 9 got signal: 15\n")
+    for node in "ab":
+        why = "no heartbeat of the launcher for 6 s"
+        story.read(node, say("ended", returncode=1, why=why, killed=0, memory={}))
+        story.nodes[node].gone = True
+    failure = diagnose(story)
+    assert failure.kind == "lost" and "no heartbeat" in failure.what and "slept" in failure.cause
+
+
+# What the launcher reads and writes.
+
+
+class FakeLink:
+    """A supervisor that says some lines and ends."""
+
+    node = "a"
+
+    def __init__(self, *lines, wait=0.0):
+        self.said, self.wait, self.beats, self.stopped, self.killed = lines, wait, 0, False, False
+
+    def lines(self):
+        yield from self.said
+        time.sleep(self.wait)
+
+    def beat(self):
+        self.beats += 1
+
+    def stop(self):
+        self.stopped = True
+
+    def kill(self):
+        self.killed = True
+
+    def poll(self):
+        return 0
+
+    def explain(self):
+        return None
+
+
+def follow(link, log, show=lambda line: None):
+    story = Story(["a"], ["10.0.0.1"])
+    story.read("a", say("worker", rank=0, pid=57, host="a", local_rank=0, node=0, processes=1))
+    run = Run({"a": link}, story, log=log, join_timeout=5, restarts=False, say=show, stop=threading.Event())
+    run.follow()
+    return story, run
+
+
+END = [say("result", rank=0, value=7), say("ended", returncode=0, why="", killed=0, memory={})]
+
+
+def test_a_line_that_was_torn_ends_nothing(tmp_path):
+    story, _ = follow(FakeLink(b"[rank 0] hi\n", b'\x1e{"event": "result", "rank": 0, "val'), tmp_path / "log")
+    assert story.nodes["a"].gone and not story.results
+
+
+def test_a_full_disk_costs_the_log_and_not_the_job():
+    said = []
+    story, run = follow(FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END), Path("/dev/full"), said.append)
+    assert story.results == {0: 7} and diagnose(story, why=run.why) is None
+    assert run.lines == ["[rank 0] hi", "[rank 0] ho"]
+    assert sum("the log is not complete" in line for line in said) == 1
+
+
+def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
+    def show(line):
+        raise ValueError("no window")
+
+    link = FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END)
+    with pytest.raises(ValueError, match="no window"):
+        follow(link, tmp_path / "log", show)
+    assert link.stopped and not link.killed
+    assert b"[rank 0] ho" in (tmp_path / "log").read_bytes(), "the rest is read to its end"
+
+
+def test_an_interrupt_as_the_following_begins_leaves_no_heart_beating(tmp_path, monkeypatch):
+    start, count = threading.Thread.start, []
+
+    def interrupt(self):
+        start(self)
+        count.append(self)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+
+    link = FakeLink(wait=3)
+    monkeypatch.setattr(threading.Thread, "start", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        follow(link, tmp_path / "log")
+    beats = link.beats
+    time.sleep(1.2)
+    assert link.stopped and link.beats == beats
+
+
+# The supervisor, with nobody to read what it says, and with disks that are full.
+
+
+class Supervised:
+    """A supervisor over a bash command; ``read`` starts to read what it prints."""
+
+    def __init__(self, root, folder, command, *options):
+        program = [sys.executable, "-I", "-u", root / "lab_utils" / "launch" / "supervisor.py"]
+        self.process = subprocess.Popen(
+            [*program, f"--job-folder={folder}", *options, "--", "bash", "-c", command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "LAB_JOB_ID": "supervised"},
+            start_new_session=True,
+        )
+        self.over = threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self):
+        while not self.over.wait(0.3):
+            self.process.stdin.write(b".")
+            self.process.stdin.flush()
+
+    def read(self):
+        lines = list(self.process.stdout)
+        self.process.wait(10)
+        return lines
+
+    def close(self):
+        self.over.set()
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def supervise(root, tmp_path):
+    made = []
+
+    def run(command, *options, folder=None):
+        made.append(Supervised(root, folder or tmp_path / "job", command, *options))
+        return made[-1]
+
+    yield run
+    for supervised in made:
+        supervised.close()
+    assert_gone("supervised", 5)
+
+
+def test_a_connection_that_is_stuck_does_not_stop_the_lease(supervise):
+    """Nobody reads: the pipe is full, the supervisor has more to say, and ends in time all the same."""
+    supervised = supervise("head -c 300000 /dev/zero | tr '\\0' a; echo; sleep 60", "--lease=2", "--grace=1")
+    time.sleep(1)
+    supervised.over.set()  # the heart stops
+    begun = time.monotonic()
+    assert supervised.process.wait(10) == 124
+    assert time.monotonic() - begun < 2 + 1 + 2 + 2, "lease, grace, the last words, and two noisy cores"
+
+
+def test_a_slow_reader_loses_nothing(supervise, tmp_path):
+    event = json.dumps({"event": "error", "rank": 0})
+    command = f"head -c 300000 /dev/zero | tr '\\0' a; echo; echo '{event}' >> job/events.jsonl; seq 3000"
+    supervised = supervise(f"cd {tmp_path}; {command}")
+    time.sleep(4)
+    lines = supervised.read()
+    told = [json.loads(line[1:]) for line in lines if line.startswith(MARK.encode())]
+    assert [event["event"] for event in told] == ["started", "error", "ended"]
+    assert told[-1]["returncode"] == 0
+    plain = [line for line in lines if not line.startswith(MARK.encode())]
+    assert len(plain) == 3001 and plain[-1] == b"3000\n" and len(plain[0]) == 300001
+
+
+def test_torn_events_and_results_do_not_end_the_supervisor(supervise, tmp_path):
+    torn = '{"event": "wor{"event": "done"}'
+    (tmp_path / "job" / "results").mkdir(parents=True)
+    (tmp_path / "job" / "results" / "rank0.json").write_text("[1, 2")
+    (tmp_path / "job" / "results" / "rank1.json").write_text("[1, 2]")
+    whole = '{"event": "done", "rank": 1}'
+    commands = f"echo '{torn}' >> job/events.jsonl; echo '{whole}' >> job/events.jsonl; sleep 0.5"
+    lines = supervise(f"cd {tmp_path}; {commands}").read()
+    told = [json.loads(line[1:]) for line in lines]
+    assert [event["event"] for event in told] == ["started", "done", "result", "ended"]
+    assert told[2]["rank"] == 1 and told[3]["returncode"] == 0
+
+
+def test_whatever_goes_wrong_in_the_supervisor_nothing_of_the_job_stays(supervise, tmp_path):
+    # A folder in place of the file: an error that nobody has foreseen.
+    supervised = supervise(f"(setsid sleep 66 &); sleep 0.5; mkdir -p {tmp_path}/job/events.jsonl; sleep 66")
+    assert supervised.process.wait(10) == 1
+    assert_gone("supervised", 1)
+
+
+def test_a_full_disk_of_a_node_costs_its_log_and_not_the_job(supervise, tmp_path):
+    folder = tmp_path / "job"
+    folder.mkdir()
+    (folder / "output.log").symlink_to("/dev/full")
+    lines = supervise("seq 9000", folder=folder).read()
+    assert sum(line[:1].isdigit() for line in lines) == 9000
+    assert json.loads(lines[-1][1:])["returncode"] == 0
+
+
+# Jobs.
+
+CHILD = """
+import subprocess, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+subprocess.Popen(["sleep", "77"], start_new_session=True)
+print("has a child", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.drill
+def test_a_second_interrupt_leaves_nothing_either(write):
+    job = TorchrunJob(write(CHILD), nodes=local_nodes(1))
+    job_id, begun = job.id, []
+
+    def interrupt_twice(line):
+        def kick():
+            for pause in (0.3, 0.2):
+                time.sleep(pause)
+                begun.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+        threading.Thread(target=kick).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        job.run(show=Heard({"has a child": interrupt_twice}), force=True)
+        time.sleep(2)  # should the first have been enough
+    assert time.monotonic() - begun[0] < 5
+    assert_gone(job_id, 10)
+
+
+class StuckNode(LocalNode):
+    """A node that does not take what is sent to it."""
+
+    def popen(self, argv):
+        return super().popen(["sleep", "50"] if "unpack" in argv[2] else argv)
+
+
+def test_an_interrupted_copy_gives_the_prompt_back(write):
+    (good,) = local_nodes(1)
+    stuck = StuckNode(**{name: getattr(good, name) for name in ("name", "folder", "address", "interface")})
+    job = TorchrunJob(write("print()"), nodes=[stuck])
+    begun = []
+
+    def interrupt():
+        begun.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(2.5, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        job.run(show=False, force=True)
+    assert time.monotonic() - begun[0] < 3
+
+
+def test_nodes_may_share_one_home(write):
+    """As hosts of a cluster do: what each says is still heard as its own."""
+    text = "import os; from lab_utils import launch; launch.report(os.environ['LAB_NODE']); {}"
+    first, second = local_nodes(2)
+    nodes = [first, replace(second, folder=first.folder)]
+    result = TorchrunJob(write(text.format("pass")), nodes=nodes).run(show=False, force=True)
+    assert result.results == ("0", "1")
+    assert [(rank.rank, rank.node) for rank in result.ranks] == [(0, "node0"), (1, "node1")]
+    bad = write(text.format("assert os.environ['RANK'] == '0'"), "bad.py")
+    failure = TorchrunJob(bad, nodes=nodes).run(show=False, force=True, check=False).failure
+    assert (failure.rank, failure.node) == (1, "node1")
+
+
+def test_a_stop_while_nothing_runs_is_forgotten(write):
+    job = TorchrunJob(write("print()"), nodes=local_nodes(1))
+    job.stop()
+    assert job.run(show=False, force=True).ok
+    job.stop()
+    assert job.run(show=False, force=True).ok
+
+
+def test_what_was_red_is_looked_at_again(write):
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        job = TorchrunJob(write("print()"), nodes=local_nodes(1), port=holder.getsockname()[1])
+        assert "port" in {verdict.check for verdict in job.preflight().reds}
+    # Jobs that other tests leave behind for a moment are no matter here.
+    wait_for(lambda: job.preflight().ok, 20)
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", job.port))
+        holder.listen()
+        assert not job.preflight().ok
+    assert job.run(show=False).ok
+
+
+def test_settings_may_be_numbers_and_scripts_not_modules_of_python(write):
+    job = TorchrunJob(write("print()"), nodes=local_nodes(1), env={"SEED": 1}, port=29999)
+    assert "export SEED=1" in job.write()[0].read_text()
+    for name in ("queue.py", "torch.py"):
+        with pytest.raises(LabError) as caught:
+            TorchrunJob(write("print()", name), nodes=local_nodes(1), port=29999).write()
+        assert_explains(caught.value, name, "rename it")
+
+
+# The watch over hangs.
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_only_what_does_not_move_hangs(moves, tmp_path):
+    """One long call after another, at one place of the script, is work; a wait at the same place is not."""
+    work = "value = value @ value" if moves else "time.sleep(5)"
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, time, threading\n"
+        "import torch, torch.distributed as dist\n"
+        "from lab_utils.launch.worker import Watch\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "class Events:\n"
+        "    def write(self, event, **facts): print(event, flush=True)\n"
+        "Watch(Events(), __file__, 1.5).start()\n"
+        "value, end = torch.ones(600, 600), time.monotonic() + 5\n"
+        f"while time.monotonic() < end: {work}\n"
+        "print('done', flush=True)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stdout.readline().strip() == ("done" if moves else "hang")
+    finally:
+        process.kill()
+        process.communicate()
