@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hosts import NODES, STATE, Hosts
+from jobs import wait_for
 
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()"
 
@@ -97,7 +98,7 @@ def test_a_crash_takes_all_processes_and_a_boot_brings_the_disk_back(hosts, surv
     ssh(hosts, "n2", f"LAB_JOB_ID={job} setsid sleep 600 > /dev/null 2>&1 < /dev/null & sleep 0.3")
     assert len(survivors(job)) == 1
     hosts.crash("n2")
-    assert survivors(job) == []
+    wait_for(lambda: not survivors(job), 2)  # a process that was killed is not gone at once on a busy machine
     assert not reaches(hosts, "n1", "n2")
     hosts.boot("n2")
     assert ssh(hosts, "n2", "cat /node/file; ls /dev/shm").stdout == "kept\n"
@@ -135,11 +136,14 @@ def test_a_killed_owner_leaves_hosts_that_the_next_one_removes(hosts):
     assert not second.state.exists()
 
 
+def read_ticks(stat):
+    """How long a process has computed, in hundredths of seconds."""
+    return int(stat.read_text().rsplit(")", 1)[1].split()[11])
+
+
 def test_a_busy_machine_is_busy_only_inside(busy):
     with busy(2):
         children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
         own = [Path(f"/proc/{pid}/stat") for pid in children]
-        time.sleep(0.5)
-        ticks = sorted(int(path.read_text().rsplit(")", 1)[1].split()[11]) for path in own)
-    assert ticks[-2] >= 5
-    assert not any(path.exists() for path in own[-2:])
+        wait_for(lambda: sum(read_ticks(path) >= 5 for path in own) >= 2, 10)
+    wait_for(lambda: sum(not path.exists() for path in own) >= 2, 2)
