@@ -7,7 +7,6 @@ import io
 import subprocess
 import sys
 import tarfile
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import lab_utils
 from lab_utils import LabError
-from lab_utils.launch.facts import hash_tree
+from lab_utils.launch.facts import hash_files
 from lab_utils.launch.nodes import Node
 
 RECEIVER = Path(__file__).with_name("receive.py")
@@ -52,12 +51,7 @@ def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
             raise LabError(f"Two files of the job are called {path.name!r}.", where=path, fix=fix)
         files[f"script/{path.name}"] = path
     contents = {name: path.read_bytes() for name, path in files.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in contents.items():
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-        return Bundle(contents, hash_tree(folder))
+    return Bundle(contents, hash_files(contents))
 
 
 def send(

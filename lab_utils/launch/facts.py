@@ -154,11 +154,16 @@ def find_disk(request):
 
 def hash_tree(folder):
     """SHA-256 over the names and contents of all files of a folder, but those that Python and Jupyter leave."""
+    paths = {path.relative_to(folder): path for path in Path(folder).rglob("*") if path.is_file()}
+    kept = {name.as_posix(): path for name, path in paths.items() if not set(SKIPPED) & set(name.parts)}
+    return hash_files({name: path.read_bytes() for name, path in kept.items()})
+
+
+def hash_files(contents):
+    """The same over files that are not in a folder yet, by their path in it."""
     whole = hashlib.sha256()
-    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
-        if not set(SKIPPED) & set(path.parts[len(Path(folder).parts) :]):
-            whole.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()} {json.dumps(name)}\n".encode())
+    for name in sorted(contents):
+        whole.update(f"{hashlib.sha256(contents[name]).hexdigest()} {json.dumps(name)}\n".encode())
     return whole.hexdigest()
 
 
