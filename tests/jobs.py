@@ -132,6 +132,7 @@ def run_badly(
         job.run(show=heard, **kwargs)
     took = time.time() - (since() if since else heard.fault)
     error = caught.value
+    print(f"the failure of {job_id} was told after {took:.1f} s")
     assert took < seconds, f"{took:.1f} s: {error}"
     assert_gone(job_id, gone)
     check_error(error)
@@ -200,7 +201,9 @@ def assert_gone(job_id: str, seconds: float) -> float:
     while left := [(pid, command) for pid, command, _ in list_processes(job_id)]:
         assert time.monotonic() - start < seconds, f"alive after {seconds} s: {left}"
         time.sleep(0.1)
-    return time.monotonic() - start
+    took = time.monotonic() - start
+    print(f"nothing of {job_id} is alive after {took:.1f} s")
+    return took
 
 
 def wait_for(holds: Callable[[], object], seconds: float = 40.0) -> object:

@@ -105,6 +105,19 @@ def when_connected(action):
     return heard, lambda: times[0]
 
 
+@pytest.mark.parametrize("order", ["address", "nodes"])
+def test_2_hosts_whose_own_names_stand_for_the_loopback(order, make, hosts):
+    """As Debian and Ubuntu install it; Gloo, left alone, would listen where the other host cannot reach it."""
+    for node in ("n1", "n2"):
+        hosts.set_hosts(node, f"127.0.0.1 localhost\n127.0.1.1 {node}\n")
+    job = make("ok", where="hosts", rank_order=order)
+    job_id = job.id
+    result = job.run(show=False)
+    assert result.results == ({"rank": 0}, {"rank": 1})
+    assert [rank.address for rank in result.ranks] == [hosts.address("n1"), hosts.address("n2")]
+    assert_gone(job_id, 2)
+
+
 def test_7_a_node_that_never_starts(make):
     heard = Heard()
     start = time.time()
@@ -454,7 +467,8 @@ def test_17_a_kernel_that_goes(how, kernel, script, tmp_path):
     """The real kernel of a notebook, with a training that prints nothing more by which a broken pipe could end it."""
     manager, client = kernel
     flag = tmp_path / f"id-{how}"
-    client.execute(KERNEL.format(script=str(script), flag=str(flag)))
+    # An interrupted cell would also end those that wait behind it, which on a busy machine is the next one.
+    client.execute(KERNEL.format(script=str(script), flag=str(flag)), stop_on_error=False)
     job_id = wait_for(lambda: flag.exists() and flag.read_text())
     wait_for(lambda: len(find_processes(job_id, "launch.worker")) == 2)
     wait_for(lambda: find_log(job_id).read_text().count("] connected") == 2)

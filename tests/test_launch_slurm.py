@@ -211,7 +211,7 @@ def submit_plan(plan, nodes, *, say):
     folder = Path(plan.job_folder)
     folder.mkdir(parents=True)
     (folder / "job.sbatch").write_text(write(plan, nodes, limit=600))
-    return start(plan, nodes, say=say)
+    return start(plan, nodes, say=say, stop=threading.Event())
 
 
 def read_all(links):
@@ -458,7 +458,9 @@ def test_the_same_job_has_the_same_result_as_on_this_machine(slurm, train, tmp_p
         results[where] = job.run(show=heard if where == "slurm" else False, force=where == "here")
         assert results[where].ok and results[where].failure is None
         assert job.id != job_id
-    assert results["slurm"].results == results["here"].results
+    # The two nodes of this Slurm have one address, so that either may have the first ranks.
+    same = [[{**value, "node": None} for value in results[where].results] for where in ("here", "slurm")]
+    assert same[0] == same[1]
     assert [value["total"] for value in results["slurm"].results] == [10.0] * 4
     assert results["slurm"].results[0]["args"] == HOSTILE
     ranks = results["slurm"].ranks
@@ -524,6 +526,21 @@ def test_a_job_is_stopped_from_another_thread(slurm, train):
 
 
 @pytest.mark.drill
+def test_a_job_is_stopped_while_it_waits_in_the_queue(slurm, train):
+    job = TorchrunJob(train, ["ok"], nodes=slurm_nodes(2, extra=["--begin=now+600"]))
+    begun = []
+
+    def stop(line):
+        begun.append(time.monotonic())
+        job.stop()
+
+    result = job.run(check=False, show=Heard({"PENDING (BeginTime)": stop}))
+    assert time.monotonic() - begun[0] < 10
+    assert result.failure.kind == "stopped"
+    slurm.wait_empty(10)
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize("moment", ["waiting", "running"])
 def test_an_interrupted_cell_leaves_no_process_and_an_empty_queue(slurm, launcher, moment):
     process, job_id = launcher(*(["--begin=now+600"] if moment == "waiting" else []))
@@ -543,8 +560,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(slurm, launcher):
     wait_line(process, "[rank 1] connected")
     assert len(list(list_processes(job_id))) >= 6
     os.killpg(process.pid, signal.SIGKILL)
-    # The lease and the grace make ten seconds; finding out costs a moment.
-    assert_gone(job_id, 10.5)
+    assert_gone(job_id, 10)
     slurm.wait_empty(10)
 
 

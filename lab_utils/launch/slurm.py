@@ -31,7 +31,7 @@ __all__ = ["SlurmLink", "SlurmNode", "cancel", "describe_queue", "slurm_nodes", 
 
 SCRIPT = "job.sbatch"
 # The supervisors open the launcher's file anew at each look, upon which a shared file system asks for its true age.
-LEASE_SECONDS = 8.0
+LEASE_SECONDS = 7.0
 
 
 @dataclass(frozen=True)
