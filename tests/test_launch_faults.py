@@ -87,6 +87,14 @@ def test_an_exit_behind_an_unfinished_line_is_heard():
     assert "Rank 1 on b was killed by signal 9" in diagnose(story).what
 
 
+def test_a_crash_after_the_script_has_ended_is_not_what_the_others_died_of():
+    story = make_story()
+    story.read("b", say("done", rank=1))
+    story.read("b", exit_of(58, -6))
+    story.read("a", say_error(0, LOST))
+    assert "Rank 1 had ended its work while rank 0 still waited" in diagnose(story).what
+
+
 def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first():
     """NCCL's watchdog aborts a rank whose peer is gone, and may be heard before the peer's end is."""
     story = make_story()

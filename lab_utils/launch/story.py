@@ -16,6 +16,7 @@ from lab_utils.launch.supervisor import MARK
 
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 SILENT = ("exit", "signal")
+CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
@@ -85,6 +86,8 @@ class Story:
         """Notes a worker that ended without a word of its own: killed, or by os._exit."""
         rank = self.pids.get((part.name, pid))
         if rank is None or any(error["rank"] == rank for error in self.errors):
+            return
+        if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
             return
         message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({_name_signal(-code)})"
         kind = "exit" if code >= 0 else "signal"
