@@ -14,9 +14,9 @@ from lab_utils import LabError
 from lab_utils.launch.outcome import Rank
 from lab_utils.launch.supervisor import MARK
 
-# How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
-SILENT = ("exit", "signal")
+SILENT = ("exit", "signal")  # kinds of errors of which a rank itself has said nothing
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
+# How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 
 
