@@ -14,7 +14,9 @@ from lab_utils import LabError
 
 # Who may import whom; an arrow only ever points down this list. All may import from lab_utils itself.
 ROOMS = {
-    "check": {"plots", "launch", "training", "timing", "models", "data", "machine", "files"},
+    "check": {"plots", "launch", "training", "timing", "models", "data", "machine", "files", "wandb_runs"},
+    "board": set(),
+    "wandb_runs": set(),
     "plots": {"timing"},
     "launch": {"machine", "files"},
     "training": {"data", "models", "timing", "files"},

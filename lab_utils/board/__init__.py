@@ -1,0 +1,180 @@
+"""Starts TensorBoard beside a notebook, for this machine alone, and ends it with the notebook.
+
+``board.start(folder)`` gives a :class:`Board`: ``.note`` says where it is, ``.show()`` is the frame for a cell,
+``.stop()`` ends it. Without ``stop`` it ends with the process that started it, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lab_utils import LabError, env_folder
+
+if TYPE_CHECKING:
+    from IPython.display import IFrame
+
+SERVER = Path(__file__).with_name("server.py")
+PORT = 6006
+# The servers of this process, by folder: a cell that is run twice must not leave two behind.
+_running: dict[Path, Board] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Board:
+    """A TensorBoard that this process started.
+
+    Attributes:
+        logdir: The folder that it shows, with all runs below it.
+        port: Where it listens, on 127.0.0.1.
+        url: What a browser opens: that port, or the path through the Jupyter server's proxy.
+        note: One or two sentences for the learner.
+        process: The server.
+    """
+
+    logdir: Path
+    port: int
+    url: str
+    note: str
+    process: subprocess.Popen = field(repr=False)
+
+    @property
+    def running(self) -> bool:
+        """Whether the server is still there."""
+        return self.process.poll() is None
+
+    def show(self, *, height: int = 640) -> IFrame:
+        """Returns the frame that shows TensorBoard in a cell; ``height`` in pixels."""
+        from IPython.display import IFrame
+
+        return IFrame(self.url, width="100%", height=height)
+
+    def stop(self) -> None:
+        """Ends the server, at once or after 3 s by force; does nothing where it has ended already."""
+        _running.pop(self.logdir, None)
+        atexit.unregister(self.stop)
+        if self.running:
+            self.process.terminate()
+            try:
+                self.process.wait(3)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self.process.stdout.close()
+
+    def __enter__(self) -> Board:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Board:
+    """Starts TensorBoard on 127.0.0.1, or returns the one that this process has running for the same folder.
+
+    Args:
+        logdir: The folder with the event files, or with folders of them; made where it is not there.
+        port: The port to try first. Where it is taken, a free one is used and the note says so.
+        seconds: How long to wait until the server answers.
+
+    Raises:
+        LabError: The server ended or did not answer in time.
+    """
+    logdir = Path(logdir).resolve()
+    if logdir in _running:
+        if _running[logdir].running:
+            return _running[logdir]
+        _running[logdir].stop()
+    log = env_folder("LAB_RUNS", "runs") / "tensorboard.log"
+    for folder in (logdir, log.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    # -P: what lies beside server.py must not be imported in place of other packages. A session of its own: an interrupt
+    # of the kernel goes to the kernel's whole group, and is not meant for the server.
+    command = [sys.executable, "-P", str(SERVER), str(logdir), str(port), str(os.getpid())]
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+        )
+    try:
+        found = json.loads(_read_line(process, seconds))["port"]
+    except (ValueError, LookupError, TypeError) as error:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        said = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        raise LabError(
+            f"TensorBoard did not start within {seconds:g} s.",
+            where=logdir,
+            cause=said[:300],
+            fix="run the cell again; if it fails again: python -m lab_utils.machine",
+            log=log,
+        ) from error
+    except BaseException:  # an interrupt while waiting must not leave a server behind
+        process.kill()
+        raise
+    url = choose_url(found)
+    words = [f"Port {port} is in use, so TensorBoard took {found}."] if port not in (0, found) else []
+    words += [f"TensorBoard is at {url}", *_describe_stale(logdir)]
+    server = _running[logdir] = Board(logdir, found, url, "\n".join(words), process)
+    atexit.register(server.stop)
+    return server
+
+
+def choose_url(port: int) -> str:
+    """Returns the address under which a browser reaches a port of 127.0.0.1 on this machine.
+
+    It is the first of these: ``TENSORBOARD_PROXY_URL`` (TensorBoard's own variable, with %PORT% in it), as set in a
+    hosted container; the path through jupyter-server-proxy, where that is installed and this kernel's server is known
+    (the server then asks for its token); the port itself, which only a browser on this machine reaches, or one that has
+    a tunnel to it.
+    """
+    template = os.environ.get("TENSORBOARD_PROXY_URL")
+    if not template and importlib.util.find_spec("jupyter_server_proxy"):
+        base = os.environ.get("JUPYTERHUB_SERVICE_PREFIX") or _find_base_url()
+        template = f"{base.rstrip('/')}/proxy/%PORT%/" if base else None
+    return (template or "http://127.0.0.1:%PORT%/").replace("%PORT%", str(port))
+
+
+def _find_base_url() -> str | None:
+    """The path under which this kernel's Jupyter server answers, such as "/"."""
+    from jupyter_server.serverapp import list_running_servers
+
+    parent = os.environ.get("JPY_PARENT_PID")
+    return next((server["base_url"] for server in list_running_servers() if str(server["pid"]) == parent), None)
+
+
+def _read_line(process: subprocess.Popen, seconds: float) -> bytes:
+    """The first line that a process prints; b"" where it ends or takes too long."""
+    end, text, pipe = time.monotonic() + seconds, b"", process.stdout.fileno()
+    while not text.endswith(b"\n"):
+        ready, _, _ = select.select([pipe], [], [], max(0, end - time.monotonic()))
+        piece = os.read(pipe, 4096) if ready else b""
+        if not piece:
+            return b""
+        text += piece
+    return text
+
+
+def _describe_stale(logdir: Path) -> list[str]:
+    """What to say of servers of the same folder that were killed, and whose notes in .tensorboard-info remained.
+
+    ``%tensorboard`` trusts such a note and shows a frame in which nothing answers; we never do.
+    """
+    import psutil
+    from tensorboard import manager
+
+    with contextlib.suppress(OSError):  # the folder of the notes may be another user's
+        for info in manager.get_all():
+            if info.logdir and Path(info.logdir).resolve() == logdir and not psutil.pid_exists(info.pid):
+                return [f"(The note of an earlier one, on port {info.port}, is stale: its process is gone.)"]
+    return []

@@ -1,0 +1,406 @@
+"""TensorBoard as a learner starts it, the event files that a killed run leaves, and the log of several processes."""
+
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import numpy as np
+import psutil
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.tensorboard import SummaryWriter
+
+from lab_utils import LabError, board, launch
+
+
+@pytest.fixture
+def logs(tmp_path):
+    """A folder with two runs."""
+    folder = tmp_path / "logs"
+    for run, tags in {"first": ("loss/train", "acc1/train", "lr"), "second": ("loss/valid",)}.items():
+        with SummaryWriter(folder / run) as writer:
+            for step in range(5):
+                for tag in tags:
+                    writer.add_scalar(tag, 0.5 * step, step)
+    return folder
+
+
+def ask(url):
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return answer.read()
+
+
+def read_tags(port, runs=2):
+    """The scalar tags of each run, as TensorBoard serves them, once it has read the files."""
+    end = time.monotonic() + 30
+    while True:
+        found = json.loads(ask(f"http://127.0.0.1:{port}/data/plugin/scalars/tags"))
+        if len(found) >= runs or time.monotonic() > end:
+            return {run: set(tags) for run, tags in found.items()}
+        time.sleep(0.2)
+
+
+def wait_gone(pid, seconds=10):
+    """Whether a process ends in time."""
+    end = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_a_started_server_answers_on_this_machine_only_and_ends_when_it_is_stopped(logs):
+    server = board.start(logs, port=0)
+    try:
+        assert server.running and str(server.port) in server.note and "in use" not in server.note
+        assert read_tags(server.port) == {"first": {"loss/train", "acc1/train", "lr"}, "second": {"loss/valid"}}
+        points = f"http://127.0.0.1:{server.port}/data/plugin/scalars/scalars?run=first&tag=loss%2Ftrain"
+        assert [(step, value) for _, step, value in json.loads(ask(points))] == [(i, 0.5 * i) for i in range(5)]
+        # Of the server and all that it started, nothing listens on another address than 127.0.0.1.
+        family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+        listening = [c.laddr for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", server.port)]
+        frame = server.show(height=300)._repr_html_()
+        assert f'src="http://127.0.0.1:{server.port}/' in frame and 'height="300"' in frame
+    finally:
+        server.stop()
+    assert not server.running
+    with pytest.raises(urllib.error.URLError):
+        ask(server.url)
+    server.stop()  # a cell may be run twice
+
+
+def test_a_busy_port_gets_a_new_one_and_a_word(logs):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with board.start(logs, port=port) as server:
+            assert server.port != port
+            assert server.note.startswith(f"Port {port} is in use, so TensorBoard took {server.port}.\n")
+            assert read_tags(server.port)
+
+
+def plant_note(folder, logdir, pid, port=6006):
+    from tensorboard import version
+
+    (folder / ".tensorboard-info").mkdir()
+    note = {"version": version.VERSION, "start_time": 1, "pid": pid, "port": port, "path_prefix": "", "db": ""}
+    note |= {"logdir": str(logdir), "cache_key": ""}
+    (folder / ".tensorboard-info" / f"pid-{pid}.info").write_text(json.dumps(note))
+
+
+def test_the_note_of_a_killed_server_is_passed_over_with_a_word(logs, tmp_path, monkeypatch):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plant_note(tmp_path, logs, gone.pid)
+    with board.start(logs, port=0) as server:
+        assert "The note of an earlier one, on port 6006, is stale" in server.note
+        assert read_tags(server.port)
+
+
+def test_the_notes_of_other_folders_and_living_servers_and_a_broken_folder_of_notes_say_nothing(
+    logs, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plant_note(tmp_path, logs, os.getpid())
+    assert board._describe_stale(logs.resolve()) == []
+    shutil.rmtree(tmp_path / ".tensorboard-info")
+    plant_note(tmp_path, tmp_path / "other", 2**22)
+    assert board._describe_stale(logs.resolve()) == []
+    shutil.rmtree(tmp_path / ".tensorboard-info")
+    (tmp_path / ".tensorboard-info").write_text("not a folder")
+    assert board._describe_stale(logs.resolve()) == []
+
+
+def test_a_cell_that_runs_twice_leaves_one_server_and_a_dead_one_is_replaced(logs):
+    with board.start(logs, port=0) as first:
+        assert board.start(logs) is first
+        assert board.start(str(logs) + "/") is first
+        first.process.kill()
+        first.process.wait()
+        with board.start(logs, port=0) as second:
+            assert second is not first and second.running
+    assert not second.running
+
+
+def test_a_folder_that_is_not_there_yet_is_made(tmp_path):
+    with board.start(tmp_path / "a" / "b", port=0) as server:
+        assert (tmp_path / "a" / "b").is_dir()
+        with SummaryWriter(tmp_path / "a" / "b" / "run") as writer:
+            writer.add_scalar("late", 1, 0)
+        assert read_tags(server.port, runs=1) == {"run": {"late"}}
+
+
+START = """
+import sys, time
+from lab_utils import board
+server = board.start(sys.argv[1], port=0)
+print(server.process.pid, flush=True)
+{after}
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("after", "number"),
+    [
+        ("", None),  # the kernel ends
+        ("1 / 0", None),
+        ("time.sleep(60)", signal.SIGKILL),  # which no atexit survives
+        ("time.sleep(60)", signal.SIGTERM),
+    ],
+)
+def test_the_server_ends_with_the_process_that_started_it_however_that_ends(logs, after, number):
+    command = [sys.executable, "-c", START.format(after=after), str(logs)]
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    with parent:
+        pid = int(parent.stdout.readline())
+        if number is not None:
+            assert psutil.pid_exists(pid)
+            parent.send_signal(number)
+        parent.wait(30)
+    assert wait_gone(pid)
+
+
+@pytest.mark.drill
+def test_an_interrupted_cell_does_not_end_the_server(logs):
+    after = "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('interrupted', flush=True)\ntime.sleep(60)"
+    command = [sys.executable, "-c", START.format(after=after), str(logs)]
+    # As Jupyter does: the kernel has a process group of its own, and an interrupt goes to all of it.
+    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        pid = int(parent.stdout.readline())
+        time.sleep(0.3)
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdout.readline() == "interrupted\n"
+        time.sleep(0.5)
+        assert psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert wait_gone(pid)
+
+
+@pytest.mark.parametrize(
+    ("program", "cause"),
+    [
+        ("import sys; sys.exit('no TensorBoard here')", "no TensorBoard here"),
+        ("print('no JSON', flush=True)", "it said nothing"),
+        ("import time; time.sleep(60)", "it said nothing"),
+    ],
+)
+def test_a_server_that_does_not_start_says_why_and_is_not_left_behind(logs, tmp_path, monkeypatch, program, cause):
+    monkeypatch.setattr(board, "SERVER", tmp_path / "server.py")
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    board.SERVER.write_text(program)
+    before = psutil.Process().children()
+    with pytest.raises(LabError) as raised:
+        board.start(logs, seconds=5 if "sleep" not in program else 0.3)
+    assert raised.value.what.startswith("TensorBoard did not start") and raised.value.cause == cause
+    assert raised.value.fix and Path(raised.value.log).is_file()
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.parametrize(
+    ("variables", "proxy", "expected"),
+    [
+        ({}, False, "http://127.0.0.1:7007/"),
+        ({"TENSORBOARD_PROXY_URL": "/hub/tb/%PORT%/"}, False, "/hub/tb/7007/"),
+        ({"TENSORBOARD_PROXY_URL": "/tb/%PORT%", "JUPYTERHUB_SERVICE_PREFIX": "/user/a/"}, True, "/tb/7007"),
+        ({"JUPYTERHUB_SERVICE_PREFIX": "/user/a/"}, True, "/user/a/proxy/7007/"),
+        ({"JUPYTERHUB_SERVICE_PREFIX": "/user/a/"}, False, "http://127.0.0.1:7007/"),
+        ({"JPY_PARENT_PID": "41"}, True, "/base/proxy/7007/"),
+        ({"JPY_PARENT_PID": "42"}, True, "http://127.0.0.1:7007/"),
+    ],
+)
+def test_the_address_is_the_one_that_the_browser_reaches(monkeypatch, variables, proxy, expected):
+    for name in ("TENSORBOARD_PROXY_URL", "JUPYTERHUB_SERVICE_PREFIX", "JPY_PARENT_PID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: proxy or None)
+    servers = [{"pid": 40, "base_url": "/other/"}, {"pid": 41, "base_url": "/base/"}]
+    monkeypatch.setattr("jupyter_server.serverapp.list_running_servers", lambda: servers)
+    assert board.choose_url(7007) == expected
+
+
+def test_through_the_proxy_of_the_jupyter_server_only_with_its_token(logs, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyter_server", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
+    command += ["--ServerApp.port_retries=0", f"--ServerApp.root_dir={tmp_path}", "--ServerApp.open_browser=False"]
+    command += ["--IdentityProvider.token=secret", "--ServerApp.jpserver_extensions={'jupyter_server_proxy': True}"]
+    jupyter = subprocess.Popen(
+        [*command, "--allow-root"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path
+    )
+    try:
+        with board.start(logs, port=0) as server:
+            read_tags(server.port)
+            url = f"http://127.0.0.1:{port}/proxy/{server.port}/data/plugin/scalars/tags"
+            end = time.monotonic() + 60
+            while True:
+                try:
+                    answer = ask(f"{url}?token=secret")
+                    break
+                except OSError:
+                    assert time.monotonic() < end, "the Jupyter server did not answer"
+                    time.sleep(0.3)
+            assert set(json.loads(answer)) == {"first", "second"}
+            for wrong in ("", "?token=wrong"):
+                try:  # refused outright, or sent to the page that asks for the token
+                    assert b"loss" not in ask(url + wrong)
+                except urllib.error.HTTPError as error:
+                    assert error.code in (401, 403)
+    finally:
+        jupyter.terminate()
+        jupyter.wait(20)
+
+
+def test_a_browser_shows_the_curves(logs, tmp_path, record_property):
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
+    # pytest keeps the folders of its last runs; LAB_ARTEFACTS names a better place.
+    folder = Path(os.environ.get("LAB_ARTEFACTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    picture = folder / "tensorboard.png"
+    picture.unlink(missing_ok=True)
+    command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,900", "--virtual-time-budget=20000"]
+    command += [f"--screenshot={picture}", "--dump-dom"]
+    with board.start(logs, port=0) as server:
+        read_tags(server.port)
+        page = subprocess.run([*command, f"{server.url}#timeseries"], capture_output=True, text=True, timeout=180)
+    assert page.returncode == 0, page.stderr
+    text = re.sub(r"<(style|script)\b.*?</\1>|<[^>]+>", " ", page.stdout, flags=re.DOTALL)
+    words = " ".join(text.split()).replace(" /", "/")
+    for expected in ("first", "second", "loss/train", "acc1/train", "loss/valid"):
+        assert expected in words, words[:2000]
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
+    record_property("screenshot", str(picture))
+
+
+WRITE = """
+import sys, time
+from torch.utils.tensorboard import SummaryWriter
+writer = SummaryWriter(sys.argv[1], flush_secs=1)
+for step in range(10**9):
+    writer.add_scalar("step", step, step)
+    time.sleep(0.005)
+    if step == 5:
+        print("started", flush=True)
+"""
+
+
+@pytest.mark.drill
+def test_a_killed_run_reads_back_but_for_its_last_second(tmp_path):
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "started\n"
+        time.sleep(3)
+        child.kill()
+        killed = time.time()
+    events = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload().Scalars("step")
+    assert [event.step for event in events] == list(range(len(events))) == [int(event.value) for event in events]
+    assert killed - events[-1].wall_time < 1.5  # the flush is every second, and a busy machine is late
+
+
+def test_a_file_that_ends_in_the_middle_of_a_record_reads_back_up_to_there(logs):
+    (file,) = (logs / "second").iterdir()
+    whole = file.read_bytes()
+    for cut in (1, 10, 40):
+        file.write_bytes(whole[:-cut])
+        events = EventAccumulator(str(logs / "second")).Reload().Scalars("loss/valid")
+        assert [event.step for event in events] == list(range(4))
+
+
+# Parts of the notebook.
+
+
+@pytest.fixture(scope="module")
+def cells(root):
+    notebook = nbformat.read(root / "notebooks" / "02_tensorboard.ipynb", as_version=4)
+    return {cell.id: cell.source for cell in notebook.cells}
+
+
+EVERY_RANK = """
+def log_reduced(rank, sums, all_reduce, open_writer, step):
+    all_reduce(sums)
+    with open_writer() as writer:
+        writer.add_scalar("acc1/valid", sums[2] / sums[0], step)
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("files", [1, 2])
+def test_two_processes_leave_one_event_file_with_reduced_values(cells, root, tmp_path, files):
+    source = cells["log-reduced"].split("\n\n\ncheck.")[0] if files == 1 else EVERY_RANK
+    (tmp_path / "answer.py").write_text(source)
+    job = launch.TorchrunJob(
+        root / "notebooks" / "scripts" / "log_shares.py",
+        ["--logdir", tmp_path / "logs"],
+        nodes=launch.local_nodes(2, folder=tmp_path / "nodes"),
+        files=[tmp_path / "answer.py"],
+    )
+    results = job.run(show=False).results
+    shares = np.array([result["sums"] for result in results])
+    assert sorted(shares[:, 0].tolist()) == [16, 17]
+    assert len(list((tmp_path / "logs").iterdir())) == files
+    if files == 1:
+        log = EventAccumulator(str(tmp_path / "logs")).Reload()
+        images, loss, hits = shares.sum(axis=0)
+        assert {tag: [(e.step, np.float32(e.value)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]} == {
+            "loss/valid": [(1, np.float32(loss / images))],
+            "acc1/valid": [(1, np.float32(hits / images))],
+        }
+
+
+CLAIM = """
+import numpy as np, pandas as pd
+from types import SimpleNamespace
+rows = pd.DataFrame({"images": [4, 2], "loss": [2.1, 2.3], "top1": [1, 1], "top5": [3, 2], "lr": [0.1, 0.05]})
+results = [(2, SimpleNamespace(loss=2.2, top1=0.3, top5=0.7))]
+values = {"loss/train": [2.1, 2.3], "acc1/train": [0.25, 0.5], "acc5/train": [0.75, 1.0], "lr": [0.1, 0.05]}
+events = [(tag, step, float(np.float32(v))) for tag, many in values.items() for step, v in enumerate(many)]
+events += [(tag, 2, float(np.float32(v))) for tag, v in (("loss/valid", 2.2), ("acc1/valid", 0.3), ("acc5/valid", 0.7))]
+"""
+
+
+@pytest.mark.parametrize("change", ["", "value", "step", "missing", "twice"])
+def test_the_claim_notices_one_wrong_record(cells, tmp_path, capsys, change):
+    changes = {
+        "value": "events[1] = (*events[1][:2], float(np.nextafter(np.float32(events[1][2]), np.float32(9))))",
+        "step": "events[-1] = (events[-1][0], 1, events[-1][2])",
+        "missing": "del events[5]",
+        "twice": "events.append(events[0])",
+    }
+    logged = 'logged = pd.DataFrame(events, columns=["tag", "step", "value"])'
+    path = tmp_path / "claim.py"
+    path.write_text("\n".join([CLAIM, changes.get(change, ""), logged, cells["claim"]]))
+    if change:
+        with pytest.raises(AssertionError):
+            runpy.run_path(str(path))
+    else:
+        runpy.run_path(str(path))
+        assert "✔ 11 logged values of 7 tags equal" in capsys.readouterr().out
+
+
+def test_the_lab_opens_no_port_to_the_world(cells, root):
+    code = "\n".join([*cells.values(), *(p.read_text() for p in (root / "lab_utils" / "board").glob("*.py"))])
+    assert "0.0.0.0" not in code
+    assert "--bind_all" not in re.sub(r"# No --bind_all, ever|with `--bind_all`", "", code)
