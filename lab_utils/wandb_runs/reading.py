@@ -1,0 +1,75 @@
+"""Reads back what a Weights & Biases run left on the disk, through the command that the SDK has for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from lab_utils import LabError
+from lab_utils.wandb_runs.records import Recorded, collect
+
+SETTLE_SECONDS, TRIES = 1.5, 5  # a record that does not end, and was written to just now, is read again
+HEADER_BYTES = 7  # how a .wandb file begins
+
+
+def read_run(path: Path | str) -> Recorded:
+    """Reads back what a run recorded on the disk, whether or not it ended in order.
+
+    ``wandb leet inspect --json`` is the way that the SDK offers for it; it needs neither an account nor a network.
+
+    Args:
+        path: The run's folder, a folder within it (``run.dir``), or the ``.wandb`` file.
+
+    Returns:
+        What is there; without rows where the process died before anything had reached the disk.
+
+    Raises:
+        LabError: There is no record, or the installed SDK cannot read it or shows it in another form.
+    """
+    file = _find_record(Path(path))
+    try:
+        for _ in range(TRIES):
+            recorded = collect(_inspect(file), file)
+            # run.finish() can return a moment before the last records are in the file.
+            if recorded.finished or time.time() - file.stat().st_mtime > SETTLE_SECONDS:
+                break
+            time.sleep(SETTLE_SECONDS / TRIES)
+    except (ValueError, KeyError, TypeError, AttributeError, subprocess.TimeoutExpired) as error:
+        raise LabError(
+            "The run's record could not be read back with this version of wandb.",
+            where=file,
+            cause=f"`wandb leet inspect --json` is another than in 0.31 ({type(error).__name__}: {str(error)[:200]})",
+            fix="pip install -r requirements.lock, or take `wandb sync` and the server's own pages",
+        ) from error
+    return recorded
+
+
+def _inspect(file: Path) -> list[dict[str, Any]]:
+    """Has the SDK print the records of a file; none where nothing but the header had reached the disk."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    child = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
+    if child.returncode or (not child.stdout and file.stat().st_size > HEADER_BYTES):
+        raise ValueError((child.stderr.strip() or "it printed nothing").splitlines()[-1])
+    return [json.loads(line) for line in child.stdout.splitlines()]
+
+
+def _find_record(path: Path) -> Path:
+    for folder in (path, path.parent):
+        found = [folder] if folder.suffix == ".wandb" else sorted(folder.glob("*.wandb"))
+        if found and found[0].is_file():
+            return found[0]
+    raise LabError(
+        "There is no record of a run here.",
+        where=path,
+        cause="the run was never started, or its folder was removed",
+        fix="run the cell that opens the run, then this one",
+    )
+
+
+def list_runs(folder: Path | str) -> list[Path]:
+    """Returns the folders of all runs recorded under a folder, in the order in which they were started."""
+    return sorted(path for path in Path(folder).glob("wandb/*run-*") if any(path.glob("*.wandb")))
