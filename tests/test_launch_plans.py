@@ -13,10 +13,12 @@ from lab_utils.data import shapes
 from lab_utils.data.sources import SHAPES_FINGERPRINT
 from lab_utils.data.write import write_pack
 from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from lab_utils.launch.bundle import collect_files
 from lab_utils.launch.local import LocalNode
 from lab_utils.launch.plans import make_plans
 from lab_utils.launch.slurm import SlurmNode
 from lab_utils.launch.ssh import SshNode
+from lab_utils.launch.start import copy_all
 
 SHOW = """
 import os
@@ -294,3 +296,14 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
         assert say_data(job.preflight())["n2"][0] == "red"
     finally:
         nodes[0].close()
+
+
+def test_data_are_copied_to_slurms_shared_folder(script, tmp_path):
+    make_pack(tmp_path / "data")
+    nodes = slurm_nodes(2, folder=tmp_path / "shared")
+    for copied in (False, True):
+        job = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=copied)
+        job.write()
+        copy_all(job, collect_files(script))
+        assert (tmp_path / "shared" / "data" / "packed" / "shapes10" / "manifest.json").exists() == copied
+        assert (tmp_path / "shared" / "jobs" / job.id / "job.sbatch").exists()

@@ -205,7 +205,7 @@ class TorchrunJob:
         started = time.monotonic()
         bundle = self._collect()
         plans = self._plan(bundle)
-        copy_all(self, bundle)
+        copy_all(self, bundle, self._preflight)
         story = Story([node.name for node in self.nodes], [plan.address or "" for plan in plans])
         for name in by_hand:
             story.nodes[name].by_hand = True

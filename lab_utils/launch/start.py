@@ -12,6 +12,7 @@ from lab_utils import env_folder
 from lab_utils.launch import slurm
 from lab_utils.launch.bundle import Bundle, send
 from lab_utils.launch.nodes import Link, Node, PipeLink
+from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.script import Plan
 from lab_utils.launch.verdicts import WILL_COPY
 
@@ -22,16 +23,20 @@ if TYPE_CHECKING:
 LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
 
 
-def copy_all(job: TorchrunJob, bundle: Bundle) -> None:
-    """Copies the scripts and the package, and the data where asked, to all nodes at once.
+def copy_all(job: TorchrunJob, bundle: Bundle, found: Preflight | None = None) -> None:
+    """Copies scripts and package to all nodes at once, and the data to those of which the preflight said so.
 
     Raises:
         LabError: A node was not reached, or its disk is full.
     """
-    verdicts = job._preflight.verdicts if job._preflight else ()
+    on_slurm = isinstance(job.nodes[0], slurm.SlurmNode)
+    verdicts = found.verdicts if found else ()
     lacking = {verdict.node for verdict in verdicts if verdict.check == "data" and verdict.found == WILL_COPY}
     started: list[subprocess.Popen] = []
     scripts = {path.name: path.read_bytes() for path in job.folder.glob("*") if path.suffix in (".sh", ".sbatch")}
+
+    if on_slurm and job.dataset and job.copy_data:  # whose preflight asks no node; what is there already stays
+        lacking = {job.nodes[0].name}
 
     def copy(node: Node) -> None:
         send(node, node.folder, {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}, started=started)
@@ -41,7 +46,7 @@ def copy_all(job: TorchrunJob, bundle: Bundle) -> None:
             send(node, node.data or f"{node.folder}/data", content, started=started, timeout=None)
 
     # Slurm's nodes share one folder.
-    nodes = job.nodes[:1] if isinstance(job.nodes[0], slurm.SlurmNode) else job.nodes
+    nodes = job.nodes[:1] if on_slurm else job.nodes
     pool = ThreadPoolExecutor(len(nodes))
     try:
         for copied in as_completed([pool.submit(copy, node) for node in nodes]):
