@@ -101,9 +101,11 @@ class Supervisor:
     def _wait_for(self, thread: threading.Thread, started: float) -> None:
         """Waits as long as there is something to write and somebody who reads it; not for long where it has to end."""
         end = time.monotonic() + 2.0
-        while thread.is_alive() and (time.monotonic() < end or (self._out.qsize() and not self._why)):
+        while thread.is_alive() and time.monotonic() < end:
             thread.join(0.05)
             self._check_bounds(started)
+            if self._out.qsize() and not self._why:
+                end = time.monotonic() + 2.0
 
     def _listen(self) -> None:
         if self._options.lease_file:
