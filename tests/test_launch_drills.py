@@ -425,7 +425,7 @@ def test_a_connection_that_is_dropped(make, remote, hosts):
         folder = str(remote[0].connections._folder)
         found = subprocess.run(["pgrep", "-f", folder], capture_output=True, text=True).stdout.split()
         # By the process ids of what uses this test's own folder of connections, and this host.
-        kill([int(pid) for pid in found if b"n2" in read_command(pid)])
+        kill([int(pid) for pid in found if b"n2" in read_command(pid).split(b"\0")])
 
     heard, since = when_connected(drop)
     error = run_badly(job, heard, seconds=10, since=since)
