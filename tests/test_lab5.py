@@ -66,7 +66,7 @@ def test_the_notebook_runs_unchanged_on_two_hosts(hosts, root, tmp_path, monkeyp
         ids = {path.name for path in (tmp_path / "runs" / "jobs").iterdir()}
         for home in homes:
             there = {path.name for path in (home / "jobs").iterdir()}
-            assert len(there) >= 10 and there <= ids
+            assert len(there) >= 9 and there <= ids  # n1 runs some alone
             assert (home / "data" / "packed" / "shapes10" / "manifest.json").is_file()
         assert [list(list_processes(job_id)) for job_id in ids] == [[]] * len(ids)
     finally:

@@ -57,13 +57,14 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
     assert seen.problems == {}
     during = [sample for sample in seen.samples if start + 0.5 < sample.time < end]
     left, right = ([sample for sample in during if sample.node == name] for name in ("left", "right"))
-    assert len(left) >= 4 and len(right) >= 4
+    assert len(left) >= 2 and len(right) >= 2
     core = 1 / left[0].cores
-    assert 0.4 * core < mean(left, "job_busy") < 1.3 * core
+    # On a machine that others use, too, it gets less than a core.
+    assert 0.15 * core < mean(left, "job_busy") < 1.3 * core
     assert mean(right, "job_busy") == 0
     # What all programs take is the whole machine's on both.
     assert mean(left, "busy") > 1.2 * mean(left, "job_busy") or core == 1
-    assert mean(right, "busy") == pytest.approx(mean(left, "busy"), abs=0.25)
+    assert mean(right, "busy") == pytest.approx(mean(left, "busy"), abs=0.4)
     assert all(0 < sample.memory_bytes < sample.memory_total for sample in during)
     assert [sample.time for sample in left] == sorted(sample.time for sample in left)
 
