@@ -35,8 +35,6 @@ import torch
 start = time.process_time()
 import lab_utils
 bare = time.process_time()
-from benchmarks import launch
-from benchmarks.claims import Claim, print_table
 from lab_utils import data, machine, models, timing, training
 print(bare - start, time.process_time() - start)
 """
