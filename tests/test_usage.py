@@ -26,6 +26,7 @@ linux = pytest.mark.skipif(not sampler.PROC.joinpath("stat").exists(), reason="o
 class Node:
     name: str
     python: str = sys.executable
+    folder: str = "/nodes/own"
     started: list = None
 
     def popen(self, argv):
@@ -37,6 +38,10 @@ class Node:
 
 
 def burn(seconds, **environment):
+    """A process that computes; with ``node`` as one of a job of that node, in this notebook's folder or another."""
+    if (node := environment.pop("node", None)) is not None:
+        folder = environment.pop("folder", Node.folder)
+        environment |= {"LAB_JOB_ID": "a", "LAB_NODE": node, "LAB_JOB_FOLDER": f"{folder}/jobs/a/node{node}"}
     return subprocess.Popen([sys.executable, "-c", BURN, str(seconds)], env={**os.environ, **environment})
 
 
@@ -50,23 +55,47 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
         while len({sample.node for sample in seen.samples}) < 2:
             time.sleep(0.02)
         start = time.time()
-        processes = [burn(2.0, LAB_JOB_ID="a", LAB_NODE="0"), burn(2.0)]  # the second is nobody's
+        processes = [burn(2.0, node="0"), burn(2.0)]  # the second is nobody's
         for process in processes:
             process.wait()
         end = time.time()
     assert seen.problems == {}
     during = [sample for sample in seen.samples if start + 0.5 < sample.time < end]
     left, right = ([sample for sample in during if sample.node == name] for name in ("left", "right"))
-    assert len(left) >= 2 and len(right) >= 2
+    assert len(left) >= 4 and len(right) >= 4
     core = 1 / left[0].cores
-    # On a machine that others use, too, it gets less than a core.
-    assert 0.15 * core < mean(left, "job_busy") < 1.3 * core
+    assert 0.4 * core < mean(left, "job_busy") < 1.3 * core
     assert mean(right, "job_busy") == 0
     # What all programs take is the whole machine's on both.
     assert mean(left, "busy") > 1.2 * mean(left, "job_busy") or core == 1
-    assert mean(right, "busy") == pytest.approx(mean(left, "busy"), abs=0.4)
+    assert mean(right, "busy") == pytest.approx(mean(left, "busy"), abs=0.25)
     assert all(0 < sample.memory_bytes < sample.memory_total for sample in during)
     assert [sample.time for sample in left] == sorted(sample.time for sample in left)
+
+
+@linux
+def test_the_jobs_of_another_notebook_are_not_counted():
+    """They have a node 0, too, whose folder is another one; one that begins with the same letters is another, too."""
+    with machine.watch([Node("left")], every=0.1) as seen:
+        processes = [burn(1.5, node="0", folder=folder) for folder in ("/nodes/other", "/nodes/own2")]
+        for process in processes:
+            process.wait()
+    assert max(sample.busy for sample in seen.samples) > 0.1, "somebody computed"
+    assert {sample.job_busy for sample in seen.samples} == {0}
+
+
+def test_a_host_that_is_not_reached_disturbs_nothing():
+    class Far:
+        name, folder, popen = "far", "/nodes/far", None
+
+        @property
+        def python(self):
+            raise LabError("n1 does not answer.", where="n1", fix="ssh n1")
+
+    with machine.watch([Far(), Node("well")], every=0.1) as seen:
+        while not seen.samples:
+            time.sleep(0.02)
+    assert "does not answer" in seen.problems["far"]
 
 
 def test_nothing_runs_on_after_the_block_not_even_after_an_error():
@@ -84,7 +113,7 @@ def test_the_sampler_ends_when_the_watching_process_is_killed(tmp_path):
         "import subprocess, sys, time\n"
         "from lab_utils import machine\n"
         "class Node:\n"
-        "    name, python = 'n', sys.executable\n"
+        "    name, python, folder = 'n', sys.executable, '/nodes/own'\n"
         "    def popen(self, argv):\n"
         "        p = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True)\n"
         "        print(p.pid, flush=True)\n"
@@ -137,7 +166,7 @@ def test_gpus_are_read_from_nvidia_smi_and_a_job_has_those_that_it_may_see(tmp_p
     smi.write_text(f"#!/bin/sh\necho \"$@\" > {asked}\nwhile true; do printf '{lines}'; sleep 0.1; done\n")
     smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    job = burn(30, LAB_JOB_ID="a", LAB_NODE="1", CUDA_VISIBLE_DEVICES="GPU-bb")
+    job = burn(30, node="1", CUDA_VISIBLE_DEVICES="GPU-bb")
     try:
         with machine.watch([Node("zero"), Node("one")], every=0.1) as seen:
             deadline = time.monotonic() + 20

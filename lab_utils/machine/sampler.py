@@ -1,7 +1,8 @@
 """Says, a line of JSON at a time, how busy this machine is; sent to a node as text, so standard library only.
 
-``python -c SOURCE EVERY NODE`` prints until its standard input ends. NODE is the number that the launcher gave to the
-node: the processes of jobs carry it in their environment, and so several nodes on one machine can be told apart.
+``python -c SOURCE EVERY NODE FOLDER`` prints until its standard input ends. NODE is the number that the launcher gave
+to the node, and FOLDER the node's folder, in which its jobs have theirs: the processes of jobs carry both in their
+environment, and so several nodes on one machine can be told apart, and another notebook's from this one's.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ GPU_FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
 
 def main() -> None:
     """Samples until standard input ends."""
-    every, node = float(sys.argv[1]), sys.argv[2]
-    read = Linux(node).read if (PROC / "stat").exists() else read_load
+    every, node, folder = float(sys.argv[1]), sys.argv[2], sys.argv[3]
+    read = Linux(node, folder).read if (PROC / "stat").exists() else read_load
     gpus = Gpus(every)
     read()  # what counts is the difference to the reading before
     wake = time.monotonic()
@@ -42,8 +43,8 @@ def main() -> None:
 class Linux:
     """Reads /proc: the cores that this process may use, and what of them the jobs of one node take."""
 
-    def __init__(self, node: str, proc: Path = PROC) -> None:
-        self._proc, self._node = proc, node
+    def __init__(self, node: str, folder: str, proc: Path = PROC) -> None:
+        self._proc, self._node, self._folder = proc, node, f"{folder.rstrip('/')}/"
         self._cores = sorted(os.sched_getaffinity(0))
         self._limit = min(len(self._cores), read_quota())
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -102,7 +103,8 @@ class Linux:
         """Returns CUDA_VISIBLE_DEVICES of a process of this node's jobs; None for a process that is not one."""
         text = (folder / "environ").read_bytes().decode(errors="replace")
         environment = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
-        if "LAB_JOB_ID" not in environment or environment.get("LAB_NODE") != self._node:
+        ours = environment.get("LAB_JOB_FOLDER", "").startswith(self._folder)
+        if not ours or environment.get("LAB_NODE") != self._node:
             return None
         return environment.get("CUDA_VISIBLE_DEVICES", ALL)
 

@@ -22,6 +22,7 @@ class Node(Protocol):
 
     name: str
     python: str
+    folder: str
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program there, with stdin, stdout and stderr as pipes of bytes."""
@@ -94,7 +95,7 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     disturbs nothing: a picture is not worth a job.
 
     Args:
-        nodes: In the order of the job, such as ``launch.local_nodes(2)``; anything with name, python and popen.
+        nodes: In the order of the job, such as ``launch.local_nodes(2)``; anything with name, python, folder and popen.
         every: Seconds between samples.
 
     Yields:
@@ -111,8 +112,8 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     try:
         for index, node in enumerate(nodes):
             try:
-                process = node.popen([node.python, "-c", source, str(every), str(index)])
-            except OSError as error:
+                process = node.popen([node.python, "-c", source, str(every), str(index), node.folder])
+            except (OSError, LabError) as error:
                 seen.problems[node.name] = str(error)
                 continue
             reader = threading.Thread(target=_follow, args=(node.name, process, seen), daemon=True)
