@@ -42,7 +42,7 @@ class Supervisor:
         self._muted = False
         self._why: list[str] = []
         self._beat, self._touched = time.monotonic(), 0
-        self._read = 0  # bytes of the events file that were passed on
+        self._read, self._passing = 0, threading.Lock()  # bytes of the events file that were passed on
         self._workers: dict[int, int] = {}  # pid -> rank
         self._memory: dict[int, int] = {}  # rank -> largest resident set, bytes
 
@@ -139,6 +139,7 @@ class Supervisor:
             # A job that prints faster than the launcher reads waits, as it would in a terminal.
             while self._out.qsize() > 1000 and not (self._why or self._muted):
                 time.sleep(0.01)
+            self._pass_events()  # what a rank noted before it printed is heard before: an error, and then its traceback
             self._put(line if line.endswith(b"\n") else line + b"\n")
 
     def _write(self) -> None:
@@ -160,7 +161,8 @@ class Supervisor:
 
     def _pass_events(self) -> None:
         """Passes on the whole lines that the workers have added to their events file."""
-        with contextlib.suppress(FileNotFoundError), (self._folder / "events.jsonl").open("rb") as file:
+        events = self._folder / "events.jsonl"
+        with self._passing, contextlib.suppress(FileNotFoundError), events.open("rb") as file:
             file.seek(self._read)
             text = file.read()
             lines = text[: text.rfind(b"\n") + 1]
