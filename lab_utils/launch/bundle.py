@@ -44,7 +44,7 @@ def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
             fix = "give its path, relative to the notebook's folder or absolute"
             raise LabError(f"There is no file {path.name!r} to run.", where=path, cause="a slip in the path", fix=fix)
         if path.stem in TAKEN:
-            cause = f"torch itself would import it in place of Python's own {path.stem!r}"
+            cause = f"torchrun itself would import it in place of the module {path.stem!r}"
             raise LabError(f"A file of a job cannot be called {path.name!r}.", where=path, cause=cause, fix="rename it")
         if f"script/{path.name}" in files:
             fix = "rename one of them"

@@ -124,7 +124,9 @@ class TorchrunJob:
         Raises:
             LabError: A value cannot be in a script, or a node that has to be asked does not answer.
         """
-        plans = self._plan(self._collect())
+        return self._write(self._plan(self._collect()))
+
+    def _write(self, plans: Sequence[Plan]) -> list[Path]:
         if self._on_slurm:
             texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes, limit=self.limit)}
         else:
@@ -174,8 +176,9 @@ class TorchrunJob:
             if not force:
                 checked.raise_if_red()
             say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
-            self.write()
-            result = self._follow(say, by_hand, seconds)
+            # Once: a script that is saved meanwhile must not be copied under the hash of the one before.
+            bundle = self._collect()
+            result = self._follow(bundle, say, by_hand, seconds)
         finally:
             self._preflight = None
             self._renew()
@@ -201,10 +204,12 @@ class TorchrunJob:
             self.preflight()
         return make_plans(self, bundle.hash, self._preflight)
 
-    def _follow(self, say: Callable[[str], None], by_hand: Sequence[str], seconds: dict[str, float]) -> JobResult:
+    def _follow(
+        self, bundle: Bundle, say: Callable[[str], None], by_hand: Sequence[str], seconds: dict[str, float]
+    ) -> JobResult:
         started = time.monotonic()
-        bundle = self._collect()
         plans = self._plan(bundle)
+        self._write(plans)
         copy_all(self, bundle, self._preflight)
         story = Story([node.name for node in self.nodes], [plan.address or "" for plan in plans])
         for name in by_hand:
