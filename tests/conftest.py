@@ -22,6 +22,26 @@ def _need(missing: str, what: str) -> None:
         pytest.skip(f"NOT TESTED HERE: {what} cannot be made: {missing}")
 
 
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the test's own jobs and records."""
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str, str], Path]:
+    """Writes a file of the test, such as a training script, and returns its path."""
+
+    def run(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return run
+
+
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
     """Two hosts, n1 and n2, and the launcher's side n0, for the whole session; each test finds them mended."""

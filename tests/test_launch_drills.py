@@ -28,7 +28,7 @@ from jobs import (
 
 from lab_utils.launch import TorchrunJob, find_log, local_nodes, ssh_nodes
 
-pytestmark = pytest.mark.drill
+pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 
 
 CHATTY = """
@@ -42,12 +42,6 @@ while time.monotonic() < end:
     print("loss 0.123456789 " * 10)
 raise ValueError("bad luck")
 """
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
 
 
 @pytest.fixture

@@ -12,33 +12,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from drawn import assert_explains
 from jobs import Heard, assert_gone, wait_for
 
 from lab_utils import LabError
+from lab_utils.check.accumulation import group_of_one
 from lab_utils.launch import TorchrunJob, local_nodes
 from lab_utils.launch.diagnosis import diagnose
 from lab_utils.launch.local import LocalNode
+from lab_utils.launch.preflight import check_nodes
 from lab_utils.launch.run import Run
 from lab_utils.launch.story import Story
 from lab_utils.launch.supervisor import MARK
+from lab_utils.launch.worker import _count_collectives
 
+pytestmark = pytest.mark.usefixtures("runs")
 LOST = "RuntimeError: [/x/gloo/pair.cc:1] Connection closed by peer [10.0.0.1]:1"
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
-
-
-@pytest.fixture
-def write(tmp_path):
-    def run(text, name="train.py"):
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return run
 
 
 def say(event, **facts):
@@ -293,6 +284,14 @@ def test_a_slow_reader_loses_nothing(supervise, tmp_path):
     assert len(plain) == 3001 and plain[-1] == b"3000\n" and len(plain[0]) == 300001
 
 
+def test_what_was_noted_before_a_line_is_heard_before_it(supervise, tmp_path):
+    """Else a job that is stopped at the sight of a traceback would seem to have failed after the stop."""
+    command = """for n in $(seq 50); do echo '{"event": "error", "rank": 0}' >> job/events.jsonl; echo line $n; done"""
+    lines = [line for line in supervise(f"cd {tmp_path}; {command}").read() if b"error" in line or b"line" in line]
+    for number, place in enumerate([place for place, line in enumerate(lines) if b"line" in line], start=1):
+        assert sum(b"error" in line for line in lines[:place]) >= number
+
+
 def test_torn_events_and_results_do_not_end_the_supervisor(supervise, tmp_path):
     torn = '{"event": "wor{"event": "done"}'
     (tmp_path / "job" / "results").mkdir(parents=True)
@@ -336,7 +335,7 @@ time.sleep(60)
 
 @pytest.mark.drill
 def test_a_second_interrupt_leaves_nothing_either(write):
-    job = TorchrunJob(write(CHILD), nodes=local_nodes(1))
+    job = TorchrunJob(write("train.py", CHILD), nodes=local_nodes(1))
     job_id, begun = job.id, []
 
     def interrupt_twice(line):
@@ -365,7 +364,7 @@ class StuckNode(LocalNode):
 def test_an_interrupted_copy_gives_the_prompt_back(write):
     (good,) = local_nodes(1)
     stuck = StuckNode(**{name: getattr(good, name) for name in ("name", "folder", "address", "interface")})
-    job = TorchrunJob(write("print()"), nodes=[stuck])
+    job = TorchrunJob(write("train.py", "print()"), nodes=[stuck])
     begun = []
 
     def interrupt():
@@ -383,16 +382,16 @@ def test_nodes_may_share_one_home(write):
     text = "import os; from lab_utils import launch; launch.report(os.environ['LAB_NODE']); {}"
     first, second = local_nodes(2)
     nodes = [first, replace(second, folder=first.folder)]
-    result = TorchrunJob(write(text.format("pass")), nodes=nodes).run(show=False, force=True)
+    result = TorchrunJob(write("train.py", text.format("pass")), nodes=nodes).run(show=False, force=True)
     assert result.results == ("0", "1")
     assert [(rank.rank, rank.node) for rank in result.ranks] == [(0, "node0"), (1, "node1")]
-    bad = write(text.format("assert os.environ['RANK'] == '0'"), "bad.py")
+    bad = write("bad.py", text.format("assert os.environ['RANK'] == '0'"))
     failure = TorchrunJob(bad, nodes=nodes).run(show=False, force=True, check=False).failure
     assert (failure.rank, failure.node) == (1, "node1")
 
 
 def test_a_stop_while_nothing_runs_is_forgotten(write):
-    job = TorchrunJob(write("print()"), nodes=local_nodes(1))
+    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1))
     job.stop()
     assert job.run(show=False, force=True).ok
     job.stop()
@@ -403,7 +402,7 @@ def test_what_was_red_is_looked_at_again(write):
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
         holder.listen()
-        job = TorchrunJob(write("print()"), nodes=local_nodes(1), port=holder.getsockname()[1])
+        job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), port=holder.getsockname()[1])
         assert "port" in {verdict.check for verdict in job.preflight().reds}
     # Jobs that other tests leave behind for a moment are no matter here.
     wait_for(lambda: job.preflight().ok, 20)
@@ -414,16 +413,57 @@ def test_what_was_red_is_looked_at_again(write):
     assert job.run(show=False).ok
 
 
+@pytest.mark.parametrize(("seconds", "times"), [(60.0, 1), (0.0, 2)])
+def test_a_preflight_counts_for_a_while(write, monkeypatch, seconds, times):
+    asked = []
+
+    def count(*args, **kwargs):
+        asked.append(args)
+        return check_nodes(*args, **kwargs)
+
+    monkeypatch.setattr("lab_utils.launch.job.check_nodes", count)
+    monkeypatch.setattr("lab_utils.launch.job.FRESH_SECONDS", seconds)
+    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1))
+    job.preflight()
+    assert job.run(show=False, force=True).ok
+    assert len(asked) == times
+
+
+def test_a_script_that_is_saved_during_the_launch_runs_as_it_was(write):
+    """Its hash stands in the nodes' scripts, and its text is what was hashed."""
+    text = "from lab_utils import launch; launch.report({!r})"
+    path = write("train.py", text.format("before"))
+    job = TorchrunJob(path, nodes=local_nodes(1))
+    write_scripts = job._write
+
+    def save_meanwhile(plans):
+        path.write_text(text.format("after"))
+        return write_scripts(plans)
+
+    job._write = save_meanwhile
+    assert job.run(show=False, force=True).results == ("before",)
+
+
 def test_settings_may_be_numbers_and_scripts_not_modules_of_python(write):
-    job = TorchrunJob(write("print()"), nodes=local_nodes(1), env={"SEED": 1}, port=29999)
+    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), env={"SEED": 1}, port=29999)
     assert "export SEED=1" in job.write()[0].read_text()
     for name in ("queue.py", "torch.py"):
         with pytest.raises(LabError) as caught:
-            TorchrunJob(write("print()", name), nodes=local_nodes(1), port=29999).write()
+            TorchrunJob(write(name, "print()"), nodes=local_nodes(1), port=29999).write()
         assert_explains(caught.value, name, "rename it")
 
 
 # The watch over hangs.
+
+
+def test_a_collective_counts_as_a_move():
+    with group_of_one():
+        seen = []
+        for _ in range(3):
+            seen.append(_count_collectives())
+            dist.all_reduce(torch.ones(1))
+    assert seen[0] < seen[1] < seen[2]
+    assert _count_collectives() == 0, "there is no group any more"
 
 
 @pytest.mark.parametrize("moves", [True, False])

@@ -12,12 +12,13 @@ import pytest
 from drawn import assert_explains
 from jobs import TROUBLE, Heard, assert_gone, find_port, run_badly
 
-from lab_utils import LabError, launch
+from lab_utils import LabError, launch, machine
 from lab_utils.launch import TorchrunJob, local_nodes
 from lab_utils.launch.bundle import collect_files
 from lab_utils.launch.roll import find_differences
 from lab_utils.launch.start import copy_all
 
+pytestmark = pytest.mark.usefixtures("runs")
 HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "it's; touch canary", "a\nb", "*", "", "é✔", "-c"]
 REPORT = """
 import json, os, sys, helper
@@ -49,23 +50,6 @@ from lab_utils import launch
 launch.report({"initialised": torch.cuda.is_initialized(), "start": "python -m" if "-m" in sys.orig_argv else "fork"})
 """
 SHORT = 'import sys; from lab_utils import launch; launch.report(sys.argv[1:]); print("done")'
-
-
-@pytest.fixture(autouse=True)
-def runs(tmp_path, monkeypatch):
-    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def write(tmp_path):
-    def run(name, text):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-        return path
-
-    return run
 
 
 def hand_start(path, **env):
@@ -427,3 +411,12 @@ def test_a_busy_port_and_a_name_that_is_not_known_end_in_seconds(write):
         job.run(show=False)
     assert time.monotonic() - start < 10
     assert_explains(caught.value, "no-such-host.invalid")
+
+
+def test_a_watch_sees_the_processes_of_the_job_that_it_is_around(write):
+    text = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
+    (node,) = nodes = local_nodes(1)
+    with machine.watch(nodes, every=0.1) as seen:
+        assert TorchrunJob(write("burn.py", text), nodes=nodes).run(show=False, force=True).ok
+    if sys.platform.startswith("linux"):
+        assert max(sample.job_busy for sample in seen.samples if sample.node == node.name) > 0.1

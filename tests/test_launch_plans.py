@@ -298,6 +298,22 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
         nodes[0].close()
 
 
+def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
+    make_pack(tmp_path / "data")
+    nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
+    job = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=True, env={"OMP_NUM_THREADS": 1})
+    script.write_text(LOAD)
+    assert job.run(show=False, force=True).results[0][0] == 20
+    assert (tmp_path / "big" / "packed" / "shapes10" / "manifest.json").exists()
+
+
+def test_data_that_are_not_here_either_are_named(script, tmp_path):
+    nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
+    with pytest.raises(LabError) as caught:
+        TorchrunJob(script, nodes=nodes, dataset="cinic10", copy_data=True).run(show=False, force=True)
+    assert_explains(caught.value, "cinic10", "lab_utils.data prepare")
+
+
 def test_data_are_copied_to_slurms_shared_folder(script, tmp_path):
     make_pack(tmp_path / "data")
     nodes = slurm_nodes(2, folder=tmp_path / "shared")

@@ -74,6 +74,7 @@ def plan(tmp_path, root):
         head_address="",
         port=0,
         threads=1,
+        join_timeout=62.5,  # of which torchrun reads whole seconds
         env={"ODD": "$HOME 'x'\n#SBATCH --nodes=99"},
     )
 
@@ -297,7 +298,7 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
         head = hosts.address("n1")
         if order == "address":
             assert f"--rdzv-endpoint={head}:22345" in argv
-            assert f"--rdzv-conf=is_host={int(index == 0)},join_timeout=60,read_timeout=30" in argv
+            assert f"--rdzv-conf=is_host={int(index == 0)},join_timeout=63,read_timeout=30" in argv
         else:
             assert {f"--master-addr={head}", "--master-port=22345", f"--node-rank={index}"} <= set(argv)
 

@@ -6,6 +6,7 @@ list of two plans. None means that the rank opens no run.
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from lab_utils import launch, models, training, wandb_runs
 
 folder = Path(sys.argv[1])
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
 plans = json.loads((folder / "plans.json").read_text())[rank]
 connection = wandb_runs.connect(folder)
