@@ -1,5 +1,6 @@
 """What a launcher must bear: full disks, stuck connections, torn lines, words out of order, and a second interrupt."""
 
+import contextlib
 import json
 import os
 import signal
@@ -230,9 +231,10 @@ class Supervised:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self):
-        while not self.over.wait(0.3):
-            self.process.stdin.write(b".")
-            self.process.stdin.flush()
+        with contextlib.suppress(OSError):  # it has ended by itself
+            while not self.over.wait(0.3):
+                self.process.stdin.write(b".")
+                self.process.stdin.flush()
 
     def read(self):
         lines = list(self.process.stdout)
@@ -243,7 +245,8 @@ class Supervised:
         self.over.set()
         self.process.kill()
         self.process.wait()
-        self.process.stdin.close()
+        with contextlib.suppress(OSError):  # of a beat that came too late to be sent
+            self.process.stdin.close()
         self.process.stdout.close()
 
 
