@@ -14,7 +14,7 @@ from lab_utils import LabError
 
 # Who may import whom; an arrow only ever points down this list. All may import from lab_utils itself.
 ROOMS = {
-    "check": {"plots", "launch", "training", "timing", "models", "data", "machine", "files", "wandb_runs"},
+    "check": {"plots", "launch", "training", "timing", "parallel", "models", "data", "machine", "files", "wandb_runs"},
     "board": set(),
     "wandb_runs": set(),
     "plots": {"timing"},
@@ -22,6 +22,7 @@ ROOMS = {
     "training": {"data", "models", "timing", "files"},
     "timing": {"machine", "files"},
     "models": set(),
+    "parallel": set(),
     "data": {"files"},
     "machine": set(),
     "workspace": {"files"},

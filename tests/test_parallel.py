@@ -1,0 +1,141 @@
+"""torch's DataParallel over copies in memory: what it computes, what it loses, and that it is torch's own code."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from drawn import assert_explains
+from torch import nn
+from torch.nn import functional as F
+
+from lab_utils import LabError, models
+from lab_utils.parallel import CpuDataParallel
+
+GPUS = torch.cuda.device_count()
+
+
+def make_batch(count, **options):
+    generator = torch.Generator().manual_seed(count)
+    return torch.randn(count, 3, 32, 32, generator=generator, **options), torch.arange(count) % 10
+
+
+def leave_gradients(model, net, images, labels):
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in net.parameters()]), loss.detach()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", [1, 6, 7])
+@pytest.mark.parametrize("net", ["tiny", "plain"])
+def test_the_gradients_equal_one_devices(count, batch, net):
+    """Without BatchNorm in training, and with BatchNorm that uses what it has stored."""
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 30 * 30, 10))
+    one = (models.build("tiny").eval() if net == "tiny" else plain).double()
+    several = copy.deepcopy(one)
+    images, labels = make_batch(batch, dtype=torch.float64)
+    right, loss = leave_gradients(one, one, images, labels)
+    gradients, same = leave_gradients(CpuDataParallel(several, count), several, images, labels)
+    assert (gradients - right).abs().max() < 1e-12 * right.abs().max()
+    assert (loss - same).abs() < 1e-12
+
+
+def test_each_image_goes_through_one_replica_in_a_thread_of_its_own():
+    seen, meeting = [], threading.Barrier(3)
+    net = nn.Linear(2, 2)
+
+    def note(module, args, output):
+        meeting.wait(10)  # passes only where all three run at the same time
+        seen.append((threading.get_ident(), args[0][:, 0].tolist()))
+
+    net.register_forward_hook(note)
+    output = CpuDataParallel(net, 3)(torch.arange(14.0).view(7, 2))
+    assert sorted(rows for _, rows in seen) == [[0, 2, 4], [6, 8, 10], [12]]
+    assert len({thread for thread, _ in seen} | {threading.get_ident()}) == 4
+    assert torch.allclose(output, F.linear(torch.arange(14.0).view(7, 2), net.weight, net.bias)), "in their order"
+
+
+def test_only_replica_0s_statistics_survive_in_training():
+    wrapped = models.build("tiny")
+    alone = copy.deepcopy(wrapped)
+    images, _ = make_batch(7)
+    CpuDataParallel(wrapped, 2)(images)
+    alone(images[:4])
+    assert all(torch.equal(*pair) for pair in zip(wrapped.buffers(), alone.buffers(), strict=True))
+
+
+def test_what_forward_sets_is_lost_and_numbers_become_a_vector():
+    class Remembering(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs):
+            self.calls += 1
+            return super().forward(inputs).mean()
+
+    net = Remembering(2, 2)
+    assert CpuDataParallel(net, 2)(torch.ones(4, 2)).shape == (2,)
+    assert net.calls == 0
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_threads_take_over_whether_gradients_are_wanted(grad):
+    with torch.set_grad_enabled(grad):
+        assert CpuDataParallel(nn.Linear(2, 2))(torch.ones(4, 2)).requires_grad == grad
+
+
+def test_the_threads_take_over_that_autocast_is_on_and_not_its_dtype():
+    """As torch's own do, in the version that is tested."""
+    net, inputs = nn.Linear(2, 2), torch.ones(4, 2)
+    assert CpuDataParallel(net)(inputs).dtype == torch.float32
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert net(inputs).dtype == torch.float16
+        assert CpuDataParallel(net)(inputs).dtype == torch.bfloat16
+
+
+def test_threads_are_set_for_the_replicas_alone():
+    seen, net, before = [], nn.Linear(2, 2), torch.get_num_threads()
+    net.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        CpuDataParallel(net, 2, threads=1)(torch.ones(4, 2))
+        assert (seen, torch.get_num_threads()) == ([1, 1], 2)
+        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        assert seen[-1] == 2, "threads that come later have as many as before"
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_error_of_a_replica_reaches_the_caller():
+    """With the ImageNet stem a chunk of one image has a single number per channel in the last layers."""
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        CpuDataParallel(models.build("resnet18"), 2)(make_batch(3)[0])
+
+
+def test_no_replicas_are_refused():
+    with pytest.raises(LabError) as caught:
+        CpuDataParallel(nn.Linear(2, 2), 0)
+    assert_explains(caught.value, "0 replicas are none", "replicas=2")
+
+
+@pytest.mark.skipif(GPUS > 0, reason="NOT TESTED HERE: what DataParallel does without a GPU (this machine has one)")
+def test_without_a_gpu_torchs_own_does_nothing_and_says_nothing(recwarn):
+    seen, net = [], nn.Linear(2, 2)
+    net.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
+    wrapped = nn.DataParallel(net, device_ids=[0, 1])
+    wrapped(torch.ones(8, 2))
+    assert (wrapped.device_ids, seen, list(recwarn)) == ([], [8], [])
+
+
+@pytest.mark.skipif(GPUS == 0, reason="NOT TESTED HERE: DataParallel on GPUs (this machine has none)")
+def test_on_gpus_torchs_own_computes_the_same():
+    """On as many as there are; a single one takes the way of a single device."""
+    device_ids = list(range(GPUS))
+    net = models.build("tiny").double().eval().to("cuda:0")
+    twin = copy.deepcopy(net).cpu()
+    images, labels = make_batch(7, dtype=torch.float64)
+    own, _ = leave_gradients(nn.DataParallel(net, device_ids), net, images.cuda(), labels.cuda())
+    ours, _ = leave_gradients(CpuDataParallel(twin, GPUS), twin, images, labels)
+    assert (own.cpu() - ours).abs().max() < 1e-10
