@@ -86,6 +86,13 @@ def test_the_timeline_has_a_lane_per_rank_in_milliseconds_since_the_first_start(
     assert ax.get_ylim()[0] > ax.get_ylim()[1], "rank 0 is not on top"
 
 
+def test_a_timeline_may_have_lanes_of_something_else():
+    """Replicas in one process do not talk to each other during backward."""
+    ax = plots.timeline({0: make_rows(7.0), 1: make_rows(7.0)}, lane="replica")
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["replica 0", "replica 1"]
+    assert labels_of(ax) == ["data", "forward", "backward", "step"]
+
+
 def test_a_phase_of_the_learner_s_own_is_drawn_too():
     ax = plots.timeline({0: [*make_rows(0.0), {"phase": "print", "step": 0, "start": 1.0, "end": 1.1}]})
     assert "print" in labels_of(ax)

@@ -12,18 +12,21 @@ if TYPE_CHECKING:
 
 # The phases of a step, in its order; the same colours in all labs, and none that DP or DDP has beside them.
 PHASES = {"data": "#CC79A7", "forward": "#56B4E9", "backward": "#D55E00", "step": "#8C6D1F"}
-LABELS = {"backward": "backward, with communication"}
+LABELS = {"backward": "backward, with communication"}  # of ranks, which talk to each other meanwhile
 OTHER_PHASE = "#999999"
 GIB = 2**30
 
 
-def timeline(rows_by_rank: Mapping[int, Iterable[Mapping[str, Any]]], ax: Axes | None = None) -> Axes:
+def timeline(
+    rows_by_rank: Mapping[int, Iterable[Mapping[str, Any]]], ax: Axes | None = None, *, lane: str = "rank"
+) -> Axes:
     """Draws one lane per rank with the phases of its steps.
 
     Args:
         rows_by_rank: For each rank what ``timing.Timeline.as_rows`` returned there: phase, step, start and end in
             seconds.
         ax: Where to draw.
+        lane: What the lanes are.
 
     Returns:
         The Axes; x is in milliseconds since the first phase of all began.
@@ -34,17 +37,17 @@ def timeline(rows_by_rank: Mapping[int, Iterable[Mapping[str, Any]]], ax: Axes |
     found = {row["phase"] for rows in lanes.values() for row in rows}
     names = [name for name in PHASES if name in found] + sorted(found - PHASES.keys())
     for name in names:
-        label = LABELS.get(name, name)
-        for lane, rows in enumerate(lanes.values()):
+        label = LABELS.get(name, name) if lane == "rank" else name
+        for row_number, rows in enumerate(lanes.values()):
             spans = [
                 (1e3 * (row["start"] - first), 1e3 * (row["end"] - row["start"]))
                 for row in rows
                 if row["phase"] == name
             ]
             colour = PHASES.get(name, OTHER_PHASE)
-            ax.broken_barh(spans, (lane - 0.35, 0.7), facecolors=colour, linewidth=0, label=label)
+            ax.broken_barh(spans, (row_number - 0.35, 0.7), facecolors=colour, linewidth=0, label=label)
             label = None  # one entry in the legend for all lanes
-    ax.set_yticks(range(len(lanes)), [f"rank {rank}" for rank in lanes])
+    ax.set_yticks(range(len(lanes)), [f"{lane} {number}" for number in lanes])
     ax.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("time in ms since the first phase began")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     "fp32": "#7F7F7F",
+    "device": "#7F7F7F",  # one device, which others are compared with
     "tf32": "#262626",
     "bf16": "#0072B2",
     "AMP": "#0072B2",
