@@ -1,0 +1,545 @@
+"""Each check of lab 4 refuses typical wrong answers with the hint that fits and accepts right ones."""
+
+import copy
+import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lab_utils import check
+from lab_utils.check import NotYetError
+from lab_utils.parallel import CpuDataParallel
+
+KEPT = {}  # replicas of earlier steps, for the answer that keeps them
+
+
+def run_in_pool(replicas, chunks):
+    with ThreadPoolExecutor(len(chunks)) as pool:
+        return list(pool.map(lambda replica, chunk: replica(chunk), replicas, chunks))
+
+
+def run_in_turn(replicas, chunks):
+    return [replica(chunk) for replica, chunk in zip(replicas, chunks, strict=True)]
+
+
+def run_in_threads_joined_at_once(replicas, chunks):
+    outputs = []
+    for replica, chunk in zip(replicas, chunks, strict=True):
+        thread = threading.Thread(target=lambda replica=replica, chunk=chunk: outputs.append(replica(chunk)))
+        thread.start()
+        thread.join()
+    return outputs
+
+
+def run_in_two_threads(replicas, chunks):
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda replica, chunk: replica(chunk), replicas, chunks))
+
+
+def run_in_training(replicas, chunks):
+    return run_in_pool([replica.train() for replica in replicas], chunks)
+
+
+def run_and_average(replicas, chunks):
+    return [sum(run_in_pool(replicas, chunks)) / len(chunks)]
+
+
+def copy_model(model, chunks):
+    return [copy.deepcopy(model) for _ in chunks]
+
+
+def share_model(model, chunks):
+    model.zero_grad()
+    return [model] * len(chunks)
+
+
+def share_weights(model, chunks):
+    model.zero_grad()
+    return [copy.copy(model) for _ in chunks]
+
+
+def keep_copies(model, chunks):
+    replicas = KEPT.setdefault((len(chunks), model.training), copy_model(model, chunks))
+    for replica in replicas:
+        replica.zero_grad()
+    return replicas
+
+
+def renew_copies(model, chunks):
+    """Right: the replicas are kept, and what has changed is copied."""
+    replicas = keep_copies(model, chunks)
+    for replica in replicas:
+        replica.load_state_dict(model.state_dict())
+    return replicas
+
+
+def reduce_sum(model, replicas):
+    for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+        parameter.grad = sum(one.grad for one in copies)
+
+
+def reduce_mean(model, replicas):
+    reduce_sum(model, replicas)
+    for parameter in model.parameters():
+        parameter.grad /= len(replicas)
+
+
+def reduce_first(model, replicas):
+    reduce_sum(model, replicas[:1])
+
+
+def reduce_onto(model, replicas):
+    for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+        total = sum(one.grad for one in copies)
+        parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+
+def reduce_some(model, replicas):
+    reduce_sum(model, replicas)
+    list(model.parameters())[-1].grad = None
+
+
+def step_by_hand(
+    *,
+    scatter=lambda images, count: images.chunk(count),
+    replicate=copy_model,
+    apply=run_in_pool,
+    reduce=reduce_sum,
+    finish=lambda optimizer: optimizer.step(),
+    give=lambda loss: loss.detach(),
+):
+    """The step of the notebook, in which any part can be another."""
+
+    def step(model, images, labels, optimizer, count):
+        chunks = scatter(images, count)
+        replicas = replicate(model, chunks)
+        outputs = apply(replicas, chunks)
+        loss = F.cross_entropy(torch.cat(outputs), labels)
+        loss.backward()
+        reduce(model, replicas)
+        finish(optimizer)
+        return give(loss)
+
+    return step
+
+
+def step_as_the_notebook_writes_it(model, images, labels, optimizer, count):
+    chunks = images.chunk(count)  # scatter
+    replicas = [copy.deepcopy(model) for _ in chunks]  # replicate
+    for replica in replicas:
+        replica.zero_grad()
+    with ThreadPoolExecutor(len(chunks)) as pool:  # apply in parallel
+        outputs = list(pool.map(lambda replica, chunk: replica(chunk), replicas, chunks))
+    loss = F.cross_entropy(torch.cat(outputs), labels)  # gather
+    loss.backward()
+    for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+        parameter.grad = sum(copy.grad for copy in copies)  # reduce: the sum
+    optimizer.step()
+    return loss.detach()
+
+
+def step_with_threads_and_even_chunks(model, images, labels, optimizer, count):
+    chunks = [chunk for chunk in images.tensor_split(count) if len(chunk)]
+    replicas = [model, *(copy.deepcopy(model) for _ in chunks[1:])]  # as torch does: the model is replica 0
+    outputs = [None] * len(chunks)
+
+    def work(index):
+        outputs[index] = replicas[index](chunks[index])
+
+    optimizer.zero_grad()
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(chunks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    loss = nn.CrossEntropyLoss()(torch.cat(outputs), labels)
+    loss.backward()
+    for replica in replicas[1:]:
+        for parameter, one in zip(model.parameters(), replica.parameters(), strict=True):
+            parameter.grad += one.grad
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def scatter_labels(*, reduction="sum", gather=None, futures_heard=True):
+    """A step in which each replica has its labels, too, and takes its own backward pass."""
+
+    def step(model, images, labels, optimizer, count):
+        shares = list(zip(images.chunk(count), labels.chunk(count), strict=True))
+        replicas = [copy.deepcopy(model) for _ in shares]
+        losses = {}
+
+        def work(index):
+            chunk, own = shares[index]
+            loss = F.cross_entropy(replicas[index](chunk), own, reduction=reduction)
+            if reduction == "sum":
+                loss = loss / len(images)
+            elif gather == "mean":
+                loss = loss / len(shares)
+            loss.backward()
+            losses[index] = loss.detach()
+
+        with ThreadPoolExecutor(len(shares)) as pool:
+            futures = [pool.submit(work, index) for index in range(len(shares))]
+        if futures_heard:
+            for future in futures:
+                future.result()
+        for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
+            parameter.grad = sum(one.grad for one in copies if one.grad is not None)
+        optimizer.step()
+        return losses[0] if gather == "first" else sum(losses.values())
+
+    return step
+
+
+def step_of_torch(model, images, labels, optimizer, count):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(CpuDataParallel(model, count, threads=1)(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def step_without_clearing(model, images, labels, optimizer, count):
+    loss = F.cross_entropy(CpuDataParallel(model, count, threads=1)(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def step_each_replica(merge):
+    """Each replica has its optimizer; afterwards the weights go back into the model."""
+
+    def step(model, images, labels, optimizer, count):
+        chunks = images.chunk(count)
+        replicas = copy_model(model, chunks)
+        loss = F.cross_entropy(torch.cat(run_in_pool(replicas, chunks)), labels)
+        loss.backward()
+        for replica in replicas:
+            torch.optim.SGD(replica.parameters(), lr=0.2, momentum=0.9).step()
+        states = [replica.state_dict() for replica in replicas]
+        if merge == "mean":
+            model.load_state_dict({name: sum(state[name] for state in states) / len(states) for name in states[0]})
+        elif merge == "first":
+            model.load_state_dict(states[0])
+        elif merge == "first, too":
+            reduce_sum(model, replicas)
+            optimizer.step()
+            model.load_state_dict(states[0])
+        return loss.detach()
+
+    return step
+
+
+def step_that_forgets_errors(model, images, labels, optimizer, count):
+    chunks, outputs = images.chunk(count), {}
+    replicas = copy_model(model, chunks)
+
+    def work(index):
+        try:
+            outputs[index] = replicas[index](chunks[index])
+        except RuntimeError:
+            outputs[index] = torch.zeros(len(chunks[index]), 5, dtype=torch.float64, requires_grad=True)
+
+    with ThreadPoolExecutor(len(chunks)) as pool:
+        list(pool.map(work, range(len(chunks))))
+    loss = F.cross_entropy(torch.cat([outputs[index] for index in range(len(chunks))]), labels)
+    loss.backward()
+    reduce_sum(model, [replica for replica in replicas if replica.head.bias.grad is not None])
+    optimizer.step()
+    return loss.detach()
+
+
+def step_that_waits(model, images, labels, optimizer, count):
+    chunks = images.chunk(count)
+    replicas, done, outputs = copy_model(model, chunks), [threading.Event() for _ in chunks], {}
+
+    def work(index):
+        outputs[index] = replicas[index](chunks[index])
+        done[index].set()
+
+    for index in range(len(chunks)):
+        threading.Thread(target=work, args=(index,), daemon=True).start()
+    for event in done:
+        event.wait()
+    loss = F.cross_entropy(torch.cat([outputs[index] for index in range(len(chunks))]), labels)
+    loss.backward()
+    reduce_sum(model, replicas)
+    optimizer.step()
+    return loss.detach()
+
+
+def step_on_one_device(model, images, labels, optimizer, count):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(images), labels)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def step_on_one_chunk(model, images, labels, optimizer, count):
+    return step_on_one_device(model, images.chunk(count)[0], labels.chunk(count)[0], optimizer, 1)
+
+
+def cut(images, count):
+    size = len(images) // count
+    return [images[index * size : (index + 1) * size] for index in range(count)]
+
+
+WRONG_STEPS = {
+    "mean of the gradients": (step_by_hand(reduce=reduce_mean), "so the parts add up"),
+    "gradients of replica 0": (step_by_hand(reduce=reduce_first), "one replica's gradients alone"),
+    "gradients left behind": (step_by_hand(reduce=lambda *_: None), "stayed in the replicas"),
+    "one parameter forgotten": (step_by_hand(reduce=reduce_some), "for each parameter"),
+    "gradients on top": (step_by_hand(reduce=reduce_onto), "the step before"),
+    "never cleared": (step_without_clearing, "step before"),
+    "channels split": (step_by_hand(scatter=lambda images, count: images.chunk(count, 1)), "dimension 0"),
+    "height split": (step_by_hand(scatter=lambda images, count: images.chunk(count, 2)), "dimension 0"),
+    "split": (step_by_hand(scatter=lambda images, count: images.split(len(images) // count)[:count]), "remainder"),
+    "slices": (step_by_hand(scatter=cut), "remainder"),
+    "everything": (step_by_hand(scatter=lambda images, count: [images] * count), "whole batch"),
+    "everything, right in sum": (
+        step_by_hand(scatter=lambda images, count: [images] * count, apply=run_and_average),
+        "whole batch",
+    ),
+    "the first chunk twice": (
+        step_by_hand(scatter=lambda images, count: [images.chunk(count)[0], *images.chunk(count)[:-1]]),
+        "each image goes to one replica",
+    ),
+    "two at most": (step_by_hand(scatter=lambda images, count: images.chunk(min(count, 2))), "as many chunks"),
+    "one chunk alone": (step_on_one_chunk, "as many replicas as chunks"),
+    "one device": (step_on_one_device, "as many chunks"),
+    "mean of means": (scatter_labels(reduction="mean", gather="mean"), "mean of means"),
+    "sum of means": (scatter_labels(reduction="mean"), "were added up"),
+    "loss of replica 0": (scatter_labels(gather="first"), "one replica's chunk"),
+    "weights averaged": (step_each_replica("mean"), "the weights moved without it"),
+    "weights of replica 0": (step_each_replica("first"), "the weights moved without it"),
+    "weights of replica 0 on top": (step_each_replica("first, too"), "last word"),
+    "weights left behind": (step_each_replica("none"), "nothing moved"),
+    "stale replicas": (step_by_hand(replicate=keep_copies), "stale"),
+    "one module for all": (step_by_hand(replicate=share_model), "own memory"),
+    "shallow copies": (step_by_hand(replicate=share_weights), "own memory"),
+    "one after the other": (step_by_hand(apply=run_in_turn), "start all threads"),
+    "joined at once": (step_by_hand(apply=run_in_threads_joined_at_once), "start all threads"),
+    "two threads for three": (step_by_hand(apply=run_in_two_threads), "start all threads"),
+    "another order": (step_by_hand(apply=lambda *a: run_in_pool(*a)[::-1]), "in the order of the chunks"),
+    "replicas that train": (step_by_hand(apply=run_in_training), "leave train() and eval()"),
+    "no step": (step_by_hand(finish=lambda optimizer: None), "nothing moved"),
+    "two steps": (step_by_hand(finish=lambda optimizer: [optimizer.step() for _ in "12"]), "one step for the whole"),
+    "loss with its graph": (step_by_hand(give=lambda loss: loss), "detach"),
+    "no loss": (step_by_hand(give=lambda loss: None), "return loss.detach()"),
+    "a float": (step_by_hand(give=lambda loss: loss.item()), "return loss.detach()"),
+    "nothing at all": (lambda **case: None, "no forward pass"),
+    "errors caught": (step_that_forgets_errors, "ends that thread alone"),
+    "errors not asked for": (scatter_labels(futures_heard=False), "ends that thread alone"),
+    "errors waited for": (step_that_waits, "ends that thread alone"),
+}
+
+
+@pytest.mark.parametrize(("answer", "hint"), WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_wrong_steps_get_their_hint(answer, hint):
+    KEPT.clear()
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("4.1", answer)
+    assert hint in refused.value.hint, refused.value
+    assert refused.value.yours and refused.value.expected
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        step_as_the_notebook_writes_it,
+        step_with_threads_and_even_chunks,
+        scatter_labels(),
+        step_of_torch,
+        step_by_hand(replicate=renew_copies),
+        step_by_hand(scatter=lambda images, count: images.tensor_split(count)),  # with chunks of no image
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_right_steps_get_the_tick(answer, capsys):
+    KEPT.clear()
+    seed = torch.initial_seed()
+    check.exercise("4.1", answer)
+    expected = "✔ 4.1 Data parallelism by hand: loss, gradients and weights equal one device's in float64, on 1 to 5 "
+    assert capsys.readouterr() == (f"{expected}replicas, for uneven batches too\n", "")
+    assert torch.initial_seed() == seed
+
+
+def predict(source=lambda images, count: images.chunk(count)[0], mix=None):
+    """A running mean of some of the images, mixed with the old one."""
+    mix = mix or (lambda old, new, momentum: (1 - momentum) * old + momentum * new)
+
+    def predict_running_mean(batch_norm, images, count):
+        return mix(batch_norm.running_mean, source(images, count).mean((0, 2, 3)), batch_norm.momentum)
+
+    return predict_running_mean
+
+
+def predict_by_running(batch_norm, images, count):
+    batch_norm(images.chunk(count)[0])
+    return batch_norm.running_mean
+
+
+def predict_by_running_a_copy(batch_norm, images, count):
+    module = copy.deepcopy(batch_norm).train()
+    with torch.no_grad():
+        module(images[: math.ceil(len(images) / count)])
+    return module.running_mean.clone()
+
+
+def predict_by_running_all_chunks(batch_norm, images, count):
+    for chunk in images.chunk(count):
+        batch_norm(chunk)
+    return batch_norm.running_mean
+
+
+def predict_by_averaging(batch_norm, images, count):
+    modules = [copy.deepcopy(batch_norm) for _ in images.chunk(count)]
+    for module, chunk in zip(modules, images.chunk(count), strict=True):
+        module(chunk)
+    return sum(module.running_mean for module in modules) / len(modules)
+
+
+def predict_without_running(batch_norm, images, count):
+    batch_norm.eval()(images)
+    return batch_norm.running_mean
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (predict(lambda images, count: images), "SyncBatchNorm"),
+        (lambda batch_norm, images, count: predict_by_running(batch_norm, images, 1), "SyncBatchNorm"),
+        (predict_by_averaging, "not averaged"),
+        (predict(lambda images, count: images.chunk(count)[-1]), "not the last replica"),
+        (predict(mix=lambda old, new, momentum: new), "left out"),
+        (predict(lambda images, count: images, lambda old, new, momentum: new), "left out"),
+        (predict(mix=lambda old, new, momentum: momentum * old + (1 - momentum) * new), "weighs the new value"),
+        (predict(mix=lambda old, new, momentum: 0.9 * old + 0.1 * new), "(1 - momentum) * batch_norm"),
+        (predict(mix=lambda old, new, momentum: old), "it does change"),
+        (predict_without_running, "it does change"),
+        (predict(lambda images, count: images[: len(images) // count]), "chunk rounds up"),
+        (predict_by_running_all_chunks, "not one per chunk"),
+        (lambda batch_norm, images, count: images.chunk(count)[0].mean(0), "first.mean((0, 2, 3))"),
+        (
+            lambda batch_norm, images, count: 0.9 * batch_norm.running_mean + 0.1 * images.chunk(count)[0].mean(0),
+            "first.mean((0, 2, 3))",
+        ),
+        (lambda batch_norm, images, count: None, "first.mean((0, 2, 3))"),
+    ],
+)
+def test_wrong_running_means_get_their_hint(answer, hint):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("4.2", answer)
+    assert hint in refused.value.hint, refused.value
+    assert refused.value.yours and refused.value.expected
+
+
+@pytest.mark.parametrize("answer", [predict(), predict_by_running, predict_by_running_a_copy])
+def test_right_running_means_are_accepted(answer, capsys):
+    check.exercise("4.2", answer)
+    expected = "✔ 4.2 Which statistics survive: only replica 0's share of the batch reaches the running mean, as in "
+    assert capsys.readouterr().out == f"{expected}torch's own DataParallel\n"
+
+
+def list_batches(images, batch_size, drop_last):
+    full, rest = divmod(images, batch_size)
+    return [batch_size] * (full > 0) + [rest] * (rest > 0 and not drop_last)
+
+
+def find(split, batches=list_batches):
+    """The smallest part of the batches given."""
+
+    def find_smallest_chunk(images, batch_size, count, drop_last):
+        return min(part for batch in batches(images, batch_size, drop_last) for part in split(batch, count))
+
+    return find_smallest_chunk
+
+
+def split_as_torch(batch, count):
+    return [len(chunk) for chunk in torch.empty(batch).chunk(count)]
+
+
+def split_by_arithmetic(batch, count):
+    size = -(-batch // count)
+    return [size, batch % size or size]
+
+
+def split_evenly(batch, count):
+    return [len(part) for part in torch.empty(batch).tensor_split(count) if len(part)]
+
+
+def split_with_idle_devices(batch, count):
+    sizes = split_as_torch(batch, count)
+    return sizes + [0] * (count - len(sizes))
+
+
+def find_by_sampling(images, batch_size, count, drop_last):
+    loader = torch.utils.data.DataLoader(range(images), batch_size=batch_size, drop_last=drop_last)
+    return min(len(chunk) for batch in loader for chunk in batch.chunk(count))
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (lambda images, batch_size, count, drop_last: batch_size // count, "chunk rounds the size up"),
+        (find(lambda batch, count: [batch // count]), "chunk rounds the size up"),
+        (lambda images, batch_size, count, drop_last: -(-batch_size // count), "what is left"),
+        (find(lambda batch, count: [-(-batch // count)]), "what is left"),
+        (find(split_as_torch, lambda images, size, drop: [size]), "without drop_last"),
+        (find(split_as_torch, lambda images, size, drop: list_batches(images, size, False)), "with drop_last"),
+        (find(split_as_torch, lambda *case: list_batches(*case)[-1:]), "not only the last batch"),
+        (find(split_evenly), "tensor_split"),
+        (find(split_with_idle_devices), "runs no replica"),
+        (lambda *_: 1, "for the full batch and for the last one"),
+        (lambda *_: 8.0, "an int"),
+        (lambda *_: None, "an int"),
+        (lambda *_: True, "an int"),
+    ],
+)
+def test_wrong_chunks_get_their_hint(answer, hint):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("4.3", answer)
+    assert hint in refused.value.hint, refused.value
+    assert refused.value.yours and refused.value.expected
+
+
+@pytest.mark.parametrize("answer", [find(split_as_torch), find(split_by_arithmetic), find_by_sampling])
+def test_right_chunks_are_accepted(answer, capsys):
+    check.exercise("4.3", answer)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "✔ 4.3 The last chunk of one image: the sizes that torch's chunk makes, in 710 cases"
+
+
+@pytest.mark.parametrize("number", ["4.1", "4.2", "4.3"])
+def test_a_stub_and_a_learners_own_error_pass_through(number):
+    def stub(*_, **__):
+        raise NotImplementedError("your code here")
+
+    def broken(*_, **__):
+        return undefined_name  # noqa: F821
+
+    with pytest.raises(NotImplementedError):
+        check.exercise(number, stub)
+    with pytest.raises(NameError):
+        check.exercise(number, broken)
+
+
+def test_an_error_that_wrong_shares_do_not_explain_passes_through():
+    with pytest.raises(ValueError, match="mine"):
+        check.exercise("4.1", step_by_hand(give=lambda loss: int("mine")))
+
+
+def test_an_error_before_all_replicas_ran_passes_through():
+    def run_first(replicas, chunks):
+        with ThreadPoolExecutor(len(chunks)) as pool:
+            return [pool.submit(replicas[0], chunks[0]).result(), int("mine")]
+
+    with pytest.raises(ValueError, match="mine"):
+        check.exercise("4.1", step_by_hand(apply=run_first))
