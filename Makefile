@@ -68,12 +68,13 @@ workspace: setup
 notebooks: setup
 	@$(PY) tests/run_notebooks.py --save notebooks/*.ipynb
 
-## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU)
+## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU; LAB=4: two)
 .PHONY: reference
+reference: LAB ?= 1
 reference: setup
 	@rm -rf runs/reference
-	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) tests/run_notebooks.py notebooks/01_mixed_precision.ipynb
-	@LAB_RUNS=runs/reference $(PY) -m lab_utils.timing reference lab1
+	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) tests/run_notebooks.py notebooks/0$(LAB)_*.ipynb
+	@LAB_RUNS=runs/reference $(PY) -m lab_utils.timing reference lab$(LAB)
 
 ## bench: measure the performance claims that a maintainer has to defend
 .PHONY: bench

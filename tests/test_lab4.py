@@ -1,0 +1,211 @@
+"""Parts of lab 4: its cost model and figures on made-up measurements, its script, and what only GPUs reach."""
+
+import json
+import runpy
+
+import matplotlib as mpl
+import nbformat
+import pytest
+import torch
+from torch import nn
+
+from lab_utils import launch, models, plots, timing
+from lab_utils.machine import GpuUsage, Usage
+from lab_utils.timing import Timing
+
+GPUS = torch.cuda.device_count()
+SCRIPT = "notebooks/scripts/compare_parallel.py"
+NAMES = {"training": ["1 device", "DP", "DDP", "half the batch"], "inference": ["1 device", "DP", "DDP"]}
+
+
+@pytest.fixture
+def run_cells(root, tmp_path):
+    """Runs cells of the notebook, by id, and returns the names that they define; ``names`` are there before."""
+    notebook = nbformat.read(root / "notebooks" / "04_data_parallel.ipynb", as_version=4)
+    sources = {cell.id: cell.source for cell in notebook.cells}
+
+    def run(*cells, **names):
+        path = tmp_path / "cells.py"
+        path.write_text("\n\n".join(sources[cell] for cell in ("imports", *cells)), encoding="utf-8")
+        with mpl.rc_context({"backend": "agg"}):
+            return runpy.run_path(str(path), init_globals=names)
+
+    return run
+
+
+def make_found(seconds, links=(0.011, 0.101, 0.001), batches=(16, 64, 256)):
+    """What the script reports, with one time for all steps of each set-up; ``links`` in the order of the script."""
+    cases = [
+        {"batch": batch}
+        | {
+            kind: [Timing(name, (seconds[name],) * 3, images=batch).as_record() for name in NAMES[kind]]
+            for kind in NAMES
+        }
+        for batch in batches
+    ]
+    timings = [Timing(*pair) for pair in zip(("copy", "all_reduce", "meeting"), [(one,) for one in links], strict=True)]
+    return {"cores": 2, "cases": cases, "weights_bytes": 10_000_000, "links": [one.as_record() for one in timings]}
+
+
+FOUND = make_found({"1 device": 2.0, "DP": 1.6, "DDP": 1.0, "half the batch": 0.9})
+
+
+def read_runs(found):
+    return {kind: [Timing.from_record(row) for case in found["cases"] for row in case[kind]] for kind in NAMES}
+
+
+def test_the_bytes_of_the_cost_model_by_hand(run_cells, capsys):
+    count_bytes = run_cells("count-bytes")["count_bytes"]
+    net = nn.Sequential(nn.Conv2d(3, 2, 1, bias=False), nn.BatchNorm2d(2))  # 6 weights; 4 more, and 2 + 2 buffers + 1
+    weights, buffers = 4 * (6 + 4), 4 * (2 + 2) + 8  # the count of batches is an int64
+    assert count_bytes(net, 10, 2) == {
+        "DP": {
+            "weights and buffers": weights + buffers,
+            "images": 5 * 3 * 32 * 32 * 4,
+            "outputs and their gradients": 5 * 10 * 4 * 2,
+            "gradients": weights,
+        },
+        "DDP": {"gradients": weights, "weights and buffers": buffers / 2},
+    }
+    four = count_bytes(net, 12, 4, pixels=1, classes=2)
+    assert four["DP"] == {
+        "weights and buffers": 3 * (weights + buffers),
+        "images": 9 * 4,
+        "outputs and their gradients": 9 * 2 * 4 * 2,
+        "gradients": 3 * weights,
+    }
+    assert four["DDP"]["gradients"] == pytest.approx(1.5 * weights)
+    alone = count_bytes(net, 12, 1)
+    assert sum(alone["DP"].values()) == sum(alone["DDP"].values()) == 0
+
+
+def test_the_prediction_is_computing_plus_bytes_over_the_links_speed(run_cells, capsys):
+    """A block as large as the weights takes 10 ms to copy and 100 ms to all-reduce, the meeting left out."""
+    names = run_cells("count-bytes", "predicted", found=FOUND, runs=read_runs(FOUND), BATCHES=[16, 64, 256], NET="tiny")
+    assert names["SPEED"] == pytest.approx({"DP": 1e9, "DDP": 1e8})
+    assert "DP's link: 1.0 GB/s, DDP's link: 0.1 GB/s" in capsys.readouterr().out
+    for (batch, way), (compute, send, predicted, measured, off) in names["rows"].items():
+        moved = names["count_bytes"](names["models"].build("tiny"), batch, 2)[way]
+        seconds = 0.9 + sum(moved.values()) / {"DP": 1e9, "DDP": 1e8}[way]
+        assert [compute, send, predicted] == pytest.approx([900, 1e3 * (seconds - 0.9), 1e3 * seconds])
+        assert measured == {"DP": 1600, "DDP": 1000}[way]
+        assert off == pytest.approx(100 * (1e3 * seconds / measured - 1))
+
+
+def test_the_what_if_agrees_with_its_limits(run_cells):
+    names = run_cells("count-bytes", "what-if")
+    predict = names["predict_speed_ups"]
+    assert names["FLOPS"]["cifar"] / names["FLOPS"]["imagenet"] == pytest.approx(15.8, rel=0.02)
+    assert predict("cifar", 1e15) == pytest.approx({"DP": 2, "DDP": 2}, rel=0.01)
+    slow = predict("imagenet", 1e8)
+    assert slow["DP"] < slow["DDP"] < 0.1
+    # With two devices DP sends twice the bytes, so that it needs a link twice as fast.
+    assert predict("cifar", 2e10)["DP"] == pytest.approx(predict("cifar", 1e10)["DDP"], rel=0.01)
+
+
+def test_the_figure_shows_the_records(run_cells):
+    runs = read_runs(FOUND)
+    names = run_cells("set-ups-figure", runs=runs, my_guess={"DP": 0.7, "DDP": 1.5}, where="here")
+    for ax, kind in zip(names["axes"], runs, strict=False):
+        lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
+        seconds = {"1 device": 2.0, "DP": 1.6, "DDP": 1.0}
+        assert lines == {name: [batch / one for batch in (16, 64, 256)] for name, one in seconds.items()}, kind
+    right = names["axes"][2]
+    lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
+    assert lines["DP, training"] == pytest.approx([1.25] * 3) and lines["DDP, training"] == pytest.approx([2.0] * 3)
+    assert (lines["my guess for DP"][0], lines["my guess for DDP"][0]) == (0.7, 1.5)
+    colours = {line.get_label(): line.get_color() for line in right.lines}
+    assert colours["DP, training"] == plots.COLOURS["DP"] and colours["DDP, training"] == plots.COLOURS["DDP"]
+    assert right.get_ylim()[0] == 0 and right.get_ylim()[1] > 2, "a line is cut off"
+
+
+def test_what_others_published_stands_there_with_its_source(run_cells, capsys, root):
+    cited = json.loads((root / "data" / "reference" / "cited_data_parallel.json").read_text())
+    facts = {"source", "url", "hardware", "software", "workload", "when", "seconds", "note"}
+    assert all(run.keys() >= facts for run in cited)
+    seconds = run_cells("cited")["seconds"]
+    out = capsys.readouterr().out
+    assert "recorded on two GPUs: nothing yet" in out
+    assert all(run["url"] in out and run["hardware"] in out for run in cited)
+    assert list(seconds.values()) == [run["seconds"] for run in cited]
+
+
+def test_a_recorded_run_of_two_gpus_stands_there_too(run_cells, capsys, tmp_path, monkeypatch, root):
+    records = timing.Records("lab4", tmp_path)
+    records.add("set-ups", FOUND, arguments=["--device", "cuda"])
+    content = {
+        "lab": "lab4",
+        "machine": {"label": "2 × NVIDIA H200", "torch": "2.14.1"},
+        "when": "2026-12-01T10:00:00+00:00",
+        "records": [json.loads(line) for line in records.path.read_text().splitlines()],
+    }
+    path = tmp_path / "data" / "reference" / "lab4.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr("lab_utils.timing.records.checkout", lambda: tmp_path)
+    run_cells("cited")
+    out = capsys.readouterr().out
+    assert "recorded on two GPUs: 2 × NVIDIA H200" in out and "nothing yet" not in out
+    assert out.count("half the batch") == 3 and "batch 256" in out
+
+
+def test_the_balance_of_two_gpus(run_cells, capsys):
+    show_balance, drawn = run_cells("balance", ON_GPUS=False)["show_balance"], []
+    assert "needs two GPUs" in capsys.readouterr().out
+    samples = [
+        Usage("node0", 100.0 + t, 2, 0.5, None, None, None, tuple(GpuUsage(g, (0.9, 0.3)[g], 1, 2) for g in (0, 1)), "")
+        for t in range(3)
+    ]
+    with mpl.rc_context({"backend": "agg"}):
+        plt = show_balance.__globals__["plt"]
+        plt.show = lambda: drawn.append(plt.gca())
+        show_balance(samples, [3 * 2**30, 2**30])
+    lines = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in drawn[0].lines}
+    assert lines == {"GPU 0": ([0, 1, 2], [90] * 3), "GPU 1": ([0, 1, 2], [30] * 3)}
+    assert "GPU 0: 3.0 GiB; GPU 1: 1.0 GiB" in (drawn[0].get_title(loc="left") + drawn[0].get_title())
+
+
+def run_script(tmp_path, monkeypatch, root, *arguments, processes):
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    command = ["--net", "tiny", "--repeats", 2, "--batch-sizes", 4, 8, *arguments]
+    job = launch.TorchrunJob(root / SCRIPT, command, nodes=launch.local_nodes(1), nproc_per_node=processes)
+    return job.run(show=False, force=True).results[0]
+
+
+def assert_complete(found):
+    assert [case["batch"] for case in found["cases"]] == [4, 8]
+    for case in found["cases"]:
+        for kind, names in NAMES.items():
+            timings = [Timing.from_record(row) for row in case[kind]]
+            assert [timing.name for timing in timings] == names
+            assert all(
+                len(one.seconds) == 2 and min(one.seconds) > 0 and one.images == case["batch"] for one in timings
+            )
+    assert [row["name"] for row in found["links"]] == ["copy", "all_reduce", "meeting"]
+    assert found["weights_bytes"] == 4 * sum(parameter.numel() for parameter in models.build("tiny").parameters())
+
+
+def test_the_script_measures_all_set_ups_on_the_cpu(tmp_path, monkeypatch, root):
+    assert_complete(run_script(tmp_path, monkeypatch, root, processes=2))
+
+
+@pytest.mark.skipif(GPUS == 0, reason="NOT TESTED HERE: the script's way on GPUs (this machine has none)")
+def test_the_script_measures_all_set_ups_on_gpus(tmp_path, monkeypatch, root):
+    """With one GPU it has one process, whose DataParallel has one device."""
+    assert_complete(run_script(tmp_path, monkeypatch, root, "--device", "cuda", processes=min(GPUS, 2)))
+
+
+no_gpu = pytest.mark.skipif(GPUS == 0, reason="NOT TESTED HERE: DataParallel's parts on GPUs (this machine has none)")
+
+
+@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=no_gpu)])
+def test_the_parts_are_timed_and_computed_as_before(run_cells, gpus):
+    names = run_cells("timed", ON_GPUS=gpus)
+    torch.manual_seed(0)
+    first = "cuda:0" if gpus else "cpu"
+    net, images = nn.Linear(3, 2).to(first), torch.randn(5, 3, device=first)
+    model = names["TimedDataParallel"](net, *([list(range(GPUS))] if gpus else [2]))
+    model.timeline = timing.Timeline(first)
+    assert torch.allclose(model(images), net(images))
+    parts = ["scatter", "replicate", "forward", "gather"] if not gpus or GPUS > 1 else ["scatter"]
+    assert [row["phase"] for row in model.timeline.as_rows()] == parts
