@@ -9,6 +9,8 @@ from torch.nn import functional as F
 from lab_utils import check, workspace
 from lab_utils.check import NotYetError
 
+pytestmark = pytest.mark.usefixtures("runs")
+
 TAGS = ("loss/train", "acc1/train", "acc5/train", "lr")
 
 

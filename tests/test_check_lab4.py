@@ -14,6 +14,8 @@ from lab_utils import check
 from lab_utils.check import NotYetError
 from lab_utils.parallel import CpuDataParallel
 
+pytestmark = pytest.mark.usefixtures("runs")
+
 KEPT = {}  # replicas of earlier steps, for the answer that keeps them
 
 

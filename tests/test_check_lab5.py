@@ -15,6 +15,8 @@ from lab_utils.check import NotYetError, ddp_script
 from lab_utils.training import Checkpoints
 from lab_utils.workspace import make_script_stub
 
+pytestmark = pytest.mark.usefixtures("runs")
+
 
 def refuse(number, answer):
     with pytest.raises(NotYetError) as refused:

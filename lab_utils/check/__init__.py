@@ -3,6 +3,8 @@
 A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. A right answer prints one line that says
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
 measure with it. ``NotImplementedError`` from an untouched stub, and errors of the learner's own code, pass through.
+A second wrong answer gets a second, stronger hint; ``check.progress()`` draws where the learner stands, and
+``check.diff("1.1")`` sets the solution beside the learner's answer.
 """
 
 from __future__ import annotations
@@ -11,20 +13,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from lab_utils import LabError
+from lab_utils.check import tries
+from lab_utils.check.hints import SECOND_HINTS
+
+if TYPE_CHECKING:
+    from IPython.display import HTML
+    from matplotlib.axes import Axes
+
+LABS = range(6)
 
 
 class NotYetError(LabError):
-    """An answer that is not right yet: the smallest failing case, yours, expected, one hint."""
+    """An answer that is not right yet: the smallest failing case, yours, expected, one hint, and more after a while."""
 
     def __init__(self, case: str, *, yours: object, expected: object, hint: str) -> None:
         super().__init__(f"✘ {case}")
-        self.yours, self.expected, self.hint = str(yours), str(expected), hint
+        self.yours, self.expected, self.hint, self.more = str(yours), str(expected), hint, ""
 
     def __str__(self) -> str:
         """The message as a learner sees it, one line each."""
-        return f"{self.what}\n  yours:    {self.yours}\n  expected: {self.expected}\n  hint:     {self.hint}"
+        lines = {"yours": self.yours, "expected": self.expected, "hint": self.hint, "more": self.more}
+        return "\n".join([self.what, *(f"  {name + ':':<9} {text}" for name, text in lines.items() if text)])
 
 
 @dataclass(frozen=True)
@@ -64,10 +76,72 @@ def exercise(number: str, answer: Callable | str) -> None:
         NotYetError: The answer is not right yet; the message shows yours, expected and one hint.
         LabError: There is no such exercise.
     """
+    title, verify = _find(number).title, _find(number).verify
+    try:
+        proven = verify(answer)
+    except NotYetError as error:
+        if tries.read_standings().get(number, tries.Standing()).wrong:
+            error.more = f"{SECOND_HINTS[number]}. The solution: check.diff({number!r})"
+        tries.note(number, "wrong", tries.read_source(answer))
+        raise
+    tries.note(number, "right", tries.read_source(answer))
+    print(f"✔ {number} {title}: {proven}")
+
+
+def _find(number: str) -> Exercise:
     lab, _, _ = number.partition(".")
     try:
-        exercises = import_module(f"lab_utils.check.lab{lab}").EXERCISES
-        title, verify = exercises[number].title, exercises[number].verify
+        return import_module(f"lab_utils.check.lab{lab}").EXERCISES[number]
     except (ImportError, KeyError) as error:
         raise LabError(f"There is no exercise {number!r}.", fix="use the number in the exercise's heading") from error
-    print(f"✔ {number} {title}: {verify(answer)}")
+
+
+def progress() -> Axes:
+    """Draws where the learner stands in all labs, and prints it, a line for each lab.
+
+    It reads what ``exercise`` kept under ``LAB_RUNS``; nothing leaves the machine.
+
+    Returns:
+        The Axes: a row for each lab, a square for each exercise.
+    """
+    from lab_utils import plots
+
+    standings, rows = tries.read_standings(), {}
+    for lab in LABS:
+        exercises = import_module(f"lab_utils.check.lab{lab}").EXERCISES
+        row = {number: standings.get(number, tries.Standing()) for number in exercises}
+        rows[f"Lab {lab}"] = {
+            number: "solved" if standing.solved else f"tried {standing.wrong}×" if standing.wrong else "open"
+            for number, standing in row.items()
+        }
+        solved = sum(standing.solved for standing in row.values())
+        tried = [f"{number} {state}" for number, state in rows[f"Lab {lab}"].items() if state.startswith("tried")]
+        print(f"Lab {lab}: {'; '.join([f'{solved} of {len(row)} solved', *tried])}")
+    return plots.progress(rows)
+
+
+def diff(number: str) -> HTML | None:
+    """Shows the learner's newest answer (−) beside the solution (+), once it is solved or when asked for twice.
+
+    Args:
+        number: The exercise, for example ``"1.2"``.
+
+    Returns:
+        The coloured diff; None at the first time of asking for what is not solved.
+
+    Raises:
+        LabError: There is no such exercise, no answer was checked yet, or the solutions are not here.
+    """
+    from lab_utils import plots
+    from lab_utils.check.solutions import find_solution
+
+    _find(number)
+    standing = tries.read_standings().get(number, tries.Standing())
+    if not standing.answer:
+        cause, fix = "its cell has not been run", "write your answer, and run the cell of the exercise"
+        raise LabError(f"No answer to {number} is known.", where=f"check.diff({number!r})", cause=cause, fix=fix)
+    if not (standing.solved or standing.asked):
+        tries.note(number, "asked")
+        print(f"{number} is not solved yet. Try once more; or ask again, and the solution stands beside your answer.")
+        return None
+    return plots.show_diff(standing.answer, find_solution(number))

@@ -1,0 +1,40 @@
+"""The second hint of each exercise, for a learner whom the first one did not bring there: the way, in words."""
+
+SECOND_HINTS = {
+    "0.1": "logits.topk(k, dim=1).indices is (N, k); compare it with labels.unsqueeze(1), which is (N, 1), and sum up "
+    "all that is equal",
+    "0.2": "warm up first and synchronise; then, in each round: read the clock, step(), synchronize(), read the clock; "
+    "the list has one difference per round",
+    "0.3": "a trained parameter counts three times (itself, its gradient, its momentum) and a frozen one once; "
+    "p.nbytes is its size, p.requires_grad says which it is",
+    "1.1": "zero_grad; under torch.autocast(images.device.type, dtype=dtype) logits and loss; outside it "
+    "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(); both results detached",
+    "1.2": "as in 1.1, and between backward and step: scaler.unscale_(optimizer), then "
+    "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which you return",
+    "1.3": "ask for the CPU first, and return; then compare whole tuples, the newest first: capability >= (8, 0), then "
+    "capability >= (7, 0)",
+    "2.1": "for step, (images, labels) in enumerate(batches, first_step): train, four times add_scalar(..., step), "
+    "scheduler.step() last; the next epoch begins at first_step + the number of rows",
+    "2.2": "a counter that begins at 0: add the row's images to it first, then log the loss at the counter",
+    "2.3": "every rank calls all_reduce(sums), outside of any if; then rank 0 alone opens the writer, and divides the "
+    "summed loss and the hits by the images",
+    "3.1": "three calls run.define_metric(name, summary=...): the two accuracies keep their max, the loss its min",
+    "3.2": "load the newest checkpoint that is not after the last recorded step (none: 0), and log from the step after "
+    "the last recorded one",
+    "3.3": "with every_rank each returns a dictionary with the same group, the job_type, and a name with its rank in "
+    "it; else rank 0 returns one with a name, and all others None",
+    "4.1": "chunks = images.chunk(count); a copy.deepcopy(model) for each; pool.map in as many threads; one loss over "
+    "torch.cat(outputs); backward; for each parameter the sum of its copies' grad; optimizer.step()",
+    "4.2": "first = images.chunk(count)[0]; then mix its mean over (0, 2, 3) into batch_norm.running_mean, "
+    "weighed by batch_norm.momentum",
+    "4.3": "collect the sizes of batches that occur (the full one, and the rest unless it is dropped), split each by "
+    "torch.empty(size).chunk(count), and take the smallest len",
+    "5.1": "compare with train_single.py place by place; the five are: init_process_group with device and timeout; "
+    "share = dict(device=..., rank=..., world_size=...); DDP(model); all_reduce(counts); save on rank 0, then barrier",
+    "5.2": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
+    "is divided by their number; one optimizer.step() at the end",
+    "5.3": "with one epoch nothing can be said; with several it was forgotten exactly if every order equals the first",
+    "5.4": "a rule for each node's address as /32 with all ports from 1 to 65535, and one for yours with port 22 only",
+    "5.5": "the mean of the means; and the mean of the variances plus the variance of the means, divided by R "
+    "(correction=0)",
+}

@@ -1,0 +1,42 @@
+"""Draws where a learner stands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from lab_utils.plots.style import new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Face, text and mark of a square, by the first word of its state; the mark serves those who see no colour.
+STATES = {
+    "solved": ("#009E73", "#111111", "✔"),
+    "tried": ("#F6D58A", "#111111", "…"),
+    "open": ("#FFFFFF", "#555555", ""),
+}
+
+
+def progress(rows: Mapping[str, Mapping[str, str]], *, ax: Axes | None = None) -> Axes:
+    """Draws a row for each lab and a square for each exercise.
+
+    Args:
+        rows: For each lab its exercises, each with its state: ``solved``, ``open``, or ``tried`` and what else to say.
+        ax: Where to draw.
+    """
+    from matplotlib.patches import Rectangle
+
+    columns = max((len(row) for row in rows.values()), default=1)
+    ax = ax or new_axes(figsize=(1.2 * columns + 1.2, 0.55 * len(rows) + 0.4))
+    for y, row in enumerate(rows.values()):
+        for x, (number, state) in enumerate(row.items()):
+            face, colour, mark = STATES[state.split()[0]]
+            ax.add_patch(Rectangle((x - 0.46, y - 0.4), 0.92, 0.8, facecolor=face, edgecolor="#999999"))
+            ax.text(x, y, f"{number} {mark}".strip(), ha="center", va="center", color=colour)
+    ax.set_yticks(range(len(rows)), list(rows))
+    ax.set(xlim=(-0.6, columns - 0.4), ylim=(len(rows) - 0.4, -0.6), xticks=[])
+    ax.grid(visible=False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+    return ax

@@ -1,0 +1,179 @@
+"""What all checks have in common: hints that grow, what is kept of the tries, progress, the solution beside yours."""
+
+import importlib
+import os
+import subprocess
+import sys
+
+import matplotlib as mpl
+import pytest
+from drawn import assert_explains
+
+from lab_utils import LabError, check
+from lab_utils.check import NotYetError, tries
+from lab_utils.check.hints import SECOND_HINTS
+from lab_utils.check.solutions import find_solution
+from lab_utils.workspace import BEGIN
+
+pytestmark = pytest.mark.usefixtures("runs")
+NUMBERS = [number for lab in check.LABS for number in importlib.import_module(f"lab_utils.check.lab{lab}").EXERCISES]
+
+
+def wrong(device_type, capability):
+    return None
+
+
+def right(device_type, capability):
+    import torch
+
+    if device_type == "cpu" or capability >= (8, 0):
+        return torch.bfloat16
+    return torch.float16 if capability >= (7, 0) else torch.float32
+
+
+def refuse(answer=wrong, number="1.3"):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise(number, answer)
+    return str(refused.value)
+
+
+def test_every_exercise_of_every_notebook_has_a_second_hint(root):
+    texts = [path.read_text() for path in sorted((root / "notebooks").glob("*.ipynb"))]
+    assert set(SECOND_HINTS) == set(NUMBERS)
+    assert len(texts) == len(check.LABS)
+    assert all(any(f'check.exercise(\\"{number}\\"' in text for text in texts) for number in NUMBERS)
+    assert all(40 < len(hint) < 250 and not hint.endswith(".") for hint in SECOND_HINTS.values())
+
+
+def test_the_second_wrong_answer_gets_a_second_hint(capsys):
+    first, second = refuse(), refuse()
+    assert first.count("\n") == 3 and "more:" not in first
+    assert second.startswith(first) and SECOND_HINTS["1.3"] in second and "check.diff('1.3')" in second
+    check.exercise("1.3", right)
+    assert refuse() == first, "after a right answer it begins anew"
+    assert refuse(lambda *_: None) != first, "and counts the tries, not the texts"
+
+
+def test_another_exercise_has_its_own_count():
+    refuse()
+    refuse()
+    assert "more:" not in refuse(lambda *_: 7, "4.3")
+
+
+def test_an_untouched_stub_and_an_error_of_the_learner_are_no_tries():
+    def stub(*_):
+        raise NotImplementedError
+
+    def broken(*_):
+        raise ZeroDivisionError
+
+    for answer, error in ((stub, NotImplementedError), (broken, ZeroDivisionError)):
+        with pytest.raises(error):
+            check.exercise("1.3", answer)
+    assert tries.read_standings() == {}
+
+
+def test_progress_says_and_draws_where_the_learner_stands(capsys):
+    check.exercise("1.3", right)
+    refuse(lambda *_: 7, "4.3")
+    refuse(lambda *_: 7, "4.3")
+    capsys.readouterr()
+    with mpl.rc_context({"backend": "agg"}):
+        ax = check.progress()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Lab 0: 0 of 3 solved"
+    assert lines[1] == "Lab 1: 1 of 3 solved"
+    assert lines[4] == "Lab 4: 0 of 3 solved; 4.3 tried 2×"
+    texts = [text.get_text() for text in ax.texts]
+    assert [text.split()[0] for text in texts] == NUMBERS
+    assert [text for text in texts if "✔" in text] == ["1.3 ✔"] and [text for text in texts if "…" in text] == ["4.3 …"]
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == [f"Lab {lab}" for lab in check.LABS]
+    assert len({patch.get_facecolor() for patch in ax.patches}) == 3
+
+
+def test_a_wrong_answer_after_a_right_one_does_not_unsolve_it(capsys):
+    check.exercise("1.3", right)
+    refuse()
+    check.progress()
+    assert "Lab 1: 1 of 3 solved" in capsys.readouterr().out
+
+
+def test_the_solution_is_shown_once_solved_or_when_asked_for_twice(capsys):
+    with pytest.raises(LabError) as caught:
+        check.diff("1.3")
+    assert_explains(caught.value, "No answer to 1.3 is known", "run the cell")
+    refuse()
+    assert check.diff("1.3") is None
+    assert "ask again" in capsys.readouterr().out
+    html = check.diff("1.3").data
+    assert "− " in html and "return None" in html, "the learner's"
+    assert "+ " in html and "return torch.bfloat16" in html, "the solution's"
+    assert "SOLUTION" not in html
+
+
+def test_what_is_solved_is_shown_at_once():
+    check.exercise("1.3", right)
+    assert "import torch" in check.diff("1.3").data
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_solution_of_every_exercise_is_found(number, root):
+    source = find_solution(number)
+    assert BEGIN in source and "check.exercise(" not in source
+    compile(source, number, "exec")
+
+
+def test_solutions_that_are_not_here_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("lab_utils.check.solutions.checkout", lambda: tmp_path)
+    with pytest.raises(LabError) as caught:
+        find_solution("1.3")
+    assert_explains(caught.value, "solution of 1.3 is not here", str(tmp_path))
+
+
+def test_a_script_is_read_as_it_was_when_it_was_checked(tmp_path, monkeypatch, capsys):
+    exercises = importlib.import_module("lab_utils.check.lab5").EXERCISES
+    monkeypatch.setitem(exercises, "5.1", check.Exercise("title", lambda path: "proven"))
+    path = tmp_path / "train_ddp.py"
+    path.write_text("print('mine')\n")
+    check.exercise("5.1", str(path))
+    path.unlink()
+    html = check.diff("5.1").data
+    assert "print('mine')" in html and "dist.init_process_group" in html
+
+
+def test_where_nothing_can_be_kept_the_check_answers_all_the_same(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "file"
+    folder.write_text("no folder")
+    monkeypatch.setenv("LAB_RUNS", str(folder))
+    check.exercise("1.3", right)
+    assert capsys.readouterr().out.startswith("✔ 1.3")
+    assert "more:" not in refuse() + refuse()
+
+
+ANSWERS = """
+import pytest
+from lab_utils import check
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_wrong(number):
+    with pytest.raises(check.NotYetError):
+        check.exercise("1.3", lambda *_: None)
+    assert number != {unlucky}
+
+def test_right():
+    import torch
+    cuda = {{(6, 1): torch.float32, (7, 0): torch.float16, (7, 5): torch.float16}}
+    check.exercise("1.3", lambda device, capability: cuda.get(capability, torch.bfloat16))
+"""
+
+
+@pytest.mark.parametrize(("unlucky", "row"), [(0, "3 1 0"), (2, "2 1 1")])
+def test_the_table_counts_what_the_tests_show(tmp_path, root, unlucky, row):
+    """A wrong answer whose test fails, perhaps for its hint, is missed; too few make the whole fail."""
+    (tmp_path / "test_answers.py").write_text(ANSWERS.format(unlucky=unlucky))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.checks_table", f"--rootdir={root}"]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    run = subprocess.run([*command, tmp_path / "test_answers.py"], cwd=root, env=env, capture_output=True, text=True)
+    assert run.returncode == 1
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("1.3 A dtype for the device")]
+    assert line.split()[6:9] == row.split() and "at least 6 and 2" in line
