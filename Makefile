@@ -15,7 +15,7 @@ export TORCH TORCH_CPU_INDEX
 
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
-test notebooks reference bench: export OMP_NUM_THREADS := 1
+test checks notebooks reference bench: export OMP_NUM_THREADS := 1
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
 test: export LAB_SCALE := small
 
@@ -39,6 +39,11 @@ lab: setup
 .PHONY: test
 test: setup
 	@$(PY) -m pytest $(ARGS)
+
+## checks: for each exercise how many wrong answers are refused, each with its hint, and how many right ones accepted
+.PHONY: checks
+checks: setup
+	@$(PY) -m pytest -q -p tests.checks_table tests/test_check_lab*.py
 
 ## setup: everything the labs need, in .venv/ (TORCH=cpu takes the smaller builds without CUDA)
 .PHONY: setup
