@@ -1,0 +1,155 @@
+"""The page that a team hands in, and the one that sets teams side by side."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import nbformat
+import pytest
+from drawn import assert_explains
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from lab_utils import LabError, check, report, timing
+from lab_utils.report import compare_reports, main, make_report
+from lab_utils.timing import Timing
+
+pytestmark = pytest.mark.usefixtures("runs")
+PICTURE = "iVBORw0KGgoAAAANSUhEUg=="
+
+
+@pytest.fixture
+def workspace(tmp_path):
+    """A team's folder with one lab, one figure in it."""
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    cell = new_code_cell("plot()", outputs=[new_output("display_data", data={"image/png": PICTURE})])
+    cell.id = "the-figure"
+    book = new_notebook(cells=[new_markdown_cell("# Lab 1 · A <b>thing</b>\n\n## What <we> measure"), cell])
+    nbformat.write(book, folder / "01_mixed_precision.ipynb")
+    return folder
+
+
+class Reader(HTMLParser):
+    """Checks that every element is closed in its turn, and collects what there is."""
+
+    VOID = ("meta", "img")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.found = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def read(page):
+    reader = Reader()
+    reader.feed(page)
+    reader.close()
+    assert reader.open == []
+    return reader.found
+
+
+def answer(device, capability):
+    """</script><script>alert(1)</script>"""
+    return None
+
+
+def try_some():
+    with pytest.raises(check.NotYetError):
+        check.exercise("1.3", answer)
+    check.keep_guess("lab 1: a <question>", 2.0, 1.6)
+    records = timing.Records("lab1")
+    timings = [Timing("fp32", (0.2, 0.2), images=32), Timing("bf16", (), images=32)]
+    records.add("throughput", [Timing("old", (9.0,))], stem="cifar")
+    records.add("throughput", {"deep": [timings]}, stem="cifar")
+    records.add("set-ups", {"cases": [Timing("DP", (0.125,), images=16).as_record()]})
+
+
+def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
+    try_some()
+    page = make_report(workspace, team="Team <3>")
+    found = read(page)
+    assert "<h1>Distributed Training Labs: Team &lt;3&gt;</h1>" in page
+    assert "1.3 A dtype for the device: tried 1 times" in page and "1.1 The AMP step: open" in page
+    assert "a &lt;question&gt;" in page and ">1.25<" in page
+    assert ">fp32</td><td>32</td><td>200.00</td>" in page and ">160.0<" in page
+    assert ">DP</td><td>16</td><td>125.00</td>" in page
+    assert "old" not in page, "the newest of a kind counts"
+    images = [attributes for tag, attributes in found if tag == "img"]
+    assert all(image["src"].startswith("data:image/png;base64,") and len(image["alt"]) > 8 for image in images)
+    assert [image["alt"] for image in images][1:] == ["What <we> measure (the-figure)"]
+    links = [value for _, attributes in found for key, value in attributes.items() if key in ("href", "src")]
+    assert all(link.startswith("data:") for link in links)
+
+
+def test_an_answer_is_text_and_never_code(workspace):
+    try_some()
+    page = make_report(workspace, team="</script><script>alert(2)</script>")
+    assert [attributes for tag, attributes in read(page) if tag == "script"] == [
+        {"type": "application/json", "id": "report"}
+    ]
+    assert "alert(1)" in page and "<script>alert" not in page
+
+
+def test_a_team_that_did_nothing_has_a_page_too(workspace):
+    page = make_report(workspace, team="new")
+    assert "Lab 0: 0 of 3 solved" in page and "Guess" not in page
+    read(page)
+
+
+def test_a_notebook_that_cannot_be_read_is_named(workspace):
+    (workspace / "04_data_parallel.ipynb").write_text('{"cells": [')
+    page = make_report(workspace, team="broken")
+    assert "04_data_parallel.ipynb could not be read" in page and "the-figure" in page
+
+
+def test_a_folder_without_labs_is_refused(tmp_path, capsys):
+    with pytest.raises(LabError) as caught:
+        make_report(tmp_path, team="x")
+    assert_explains(caught.value, str(tmp_path), "make workspace")
+    assert main(["--workspace", str(tmp_path)]) == 1
+    assert "make workspace" in capsys.readouterr().err
+
+
+def test_teams_are_set_side_by_side(workspace, tmp_path, capsys):
+    paths = [tmp_path / f"{name}.html" for name in ("a", "b")]
+    try_some()
+    for path, team in zip(paths, ("Team <A>", "Team B"), strict=True):
+        assert main(["--workspace", str(workspace), "--team", team, "--output", str(path)]) == 0
+        check.keep_guess("lab 1: a <question>", 2.0, 4.0)
+    page = compare_reports(paths)
+    read(page)
+    rows = re.findall(r"<tr><th scope=\"row\">(.*?)</th>(.*?)</tr>", page)
+    assert [name for name, _ in rows] == ["Team &lt;A&gt;", "Team B", "lab 1: a &lt;question&gt;"]
+    assert re.findall(r"<td>(.*?)</td>", rows[2][1]) == ["1.6 (2)", "4 (2)"]
+    assert "0 of 3" in rows[0][1]
+    output = tmp_path / "all.html"
+    assert main(["--output", str(output), "compare", *map(str, paths)]) == 0
+    assert "Team B" in output.read_text() and "written:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "<html></html>", '<script type="application/json" id="report">{</script>'])
+def test_what_is_no_report_is_named(tmp_path, text):
+    (tmp_path / "odd.html").write_text(text)
+    with pytest.raises(LabError) as caught:
+        compare_reports([tmp_path / "odd.html"])
+    assert_explains(caught.value, "odd.html", "lab_utils.report")
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing(workspace, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert main(["--workspace", str(workspace), "--output", str(tmp_path / "file" / "report.html")]) == 1
+    assert "--output" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_the_data_in_the_page_can_be_read_back(workspace):
+    page = make_report(workspace, team="</script>")
+    data = json.loads(report.DATA.search(page)[1])
+    assert data["team"] == "</script>" and data["solved"]["1.3"] is False
