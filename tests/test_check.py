@@ -150,6 +150,35 @@ def test_where_nothing_can_be_kept_the_check_answers_all_the_same(tmp_path, monk
     assert "more:" not in refuse() + refuse()
 
 
+def test_guesses_are_summed_up_by_their_ratio(capsys):
+    check.keep_guess("first", 4.0, 1.0)
+    check.keep_guess("first", 3.0, 1.5)  # the newest counts
+    check.keep_guess("second", 1.0, 1.5)
+    check.keep_guess("third", 1.0, 8.0)
+    check.keep_guess("fourth", 0.1, -0.02)
+    with mpl.rc_context({"backend": "agg"}):
+        ax = check.calibration()
+        ax.figure.canvas.draw()
+    out = capsys.readouterr().out
+    assert "fourth: guessed 0.1, found -0.02" in out
+    assert "3 guesses, half of them within a factor of 2.0; 1 too high, 2 too low" in out
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["first", "second", "third"]
+    assert [text.get_text() for text in ax.texts] == ["2×", "0.67×", "0.12×"]
+    low, high = ax.get_xlim()
+    assert low < 0.125 and high > 8 and low * high == pytest.approx(1), "as far to the left as to the right"
+
+
+def test_no_guesses_draw_nothing(capsys, tmp_path, monkeypatch):
+    assert check.calibration() is None
+    check.keep_guess("first", float("nan"), 1.0)
+    assert check.calibration() is None
+    assert capsys.readouterr().out.count("No guess has been compared yet") == 2
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "file"))
+    check.keep_guess("first", 1.0, 1.0)
+    assert check.calibration() is None
+
+
 ANSWERS = """
 import pytest
 from lab_utils import check

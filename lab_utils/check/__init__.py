@@ -3,8 +3,9 @@
 A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. A right answer prints one line that says
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
 measure with it. ``NotImplementedError`` from an untouched stub, and errors of the learner's own code, pass through.
-A second wrong answer gets a second, stronger hint; ``check.progress()`` draws where the learner stands, and
-``check.diff("1.1")`` sets the solution beside the learner's answer.
+A second wrong answer gets a second, stronger hint. ``check.progress()`` draws where the learner stands,
+``check.diff("1.1")`` sets the solution beside the learner's answer, and ``check.calibration()`` sums up what
+``check.keep_guess`` kept of guesses and findings.
 """
 
 from __future__ import annotations
@@ -17,12 +18,25 @@ from typing import TYPE_CHECKING
 
 from lab_utils import LabError
 from lab_utils.check import tries
+from lab_utils.check.guesses import calibration, keep_guess
 from lab_utils.check.hints import SECOND_HINTS
 
 if TYPE_CHECKING:
     from IPython.display import HTML
     from matplotlib.axes import Axes
 
+__all__ = [
+    "LABS",
+    "Exercise",
+    "NotYetError",
+    "calibration",
+    "diff",
+    "exercise",
+    "expect",
+    "keep_guess",
+    "progress",
+    "refusing",
+]
 LABS = range(6)
 
 

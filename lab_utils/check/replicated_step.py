@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from lab_utils.check import NotYetError, expect
 from lab_utils.check.replicas import PATIENCE, Net, Step, Watch, is_close, join, make_trial
 
-# Replicas and images. With 5 and 6 ``chunk`` makes three chunks, and with 4 and 1 a single one.
-CASES = ((1, 4), (2, 8), (3, 7), (5, 6), (4, 1))
+# Replicas and images. With 5 and 9 ``chunk`` makes five chunks, with 5 and 6 three, and with 4 and 1 a single one.
+CASES = ((1, 4), (2, 8), (3, 7), (5, 9), (5, 6), (4, 1))
 
 
 def _join_gradients(model: Net) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""Draws where a learner stands."""
+"""Draws where a learner stands, and how good the guesses were."""
 
 from __future__ import annotations
 
@@ -39,4 +39,26 @@ def progress(rows: Mapping[str, Mapping[str, str]], *, ax: Axes | None = None) -
     ax.grid(visible=False)
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
+    return ax
+
+
+def ratios(factors: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
+    """Draws, for each guess, how many times the finding it was, on a logarithmic axis.
+
+    Args:
+        factors: For each question guess ÷ finding, above 0.
+        ax: Where to draw.
+    """
+    ax = ax or new_axes(figsize=(7.5, 0.4 * len(factors) + 1.2))
+    for y, factor in enumerate(factors.values()):
+        ax.plot([1, factor], [y, y], color="#999999", linewidth=1.5)
+        ax.plot(factor, y, "o", color="#0072B2")
+        side = "left" if factor >= 1 else "right"
+        offset = {"xytext": (7 if factor >= 1 else -7, 0), "textcoords": "offset points", "va": "center", "ha": side}
+        ax.annotate(f"{factor:.2g}×", (factor, y), **offset)
+    far = 1.6 * max(2.0, *factors.values(), *(1 / factor for factor in factors.values()))
+    ax.axvline(1, color="black", linewidth=1)
+    ax.set(xscale="log", xlim=(1 / far, far), ylim=(len(factors) - 0.5, -0.5), xlabel="my guess ÷ what was found")
+    ax.set_yticks(range(len(factors)), list(factors))
+    ax.xaxis.set_major_formatter("{x:g}")
     return ax

@@ -1,0 +1,59 @@
+"""The learner's guesses beside what was found, over all labs: how well calibrated were you?"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from typing import TYPE_CHECKING
+
+from lab_utils import LabError
+from lab_utils.timing import Records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def keep_guess(what: str, guess: float, found: float) -> None:
+    """Keeps a guess and what was found under ``LAB_RUNS``; of several for the same question the newest counts.
+
+    Args:
+        what: The question, such as ``"lab 1: AMP's speed-up"``.
+        guess: What the learner expected.
+        found: What was measured, in the same unit.
+    """
+    # As with the tries: a full disk must not stand between a learner and the figure.
+    with contextlib.suppress(LabError):
+        Records("checks").add("guess", [what, float(guess), float(found)])
+
+
+def read_guesses() -> dict[str, tuple[float, float]]:
+    """Returns guess and finding for each question, in the order in which they were first asked."""
+    records: list[dict] = []
+    with contextlib.suppress(OSError):
+        records = Records("checks").read("guess")
+    return {what: (guess, found) for what, guess, found in (record["result"] for record in records)}
+
+
+def calibration() -> Axes | None:
+    """Draws by which factor each guess was off, and prints how far off they typically were.
+
+    Only a guess and a finding that are both above 0 have a ratio; others are named.
+
+    Returns:
+        The Axes; None while there is no guess to draw.
+    """
+    from lab_utils import plots
+
+    kept = read_guesses()
+    ratios = {what: guess / found for what, (guess, found) in kept.items() if guess > 0 and found > 0}
+    for what in kept.keys() - ratios.keys():
+        print(f"{what}: guessed {kept[what][0]:g}, found {kept[what][1]:g}, which has no ratio")
+    if not ratios:
+        print("No guess has been compared yet: run the labs from their Predict cells on.")
+        return None
+    typical = math.exp(statistics.median(abs(math.log(ratio)) for ratio in ratios.values()))
+    high = sum(ratio > 1 for ratio in ratios.values())
+    count = f"{len(ratios)} guess{'es' * (len(ratios) > 1)}"
+    print(f"{count}, half of them within a factor of {typical:.1f}; {high} too high, {len(ratios) - high} too low")
+    return plots.ratios(ratios)
