@@ -30,7 +30,7 @@ from lab_utils.timing import Records, Timing
 STYLE = (
     "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "table{border-collapse:collapse;margin:1rem 0}caption{text-align:left;font-weight:bold}"
-    "th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}td.number{text-align:right}"
+    "th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
     "img{max-width:100%}pre{background:#f4f4f4;padding:.6rem;overflow-x:auto}figure{margin:1rem 0}"
 )
 DATA = re.compile(r'<script type="application/json" id="report">(.*?)</script>', re.DOTALL)
@@ -66,9 +66,8 @@ def make_report(workspace: Path, *, team: str) -> str:
     parts.append(f"<pre>{html.escape(said.getvalue())}</pre>")
     if guesses:
         rows = [(what, guess, found, guess / found if found else "") for what, (guess, found) in guesses.items()]
-        parts.append(
-            "<h2>Guesses</h2>" + _make_table("Guess beside finding", rows, ["question", "guess", "found", "ratio"])
-        )
+        head = ["question", "guess", "found", "ratio"]
+        parts.append("<h2>Guesses</h2>" + _make_table("Guess beside finding", rows, head))
     for lab, row in exercises.items():
         parts += _describe_lab(lab, notebooks.get(lab), row, standings)
     # A closing tag inside a text would end the script element.
@@ -122,7 +121,7 @@ def _describe_lab(lab: int, path: Path | None, exercises: dict, standings: dict[
         yield from _read_figures(path)
     for number, exercise in exercises.items():
         standing = _get(standings, number)
-        state = "solved" if standing.solved else f"tried {standing.wrong} times" if standing.wrong else "open"
+        state = "solved" if standing.solved else f"tried {standing.wrong}×" if standing.wrong else "open"
         yield f"<h3>{number} {html.escape(exercise.title)}: {state}</h3>"
         if standing.answer:
             yield f"<pre>{html.escape(standing.answer)}</pre>"
@@ -200,8 +199,8 @@ def _make_table(caption: str, rows: Iterable[Sequence], head: Sequence[str] = ()
 def _make_page(title: str, parts: Iterable[str]) -> str:
     title = html.escape(title)
     head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    body = "\n".join(parts)
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main><h1>{title}</h1>\n{body}\n</main></body></html>\n'
+    body = "\n".join([f"<h1>{title}</h1>", *parts])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -214,9 +213,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--workspace", type=Path, default=checkout() / "workspace", help="the team's notebooks")
     parser.add_argument("--output", type=Path, default=env_folder("LAB_RUNS", "runs") / "report.html")
     commands = parser.add_subparsers(dest="command", metavar="compare")
-    commands.add_parser("compare", help="set several reports side by side").add_argument(
-        "reports", nargs="+", type=Path
-    )
+    compare = commands.add_parser("compare", help="set several reports side by side")
+    compare.add_argument("reports", nargs="+", type=Path)
     chosen = parser.parse_args(arguments)
     try:
         comparing = chosen.command == "compare"

@@ -66,7 +66,7 @@ def try_some():
     check.keep_guess("lab 1: a <question>", 2.0, 1.6)
     records = timing.Records("lab1")
     timings = [Timing("fp32", (0.2, 0.2), images=32), Timing("bf16", (), images=32)]
-    records.add("throughput", [Timing("old", (9.0,))], stem="cifar")
+    records.add("throughput", [Timing("outdated", (9.0,))], stem="cifar")
     records.add("throughput", {"deep": [timings]}, stem="cifar")
     records.add("set-ups", {"cases": [Timing("DP", (0.125,), images=16).as_record()]})
 
@@ -76,11 +76,11 @@ def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
     page = make_report(workspace, team="Team <3>")
     found = read(page)
     assert "<h1>Distributed Training Labs: Team &lt;3&gt;</h1>" in page
-    assert "1.3 A dtype for the device: tried 1 times" in page and "1.1 The AMP step: open" in page
+    assert "1.3 A dtype for the device: tried 1×" in page and "1.1 The AMP step: open" in page
     assert "a &lt;question&gt;" in page and ">1.25<" in page
     assert ">fp32</td><td>32</td><td>200.00</td>" in page and ">160.0<" in page
     assert ">DP</td><td>16</td><td>125.00</td>" in page
-    assert "old" not in page, "the newest of a kind counts"
+    assert "outdated" not in page, "the newest of a kind counts"
     images = [attributes for tag, attributes in found if tag == "img"]
     assert all(image["src"].startswith("data:image/png;base64,") and len(image["alt"]) > 8 for image in images)
     assert [image["alt"] for image in images][1:] == ["What <we> measure (the-figure)"]
