@@ -6,6 +6,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 LAB_PORT ?= 8888
 WORKSPACE ?= workspace
+STUDENT ?= student
 # What a Python has to be, and the one behind it where it belongs to an environment.
 SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 13); print(sys._base_executable)
 
@@ -67,6 +68,14 @@ FORCE:
 .PHONY: workspace
 workspace: setup
 	@$(PY) -m lab_utils.workspace --workspace "$(WORKSPACE)"
+
+## student: write the release copy for learners into STUDENT=student/: stubs in place of solutions, no outputs, no tests
+.PHONY: student
+student: setup
+	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
+	@mkdir -p "$(STUDENT)"
+	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
+	@$(PY) -m lab_utils.workspace --workspace "$(STUDENT)/notebooks"
 
 ## notebooks: run all notebooks again and save them with their outputs, and the README's picture
 .PHONY: notebooks

@@ -6,11 +6,14 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 
 import pytest
+
+from lab_utils import workspace
 
 
 @pytest.fixture
@@ -108,3 +111,36 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=30)
     assert wait_for(port, listening=False), "the server still listens"
+
+
+def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(make, root, tmp_path):
+    """Its notebooks are, byte by byte, the learner's copy that the notebook tests run unsolved and solved."""
+    folder = tmp_path / "release"
+    process = make("student", f"STUDENT={folder}")
+    assert (process.communicate(timeout=120), process.returncode)[1] == 0
+    copy = tmp_path / "copy"
+    workspace.update(root / "notebooks", copy)
+    names = {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()}
+    assert len([name for name in names if name.suffix == ".ipynb"]) == 6
+    assert all((folder / "notebooks" / name).read_bytes() == (copy / name).read_bytes() for name in names)
+    texts = [
+        path.read_text() for path in folder.rglob("*") if path.suffix in (".ipynb", ".py", ".md") and path.is_file()
+    ]
+    solutions = re.compile(rf"^\s*\"?{workspace.BEGIN}", re.MULTILINE)
+    assert not any(solutions.search(text) for text in texts)
+    assert not (folder / "tests").exists() and (folder / "requirements.lock").exists()
+    # It is a checkout like any other: from it learners' copies are made, and `check.diff` has no solution to show.
+    code = (
+        "from lab_utils import workspace, LabError\nfrom lab_utils.check.solutions import find_solution\n"
+        "print(len(workspace.update(workspace.checkout() / 'notebooks', workspace.checkout() / 'workspace').written))\n"
+        "try:\n    find_solution('1.3')\nexcept LabError as error:\n    print(error.fix)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert run.stdout.splitlines() == [str(len(names) - 1), "ask your instructor"], run.stderr
+
+
+def test_a_release_overwrites_nothing(make, tmp_path):
+    (tmp_path / "release").mkdir()
+    process = make("student", f"STUDENT={tmp_path / 'release'}")
+    assert "is there already" in process.communicate(timeout=120)[0] and process.returncode != 0
+    assert list((tmp_path / "release").iterdir()) == []

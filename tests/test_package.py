@@ -14,7 +14,19 @@ from lab_utils import LabError
 
 # Who may import whom; an arrow only ever points down this list. All may import from lab_utils itself.
 ROOMS = {
-    "check": {"plots", "launch", "training", "timing", "parallel", "models", "data", "machine", "files", "wandb_runs"},
+    "check": {
+        "plots",
+        "launch",
+        "training",
+        "timing",
+        "parallel",
+        "workspace",
+        "models",
+        "data",
+        "machine",
+        "files",
+        "wandb_runs",
+    },
     "report": {"check", "timing", "machine", "files"},
     "board": set(),
     "wandb_runs": set(),
