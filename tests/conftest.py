@@ -1,14 +1,17 @@
-"""What the tests of several nodes share: hosts, a Slurm cluster, the processes of a job, and a busy machine."""
+"""What tests share: cells of a notebook, folders of a test's own, hosts, a Slurm cluster, a busy machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import matplotlib as mpl
+import nbformat
 import pytest
 from hosts import Hosts, find_missing
 from slurm_cluster import SlurmCluster, find_missing_slurm
@@ -38,6 +41,20 @@ def write(tmp_path: Path) -> Callable[[str, str], Path]:
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
         return path
+
+    return run
+
+
+@pytest.fixture
+def run_cells_of(root: Path, tmp_path: Path) -> Callable[..., dict]:
+    """Runs cells of a notebook, by id, after its imports, and returns the names that they define."""
+
+    def run(notebook: str, *cells: str, **names: object) -> dict:
+        sources = {cell.id: cell.source for cell in nbformat.read(root / f"notebooks/{notebook}.ipynb", 4).cells}
+        path = tmp_path / "cells.py"
+        path.write_text("\n\n".join(sources[cell] for cell in ("imports", *cells)), encoding="utf-8")
+        with mpl.rc_context({"backend": "agg"}):
+            return runpy.run_path(str(path), init_globals=names)
 
     return run
 

@@ -1,29 +1,19 @@
 """Parts of lab 1 that a machine without a GPU does not reach by itself: the search, and the reference run's place."""
 
 import json
-import runpy
+from functools import partial
 
-import matplotlib as mpl
-import nbformat
 import pytest
 
 from lab_utils import timing
 from lab_utils.timing import Timing
 
+pytestmark = pytest.mark.usefixtures("runs")
+
 
 @pytest.fixture
-def run_cells(root, tmp_path):
-    """Runs cells of the notebook, by id, and returns the names that they define; ``names`` are there before."""
-    notebook = nbformat.read(root / "notebooks" / "01_mixed_precision.ipynb", as_version=4)
-    sources = {cell.id: cell.source for cell in notebook.cells}
-
-    def run(*cells, **names):
-        path = tmp_path / "cells.py"
-        path.write_text("\n\n".join(sources[cell] for cell in ("imports", *cells)), encoding="utf-8")
-        with mpl.rc_context({"backend": "agg"}):
-            return runpy.run_path(str(path), init_globals=names)
-
-    return run
+def run_cells(run_cells_of):
+    return partial(run_cells_of, "01_mixed_precision")
 
 
 def make_sweep(gains, baseline="fp32", candidate="bf16"):
