@@ -1,36 +1,27 @@
 """Parts of lab 4: its cost model and figures on made-up measurements, its script, and what only GPUs reach."""
 
 import json
-import runpy
+from functools import partial
 
 import matplotlib as mpl
-import nbformat
 import pytest
 import torch
 from torch import nn
 
 from lab_utils import launch, models, plots, timing
+from lab_utils.check.guesses import read_guesses
 from lab_utils.machine import GpuUsage, Usage
 from lab_utils.timing import Timing
 
+pytestmark = pytest.mark.usefixtures("runs")
 GPUS = torch.cuda.device_count()
 SCRIPT = "notebooks/scripts/compare_parallel.py"
 NAMES = {"training": ["1 device", "DP", "DDP", "half the batch"], "inference": ["1 device", "DP", "DDP"]}
 
 
 @pytest.fixture
-def run_cells(root, tmp_path):
-    """Runs cells of the notebook, by id, and returns the names that they define; ``names`` are there before."""
-    notebook = nbformat.read(root / "notebooks" / "04_data_parallel.ipynb", as_version=4)
-    sources = {cell.id: cell.source for cell in notebook.cells}
-
-    def run(*cells, **names):
-        path = tmp_path / "cells.py"
-        path.write_text("\n\n".join(sources[cell] for cell in ("imports", *cells)), encoding="utf-8")
-        with mpl.rc_context({"backend": "agg"}):
-            return runpy.run_path(str(path), init_globals=names)
-
-    return run
+def run_cells(run_cells_of):
+    return partial(run_cells_of, "04_data_parallel")
 
 
 def make_found(seconds, links=(0.011, 0.101, 0.001), batches=(16, 64, 256)):
@@ -65,14 +56,14 @@ def test_the_bytes_of_the_cost_model_by_hand(run_cells, capsys):
             "outputs and their gradients": 5 * 10 * 4 * 2,
             "gradients": weights,
         },
-        "DDP": {"gradients": weights, "weights and buffers": buffers / 2},
+        "DDP": {"weights and buffers": buffers, "gradients": weights},
     }
     four = count_bytes(net, 12, 4, pixels=1, classes=2)
     assert four["DP"] == {
-        "weights and buffers": 3 * (weights + buffers),
+        "weights and buffers": weights + buffers,
         "images": 9 * 4,
         "outputs and their gradients": 9 * 2 * 4 * 2,
-        "gradients": 3 * weights,
+        "gradients": weights,
     }
     assert four["DDP"]["gradients"] == pytest.approx(1.5 * weights)
     alone = count_bytes(net, 12, 1)
@@ -99,7 +90,7 @@ def test_the_what_if_agrees_with_its_limits(run_cells):
     assert predict("cifar", 1e15) == pytest.approx({"DP": 2, "DDP": 2}, rel=0.01)
     slow = predict("imagenet", 1e8)
     assert slow["DP"] < slow["DDP"] < 0.1
-    # With two devices DP sends twice the bytes, so that it needs a link twice as fast.
+    # With two devices DP sends one way and then the other, DDP both at once.
     assert predict("cifar", 2e10)["DP"] == pytest.approx(predict("cifar", 1e10)["DDP"], rel=0.01)
 
 
@@ -111,6 +102,10 @@ def test_the_figure_shows_the_records(run_cells):
         seconds = {"1 device": 2.0, "DP": 1.6, "DDP": 1.0}
         assert lines == {name: [batch / one for batch in (16, 64, 256)] for name, one in seconds.items()}, kind
     right = names["axes"][2]
+    assert read_guesses() == {
+        "lab 4: DP against one device": (0.7, 1.25),
+        "lab 4: DDP against one device": (1.5, 2.0),
+    }
     lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
     assert lines["DP, training"] == pytest.approx([1.25] * 3) and lines["DDP, training"] == pytest.approx([2.0] * 3)
     assert (lines["my guess for DP"][0], lines["my guess for DDP"][0]) == (0.7, 1.5)
@@ -166,7 +161,6 @@ def test_the_balance_of_two_gpus(run_cells, capsys):
 
 
 def run_script(tmp_path, monkeypatch, root, *arguments, processes):
-    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     command = ["--net", "tiny", "--repeats", 2, "--batch-sizes", 4, 8, *arguments]
     job = launch.TorchrunJob(root / SCRIPT, command, nodes=launch.local_nodes(1), nproc_per_node=processes)
     return job.run(show=False, force=True).results[0]

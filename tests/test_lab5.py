@@ -28,8 +28,10 @@ SAID = {
     "measure": ["^measured now"],
     "scaling-table": [r"an all-reduce takes \d", "10 MB: .* measured", "cifar +strong"],
     "what-if": ["233 MB"],
-    "wrong-interface": ["interface eth9 is not there", "eth0 10[.]77[.]", "where: n1", "fix: interface="],
-    "absent-node": ["on n2, start by hand: bash /node/home/", "Not all nodes joined in time; missing: n2"],
+    "wrong-interface": [
+        *("interface eth9 is not there", "eth0 10[.]77[.]", "where: n1", "fix: interface="),
+        *("on n2, start by hand: bash /node/home/", "Not all nodes joined in time; missing: n2"),
+    ],
     "dead-rank": ["signal: rank 1, killed by signal 9", "only followed: rank 0$"],
     "skipped-collective": ["^hang; likely: a collective", *(rf"rank {rank} stood at failing.py" for rank in (0, 1))],
     "crash": [
@@ -41,6 +43,7 @@ SAID = {
     "find-forgotten": ["✔ 5.3"],
     "choose-rules": ["✔ 5.4"],
     "sync-statistics": ["✔ 5.5"],
+    "calibration": ["2 guesses, half of them within a factor of"],
 }
 
 

@@ -27,7 +27,7 @@ def leave_gradients(model, net, images, labels):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch", [1, 6, 7])
+@pytest.mark.parametrize("batch", [1, 6, 7, 9])
 @pytest.mark.parametrize("net", ["tiny", "plain"])
 def test_the_gradients_equal_one_devices(count, batch, net):
     """Without BatchNorm in training, and with BatchNorm that uses what it has stored."""

@@ -60,5 +60,7 @@ def ratios(factors: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
     ax.axvline(1, color="black", linewidth=1)
     ax.set(xscale="log", xlim=(1 / far, far), ylim=(len(factors) - 0.5, -0.5), xlabel="my guess ÷ what was found")
     ax.set_yticks(range(len(factors)), list(factors))
-    ax.xaxis.set_major_formatter("{x:g}")
+    marks = [mark for mark in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if 1 / far < mark < far]
+    ax.set_xticks(marks, [f"{mark:g}" for mark in marks])
+    ax.minorticks_off()
     return ax
