@@ -28,6 +28,7 @@ ROOMS = {
         "wandb_runs",
     },
     "report": {"check", "timing", "machine", "files"},
+    "course": {"workspace"},
     "board": set(),
     "wandb_runs": set(),
     "plots": {"timing"},
