@@ -191,11 +191,21 @@ def find_prose_faults(notebook, folder: Path) -> list[str]:
     faults = [f"picture {target} does not exist" for _, target in pictures if not (folder / target).is_file()]
     faults += [f"picture {target} is not described" for alt, target in pictures if len(alt.split()) < 3]
     faults += [f"absolute path in the prose: {found[0]}" for found in ABSOLUTE.finditer(text)]
+    # Whether a page is still there only a network can tell; that it is an address, and no slip of the pen, we can.
+    links = re.findall(r"(?<!!)\[[^\]\n]+\]\(([^)\n]*)\)", re.sub(r"`[^`\n]*`", "", text))
+    faults += [f"the link {link!r} is no address" for link in links if not is_link(link, folder)]
     plain = "\n".join(line for line in text.splitlines() if not re.match(r"\|\s*\**It takes\b", line))
     plain = " ".join(re.sub(r"`[^`\n]*`", "", plain).split())
     for phrase in NOT_MEASURED:
         plain = plain.replace(phrase, "")
     return faults + [f"a measured number in the prose: {found[0]!r}" for found in MEASURED.finditer(plain)]
+
+
+def is_link(target: str, folder: Path) -> bool:
+    """Whether a link's target is a secure address with a host and no blanks, or a file beside the notebook."""
+    if "://" in target:
+        return re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[^\s\"<>]*)?", target) is not None
+    return bool(target) and (folder / target.partition("#")[0]).exists()
 
 
 def find_exercise_scripts(source: str) -> list[str]:

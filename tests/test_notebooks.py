@@ -146,6 +146,12 @@ def test_faults_of_size_are_found():
         "![what it shows is this](figures/missing.svg)",
         '<img src="figures/there.svg">',
         "see /home/me/labs",
+        "[a page](http://example.org)",
+        "[a page](https://example)",
+        "[a page](https://example.org/a b)",
+        "[a page]()",
+        "[a file](missing.md)",
+        "[no scheme](example.org/page)",
     ],
 )
 def test_faults_of_prose_are_found(tmp_path, text):
@@ -163,6 +169,7 @@ def test_faults_of_prose_are_found(tmp_path, text):
         "![bit layouts of three formats](figures/there.svg)",
         '<img src="figures/there.svg" alt="bit layouts of formats">',
         "[a page](https://example.org/home/tmp/)",
+        "[a part](https://docs.example.org/stable/x.html#part), [a file](figures/there.svg), `f[0](x)`",
         "/proc/cpuinfo",
         "Suppose nine steps took\n100 ms, and one, disturbed, 600 ms: which is theirs?",
     ],
