@@ -80,8 +80,11 @@ def test_what_forward_sets_is_lost_and_numbers_become_a_vector():
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_threads_take_over_whether_gradients_are_wanted(grad):
+    seen, net = [], nn.Linear(2, 2)
+    net.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     with torch.set_grad_enabled(grad):
-        assert CpuDataParallel(nn.Linear(2, 2))(torch.ones(4, 2)).requires_grad == grad
+        assert CpuDataParallel(net)(torch.ones(4, 2)).requires_grad == grad
+    assert seen == [grad, grad]
 
 
 def test_the_threads_take_over_that_autocast_is_on_and_not_its_dtype():
