@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import matplotlib as mpl
+import matplotlib.pyplot as plt
 import pytest
 from drawn import assert_explains
 
@@ -17,6 +18,12 @@ from lab_utils.workspace import BEGIN
 
 pytestmark = pytest.mark.usefixtures("runs")
 NUMBERS = [number for lab in check.LABS for number in importlib.import_module(f"lab_utils.check.lab{lab}").EXERCISES]
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
 
 
 def wrong(device_type, capability):
