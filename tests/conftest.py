@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +16,11 @@ import nbformat
 import pytest
 from hosts import Hosts, find_missing
 from slurm_cluster import SlurmCluster, find_missing_slurm
+
+# A shell that starts us in the background has interrupts ignored, which all our children would inherit; some tests
+# interrupt them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _need(missing: str, what: str) -> None:
