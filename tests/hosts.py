@@ -214,6 +214,7 @@ class Hosts:
             self._kill(node)
         with _locked():
             _remove(self.state)
+            _turn_off_the_light()
 
     def _enter(self, node: str) -> list[str]:
         if node == "n0":
@@ -363,7 +364,11 @@ def _remove(folder: Path) -> None:
             _run("ip", "netns", "del", name)
         shutil.rmtree(NETNS / name, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    with contextlib.suppress(OSError):  # the last one turns off the light; a folder with others in it stays
+
+
+def _turn_off_the_light() -> None:
+    """Removes what all share, where nobody is left; not with leftovers, since who clears those is about to use it."""
+    with contextlib.suppress(OSError):
         STATE.rmdir()
         Path("/node").rmdir()
         NETNS.rmdir()

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import NODES, STATE, Hosts
+from hosts import NODES, STATE, Hosts, _clear_leftovers
 from jobs import wait_for
 
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()"
@@ -139,6 +139,14 @@ def test_a_killed_owner_leaves_hosts_that_the_next_one_removes(hosts):
 def read_ticks(stat):
     """How long a process has computed, in hundredths of seconds."""
     return int(stat.read_text().rsplit(")", 1)[1].split()[11])
+
+
+def test_clearing_the_last_leftover_keeps_the_folder_for_who_clears(tmp_path, monkeypatch):
+    """Else the first run after one that was killed would have nowhere to put its hosts."""
+    (tmp_path / "none-0").mkdir()  # of no living process
+    monkeypatch.setattr("hosts.STATE", tmp_path)
+    _clear_leftovers()
+    assert tmp_path.is_dir() and not list(tmp_path.iterdir())
 
 
 def test_a_busy_machine_is_busy_only_inside(busy):
