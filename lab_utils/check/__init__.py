@@ -90,16 +90,16 @@ def exercise(number: str, answer: Callable | str) -> None:
         NotYetError: The answer is not right yet; the message shows yours, expected and one hint.
         LabError: There is no such exercise.
     """
-    title, verify = _find(number).title, _find(number).verify
+    found = _find(number)
     try:
-        proven = verify(answer)
+        proven = found.verify(answer)
     except NotYetError as error:
         if tries.read_standings().get(number, tries.Standing()).wrong:
             error.more = f"{SECOND_HINTS[number]}. The solution: check.diff({number!r})"
         tries.note(number, "wrong", tries.read_source(answer))
         raise
     tries.note(number, "right", tries.read_source(answer))
-    print(f"✔ {number} {title}: {proven}")
+    print(f"✔ {number} {found.title}: {proven}")
 
 
 def _find(number: str) -> Exercise:

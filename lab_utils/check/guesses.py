@@ -47,7 +47,7 @@ def calibration() -> Axes | None:
 
     kept = read_guesses()
     ratios = {what: guess / found for what, (guess, found) in kept.items() if guess > 0 and found > 0}
-    for what in kept.keys() - ratios.keys():
+    for what in [what for what in kept if what not in ratios]:
         print(f"{what}: guessed {kept[what][0]:g}, found {kept[what][1]:g}, which has no ratio")
     if not ratios:
         print("No guess has been compared yet: run the labs from their Predict cells on.")

@@ -41,4 +41,4 @@ def _cut(source: str, folder: Path) -> str:
             for function in ast.parse(source).body:
                 if isinstance(function, ast.FunctionDef) and function.name == ast.unparse(handed):
                     return ast.get_source_segment(source, function)
-    return source
+    return ""
