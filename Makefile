@@ -7,6 +7,8 @@ READY := .venv/ready
 LAB_PORT ?= 8888
 WORKSPACE ?= workspace
 STUDENT ?= student
+# Processes that share the tests; 0 runs them in pytest's own, for a debugger.
+WORKERS ?= 2
 # What a Python has to be, and the one behind it where it belongs to an environment.
 SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 13); print(sys._base_executable)
 
@@ -16,9 +18,9 @@ export TORCH TORCH_CPU_INDEX
 
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
-test checks notebooks reference bench: export OMP_NUM_THREADS := 1
+test drills checks notebooks reference bench: export OMP_NUM_THREADS := 1
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
-test: export LAB_SCALE := small
+test drills: export LAB_SCALE := small
 
 ## lab: set up, prepare the data, make your copy of the labs in workspace/, open JupyterLab (LAB_PORT=8888)
 .PHONY: lab
@@ -39,7 +41,12 @@ lab: setup
 ## test: set up and run all tests: unit tests, every notebook, the drills
 .PHONY: test
 test: setup
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+## drills: what goes wrong between nodes, one after the other, and with more interrupts than `make test` has time for
+.PHONY: drills
+drills: setup
+	@LAB_INTERRUPTS=50 $(PY) -m pytest -m drill tests $(ARGS)
 
 ## checks: for each exercise how many wrong answers are refused, each with its hint, and how many right ones accepted
 .PHONY: checks

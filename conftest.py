@@ -16,6 +16,29 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOLDERS = pytest.StashKey[Path]()
+# Files whose tests use what there is once per machine: the hosts, the Slurm cluster.
+SHARED = tuple(
+    f"tests/test_{name}.py"
+    for name in (
+        "hosts",
+        "lab5",
+        "launch_drills",
+        "launch_faults",
+        "launch_plans",
+        "launch_script",
+        "launch_slurm",
+        "launch_ssh",
+        "preflight",
+    )
+)
+LONGEST = (
+    *SHARED,
+    "tests/test_browser.py",
+    "notebooks/",
+    "tests/test_launch",
+    "tests/test_check_lab",
+    "tests/test_wandb.py",
+)
 
 
 def pytest_configure(config):
@@ -29,6 +52,33 @@ def pytest_configure(config):
         os.environ[f"LAB_{name.upper()}"] = str(root / name)
     # The stored outputs are those of the small scale.
     os.environ["LAB_SCALE"] = "small"
+
+
+def pytest_collection_modifyitems(items):
+    """Begins with what takes longest, so that no process is left alone with it at the end."""
+    wanting = {
+        item.nodeid.split("::")[0] for item in items if {"hosts", "slurm"} & set(getattr(item, "fixturenames", ()))
+    }
+    if wanting - set(SHARED):
+        raise pytest.UsageError(f"{', '.join(wanting - set(SHARED))}: uses the hosts, and is not in SHARED")
+    items.sort(
+        key=lambda item: next((n for n, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
+    )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keeps a file's tests in one process of ``pytest -n 2``, and so the cells of a notebook; the hosts' files, too."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    config.option.loadscopereorder = False  # which would begin with the file of the most tests
+
+    class FileScheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "hosts" if file in SHARED else file
+
+    return FileScheduling(config, log)
 
 
 def pytest_unconfigure(config):

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib as mpl
 import nbformat
 import pytest
+from drawn import make_folder
 from hosts import Hosts, find_missing
 from slurm_cluster import SlurmCluster, find_missing_slurm
 
@@ -63,6 +64,21 @@ def run_cells_of(root: Path, tmp_path: Path) -> Callable[..., dict]:
             return runpy.run_path(str(path), init_globals=names)
 
     return run
+
+
+@pytest.fixture(scope="session", params=["real", "drawn"])
+def cinic_folder(request, tmp_path_factory):
+    """A LAB_DATA with CINIC-10's layout in it: the real sample where it is, else drawn pictures; never both."""
+    folder = tmp_path_factory.mktemp("data")
+    if request.param == "real":
+        # A link, so that what is packed lands beside it in this folder.
+        (folder / "cinic10").symlink_to(request.getfixturevalue("sample"))
+        return folder
+    try:
+        request.getfixturevalue("sample")
+    except pytest.skip.Exception:
+        return make_folder(folder / "cinic10", per_class={"train": 100, "valid": 50, "test": 50}).parent
+    pytest.skip("the real sample is here")  # and a lab takes minutes
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from drawn import make_folder
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -333,21 +332,6 @@ def test_a_notebook_that_was_edited_while_it_ran_is_left_as_it_is(tmp_path):
 
 
 # The learner's way: the generated copy, each stub met, then solved, in one kernel.
-
-
-@pytest.fixture(scope="session", params=["real", "drawn"])
-def cinic_folder(request, tmp_path_factory):
-    """A LAB_DATA with CINIC-10's layout in it: the real sample where it is, else drawn pictures; never both."""
-    folder = tmp_path_factory.mktemp("data")
-    if request.param == "real":
-        # A link, so that what is packed lands beside it in this folder.
-        (folder / "cinic10").symlink_to(request.getfixturevalue("sample"))
-        return folder
-    try:
-        request.getfixturevalue("sample")
-    except pytest.skip.Exception:
-        return make_folder(folder / "cinic10", per_class={"train": 100, "valid": 50, "test": 50}).parent
-    pytest.skip("the real sample is here")  # and a lab takes minutes
 
 
 def run_as_learner(path: Path, copy: Path) -> list[str]:
