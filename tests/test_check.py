@@ -123,7 +123,7 @@ def test_what_is_solved_is_shown_at_once():
     assert "import torch" in check.diff("1.3").data
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", [number for number in NUMBERS if number[0] != "6"])  # a card brings its own
 def test_the_solution_of_every_exercise_is_found(number, root):
     source = find_solution(number)
     assert BEGIN in source and "check.exercise(" not in source

@@ -12,7 +12,7 @@ import pytest
 from drawn import assert_explains
 from nbformat.v4 import new_code_cell, new_notebook
 
-from lab_utils import LabError
+from lab_utils import LabError, check
 from lab_utils.course import main, make_source, write_course
 from lab_utils.workspace import BEGIN
 
@@ -42,7 +42,7 @@ def test_every_exercise_becomes_an_answer_and_a_check(root):
             if cell.cell_type == "code"
         )
         numbers += checks
-    assert len(numbers) == len(set(numbers)) == 20
+    assert len(numbers) == len(set(numbers)) == 23
 
 
 def test_a_solution_without_a_check_is_refused():
@@ -53,9 +53,9 @@ def test_a_solution_without_a_check_is_refused():
 
 def test_the_course_has_all_labs_and_its_scripts_no_solutions(root, tmp_path, capsys):
     assert main([str(tmp_path / "course")]) == 0
-    assert "lab0, lab1, lab2, lab3, lab4, lab5" in capsys.readouterr().out
+    assert "lab0, lab1, lab2, lab3, lab4, lab5, lab6" in capsys.readouterr().out
     folder = tmp_path / "course" / "source"
-    assert sorted(path.name for path in folder.iterdir()) == [f"lab{lab}" for lab in range(6)]
+    assert sorted(path.name for path in folder.iterdir()) == [f"lab{lab}" for lab in check.LABS]
     scripts = list((folder / "lab5" / "scripts").glob("*.py"))
     assert scripts and not any(BEGIN in path.read_text() for path in scripts)
     assert (folder / "lab5" / "figures" / "lab5_ddp_step.svg").is_file()

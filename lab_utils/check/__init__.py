@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from IPython.display import HTML
     from matplotlib.axes import Axes
 
+    from lab_utils.check.cards import Card
+
 __all__ = [
     "LABS",
     "Exercise",
@@ -37,7 +39,7 @@ __all__ = [
     "progress",
     "refusing",
 ]
-LABS = range(6)
+LABS = range(7)
 
 
 class NotYetError(LabError):
@@ -55,10 +57,17 @@ class NotYetError(LabError):
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise: its title, and the function that takes the answer and returns the sentence that it proved."""
+    """One exercise.
+
+    Attributes:
+        title: A few words.
+        verify: Takes the answer and returns the sentence that it proved.
+        solve: Returns the solution for an answer's source; None where the notebooks hold it.
+    """
 
     title: str
     verify: Callable[[Callable], str]
+    solve: Callable[[str], str] | None = None
 
 
 def expect(right: bool, case: str, *, yours: object, expected: object, hint: str) -> None:
@@ -79,12 +88,12 @@ def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -
         raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
 
 
-def exercise(number: str, answer: Callable | str) -> None:
+def exercise(number: str, answer: Callable | str | Card) -> None:
     """Checks the answer to an exercise and prints its tick line.
 
     Args:
         number: The exercise as the notebook counts it, for example ``"1.1"``.
-        answer: What the exercise asks for: a function, or the path of a script.
+        answer: What the exercise asks for: a function, the path of a script, or a fault card.
 
     Raises:
         NotYetError: The answer is not right yet; the message shows yours, expected and one hint.
@@ -149,7 +158,7 @@ def diff(number: str) -> HTML | None:
     from lab_utils import plots
     from lab_utils.check.solutions import find_solution
 
-    _find(number)
+    solve = _find(number).solve or (lambda answer: find_solution(number))
     standing = tries.read_standings().get(number, tries.Standing())
     if not standing.answer:
         cause, fix = "its cell has not been run", "write your answer, and run the cell of the exercise"
@@ -158,4 +167,4 @@ def diff(number: str) -> HTML | None:
         tries.note(number, "asked")
         print(f"{number} is not solved yet. Try once more; or ask again, and the solution stands beside your answer.")
         return None
-    return plots.show_diff(standing.answer, find_solution(number))
+    return plots.show_diff(standing.answer, solve(standing.answer))

@@ -7,9 +7,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lab_utils import LabError
 from lab_utils.timing import Records
+
+if TYPE_CHECKING:
+    from lab_utils.check.cards import Card
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,11 @@ def note(number: str, what: str, answer: str = "") -> None:
         Records("checks").add("exercise", [number, what, answer])
 
 
-def read_source(answer: Callable | str) -> str:
-    """Returns the source of an answer, a function or the path of a script; "" where it cannot be read."""
+def read_source(answer: Callable | str | Card) -> str:
+    """Returns the source of an answer, a function, a card or the path of a script; "" where it cannot be read."""
     try:
-        return Path(answer).read_text(encoding="utf-8") if isinstance(answer, str) else inspect.getsource(answer)
+        return (
+            inspect.getsource(answer) if callable(answer) else Path(getattr(answer, "path", answer)).read_text("utf-8")
+        )
     except (OSError, TypeError, ValueError):
         return ""

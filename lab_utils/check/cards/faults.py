@@ -1,0 +1,191 @@
+"""What can be wrong on a card: the change that breaks the job, the cause, and how the symptom tells it."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+# Interfaces that recipes name; the card takes one that this machine does not have.
+RECIPES = ("eth0", "ens5", "eno1", "enp3s0", "ib0")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        letter: How the lab's list of causes calls it.
+        pile: ``"stops"``: a rank's own error ends the job; ``"unmatched"``: ranks whose collectives do not match;
+            ``"wrong"``: it runs to its end, and its numbers are wrong.
+        job: The job that it is in, ``"ddp"`` or ``"dp"``.
+        cause: What is wrong, in a few words.
+        sign: What in the symptom points to it; the hint of who named another one.
+        mend: What to do about it; the hint of who has named it and not yet mended it.
+        edits: Pairs of what stands in the right job and what stands in the broken one.
+        processes: Processes per node on which the mended job is tried.
+    """
+
+    letter: str
+    pile: str
+    job: str
+    cause: str
+    sign: str
+    mend: str
+    edits: tuple[tuple[str, str], ...]
+    processes: int = 1
+
+    def break_job(self) -> str:
+        """Returns the text of the job with this fault in it."""
+        text = read_job(self.job)
+        for right, wrong in self.edits:
+            if right not in text:
+                raise AssertionError(f"the job no longer has what fault {self.letter} changes: {right!r}")
+            text = text.replace(right, wrong)
+        return text
+
+
+def read_job(job: str) -> str:
+    """Returns the text of a job without a fault."""
+    return Path(__file__).with_name(f"{job}_job.py").read_text(encoding="utf-8")
+
+
+def _find_absent() -> str:
+    """An interface that this machine does not have."""
+    there = {name for _, name in socket.if_nameindex()}
+    return next(name for name in (*RECIPES, "eth99") if name not in there)
+
+
+_SAMPLER = (
+    "    sampler = DistributedSampler(dataset, drop_last=True)\n"
+    "    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)\n"
+)
+FAULTS = (
+    Fault(
+        "A",
+        "wrong",
+        "ddp",
+        "the sampler is not told the epoch",
+        "compare the points that the epochs of one rank begin with",
+        "sampler.set_epoch(epoch) at the beginning of each epoch",
+        (("        sampler.set_epoch(epoch)\n", ""),),
+    ),
+    Fault(
+        "B",
+        "stops",
+        "ddp",
+        "the ranks are told an interface that the node does not have",
+        "the first error names an interface, before any rank has computed anything",
+        "name an interface that is there, or none: the launcher has already named the right one",
+        (
+            (
+                "    dist.init_process_group(",
+                f'    os.environ["GLOO_SOCKET_IFNAME"] = "{_find_absent()}"\n    dist.init_process_group(',
+            ),
+        ),
+    ),
+    Fault(
+        "C",
+        "stops",
+        "ddp",
+        "a rank reads what another one is still writing: a barrier is missing",
+        "a file is missing on one rank only, and rank 0 is just making it",
+        "dist.barrier() after rank 0's preparation, on every rank; to sleep is to bet on a slow disk",
+        (("        prepare(folder)\n    dist.barrier()\n", "        prepare(folder)\n"),),
+    ),
+    Fault(
+        "D",
+        "unmatched",
+        "ddp",
+        "a collective stands where only rank 0 comes by",
+        "see in which line each rank stood: one is in a collective that the other never calls",
+        "take the collective out of the `if`; only the printing may stay in it",
+        (
+            (
+                "        dist.all_reduce(counts)\n",
+                "        if rank == 0:  # only rank 0 prints\n            dist.all_reduce(counts)\n",
+            ),
+        ),
+    ),
+    Fault(
+        "E",
+        "unmatched",
+        "ddp",
+        "a rank has one batch more than the other",
+        "see in which line each rank stood: one still trains, the other has finished the epoch",
+        "equally many batches for every rank: drop_last=True, of a DistributedSampler or of the DataLoader",
+        (
+            (
+                _SAMPLER,
+                "    mine = Subset(dataset, range(rank, POINTS, world_size))\n"
+                "    loader = DataLoader(mine, BATCH_SIZE, shuffle=True)\n",
+            ),
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, Subset, TensorDataset"),
+        ),
+    ),
+    Fault(
+        "F",
+        "wrong",
+        "ddp",
+        "each rank's own accuracy is taken for that of all",
+        "compare the ranks: of one model and one set of points they have to report one accuracy",
+        "add up the counts over the ranks, dist.all_reduce(counts), before they are divided",
+        (("        dist.all_reduce(counts)\n", ""),),
+    ),
+    Fault(
+        "G",
+        "stops",
+        "ddp",
+        "the number in the job is used where the number on the node is meant",
+        "only a rank of the second node fails, where it chooses its device",
+        "a device belongs to a node: choose it by LOCAL_RANK",
+        (
+            ("(gpus or shares)[local_rank]", "(gpus or shares)[rank]"),
+            (', int(os.environ["LOCAL_RANK"])', ""),
+            ("rank, world_size, local_rank = ", "rank, world_size = "),
+        ),
+        processes=2,
+    ),
+    Fault(
+        "H",
+        "wrong",
+        "dp",
+        "the mean of the replicas' mean losses, although their chunks are of unequal size",
+        "a batch of 10 over 4 replicas is 3, 3, 3 and 1: how much does that one image count?",
+        "one loss over all gathered scores: F.cross_entropy(parallel(inputs), targets)",
+        (
+            (
+                "        loss = F.cross_entropy(parallel(inputs), targets)\n",
+                "        chunks = zip(parallel(inputs).chunk(REPLICAS), targets.chunk(REPLICAS), strict=True)\n"
+                "        loss = torch.stack([F.cross_entropy(scores, wanted) for scores, wanted in chunks]).mean()\n",
+            ),
+        ),
+    ),
+    Fault(
+        "I",
+        "wrong",
+        "dp",
+        "a replica keeps count in an attribute, and is thrown away with it",
+        "what the forward pass counts is 0 afterwards, whatever it has seen",
+        "count outside of forward, for instance len(inputs) in the loop: replicas live for one forward pass",
+        (
+            (
+                "        super().__init__()\n        self.layers = ",
+                "        super().__init__()\n        self.seen = 0\n        self.layers = ",
+            ),
+            (
+                "        return self.layers(points)\n",
+                "        self.seen += len(points)\n        return self.layers(points)\n",
+            ),
+            ("    gaps, seen = [], 0\n", "    gaps = []\n"),
+            ("        seen += len(inputs)\n", ""),
+            ('    print(f"{seen} of', '    seen = parallel.module.seen\n    print(f"{seen} of'),
+        ),
+    ),
+)
+PILES = {
+    "stops": "a rank's own error ends the job",
+    "unmatched": "the ranks' collectives do not match",
+    "wrong": "it runs to its end, and its numbers are wrong",
+}

@@ -1,0 +1,255 @@
+"""The cards of lab 6: what is drawn, what each broken job shows, and which mends are refused and which accepted."""
+
+import sys
+
+import pytest
+from drawn import assert_explains
+
+from lab_utils import LabError, check
+from lab_utils.check import NotYetError, cards
+from lab_utils.check.cards.faults import FAULTS, PILES, read_job
+
+EXERCISES = {"stops": "6.1", "unmatched": "6.2", "wrong": "6.3"}
+BY_LETTER = {fault.letter: fault for fault in FAULTS}
+ALL_REDUCE = "        dist.all_reduce(counts)\n"
+GATHER = (
+    "        gathered = [torch.zeros_like(counts) for _ in range(world_size)]\n"
+    "        dist.all_gather(gathered, counts)\n"
+    "        counts = sum(gathered)\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch, runs):
+    """A folder for the cards, as the notebook's own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def draw(letter):
+    """Draws until the card with this fault comes."""
+    pile = BY_LETTER[letter].pile
+    drawn = (cards.draw(pile, seed=seed) for seed in range(100))
+    return next(card for card in drawn if card.fault.letter == letter)
+
+
+def mend(letter, *edits):
+    """A card whose cause is named, and whose job the learner has changed."""
+    card = draw(letter)
+    card.name(letter)
+    text = card.path.read_text()
+    for old, new in edits:
+        assert old in text, "the edit is of the job"
+        text = text.replace(old, new)
+    card.path.write_text(text)
+    return card
+
+
+def break_after(letter, *edits):
+    """As if the learner had written this in the right job: its text is the solution's with these edits."""
+    card = mend(letter)
+    text = read_job(card.fault.job)
+    for old, new in edits:
+        assert old in text, "the edit is of the job"
+        text = text.replace(old, new)
+    card.path.write_text(text)
+    return card
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("letter", "edits", "yours"),
+    [
+        ("B", [], "Unable to find address"),
+        ("B", [('"GLOO_SOCKET_IFNAME"] = "', '"GLOO_SOCKET_IFNAME"] = "no-')], "Unable to find address"),
+        ("C", [("        prepare(folder)\n", "        prepare(folder)\n    time.sleep(2)\n")], "FileNotFoundError"),
+        (
+            "C",
+            [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
+            "FileNotFoundError",
+        ),
+        ("G", [("[rank]", "[0]")], "0, 0, 0, 0"),
+        ("D", [], "SIGABRT"),
+        ("D", [(f"        if rank == 0:  # only rank 0 prints\n    {ALL_REDUCE}", "")], "0.7"),
+        (
+            "D",
+            [("        if rank == 0:  # only rank 0 prints\n    ", ""), ("all_reduce(counts)", "reduce(counts, 0)")],
+            "0.",
+        ),
+        ("E", [], "SIGABRT"),
+        (
+            "A",
+            [("        orders.append([])", "        sampler.set_epoch(0)\n        orders.append([])")],
+            "1 different",
+        ),
+        ("F", [], "of 257 points"),
+        (
+            "F",
+            [
+                (
+                    "        accuracies.append(counts[0].item() / counts[1].item())\n",
+                    "        mean = counts[0] / counts[1]\n        dist.all_reduce(mean)\n"
+                    "        accuracies.append(mean.item() / world_size)\n",
+                )
+            ],
+            "of 257 points",
+        ),
+        ("H", [(".mean()", ".sum()")], "apart"),
+        ("I", [], "0"),
+    ],
+)
+def test_wrong_mends_get_their_hint(letter, edits, yours):
+    card = mend(letter, *edits)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise(EXERCISES[card.pile], card)
+    assert refused.value.hint == card.fault.mend
+    assert yours in refused.value.yours, refused.value
+
+
+@pytest.mark.drill
+def test_a_sampler_that_repeats_a_point_is_refused():
+    card = break_after("E", ("DistributedSampler(dataset, drop_last=True)", "DistributedSampler(dataset)"))
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.2", card)
+    assert "258, 257 of them different" in refused.value.yours
+
+
+@pytest.mark.parametrize("pile", PILES)
+def test_a_mend_without_a_cause_is_refused(pile):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise(EXERCISES[pile], cards.draw(pile))
+    assert "card.name" in refused.value.hint
+
+
+WAIT = '    while not (folder / "points.pt").exists():\n        time.sleep(0.1)\n'
+WEIGHTED = (
+    "        chunks = list(zip(parallel(inputs).chunk(REPLICAS), targets.chunk(REPLICAS), strict=True))\n"
+    "        loss = sum(F.cross_entropy(one, two) * len(two) for one, two in chunks) / len(inputs)\n"
+)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("letter", "edits"),
+    [
+        ("C", [("    dist.barrier()\n", WAIT)]),
+        ("G", [("[local_rank]", '[rank % int(os.environ["LOCAL_WORLD_SIZE"])]')]),
+        ("D", [(ALL_REDUCE, GATHER)]),
+        ("H", [("        loss = F.cross_entropy(parallel(inputs), targets)\n", WEIGHTED)]),
+        ("I", [("        seen += len(inputs)\n", "        seen += len(targets)\n")]),
+    ],
+)
+def test_other_right_mends_get_the_tick(letter, edits, capsys):
+    card = break_after(letter, *edits)
+    check.exercise(EXERCISES[card.pile], card)
+    said = capsys.readouterr().out
+    assert f"card {card.number}, mended, runs and is right" in said
+    left = len([fault for fault in FAULTS if fault.pile == card.pile]) - 1
+    assert f"({left} of {left + 1} left in this pile)" in draw_and_read(card.pile, capsys)
+
+
+def draw_and_read(pile, capsys):
+    cards.draw(pile)
+    return capsys.readouterr().out
+
+
+@pytest.mark.drill
+def test_batches_that_are_dropped_by_the_loader_are_a_right_mend(capsys):
+    check.exercise("6.2", mend("E", ("shuffle=True", "shuffle=True, drop_last=True")))
+    assert "✔ 6.2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.letter)
+def test_each_other_cause_is_refused_with_the_sign(fault):
+    card = draw(fault.letter)
+    for letter in sorted(set(BY_LETTER) - {fault.letter}):
+        with pytest.raises(NotYetError) as refused:
+            card.name(letter)
+        assert refused.value.hint == fault.sign and BY_LETTER[letter].cause in refused.value.yours
+    assert not card.named
+    card.name(fault.letter)
+    assert card.named
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.letter)
+def test_a_card_does_not_give_its_fault_away(fault):
+    card = draw(fault.letter)
+    text = card.path.read_text()
+    compile(text, card.path.name, "exec")
+    assert text != read_job(fault.job) and fault.cause not in text
+    assert fault.letter not in card.path.name.removesuffix(".py").upper().replace("CARD", "")
+    assert fault.cause not in repr(card)
+
+
+def test_the_causes_of_the_lab_are_those_of_the_cards(root):
+    text = (root / "notebooks" / "06_fault_cards.ipynb").read_text()
+    for fault in FAULTS:
+        assert f"| **{fault.letter}** | {fault.cause} |" in text
+
+
+def test_what_the_learner_wrote_stays_and_what_solve_wrote_does_not(capsys):
+    card = draw("A")
+    card.path.write_text(card.path.read_text() + "# mine\n")
+    assert draw("A").path.read_text().endswith("# mine\n")
+    card.solve()
+    assert "+         sampler.set_epoch(epoch)" in capsys.readouterr().out
+    assert card.path.read_text() == read_job("ddp")
+    assert "set_epoch" not in draw("A").path.read_text()
+
+
+def test_a_solved_card_is_not_drawn_again_until_all_are(capsys):
+    for left in (2, 1):
+        card = cards.draw("unmatched")
+        assert f"({left} of 2 left in this pile)" in capsys.readouterr().out
+        card.note_solved()
+        card.path.write_text("solved = True\n")
+    again = cards.draw("unmatched")
+    assert "(all solved)" in capsys.readouterr().out and again.path.read_text() == "solved = True\n"
+
+
+def test_another_number_is_another_order():
+    orders = {tuple(cards.draw(pile, seed=seed).number for pile in PILES) for seed in range(10)}
+    assert len(orders) >= 4
+    numbers = {draw(letter).number for letter in BY_LETTER}
+    assert numbers == set(range(1, 10))
+
+
+def test_what_is_no_card_is_said():
+    with pytest.raises(LabError) as caught:
+        cards.draw("quiet")
+    assert_explains(caught.value, "no pile 'quiet'", "stops")
+    with pytest.raises(LabError) as caught:
+        draw("A").name("Z")
+    assert_explains(caught.value, "no cause 'Z'", "A, B, C")
+    for answer in (draw("A"), "scripts/train_ddp.py"):
+        with pytest.raises(LabError) as caught:
+            check.exercise("6.1", answer)
+        assert_explains(caught.value, "no card of the right pile", 'cards.draw("stops")')
+    card = mend("A")
+    card.path.unlink()
+    with pytest.raises(LabError) as caught:
+        check.exercise("6.3", card)
+    assert_explains(caught.value, "There is no cards", "draw the card again")
+
+
+@pytest.mark.drill
+def test_a_job_that_no_longer_reports_is_told_so():
+    card = mend("I", ('{"gap": max(gaps), "seen": seen}', '{"gap": max(gaps)}'))
+    with pytest.raises(LabError) as caught:
+        check.exercise("6.3", card)
+    assert_explains(caught.value, "no longer reports", "leave launch.report")
+
+
+@pytest.mark.drill
+def test_a_card_runs_as_the_notebook_shows_it(capsys):
+    result = draw("I").run()
+    said = capsys.readouterr().out
+    assert result.failure is None and "0 of 160 points seen" in said and "ran to its end" in said
+    assert sys.prefix not in said
+
+
+def test_diff_sets_the_right_job_beside_the_learner_s(capsys):
+    card = draw("A")
+    with pytest.raises(NotYetError):
+        check.exercise("6.3", card)
+    assert check.diff("6.3") is None, "it has to be asked for twice"
+    assert "sampler.set_epoch(epoch)" in check.diff("6.3").data
