@@ -6,7 +6,7 @@ are shared, as on a cluster with a shared file system. The root namespace has no
 
 How a test reaches them: through ``hosts.ssh_config``, whose ProxyCommand connects inside n0 and then *hands the
 connected socket over* to ssh (ProxyUseFdpass) and ends. So ssh works from any process of the machine, resolves names
-by n0's /etc/hosts, needs no nc, copies no data through a third process, and its keep-alives and time-outs act on the
+by n0's /etc/hosts, needs no nc, copies no data through a third process, and its keep-alive and time-outs act on the
 real connection. The connector words its errors as ssh does; ``hosts.tools`` holds an ``ssh`` that runs wholly inside
 n0, for tests of OpenSSH's own words (put it first in PATH, and use ``hosts.inner_config``).
 """
