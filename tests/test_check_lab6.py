@@ -11,6 +11,7 @@ from lab_utils.check.cards.faults import FAULTS, PILES, read_job
 
 EXERCISES = {"stops": "6.1", "unmatched": "6.2", "wrong": "6.3"}
 BY_LETTER = {fault.letter: fault for fault in FAULTS}
+MINE = ("def main", "# My change is none.\ndef main")
 ALL_REDUCE = "        dist.all_reduce(counts)\n"
 GATHER = (
     "        gathered = [torch.zeros_like(counts) for _ in range(world_size)]\n"
@@ -59,29 +60,29 @@ def break_after(letter, *edits):
 @pytest.mark.parametrize(
     ("letter", "edits", "yours"),
     [
-        ("B", [], "Unable to find address"),
+        ("B", [MINE], "Unable to find address"),
         ("B", [('"GLOO_SOCKET_IFNAME"] = "', '"GLOO_SOCKET_IFNAME"] = "no-')], "Unable to find address"),
-        ("C", [("        prepare(folder)\n", "        prepare(folder)\n    time.sleep(2)\n")], "FileNotFoundError"),
+        ("C", [("        prepare(folder)\n", "        prepare(folder)\n    time.sleep(6)\n")], "FileNotFoundError"),
         (
             "C",
             [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
             "FileNotFoundError",
         ),
         ("G", [("[rank]", "[0]")], "0, 0, 0, 0"),
-        ("D", [], "SIGABRT"),
-        ("D", [(f"        if rank == 0:  # only rank 0 prints\n    {ALL_REDUCE}", "")], "0.7"),
+        ("D", [MINE], "SIGABRT"),
+        ("D", [(f"        if rank == 0:  # rank 0 adds up\n    {ALL_REDUCE}", "")], "0.7"),
         (
             "D",
-            [("        if rank == 0:  # only rank 0 prints\n    ", ""), ("all_reduce(counts)", "reduce(counts, 0)")],
+            [("        if rank == 0:  # rank 0 adds up\n    ", ""), ("all_reduce(counts)", "reduce(counts, 0)")],
             "0.",
         ),
-        ("E", [], "SIGABRT"),
+        ("E", [MINE], "SIGABRT"),
         (
             "A",
             [("        orders.append([])", "        sampler.set_epoch(0)\n        orders.append([])")],
             "1 different",
         ),
-        ("F", [], "of 257 points"),
+        ("F", [MINE], "of 257 points"),
         (
             "F",
             [
@@ -94,7 +95,7 @@ def break_after(letter, *edits):
             "of 257 points",
         ),
         ("H", [(".mean()", ".sum()")], "apart"),
-        ("I", [], "0"),
+        ("I", [MINE], "0"),
     ],
 )
 def test_wrong_mends_get_their_hint(letter, edits, yours):
@@ -111,6 +112,22 @@ def test_a_sampler_that_repeats_a_point_is_refused():
     with pytest.raises(NotYetError) as refused:
         check.exercise("6.2", card)
     assert "258, 257 of them different" in refused.value.yours
+
+
+def test_a_job_that_is_as_it_was_drawn_is_no_try():
+    card = mend("A")
+    with pytest.raises(LabError) as caught:
+        check.exercise("6.3", card)
+    assert_explains(caught.value, "still as it was drawn", "save it")
+    assert card.fault.mend not in str(caught.value)
+
+
+@pytest.mark.parametrize(("letter", "size"), [("E", ("16, 3", "20, 3")), ("H", ("10, 4", "10, 5"))])
+def test_other_sizes_are_no_mend(letter, size):
+    card = mend(letter, size)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise(EXERCISES[card.pile], card)
+    assert "sizes" in str(refused.value)
 
 
 @pytest.mark.parametrize("pile", PILES)
@@ -134,6 +151,7 @@ WEIGHTED = (
         ("C", [("    dist.barrier()\n", WAIT)]),
         ("G", [("[local_rank]", '[rank % int(os.environ["LOCAL_WORLD_SIZE"])]')]),
         ("D", [(ALL_REDUCE, GATHER)]),
+        ("F", [(ALL_REDUCE, ""), ("        own.append", f"{ALL_REDUCE}        own.append")]),
         ("H", [("        loss = F.cross_entropy(parallel(inputs), targets)\n", WEIGHTED)]),
         ("I", [("        seen += len(inputs)\n", "        seen += len(targets)\n")]),
     ],
@@ -192,8 +210,10 @@ def test_what_the_learner_wrote_stays_and_what_solve_wrote_does_not(capsys):
     assert draw("A").path.read_text().endswith("# mine\n")
     card.solve()
     assert "+         sampler.set_epoch(epoch)" in capsys.readouterr().out
-    assert card.path.read_text() == read_job("ddp")
+    assert card.path.read_text().startswith(read_job("ddp"))
     assert "set_epoch" not in draw("A").path.read_text()
+    card.path.write_text(read_job("ddp"))  # as a learner's mend reads who puts the line back
+    assert draw("A").path.read_text() == read_job("ddp")
 
 
 def test_a_solved_card_is_not_drawn_again_until_all_are(capsys):
@@ -249,7 +269,7 @@ def test_a_card_runs_as_the_notebook_shows_it(capsys):
 
 def test_diff_sets_the_right_job_beside_the_learner_s(capsys):
     card = draw("A")
-    with pytest.raises(NotYetError):
+    with pytest.raises(NotYetError):  # no cause was named
         check.exercise("6.3", card)
     assert check.diff("6.3") is None, "it has to be asked for twice"
     assert "sampler.set_epoch(epoch)" in check.diff("6.3").data

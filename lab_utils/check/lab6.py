@@ -11,7 +11,8 @@ from lab_utils.check.cards import Card, ddp_job, dp_job
 from lab_utils.check.cards.faults import read_job
 
 CLOSE = 1e-9
-SLOW = 4  # seconds: a disk that is slower than who mends a race by sleeping reckons with
+# Seconds to prepare the data, besides those that who mends a race by sleeping reckons with.
+SLOW = 4
 
 
 def verify_card(card: Card, *, pile: str) -> str:
@@ -30,8 +31,14 @@ def verify_card(card: Card, *, pile: str) -> str:
     if not card.path.is_file():
         fix = "draw the card again: it writes the job anew"
         raise LabError(f"There is no {card.path}.", where=card.path, cause="it was deleted or renamed", fix=fix)
-    parallel = card.fault.job == "ddp"
-    result = card.start(processes=card.fault.processes, prepare=SLOW)
+    text, parallel = card.path.read_text(encoding="utf-8"), card.fault.job == "ddp"
+    if text == card.fault.break_job():
+        cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
+        raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)
+    sizes = next(line for line in read_job(card.fault.job).splitlines() if line.startswith("POINTS, "))
+    hint = "mend the cause: with other sizes it would be back"
+    expect(sizes in text, "the sizes of the job", yours="changed", expected=sizes, hint=hint)
+    result = card.start(processes=card.fault.processes, prepare=SLOW + _find_nap(text))
     _expect_end(card, result)
     try:
         (_expect_training if parallel else _expect_replicas)(card, result.results)
@@ -40,6 +47,12 @@ def verify_card(card: Card, *, pile: str) -> str:
         raise LabError("The job no longer reports what it did.", where=card.path, cause=repr(error), fix=fix) from error
     card.note_solved()
     return f"card {card.number}, mended, runs and is right" + (" on a slow disk, too" if parallel else "")
+
+
+def _find_nap(text: str) -> float:
+    """The longest sleep in a job, in seconds; no more than leaves the ranks' patience whole."""
+    naps = [float(nap) for nap in re.findall(r"\bsleep\((\d+(?:\.\d+)?)\)", text)]
+    return min(max(naps, default=0.0), 12.0)
 
 
 def _expect_end(card: Card, result: launch.JobResult) -> None:
@@ -82,7 +95,8 @@ def _expect_training(card: Card, results: tuple) -> None:
         hits, seen = (sum(result["own"][epoch][place] for result in results) for place in (0, 1))
         yours = [result["accuracies"][epoch] for result in results]
         expect(
-            seen == ddp_job.POINTS and all(abs(one - hits / seen) < CLOSE for one in yours),
+            seen in (ddp_job.POINTS, len(results) * ddp_job.POINTS)  # each point once, or once on each rank
+            and all(abs(one - hits / seen) < CLOSE for one in yours),
             f"the accuracy after epoch {epoch}, on each rank",
             yours=f"{', '.join(f'{one:.6f}' for one in yours)} of {seen} points",
             expected=f"{hits / max(seen, 1):.6f} of {ddp_job.POINTS} points, on each rank",

@@ -23,6 +23,7 @@ from lab_utils.files import write_atomically
 RANKS = 2
 # Longer than an operation of these jobs takes on a busy laptop.
 HANG_SECONDS = 20
+SHOWN = "# Written by card.solve().\n"
 
 
 @dataclass
@@ -94,7 +95,7 @@ class Card:
 
     def solve(self) -> None:
         """Mends the job in the learner's place, for who wants to see it; prints the lines that change."""
-        broken, right = self.path.read_text(encoding="utf-8"), read_job(self.fault.job)
+        broken, right = self.path.read_text(encoding="utf-8"), read_job(self.fault.job) + SHOWN
         for line in difflib.ndiff(broken.splitlines(), right.splitlines()):
             if line[0] in "+-" and line[2:].strip():
                 print(line)
@@ -126,10 +127,10 @@ def draw(pile: str, *, seed: int = 0) -> Card:
     cards = sorted((card for card in cards if card.fault.pile == pile), key=lambda card: _shuffle(seed, card.number))
     solved = {card.number for card in cards if standings.get(f"card {card.number}", tries.Standing()).solved}
     card = next((card for card in cards if card.number not in solved), cards[0])
-    broken, right = card.fault.break_job(), read_job(card.fault.job)
-    # What solve() wrote is ours, and not a word of the learner's.
-    if not card.path.exists() or (card.number not in solved and card.path.read_text(encoding="utf-8") == right):
-        _write(card.path, broken)
+    # What solve() wrote is ours; a learner's mend may read exactly like the right job, and stays.
+    shown = card.path.exists() and card.path.read_text(encoding="utf-8").endswith(SHOWN)
+    if not card.path.exists() or (shown and card.number not in solved):
+        _write(card.path, card.fault.break_job())
     left = f"{len(cards) - len(solved)} of {len(cards)} left in this pile" if len(solved) < len(cards) else "all solved"
     print(f"Card {card.number} ({left}): {card.path}")
     return card

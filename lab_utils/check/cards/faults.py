@@ -99,11 +99,11 @@ FAULTS = (
         "ddp",
         "a collective stands where only rank 0 comes by",
         "see in which line each rank stood: one is in a collective that the other never calls",
-        "take the collective out of the `if`; only the printing may stay in it",
+        "take the collective out of the `if`: every rank has to call it, and needs the sum",
         (
             (
                 "        dist.all_reduce(counts)\n",
-                "        if rank == 0:  # only rank 0 prints\n            dist.all_reduce(counts)\n",
+                "        if rank == 0:  # rank 0 adds up\n            dist.all_reduce(counts)\n",
             ),
         ),
     ),
@@ -152,7 +152,7 @@ FAULTS = (
         "wrong",
         "dp",
         "the mean of the replicas' mean losses, although their chunks are of unequal size",
-        "a batch of 10 over 4 replicas is 3, 3, 3 and 1: how much does that one image count?",
+        "a batch of 10 over 4 replicas is 3, 3, 3 and 1: how much does that one point count?",
         "one loss over all gathered scores: F.cross_entropy(parallel(inputs), targets)",
         (
             (
