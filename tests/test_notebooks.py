@@ -11,13 +11,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from notebook_rules import (
     find_anatomy_faults,
     find_code_faults,
-    find_exercise_scripts,
     find_faults,
     find_format_faults,
     find_output_faults,
@@ -25,8 +22,6 @@ from notebook_rules import (
     find_run_faults,
     find_size_faults,
 )
-
-from lab_utils import workspace
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -329,102 +324,6 @@ def test_a_notebook_that_was_edited_while_it_ran_is_left_as_it_is(tmp_path):
     assert "lab.ipynb was changed while it ran, and was not saved.\n" in child.stderr
     assert path.read_bytes() == edited
     assert list(tmp_path.iterdir()) == [path]
-
-
-# The learner's way: the generated copy, each stub met, then solved, in one kernel.
-
-
-def run_as_learner(path: Path, copy: Path) -> list[str]:
-    """Runs a generated notebook as a learner meets it: each stub raises, and its solution takes its place.
-
-    A cell that checks a script whose copy has gaps is such a stub too: the script's original takes the copy's place.
-    Returns the ids of the stub cells.
-    """
-    answers, met = workspace.solutions(nbformat.read(path, as_version=4)), []
-    stub = nbformat.read(copy / path.name, as_version=4)
-    client = NotebookClient(stub, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(copy)}})
-    with client.setup_kernel():
-        for index, cell in enumerate(stub.cells):
-            if cell.cell_type != "code":
-                continue
-            scripts = find_exercise_scripts(cell.source)
-            gaps = [name for name in scripts if (copy / name).read_bytes() != (path.parent / name).read_bytes()]
-            if cell.id in answers or gaps:
-                with pytest.raises(CellExecutionError) as caught:
-                    client.execute_cell(cell, index)
-                assert caught.value.ename == "NotImplementedError", f"stub {cell.id} says {caught.value.ename}"
-                cell.source, cell.outputs = answers.get(cell.id, cell.source), []
-                for name in gaps:
-                    shutil.copyfile(path.parent / name, copy / name)
-                met.append(cell.id)
-            client.execute_cell(cell, index)
-    return met
-
-
-def test_the_learner_s_way_is_itself_tested(tmp_path):
-    exercise = "def f():\n    ### BEGIN SOLUTION\n    return 2\n    ### END SOLUTION\n"
-    checked = exercise + "assert f() == 2"
-    good = [code("import os\nx = 2"), code(checked), code("assert f() == x\nopen('here', 'w').close()")]
-    for name, cells, problem in [
-        ("1_good", good, None),
-        ("2_silent_stub", [code(exercise)], "DID NOT RAISE"),
-        ("3_wrong_error", [code("y\n" + checked)], "stub .* says NameError"),
-        ("4_wrong_solution", [code(exercise + "assert f() == 3")], "AssertionError"),
-        ("5_later_error", [*good, code("1 / 0")], "ZeroDivisionError"),
-    ]:
-        labs, copy = tmp_path / name, tmp_path / f"{name}_copy"
-        labs.mkdir()
-        nbformat.write(notebook(*cells), labs / "1.ipynb")
-        workspace.update(labs, copy)
-        if problem is None:
-            assert run_as_learner(labs / "1.ipynb", copy) == [cells[1].id]
-            assert (copy / "here").exists()
-        else:
-            with pytest.raises((CellExecutionError, AssertionError, pytest.fail.Exception), match=problem):
-                run_as_learner(labs / "1.ipynb", copy)
-
-
-CHECK = """
-from pathlib import Path
-class check:
-    def exercise(number, script):
-        text = Path(script).read_text()
-        if {gap!r} in text:
-            raise {error}(script)
-        assert "print(2)" in text
-"""
-
-
-def test_a_script_with_gaps_is_met_and_solved_on_the_learner_s_way(tmp_path):
-    call = 'check.exercise("1.1", "scripts/work.py")'
-    used = code('import subprocess, sys\nprint(subprocess.check_output([sys.executable, "scripts/work.py"]))')
-    for name, gap, error, script, expected in [
-        ("good", "YOUR CODE", "NotImplementedError", SCRIPT, 1),
-        ("without_gaps", "YOUR CODE", "NotImplementedError", "print(2)\n", 0),
-        ("silent", "nowhere", "NotImplementedError", "print(2)\n" + SCRIPT, "DID NOT RAISE"),
-        ("wrong_error", "YOUR CODE", "KeyError", SCRIPT, "stub .* says KeyError"),
-        ("wrong_solution", "YOUR CODE", "NotImplementedError", SCRIPT.replace("2", "3"), "AssertionError"),
-    ]:
-        labs, copy = tmp_path / name, tmp_path / f"{name}_copy"
-        (labs / "scripts").mkdir(parents=True)
-        (labs / "scripts" / "work.py").write_text(script)
-        cells = [code(CHECK.format(gap=gap, error=error)), code(call), used]
-        nbformat.write(notebook(*cells), labs / "1.ipynb")
-        workspace.update(labs, copy)
-        if isinstance(expected, int):
-            assert run_as_learner(labs / "1.ipynb", copy) == [cells[1].id] * expected
-            assert (copy / "scripts" / "work.py").read_text() == script
-        else:
-            with pytest.raises((CellExecutionError, AssertionError, pytest.fail.Exception), match=expected):
-                run_as_learner(labs / "1.ipynb", copy)
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_the_learner_s_way(path, tmp_path, monkeypatch, cinic_folder):
-    monkeypatch.setenv("LAB_DATA", str(cinic_folder))
-    workspace.update(path.parent, tmp_path / "workspace")
-    stubs = run_as_learner(path, tmp_path / "workspace")
-    assert bool(stubs) == ("BEGIN SOLUTION" in path.read_text())
 
 
 def test_the_picture_of_the_readme_is_a_stored_figure_of_lab_1(root):

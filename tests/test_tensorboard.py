@@ -20,6 +20,7 @@ import nbformat
 import numpy as np
 import psutil
 import pytest
+from browser import find_chromium
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -272,7 +273,7 @@ def test_through_the_proxy_of_the_jupyter_server_only_with_its_token(logs, tmp_p
 
 
 def test_a_browser_shows_the_curves(logs, tmp_path, record_property):
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    chromium = find_chromium()
     if chromium is None:
         pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
     # pytest keeps the folders of its last runs; LAB_ARTEFACTS names a better place.

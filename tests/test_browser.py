@@ -1,0 +1,503 @@
+"""The labs as a learner has them: JupyterLab as `make lab` starts it, in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+import pytest
+from browser import Browser, Page, find_chromium
+from jobs import assert_gone, wait_for
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from notebook_rules import find_exercise_scripts
+
+from lab_utils import workspace
+
+pytestmark = pytest.mark.drill
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+TOKEN = "a-token-of-the-tests"
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+# What JupyterLab shows in the place of an output that it cannot render.
+REFUSALS = ("Error displaying widget", "Loading widget...", "Error rendering", "Javascript Error:")
+PROGRESS = "application/vnd.jupyter.widget-view+json"
+
+# What the tests say to JupyterLab's application, which the server's configuration exposes. A click on a menu would race
+# the kernel: "Run All Cells" of a session that is not ready yet runs nothing.
+HELPERS = """
+window.labs = {
+  async open(path) {
+    await jupyterapp.restored;
+    labs.panel = await jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'});
+    await labs.panel.context.ready;
+    await labs.panel.sessionContext.ready;
+    // A bar that ends with its loop is gone from the page afterwards, so it has to be seen while it is there.
+    labs.bars = {};
+    new MutationObserver(changes => changes.forEach(change => change.addedNodes.forEach(node => {
+      const bars = node.querySelectorAll?.('.widget-hprogress .progress-bar').length;
+      const cell = bars && labs.cells.findIndex(one => one.node.contains(node));
+      if (bars) labs.bars[cell] = (labs.bars[cell] ?? 0) + bars;
+    }))).observe(labs.panel.node, {childList: true, subtree: true});
+  },
+  get kernel() { return labs.panel.sessionContext.session?.kernel?.status; },
+  get cells() { return labs.panel.content.widgets; },
+  // The cell that stopped "Run All", and the name of its error.
+  get stop() {
+    const find = cell => (cell.model.outputs?.toJSON() ?? []).find(output => output.output_type === 'error')?.ename;
+    const index = labs.cells.findIndex(find);
+    return index < 0 ? null : [index, find(labs.cells[index])];
+  },
+  rewrite(index, source) {
+    labs.panel.content.activeCellIndex = index;
+    labs.cells[index].model.sharedModel.setSource(source);
+  },
+  start(command) {
+    labs.ended = null;
+    jupyterapp.commands.execute(command).then(() => { labs.ended = 'well'; }, error => { labs.ended = String(error); });
+  },
+  async look(index) {
+    const cell = labs.cells[index].node;
+    const find = selector => [...cell.querySelectorAll(selector)];
+    await labs.panel.content.scrollToItem(index, 'center');
+    await Promise.all(find('img').map(image => image.decode().catch(() => null)));
+    await new Promise(requestAnimationFrame);
+    const all = {opacityProperty: true, visibilityProperty: true, contentVisibilityAuto: true};
+    const shows = node => {
+      const {width, height} = node.getBoundingClientRect();
+      return node.checkVisibility(all) && width > 0 && height > 0 && (node.naturalWidth ?? 1) > 0;
+    };
+    return {
+      text: cell.innerText,
+      figures: find('.jp-OutputArea-output :is(img, svg)').map(shows),
+      pictures: find('.jp-MarkdownOutput img').map(shows),
+      bars: find('.jp-OutputArea-output .widget-hprogress .progress-bar').map(shows),
+    };
+  },
+};
+void 0
+"""
+# What a cell's output shows.
+TEXT = "labs.cells[{}].outputArea.node.innerText"
+LAST_FIGURE = "[...labs.panel.node.querySelectorAll('.jp-RenderedImage img')].at(-1)"
+# Two nodes that meet at each step, until a file says that it is enough: no machine is too slow for that.
+COUNT = """
+import sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+step, enough = 0, torch.zeros(1)
+while not enough:
+    enough[0] = Path(sys.argv[1]).exists()
+    dist.all_reduce(enough)
+    step += 1
+    print("step", step, flush=True)
+    time.sleep(0.5)
+print("all steps done", flush=True)
+dist.destroy_process_group()
+"""
+TWO_NODES = """
+from lab_utils import launch
+launch.TorchrunJob("scripts/count.py", ["{enough}"], nodes=launch.local_nodes(2)).run();
+"""
+# What a learner asks who wants to know how a job stands: which run here, and what the newest has said.
+JOBS = "!python -m lab_utils.launch jobs"
+LOG = """
+from lab_utils import launch
+print(*[line for line in launch.find_log().read_text().splitlines() if "step" in line][-4:], sep="\\n")
+"""
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A JupyterLab that `make lab` started.
+
+    Attributes:
+        url: Its address, without the token.
+        folder: The learner's copy of the labs.
+        runs: LAB_RUNS of its kernels.
+        browser: What looks at it.
+    """
+
+    url: str
+    folder: Path
+    runs: Path
+    browser: Browser
+
+    def open(self, name: str) -> Page:
+        """Opens a notebook in a tab of its own, with a kernel that is ready."""
+        page = self.browser.open(f"{self.url}/lab?token={TOKEN}&reset")
+        page.wait_for("window.jupyterapp !== undefined", timeout=120)
+        page.evaluate(HELPERS)
+        page.evaluate(f"labs.open({json.dumps(name)})", timeout=120)
+        return page
+
+    def write(self, name: str, *sources: str) -> Path:
+        """Puts a notebook of the test's own into the workspace."""
+        cells = [new_code_cell(source.strip()) for source in sources]
+        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), self.folder / name)
+        return self.folder / name
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        """What the server's REST interface answers."""
+        request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or "null")
+
+    def end_kernels(self) -> None:
+        """Ends every kernel, as a learner does who shuts all of them down."""
+        for kernel in self.ask("/api/kernels"):
+            self.ask(f"/api/kernels/{kernel['id']}", "DELETE")
+
+
+def find_processes(runs: Path) -> list[str]:
+    """The commands of the living processes that `make lab` started with this LAB_RUNS, kernels and jobs included."""
+    found = (process.info for process in psutil.process_iter(["environ", "cmdline"]))
+    return [" ".join(one["cmdline"]) for one in found if (one["environ"] or {}).get("LAB_RUNS") == str(runs)]
+
+
+def find_listeners(url: str) -> list[str]:
+    """The address again, if somebody still listens there."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        return [] if probe.connect_ex((host, int(port))) else [url]
+
+
+def make_environment(data: Path, home: Path) -> dict[str, str]:
+    """What `make lab` inherits, as from a shell: Jupyter's and IPython's folders are the test's, and not the user's."""
+    config = home / "config"
+    config.mkdir(parents=True)
+    (config / "jupyter_lab_config.json").write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
+    ours = {"CI": "1", "LAB_DATA": data, "LAB_RUNS": home / "runs", "LAB_SCALE": "small", "OMP_NUM_THREADS": "1"}
+    ours |= {"JUPYTER_TOKEN": TOKEN, "JUPYTER_CONFIG_DIR": config, "IPYTHONDIR": home / "ipython"}
+    ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": home / "runtime"}
+    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    return environment | {key: str(value) for key, value in ours.items()}
+
+
+@contextmanager
+def serve(folder: Path, data: Path, home: Path) -> Iterator[str]:
+    """Runs `make lab` for a workspace and gives its address; ``home`` takes what it writes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (home / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            ["make", "lab", f"LAB_PORT={port}", f"WORKSPACE={folder}"],
+            cwd=ROOT,
+            env=make_environment(data, home),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for_server(f"{url}/api/status?token={TOKEN}", server, home / "server.log")
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def wait_for_server(address: str, server: subprocess.Popen, log: Path, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(OSError), urllib.request.urlopen(address, timeout=10):
+            return
+        assert server.poll() is None and time.monotonic() < end, log.read_text(errors="replace")
+        time.sleep(0.3)
+
+
+@pytest.fixture(scope="module")
+def lab(cinic_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """`make lab` and a browser for the whole file; nothing of them may be left at the end."""
+    if find_chromium() is None:
+        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
+    home = tmp_path_factory.mktemp("lab")
+    workspace.update(ROOT / "notebooks", home / "workspace")
+    (home / "workspace" / "scripts" / "count.py").write_text(COUNT)
+    with serve(home / "workspace", cinic_folder, home) as url, Browser(home / "profile") as browser:
+        yield Lab(url, home / "workspace", home / "runs", browser)
+
+    def find_left() -> list[str]:
+        return find_processes(home / "runs") + find_listeners(url)
+
+    with suppress(AssertionError):  # the next line says what is left
+        wait_for(lambda: not find_left(), 10.0)
+    assert not find_left()
+
+
+@pytest.fixture
+def open_notebook(lab: Lab) -> Iterator[Callable[[str], Page]]:
+    """Opens notebooks by name; their tabs are closed and their kernels ended after the test."""
+    pages = []
+
+    def run(name: str) -> Page:
+        pages.append(lab.open(name))
+        return pages[-1]
+
+    yield run
+    for page in pages:
+        page.close()
+    lab.end_kernels()
+
+
+@pytest.fixture
+def keep(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[[Page, str], None]:
+    """Keeps a picture of a page among the test's artefacts: in LAB_ARTEFACTS, or in pytest's own folder."""
+
+    def run(page: Page, name: str) -> None:
+        picture = Path(os.environ.get("LAB_ARTEFACTS") or tmp_path) / f"{name}.png"
+        page.screenshot(picture)
+        record_property("screenshot", str(picture))
+
+    return run
+
+
+def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:
+    page.wait_for("labs.kernel === 'idle'")
+    page.evaluate(f"labs.start({command!r})")
+    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=600)
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+
+
+def find_faults(page: Page, path: Path) -> list[str]:
+    """What is wrong with a notebook that was run and saved: on disk, and in the browser."""
+    faults, seen = [], page.evaluate("labs.bars")
+    for index, cell in enumerate(nbformat.read(path, as_version=4).cells):
+        shown = page.evaluate(f"labs.look({index})")
+        judge = judge_code if cell.cell_type == "code" else judge_prose
+        words = [f"it shows {word!r}" for word in REFUSALS if word in shown["text"]]
+        faults += [f"{cell.id}: {fault}" for fault in [*judge(cell, shown, seen.get(str(index), 0)), *words]]
+    return faults
+
+
+def judge_code(cell: nbformat.NotebookNode, shown: dict, bars: int) -> Iterator[str]:
+    """Compares a cell's outputs on disk with what the page shows; ``bars`` were seen while it ran."""
+    if cell.execution_count is None:
+        yield "it was not run"
+    data = [output.get("data", {}) for output in cell.outputs]
+    figures, widgets = (sum(mime in " ".join(one) for one in data) for mime in ("image/", PROGRESS))
+    yield from (f"it raised {output.ename}" for output in cell.outputs if output.output_type == "error")
+    if len(shown["figures"]) < figures or not all(shown["figures"]):
+        yield f"{figures} figures are stored, visible are {shown['figures']}"
+    if bars < widgets or not all(shown["bars"]):
+        yield f"{widgets} progress bars are stored, {bars} were seen, visible are {shown['bars']}"
+
+
+def judge_prose(cell: nbformat.NotebookNode, shown: dict, _: int) -> Iterator[str]:
+    """Compares the pictures that a cell of text names with those that the page shows."""
+    pictures = len(re.findall(r"!\[|<img ", cell.source))
+    if len(shown["pictures"]) < pictures or not all(shown["pictures"]):
+        yield f"{pictures} pictures are named, visible are {shown['pictures']}"
+
+
+SOLVED = "def f():\n    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\nassert f() == 2"
+FIGURE = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()"
+BAR = "import time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(4), leave={leave}):\n    time.sleep(0.2)"
+NO_IMAGE = "from IPython.display import HTML, display\nHTML('<img src=\"none.png\">')"
+NO_MODEL = f"display({{{PROGRESS!r}: {{'model_id': 'none'}}}}, raw=True)"
+
+
+def test_what_a_learner_would_miss_is_found(lab, open_notebook):
+    sources = [FIGURE, BAR.format(leave=True), BAR.format(leave=False), NO_IMAGE, NO_MODEL, "1 / 0", "'never run'"]
+    path = lab.write("faults.ipynb", *sources)
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.append(new_markdown_cell("![gone](none.png)"))
+    nbformat.write(notebook, path)
+    figure, _, _, *ids = (cell.id for cell in notebook.cells)
+    no_image, no_model, error, unrun, no_picture = ids
+    page = open_notebook(path.name)
+    run_all(page)
+    faults = [
+        f"{no_image}: 0 figures are stored, visible are [False]",
+        f"{no_model}: 1 progress bars are stored, 0 were seen, visible are []",
+        f"{no_model}: it shows 'Loading widget...'",
+        f"{error}: it raised ZeroDivisionError",
+        f"{unrun}: it was not run",
+        f"{no_picture}: 1 pictures are named, visible are [False]",
+    ]
+    assert find_faults(page, path) == faults
+    image = "labs.cells[0].node.querySelector('.jp-RenderedImage img')"
+    for harm, visible in (("style.width = 0", "[False]"), ("style.opacity = 0", "[False]"), ("remove()", "[]")):
+        page.evaluate(f"void ({image}.{harm})")
+        assert find_faults(page, path) == [f"{figure}: 1 figures are stored, visible are {visible}", *faults]
+        page.evaluate(f"{image}?.removeAttribute('style')")
+
+
+def go_the_learner_s_way(lab: Lab, page: Page, path: Path) -> list[str]:
+    """Runs all; where a stub stops that, writes the solution in its place, and runs on from there.
+
+    A cell that checks a script whose copy has gaps is such a stub too: the script's original takes the copy's place.
+    Returns the ids of the stub cells.
+    """
+    cells, met = nbformat.read(path, as_version=4).cells, []
+    run_all(page)
+    while stop := page.evaluate("labs.stop"):
+        cell, error = cells[stop[0]], stop[1]
+        assert error == "NotImplementedError" and cell.id not in met, f"{cell.id} says {error}"
+        for name in find_exercise_scripts(cell.source):
+            shutil.copyfile(path.parent / name, lab.folder / name)
+        page.evaluate(f"labs.rewrite({stop[0]}, {json.dumps(cell.source)})")
+        met.append(cell.id)
+        run_all(page, "notebook:run-all-below")
+    return met
+
+
+def find_stubs(path: Path) -> list[str]:
+    """The cells of a lab that are stubs in the learner's copy, or check a script that has gaps there."""
+    notebook = nbformat.read(path, as_version=4)
+    return [
+        cell.id
+        for cell in notebook.cells
+        if cell.id in workspace.solutions(notebook)
+        or any(workspace.BEGIN in (path.parent / name).read_text() for name in find_exercise_scripts(cell.source))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cells", "problem"),
+    [
+        ([SOLVED], None),
+        ([SOLVED.replace("assert f() == 2", "")], "meets no stub"),
+        (["y\n" + SOLVED], "says NameError"),
+        ([SOLVED.replace("f() == 2", "f() == 3")], "says AssertionError"),
+        ([SOLVED, "1 / 0"], "says ZeroDivisionError"),
+    ],
+    ids=["good", "silent stub", "wrong error", "wrong solution", "later error"],
+)
+def test_the_learner_s_way_is_itself_tested(lab, open_notebook, tmp_path, cells, problem):
+    path = tmp_path / "labs" / "way.ipynb"
+    path.parent.mkdir()
+    nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in ["x = 2", *cells]], metadata=KERNEL), path)
+    stub = workspace.make_stub(nbformat.read(path, as_version=4))
+    nbformat.write(stub, lab.folder / path.name)
+    page = open_notebook(path.name)
+    if problem == "meets no stub":
+        assert find_stubs(path) != go_the_learner_s_way(lab, page, path) == []
+    elif problem:
+        with pytest.raises(AssertionError, match=problem):
+            go_the_learner_s_way(lab, page, path)
+    else:
+        assert find_stubs(path) == go_the_learner_s_way(lab, page, path) == [stub.cells[1].id]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_learner_meets_each_stub_solves_it_and_sees_all_of_the_lab(lab, open_notebook, keep, path):
+    page = open_notebook(path.name)
+    assert go_the_learner_s_way(lab, page, path) == find_stubs(path)
+    faults = find_faults(page, lab.folder / path.name)
+    page.evaluate(f"{LAST_FIGURE}?.scrollIntoView({{block: 'center'}})")
+    keep(page, path.stem)
+    assert not faults, "\n".join(["", *faults])
+
+
+def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(lab, open_notebook, keep):
+    """Only up to the training run: a later cell of the lab ends the server, and a frame that has loaded stays."""
+    path = Path(shutil.copy(ROOT / "notebooks" / "02_tensorboard.ipynb", lab.folder / "inline.ipynb"))
+    ids = [cell.id for cell in nbformat.read(path, as_version=4).cells]
+    page = open_notebook(path.name)
+    page.evaluate(f"labs.panel.content.activeCellIndex = {ids.index('run') + 1}")
+    run_all(page, "notebook:run-all-above")
+    page.evaluate(f"labs.look({ids.index('start-server')})")
+    frame = f"labs.cells[{ids.index('start-server')}].node.querySelector('iframe')"
+    page.wait_for(f"{frame}?.contentDocument?.title === 'TensorBoard'")
+    assert page.evaluate(f"new URL({frame}.src).origin") == lab.url
+    assert page.evaluate(f"fetch({frame}.src).then(answer => answer.status)") == 200
+
+    def shows_the_run() -> bool:
+        """Whether its page names the run, which it fetches through the proxy, after a learner's click on reload."""
+        page.evaluate(f"{frame}.contentWindow.location.reload()")
+        with suppress(TimeoutError):
+            return page.wait_for(f"{frame}.contentDocument?.body?.innerText.includes('baseline')", timeout=5)
+
+    wait_for(shows_the_run, 60.0)
+    keep(page, "tensorboard_inline")
+
+
+def start_cell(page: Page, index: int) -> None:
+    page.evaluate(f"labs.panel.content.activeCellIndex = {index}; labs.start('notebook:run-cell')")
+
+
+def start_job(page: Page) -> None:
+    """Runs the first cell, which starts a job, until both of its nodes are at work."""
+    page.wait_for("labs.kernel === 'idle'")
+    start_cell(page, 0)
+    for rank in (0, 1):
+        page.wait_for(f"/rank {rank}.*step 3$/m.test({TEXT.format(0)})", timeout=120)
+
+
+def run_cell(page: Page, index: int) -> str:
+    """Runs one cell of a kernel that is idle, to its end, and returns what it shows."""
+    start_cell(page, index)
+    page.wait_for("labs.ended && labs.kernel === 'idle'")
+    return page.evaluate(TEXT.format(index)).strip()
+
+
+def find_job(lab: Lab, survivors: Callable[[str], list[int]]) -> str:
+    """The id of the one job that runs."""
+    (job,) = (folder.name for folder in (lab.runs / "jobs").iterdir() if survivors(folder.name))
+    return job
+
+
+def find_step(log: str) -> int:
+    """The last step of which the end of a log tells."""
+    return int(re.findall(r"step (\d+)", log)[-1])
+
+
+def test_interrupting_a_two_node_cell_leaves_no_process_and_the_kernel_goes_on(lab, open_notebook, keep, survivors):
+    job_cell = TWO_NODES.format(enough=lab.runs / "never")
+    page = open_notebook(lab.write("interrupted.ipynb", job_cell, "print(1 + 1)").name)
+    start_job(page)
+    job = find_job(lab, survivors)
+    page.evaluate("jupyterapp.commands.execute('notebook:interrupt-kernel')")
+    assert_gone(job, 10.0)
+    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=30)
+    keep(page, "interrupted")
+    assert "KeyboardInterrupt" in page.evaluate(TEXT.format(0))
+    assert run_cell(page, 1) == "2"
+
+
+def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_shown(lab, open_notebook, keep, survivors):
+    """The reopened notebook shows what was saved. What comes while no tab is open is in the job's log alone."""
+    enough = lab.runs / "enough"
+    name = lab.write("closed.ipynb", TWO_NODES.format(enough=enough), LOG).name
+    page = open_notebook(name)
+    start_job(page)
+    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
+    page.close()
+    page = open_notebook(name)
+    assert "step 3" in page.evaluate(TEXT.format(0))
+    assert [kernel["execution_state"] for kernel in lab.ask("/api/kernels")] == ["busy"]
+    job = find_job(lab, survivors)
+    keep(page, "reopened")
+    beside = open_notebook(lab.write("beside.ipynb", JOBS, LOG).name)
+    assert job in run_cell(beside, 0)
+    step = find_step(run_cell(beside, 1))
+    wait_for(lambda: find_step(run_cell(beside, 1)) > step)
+    keep(beside, "beside")
+    # The page says "Unknown": JupyterLab asks the kernel for its state, and a kernel answers between cells only.
+    assert page.evaluate("labs.kernel") != "idle"
+    enough.touch()
+    page.call("Page.bringToFront")
+    page.wait_for("labs.kernel === 'idle'")
+    assert sorted(run_cell(page, 1).splitlines()[-2:]) == [f"node{n}: [rank {n}] all steps done" for n in (0, 1)]
+    assert_gone(job, 10.0)
