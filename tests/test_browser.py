@@ -425,9 +425,10 @@ def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(l
 
     def shows_the_run() -> bool:
         """Whether its page names the run, which it fetches through the proxy, after a learner's click on reload."""
-        page.evaluate(f"{frame}.contentWindow.location.reload()")
+        page.evaluate(f"void ({frame}.contentWindow.stale = true, {frame}.contentWindow.location.reload())")
         with suppress(TimeoutError):
-            return page.wait_for(f"{frame}.contentDocument?.body?.innerText.includes('baseline')", timeout=5)
+            new = f"!{frame}.contentWindow.stale && {frame}.contentDocument.body"
+            return page.wait_for(f"({new})?.innerText.includes('baseline')", timeout=10)
 
     wait_for(shows_the_run, 60.0)
     keep(page, "tensorboard_inline")

@@ -209,7 +209,9 @@ def test_what_the_learner_wrote_stays_and_what_solve_wrote_does_not(capsys):
     card.path.write_text(card.path.read_text() + "# mine\n")
     assert draw("A").path.read_text().endswith("# mine\n")
     card.solve()
-    assert "+         sampler.set_epoch(epoch)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "+         sampler.set_epoch(epoch)" in said and "Yours is kept: cards/card-3-yours-1.py" in said
+    assert card.path.with_name("card-3-yours-1.py").read_text().endswith("# mine\n")
     assert card.path.read_text().startswith(read_job("ddp"))
     assert "set_epoch" not in draw("A").path.read_text()
     card.path.write_text(read_job("ddp"))  # as a learner's mend reads who puts the line back

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import sys
 import tempfile
 from collections.abc import Callable
@@ -94,11 +95,19 @@ class Card:
         print(f"✔ card {self.number}: {letter}, {self.fault.cause}")
 
     def solve(self) -> None:
-        """Mends the job in the learner's place, for who wants to see it; prints the lines that change."""
-        broken, right = self.path.read_text(encoding="utf-8"), read_job(self.fault.job) + SHOWN
-        for line in difflib.ndiff(broken.splitlines(), right.splitlines()):
+        """Mends the job in the learner's place, for who wants to see it; prints the lines that change.
+
+        What the learner had changed is kept beside it, under another name.
+        """
+        found, right = self.path.read_text(encoding="utf-8"), read_job(self.fault.job) + SHOWN
+        for line in difflib.ndiff(found.splitlines(), right.splitlines()):
             if line[0] in "+-" and line[2:].strip():
                 print(line)
+        if found not in (self.fault.break_job(), right):
+            names = (self.path.with_name(f"{self.path.stem}-yours-{number}.py") for number in itertools.count(1))
+            kept = next(name for name in names if not name.exists())
+            _write(kept, found)
+            print(f"Yours is kept: {kept}")
         _write(self.path, right)
 
     def note_solved(self) -> None:
@@ -128,7 +137,7 @@ def draw(pile: str, *, seed: int = 0) -> Card:
     solved = {card.number for card in cards if standings.get(f"card {card.number}", tries.Standing()).solved}
     card = next((card for card in cards if card.number not in solved), cards[0])
     # What solve() wrote is ours; a learner's mend may read exactly like the right job, and stays.
-    shown = card.path.exists() and card.path.read_text(encoding="utf-8").endswith(SHOWN)
+    shown = card.path.exists() and card.path.read_text(encoding="utf-8") == read_job(card.fault.job) + SHOWN
     if not card.path.exists() or (shown and card.number not in solved):
         _write(card.path, card.fault.break_job())
     left = f"{len(cards) - len(solved)} of {len(cards)} left in this pile" if len(solved) < len(cards) else "all solved"
