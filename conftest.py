@@ -31,10 +31,11 @@ SHARED = tuple(
         "preflight",
     )
 )
+# The browser's tests come after the notebooks', whose measurements they take over.
+LABS = ("notebooks/", "tests/test_browser.py")
 LONGEST = (
     *SHARED,
-    "tests/test_browser.py",
-    "notebooks/",
+    *LABS,
     "tests/test_launch",
     "tests/test_check_lab",
     "tests/test_wandb.py",
@@ -68,7 +69,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps a file's tests in one process of ``pytest -n 2``, and so the cells of a notebook; the hosts' files, too."""
+    """Keeps a file's tests in one process of ``pytest -n 2``; the hosts' files together, and the labs'."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # which would begin with the file of the most tests
@@ -76,7 +77,7 @@ def pytest_xdist_make_scheduler(config, log):
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "hosts" if file in SHARED else file
+            return "hosts" if file in SHARED else "labs" if file.startswith(LABS) else file
 
     return FileScheduling(config, log)
 

@@ -234,6 +234,10 @@ def lab(cinic_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     home = tmp_path_factory.mktemp("lab")
     workspace.update(ROOT / "notebooks", home / "workspace")
     (home / "workspace" / "scripts" / "count.py").write_text(COUNT)
+    (home / "runs").mkdir()
+    # As on a machine where the labs have run before: what nbval's kernels measured is not measured again.
+    for records in Path(os.environ["LAB_RUNS"]).glob("lab*.jsonl"):
+        shutil.copy(records, home / "runs")
     with serve(home / "workspace", cinic_folder, home) as url, Browser(home / "profile") as browser:
         yield Lab(url, home / "workspace", home / "runs", browser)
 
