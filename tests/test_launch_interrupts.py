@@ -17,7 +17,7 @@ from jobs import assert_gone, assert_port_free, find_port, wait_for
 from lab_utils.training import Checkpoints
 
 # 50 in `make drills`: some four seconds each.
-COUNT = int(os.environ.get("LAB_INTERRUPTS", "12"))
+COUNT = int(os.environ.get("LAB_INTERRUPTS", "8"))
 STEPS = 24  # in each job
 TRAIN = f"""
 import sys, time
