@@ -74,7 +74,15 @@ def test_cifar10_is_packed_in_its_own_order(tmp_path, monkeypatch):
     assert len(dataset.valid) == 5_000 and dataset.valid.labels[0] == (TRAIN - 5_000) % 10
 
 
-@pytest.mark.parametrize("answer", [None, gzip.compress(b"not the file"), b"<html>Please log in</html>"])
+# The time in gzip's header would give each process of the tests another name for the test.
+ANSWERS = {
+    "nothing": None,
+    "another file": gzip.compress(b"not the file", mtime=0),
+    "a page": b"<html>Please log in</html>",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
 def test_a_failed_download_is_explained(tmp_path, monkeypatch, answer):
     import http.server
     import threading
