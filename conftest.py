@@ -3,6 +3,7 @@
 It lies at the root so that the notebooks are tested under the same settings as the modules.
 """
 
+import functools
 import os
 import shutil
 import subprocess
@@ -31,11 +32,12 @@ SHARED = tuple(
         "preflight",
     )
 )
-# The browser's tests come after the notebooks', whose measurements they take over.
-LABS = ("notebooks/", "tests/test_browser.py")
+# The browser's tests come after those notebooks whose long measurements they take over.
+LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
 LONGEST = (
     *SHARED,
     *LABS,
+    "notebooks/",
     "tests/test_launch",
     "tests/test_check_lab",
     "tests/test_wandb.py",
@@ -65,6 +67,20 @@ def pytest_collection_modifyitems(items):
     items.sort(
         key=lambda item: next((n for n, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
     )
+
+
+@functools.cache
+def draw_data():
+    """Draws the data set before a notebook does: on a slow machine that shows its progress, which is stored nowhere."""
+    from lab_utils import data
+
+    data.load()
+
+
+def pytest_runtest_setup(item):
+    """Prepares the notebooks' data."""
+    if item.path.parent == Path(__file__).parent / "notebooks":
+        draw_data()
 
 
 @pytest.hookimpl(optionalhook=True)

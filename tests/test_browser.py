@@ -24,6 +24,7 @@ from browser import Browser, Page, find_chromium
 from jobs import assert_gone, wait_for
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from notebook_rules import find_exercise_scripts
+from wandb_server import WandbServer
 
 from lab_utils import workspace
 
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 TOKEN = "a-token-of-the-tests"
+WANDB_KEY = "PLANTED" + "0123456789abcdef" * 3  # of the form that wandb asks for
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 # What JupyterLab shows in the place of an output that it cannot render.
@@ -133,12 +135,14 @@ class Lab:
         folder: The learner's copy of the labs.
         runs: LAB_RUNS of its kernels.
         browser: What looks at it.
+        tracker: A pretend Weights & Biases server, to which the environment has a key.
     """
 
     url: str
     folder: Path
     runs: Path
     browser: Browser
+    tracker: WandbServer
 
     def open(self, name: str) -> Page:
         """Opens a notebook in a tab of its own, with a kernel that is ready."""
@@ -179,20 +183,22 @@ def find_listeners(url: str) -> list[str]:
         return [] if probe.connect_ex((host, int(port))) else [url]
 
 
-def make_environment(data: Path, home: Path) -> dict[str, str]:
+def make_environment(data: Path, home: Path, tracker: str) -> dict[str, str]:
     """What `make lab` inherits, as from a shell: Jupyter's and IPython's folders are the test's, and not the user's."""
     config = home / "config"
     config.mkdir(parents=True)
     (config / "jupyter_lab_config.json").write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
     ours = {"CI": "1", "LAB_DATA": data, "LAB_RUNS": home / "runs", "LAB_SCALE": "small", "OMP_NUM_THREADS": "1"}
     ours |= {"JUPYTER_TOKEN": TOKEN, "JUPYTER_CONFIG_DIR": config, "IPYTHONDIR": home / "ipython"}
-    ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": home / "runtime"}
-    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": home / "runtime", "HOME": home / "user"}
+    ours |= {"WANDB_API_KEY": WANDB_KEY, "WANDB_BASE_URL": tracker}
+    unwanted = re.compile(r"MAKEFLAGS|MAKELEVEL|MFLAGS|WANDB.*|.*proxy", re.IGNORECASE)
+    environment = {key: value for key, value in os.environ.items() if not unwanted.fullmatch(key)}
     return environment | {key: str(value) for key, value in ours.items()}
 
 
 @contextmanager
-def serve(folder: Path, data: Path, home: Path) -> Iterator[str]:
+def serve(folder: Path, data: Path, home: Path, tracker: str) -> Iterator[str]:
     """Runs `make lab` for a workspace and gives its address; ``home`` takes what it writes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -201,7 +207,7 @@ def serve(folder: Path, data: Path, home: Path) -> Iterator[str]:
         server = subprocess.Popen(
             ["make", "lab", f"LAB_PORT={port}", f"WORKSPACE={folder}"],
             cwd=ROOT,
-            env=make_environment(data, home),
+            env=make_environment(data, home, tracker),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -234,12 +240,17 @@ def lab(cinic_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     home = tmp_path_factory.mktemp("lab")
     workspace.update(ROOT / "notebooks", home / "workspace")
     (home / "workspace" / "scripts" / "count.py").write_text(COUNT)
+    (home / "user").mkdir()
     (home / "runs").mkdir()
     # As on a machine where the labs have run before: what nbval's kernels measured is not measured again.
     for records in Path(os.environ["LAB_RUNS"]).glob("lab*.jsonl"):
         shutil.copy(records, home / "runs")
-    with serve(home / "workspace", cinic_folder, home) as url, Browser(home / "profile") as browser:
-        yield Lab(url, home / "workspace", home / "runs", browser)
+    with (
+        WandbServer() as tracker,
+        serve(home / "workspace", cinic_folder, home, tracker.url) as url,
+        Browser(home / "profile") as browser,
+    ):
+        yield Lab(url, home / "workspace", home / "runs", browser, tracker)
 
     def find_left() -> list[str]:
         return find_processes(home / "runs") + find_listeners(url)
@@ -412,6 +423,22 @@ def test_a_learner_meets_each_stub_solves_it_and_sees_all_of_the_lab(lab, open_n
     page.evaluate(f"{LAST_FIGURE}?.scrollIntoView({{block: 'center'}})")
     keep(page, path.stem)
     assert not faults, "\n".join(["", *faults])
+    if path.stem == "03_wandb":
+        expect_key_kept_secret(lab, path)
+
+
+def expect_key_kept_secret(lab: Lab, path: Path) -> None:
+    """Lab 3 went online with the key that it found, and the key is in no file: no notebook, no log, no home folder."""
+    cells = {cell.id: cell for cell in nbformat.read(lab.folder / path.name, as_version=4).cells}
+    (said,) = [output.text for output in cells["connect"].outputs]
+    assert said.startswith("online: ") and said.count("\n") == 1
+    # First run, the training, three of the sweep, and three of two ranks; the killed ones stay offline in any case.
+    assert len(lab.tracker.rows) == 8 and lab.tracker.keys == {WANDB_KEY}
+    files = [file for file in lab.runs.parent.rglob("*") if file.is_file()]
+    assert len(files) > 100
+    assert [file for file in files if "PLANTED" in file.name or b"PLANTED" in file.read_bytes()] == []
+    written = [file for file in (lab.runs.parent / "user").rglob("*") if re.search(r"wandb|\.netrc", file.name)]
+    assert written == []
 
 
 def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(lab, open_notebook, keep):
@@ -431,8 +458,8 @@ def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(l
         """Whether its page names the run, which it fetches through the proxy, after a learner's click on reload."""
         page.evaluate(f"void ({frame}.contentWindow.stale = true, {frame}.contentWindow.location.reload())")
         with suppress(TimeoutError):
-            new = f"!{frame}.contentWindow.stale && {frame}.contentDocument.body"
-            return page.wait_for(f"({new})?.innerText.includes('baseline')", timeout=10)
+            text = f"{frame}.contentDocument.body?.innerText"
+            return page.wait_for(f"!{frame}.contentWindow.stale && {text}?.includes('baseline')", timeout=10)
 
     wait_for(shows_the_run, 60.0)
     keep(page, "tensorboard_inline")

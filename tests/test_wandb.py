@@ -4,14 +4,12 @@ import json
 import math
 import os
 import pty
-import shutil
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import nbformat
 import pytest
 from wandb_server import WandbServer
 
@@ -325,33 +323,3 @@ def test_two_processes_make_one_run_of_reduced_values(root, tmp_path, monkeypatc
         assert loss == pytest.approx((48 * first + 16 * second) / 64, rel=1e-6)
         assert loss != pytest.approx((first + second) / 2, rel=1e-4)
     assert results[0]["rows"] == results[1]["rows"], "a reduced value is the same on every rank"
-
-
-@pytest.mark.drill
-def test_the_notebook_keeps_a_key_to_itself(root, tmp_path):
-    for name in ("notebooks", "lab_utils"):
-        shutil.copytree(root / name, tmp_path / "labs" / name)
-    shutil.copy(root / "pyproject.toml", tmp_path / "labs")
-    notebook = tmp_path / "labs" / "notebooks" / "03_wandb.ipynb"
-    program = (
-        "import sys, nbformat; from pathlib import Path; from nbclient import NotebookClient\n"
-        "path = Path(sys.argv[1]); notebook = nbformat.read(path, 4)\n"
-        "NotebookClient(notebook, timeout=300, resources={'metadata': {'path': path.parent}}).execute()\n"
-        "nbformat.write(notebook, path)"
-    )
-    with WandbServer() as server:
-        env = make_environment(
-            tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.url, PYTHONPATH=str(tmp_path / "labs")
-        )
-        command = [sys.executable, "-c", program, str(notebook)]
-        child = subprocess.run(command, capture_output=True, text=True, env=env, timeout=500)
-    assert child.returncode == 0, child.stderr[-3000:]
-    cells = {cell.id: cell for cell in nbformat.read(notebook, 4).cells}
-    (said,) = [output.text for output in cells["connect"].outputs]
-    assert said.startswith("online: ") and said.count("\n") == 1
-    # First run, the training, three of the sweep, and three of two ranks; the killed ones stay offline in any case.
-    assert len(server.rows) == 8
-    assert "PLANTED" not in child.stdout + child.stderr
-    assert find_text(tmp_path, "PLANTED") == []
-    written = [path for path in (tmp_path / "home").rglob("*") if "wandb" in path.name.lower() or path.name == ".netrc"]
-    assert written == []
