@@ -21,7 +21,7 @@ from lab_utils.launch.start import copy_all
 pytestmark = pytest.mark.usefixtures("runs")
 HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "it's; touch canary", "a\nb", "*", "", "é✔", "-c"]
 REPORT = """
-import json, os, sys, helper
+import gc, json, os, sys, helper
 import torch, torch.distributed as dist
 from lab_utils import launch
 dist.init_process_group("gloo")
@@ -31,7 +31,7 @@ launch.report("an earlier call")
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "LAB_DATA", "COLOUR", "GLOO_SOCKET_IFNAME"]
 env = {name: os.environ.get(name) for name in names}
 launch.report({"args": sys.argv[1:], "env": env, "helper": helper.VALUE, "cwd": os.getcwd(), "order": order,
-               "name": __name__, "file": os.path.basename(__file__)})
+               "gc": [gc.isenabled(), gc.get_freeze_count()], "name": __name__, "file": os.path.basename(__file__)})
 print("hello from", os.environ["RANK"])
 print("a word to stderr", file=sys.stderr)
 dist.destroy_process_group()
@@ -90,6 +90,8 @@ def test_two_nodes_with_two_processes_each(write, runs):
         assert value["args"] == HOSTILE
         assert value["name"] == "__main__" and value["file"] == script.name
         assert value["helper"] == 42
+        enabled, frozen = value["gc"]
+        assert enabled and frozen > 100_000, "torch's objects are left out of the search for garbage, and no others"
         assert value["order"] == ["1", "1", "0", "0"]  # node0, with the lower address, is the second of the list
         assert value["cwd"] == f"{runs}/nodes/node{rank // 2}/work"
         env = value["env"]
