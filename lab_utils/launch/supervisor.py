@@ -53,12 +53,12 @@ class Supervisor:
             signal.signal(number, lambda number, frame: self._why.append(f"signal {number}"))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         process = self._start()
+        self._say("started", pid=os.getpid())  # before the threads that pass on what the command says
         threading.Thread(target=self._listen, daemon=True).start()
         pump = threading.Thread(target=self._pump, args=[process.stdout], daemon=True)
         pump.start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
-        self._say("started", pid=os.getpid())
         started, sampled = time.monotonic(), 0.0
         while process.poll() is None and not self._why:
             time.sleep(0.05)
