@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -146,7 +147,8 @@ class Lab:
 
     def open(self, name: str) -> Page:
         """Opens a notebook in a tab of its own, with a kernel that is ready."""
-        page = self.browser.open(f"{self.url}/lab?token={TOKEN}&reset")
+        # A workspace of its own: a tab that finds the default one in use by another goes elsewhere in mid-load.
+        page = self.browser.open(f"{self.url}/lab/workspaces/{secrets.token_hex(4)}?token={TOKEN}")
         page.wait_for("window.jupyterapp !== undefined", timeout=120)
         page.evaluate(HELPERS)
         page.evaluate(f"labs.open({json.dumps(name)})", timeout=120)
