@@ -23,7 +23,16 @@ from lab_utils.launch.local import LocalNode, local_nodes
 from lab_utils.launch.preflight import Preflight, check_nodes, judge_clocks
 from lab_utils.launch.ssh import ssh_nodes
 from lab_utils.launch.talk import ask_once, make_program
-from lab_utils.launch.verdicts import MIB, Verdict, Wanted, judge_disk, judge_facts, judge_gpus, judge_versions
+from lab_utils.launch.verdicts import (
+    MIB,
+    Verdict,
+    Wanted,
+    judge_disk,
+    judge_facts,
+    judge_gpus,
+    judge_jobs,
+    judge_versions,
+)
 
 LISTEN = """import socket, time
 listener = socket.socket()
@@ -194,6 +203,18 @@ def test_a_job_that_somebody_watches_is_a_note(pair, start, tmp_path):
     (verdict,) = find(look(pair), "jobs")
     assert verdict.state == "note"
     assert "job preflight-s still runs here" in verdict.found
+
+
+def test_a_job_that_starts_between_two_nodes_answers_is_no_leftover():
+    """Both nodes are one machine: the second list has the job's supervisor again, and workers that the first had not."""
+    supervisor, *workers = (
+        {"id": "job-a", "pid": pid, "command": "python", "supervisor": pid == 1} for pid in (1, 2, 3)
+    )
+    facts = {name: {"system": {"machine": "here"}} for name in ("node0", "node1")}
+    lists = {"node0": [supervisor], "node1": [supervisor, *workers]}
+    assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "note"]
+    lists = {"node0": [supervisor], "node1": workers}
+    assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "red"]
 
 
 def test_a_polite_leftover_is_asked_first(pair, start):
