@@ -8,7 +8,7 @@ LAB_PORT ?= 8888
 WORKSPACE ?= workspace
 STUDENT ?= student
 # Processes that share the tests; 0 runs them in pytest's own, for a debugger.
-WORKERS ?= 2
+WORKERS ?= 3
 # What a Python has to be, and the one behind it where it belongs to an environment.
 SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 13); print(sys._base_executable)
 

@@ -86,7 +86,7 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps a file's tests in one process of ``pytest -n 2``; the hosts' files together, and the labs'."""
+    """Keeps a file's tests in one process of ``pytest -n 3``; the hosts' files together, and the labs'."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # which would begin with the file of the most tests
