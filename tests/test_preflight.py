@@ -206,7 +206,7 @@ def test_a_job_that_somebody_watches_is_a_note(pair, start, tmp_path):
 
 
 def test_a_job_that_starts_between_two_nodes_answers_is_no_leftover():
-    """Both nodes are one machine: the second list has the job's supervisor again, and workers that the first had not."""
+    """Both nodes are one machine: the second list has the supervisor again, and workers that the first had not."""
     supervisor, *workers = (
         {"id": "job-a", "pid": pid, "command": "python", "supervisor": pid == 1} for pid in (1, 2, 3)
     )

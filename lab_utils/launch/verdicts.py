@@ -229,7 +229,6 @@ def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping
     for name, processes in jobs.items():
         system = facts.get(name, {}).get("system", {})
         by_job: dict[str, list[Mapping]] = {}
-        # All that this node listed: some were named with another node of the same machine already.
         watched = {process["id"] for process in processes if process["supervisor"]}
         for process in processes:
             if process["id"] != wanted.job_id and (system.get("machine"), process["pid"]) not in seen:
@@ -238,10 +237,9 @@ def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping
         for job, own in by_job.items():
             pids = ", ".join(str(process["pid"]) for process in own[:8])
             what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
+            state, cause = "red", f"a leftover, which nothing else will end: {own[0]['command']}"
             if job in watched:
                 state, cause = "note", "another notebook runs it; the two share the machine"
-            else:
-                state, cause = "red", f"a leftover, which nothing else will end: {own[0]['command']}"
             verdicts.append(Verdict(name, "jobs", state, what, cause, stop_command(job, name, system, wanted)))
     return verdicts
 
