@@ -16,6 +16,7 @@ import subprocess
 import time
 import urllib.parse
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,15 @@ class Browser:
     Args:
         folder: For the profile; it is made.
         size: Width and height of a page in pixels.
+        flags: More of Chromium's own.
     """
 
-    def __init__(self, folder: Path, *, size: tuple[int, int] = (1400, 1000)) -> None:
+    def __init__(self, folder: Path, *, size: tuple[int, int] = (1400, 1000), flags: Sequence[str] = ()) -> None:
         program = find_chromium()
         assert program, f"none of {', '.join(PROGRAMS)} is installed"
         folder.mkdir(parents=True, exist_ok=True)
         self._port_file = folder / "DevToolsActivePort"
-        command = [program, *FLAGS, f"--user-data-dir={folder}", f"--window-size={size[0]},{size[1]}"]
+        command = [program, *FLAGS, *flags, f"--user-data-dir={folder}", f"--window-size={size[0]},{size[1]}"]
         command += ["--remote-debugging-port=0", "about:blank"]
         with (folder / "chromium.log").open("wb") as log:
             # A session of its own: Chromium is many processes, and they end as one group.

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import lab_pages
 import nbformat
 import psutil
 import pytest
 from browser import Browser, Page, find_chromium
 from jobs import assert_gone, wait_for
+from lab_pages import PROGRESS, find_faults, run_all
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from notebook_rules import find_exercise_scripts
 from wandb_server import WandbServer
@@ -36,64 +38,6 @@ TOKEN = "a-token-of-the-tests"
 WANDB_KEY = "PLANTED" + "0123456789abcdef" * 3  # of the form that wandb asks for
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
-# What JupyterLab shows in the place of an output that it cannot render.
-REFUSALS = ("Error displaying widget", "Loading widget...", "Error rendering", "Javascript Error:")
-PROGRESS = "application/vnd.jupyter.widget-view+json"
-
-# What the tests say to JupyterLab's application, which the server's configuration exposes. A click on a menu would race
-# the kernel: "Run All Cells" of a session that is not ready yet runs nothing.
-HELPERS = """
-window.labs = {
-  async open(path) {
-    await jupyterapp.restored;
-    labs.panel = await jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook'});
-    await labs.panel.context.ready;
-    await labs.panel.sessionContext.ready;
-    // A bar that ends with its loop is gone from the page afterwards, so it has to be seen while it is there.
-    labs.bars = {};
-    new MutationObserver(changes => changes.forEach(change => change.addedNodes.forEach(node => {
-      const bars = node.querySelectorAll?.('.widget-hprogress .progress-bar').length;
-      const cell = bars && labs.cells.findIndex(one => one.node.contains(node));
-      if (bars) labs.bars[cell] = (labs.bars[cell] ?? 0) + bars;
-    }))).observe(labs.panel.node, {childList: true, subtree: true});
-  },
-  get kernel() { return labs.panel.sessionContext.session?.kernel?.status; },
-  get cells() { return labs.panel.content.widgets; },
-  // The cell that stopped "Run All", and the name of its error.
-  get stop() {
-    const find = cell => (cell.model.outputs?.toJSON() ?? []).find(output => output.output_type === 'error')?.ename;
-    const index = labs.cells.findIndex(find);
-    return index < 0 ? null : [index, find(labs.cells[index])];
-  },
-  rewrite(index, source) {
-    labs.panel.content.activeCellIndex = index;
-    labs.cells[index].model.sharedModel.setSource(source);
-  },
-  start(command) {
-    labs.ended = null;
-    jupyterapp.commands.execute(command).then(() => { labs.ended = 'well'; }, error => { labs.ended = String(error); });
-  },
-  async look(index) {
-    const cell = labs.cells[index].node;
-    const find = selector => [...cell.querySelectorAll(selector)];
-    await labs.panel.content.scrollToItem(index, 'center');
-    await Promise.all(find('img').map(image => image.decode().catch(() => null)));
-    await new Promise(requestAnimationFrame);
-    const all = {opacityProperty: true, visibilityProperty: true, contentVisibilityAuto: true};
-    const shows = node => {
-      const {width, height} = node.getBoundingClientRect();
-      return node.checkVisibility(all) && width > 0 && height > 0 && (node.naturalWidth ?? 1) > 0;
-    };
-    return {
-      text: cell.innerText,
-      figures: find('.jp-OutputArea-output :is(img, svg)').map(shows),
-      pictures: find('.jp-MarkdownOutput img').map(shows),
-      bars: find('.jp-OutputArea-output .widget-hprogress .progress-bar').map(shows),
-    };
-  },
-};
-void 0
-"""
 # What a cell's output shows.
 TEXT = "labs.cells[{}].outputArea.node.innerText"
 LAST_FIGURE = "[...labs.panel.node.querySelectorAll('.jp-RenderedImage img')].at(-1)"
@@ -149,9 +93,7 @@ class Lab:
         """Opens a notebook in a tab of its own, with a kernel that is ready."""
         # A workspace of its own: a tab that finds the default one in use by another goes elsewhere in mid-load.
         page = self.browser.open(f"{self.url}/lab/workspaces/{secrets.token_hex(4)}?token={TOKEN}")
-        page.wait_for("window.jupyterapp !== undefined", timeout=120)
-        page.evaluate(HELPERS)
-        page.evaluate(f"labs.open({json.dumps(name)})", timeout=120)
+        lab_pages.open_notebook(page, name)
         return page
 
     def write(self, name: str, *sources: str) -> Path:
@@ -287,44 +229,6 @@ def keep(tmp_path: Path, record_property: Callable[[str, object], None]) -> Call
         record_property("screenshot", str(picture))
 
     return run
-
-
-def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:
-    page.wait_for("labs.kernel === 'idle'")
-    page.evaluate(f"labs.start({command!r})")
-    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=600)
-    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
-
-
-def find_faults(page: Page, path: Path) -> list[str]:
-    """What is wrong with a notebook that was run and saved: on disk, and in the browser."""
-    faults, seen = [], page.evaluate("labs.bars")
-    for index, cell in enumerate(nbformat.read(path, as_version=4).cells):
-        shown = page.evaluate(f"labs.look({index})")
-        judge = judge_code if cell.cell_type == "code" else judge_prose
-        words = [f"it shows {word!r}" for word in REFUSALS if word in shown["text"]]
-        faults += [f"{cell.id}: {fault}" for fault in [*judge(cell, shown, seen.get(str(index), 0)), *words]]
-    return faults
-
-
-def judge_code(cell: nbformat.NotebookNode, shown: dict, bars: int) -> Iterator[str]:
-    """Compares a cell's outputs on disk with what the page shows; ``bars`` were seen while it ran."""
-    if cell.execution_count is None:
-        yield "it was not run"
-    data = [output.get("data", {}) for output in cell.outputs]
-    figures, widgets = (sum(mime in " ".join(one) for one in data) for mime in ("image/", PROGRESS))
-    yield from (f"it raised {output.ename}" for output in cell.outputs if output.output_type == "error")
-    if len(shown["figures"]) < figures or not all(shown["figures"]):
-        yield f"{figures} figures are stored, visible are {shown['figures']}"
-    if bars < widgets or not all(shown["bars"]):
-        yield f"{widgets} progress bars are stored, {bars} were seen, visible are {shown['bars']}"
-
-
-def judge_prose(cell: nbformat.NotebookNode, shown: dict, _: int) -> Iterator[str]:
-    """Compares the pictures that a cell of text names with those that the page shows."""
-    pictures = len(re.findall(r"!\[|<img ", cell.source))
-    if len(shown["pictures"]) < pictures or not all(shown["pictures"]):
-        yield f"{pictures} pictures are named, visible are {shown['pictures']}"
 
 
 SOLVED = "def f():\n    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\nassert f() == 2"
