@@ -5,8 +5,10 @@ It lies at the root so that the notebooks are tested under the same settings as 
 
 import functools
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,8 +23,6 @@ FOLDERS = pytest.StashKey[Path]()
 SHARED = tuple(
     f"tests/test_{name}.py"
     for name in (
-        # First, beside lab 1, which starts no job: any job's preflight would find the processes that it leaves behind.
-        "preflight",
         "hosts",
         "lab5",
         "launch_drills",
@@ -31,6 +31,7 @@ SHARED = tuple(
         "launch_script",
         "launch_slurm",
         "launch_ssh",
+        "preflight",
     )
 )
 # The browser's tests come after those notebooks whose long measurements they take over.
@@ -48,6 +49,7 @@ LONGEST = (
 def pytest_configure(config):
     """Gives all tests, and the kernels of the notebooks, folders of their own and the small scale."""
     config.addinivalue_line("markers", "drill: starts processes, cuts them off, and looks at what is left")
+    config.addinivalue_line("markers", "hosting: builds images and runs containers; `make test-hosting` alone runs it")
     # Not a fixture: the cells of a notebook are no functions, and fixtures do not reach them.
     root = Path(tempfile.mkdtemp(prefix="labs-"))
     config.stash[FOLDERS] = root
@@ -58,8 +60,15 @@ def pytest_configure(config):
     os.environ["LAB_SCALE"] = "small"
 
 
-def pytest_collection_modifyitems(items):
-    """Begins with what takes longest, so that no process is left alone with it at the end."""
+def pytest_collection_modifyitems(config, items):
+    """Leaves the tests of containers to their own target, and begins with what takes longest.
+
+    So that no process is left alone with it at the end.
+    """
+    if "hosting" not in config.option.markexpr:
+        left_out = [item for item in items if item.get_closest_marker("hosting")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
     wanting = {
         item.nodeid.split("::")[0] for item in items if {"hosts", "slurm"} & set(getattr(item, "fixturenames", ()))
     }
@@ -82,6 +91,21 @@ def pytest_runtest_setup(item):
     """Prepares the notebooks' data."""
     if item.path.parent == Path(__file__).parent / "notebooks":
         draw_data()
+
+
+# bash as the first process buries what others leave behind, as init does; it must not become what it starts.
+OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", '"$0" "$@"; exit $?')
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config, specs):
+    """Gives each process of ``pytest -n 3`` process ids of its own, where root can.
+
+    A preflight sees every job of its user, and tests leave some behind on purpose, which are red to those of another.
+    """
+    if not os.geteuid() and shutil.which("unshare") and not subprocess.run([*OWN_PIDS, "true"]).returncode:
+        for spec in specs:
+            spec.python = shlex.join([*OWN_PIDS, sys.executable])
 
 
 @pytest.hookimpl(optionalhook=True)
