@@ -1,0 +1,398 @@
+"""The values for Kubernetes: the chart's schema takes them, and the pods made of them are what a team needs.
+
+Offline, by the chart's own files and without a cluster. The chart is no part of this repository: LAB_Z2JH names the
+folder that `helm pull jupyterhub --repo https://hub.jupyter.org/helm-chart/ --untar` makes, or one with its
+values.yaml, values.schema.yaml (or .json) and files/hub/jupyterhub_config.py. The tools are check-jsonschema,
+jupyterhub-kubespawner and kubernetes-validate, all of PyPI and in one environment on the PATH.
+"""
+
+import copy
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.hosting
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "hosting" / "kubernetes"
+TOOLS = ("check-jsonschema", "kubernetes-validate")
+TEAMS = {"red": "r" * 48, "team-1": "1" * 48, "instructor": "i" * 48}
+LOGINS = {
+    ("red", TEAMS["red"]): ["red", False],
+    (" Red ", TEAMS["red"] + " "): ["red", False],  # as people type and paste
+    ("team-1", TEAMS["team-1"]): ["team-1", False],
+    ("instructor", TEAMS["instructor"]): ["instructor", True],
+    ("red", TEAMS["team-1"]): None,
+    ("red", ""): None,
+    ("red", hashlib.sha256(TEAMS["red"].encode()).hexdigest()): None,  # what the Secret holds is no token
+    ("green", TEAMS["red"]): None,
+    ("", ""): None,
+    ("red", "ü"): None,
+}
+
+# What the hub's pod does with the values: it runs the chart's own configuration file, whose module z2jh reads them out
+# of a mounted Secret. Then asks the spawner for the pod, and the authenticator who is let in.
+PROGRAM = """
+import asyncio, json, os, sys, types
+from pathlib import Path
+from traitlets.config import Config
+from tornado.httpclient import AsyncHTTPClient
+
+AsyncHTTPClient.configure = lambda *arguments: None  # the chart asks for curl, which nothing here needs
+given = json.load(sys.stdin)
+
+def get_config(key, default=None):
+    value = given["values"]
+    for level in key.split("."):
+        if not isinstance(value, dict) or level not in value:
+            return default
+        value = value[level]
+    return value
+
+def set_config_if_not_none(parent, name, key):
+    if get_config(key) is not None:
+        setattr(parent, name, get_config(key))
+
+z2jh = types.ModuleType("z2jh")
+z2jh.get_config, z2jh.set_config_if_not_none = get_config, set_config_if_not_none
+z2jh.get_name, z2jh.get_name_env = lambda name: name, lambda name, suffix="": "8081"
+z2jh.get_secret_value = lambda key, default="00" * 32: default
+sys.modules["z2jh"] = z2jh
+path, c = given["config"], Config()
+exec(compile(Path(path).read_text(), path, "exec"), {"c": c, "__file__": path, "__name__": "jupyterhub_config"})
+
+from jupyterhub.app import JupyterHub
+from kubernetes_asyncio.client import ApiClient
+from kubespawner import KubeSpawner
+
+class User:
+    id, name, url = 1, given["team"], "/user/" + given["team"] + "/"
+
+async def answer():
+    spawner, client = KubeSpawner(_mock=True, user=User(), config=c), ApiClient()
+    pod = client.sanitize_for_serialization(await spawner.get_pod_manifest())
+    claim = client.sanitize_for_serialization(spawner.get_pvc_manifest())
+    await client.close()
+    authenticator, let_in = JupyterHub(config=c).authenticator_class(config=c), []
+    for username, password in given["logins"]:
+        user = await authenticator.get_authenticated_user(None, {"username": username, "password": password})
+        let_in.append(user and [user["name"], bool(user["admin"])])
+    return {
+        "pod": pod, "claim": claim, "let_in": let_in, "authenticator": type(authenticator).__name__,
+        "delete_pvc": spawner.delete_pvc, "services": c.JupyterHub.services,
+    }
+
+Path(given["answer"]).write_text(json.dumps(asyncio.run(answer())))
+"""
+
+
+def merge(below: dict, above: dict) -> dict:
+    """Values laid over the chart's own as Helm does: dictionaries grow together, all else is replaced."""
+    merged = copy.deepcopy(below)
+    for key, value in above.items():
+        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = merge(merged[key], value) if both else copy.deepcopy(value)
+    return merged
+
+
+@pytest.fixture(scope="module")
+def ours():
+    return yaml.safe_load((FOLDER / "values.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def readme():
+    return (FOLDER / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def chart():
+    """The chart's folder."""
+    if not os.environ.get("LAB_Z2JH"):
+        pytest.skip("NOT TESTED HERE: LAB_Z2JH does not name a folder with the chart Zero to JupyterHub")
+    folder = Path(os.environ["LAB_Z2JH"])
+    for name in ("values.yaml", "files/hub/jupyterhub_config.py"):
+        assert (folder / name).is_file(), f"LAB_Z2JH={folder} has no {name}"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python():
+    """The Python of the environment that the tools are in."""
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    python = "" if missing else str(Path(shutil.which(TOOLS[0])).parent / "python")
+    if python and subprocess.run([python, "-c", "import kubespawner"], capture_output=True).returncode:
+        missing = ["jupyterhub-kubespawner"]
+    if missing:
+        pytest.skip(
+            f"NOT TESTED HERE: {', '.join(missing)} not found; pip install {' '.join(TOOLS)} jupyterhub-kubespawner"
+        )
+    return python
+
+
+@pytest.fixture
+def check_values(chart, python, tmp_path):
+    """Holds values, over the chart's own, against the chart's schema; returns what is wrong with them, or nothing."""
+    schema = next((path for path in sorted(chart.glob("values.schema.*")) if path.suffix in (".yaml", ".json")), None)
+    assert schema, f"LAB_Z2JH={chart} has no values.schema.yaml"
+    defaults = yaml.safe_load((chart / "values.yaml").read_text())
+
+    def run(values):
+        path = tmp_path / "merged.json"
+        path.write_text(json.dumps(merge(defaults, values)))
+        command = [shutil.which("check-jsonschema"), "--schemafile", str(schema), str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 or "Schema validation errors" in done.stdout, done.stdout + done.stderr
+        return done.stdout if done.returncode else ""
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def start(chart, python, tmp_path_factory):
+    """Lets the chart's configuration and the spawner answer to values; ``logins`` are pairs of name and token."""
+    defaults = yaml.safe_load((chart / "values.yaml").read_text())
+
+    def run(values, *, team="red", logins=(), teams=TEAMS):
+        tmp_path = tmp_path_factory.mktemp("hub")
+        hashes = {name: {"sha256": hashlib.sha256(token.encode()).hexdigest()} for name, token in teams.items()}
+        (tmp_path / "teams.json").write_text(json.dumps(hashes))
+        merged = json.loads(json.dumps(merge(defaults, values)).replace("/srv/teams/", f"{tmp_path}/"))
+        given = {
+            "values": merged,
+            "config": str(chart / "files/hub/jupyterhub_config.py"),
+            "team": team,
+            "logins": list(logins),
+            "answer": str(tmp_path / "answer.json"),
+        }
+        # The spawner wants to know a cluster, which it is never asked to reach.
+        (tmp_path / "kubeconfig").write_text(
+            "{current-context: a, contexts: [{name: a, context: {cluster: a, user: a}}], users: [{name: a, user: {}}],"
+            " clusters: [{name: a, cluster: {server: 'http://127.0.0.1:9'}}]}"
+        )
+        done = subprocess.run(
+            [python, "-c", PROGRAM],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            timeout=180,
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], "HOME": str(tmp_path), "KUBECONFIG": str(tmp_path / "kubeconfig")},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((tmp_path / "answer.json").read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def answer(ours, start):
+    """What is made of the values for team red, and who is let in."""
+    return start(ours, logins=LOGINS)
+
+
+@pytest.fixture
+def check_manifest(python, tmp_path):
+    """Holds a manifest against Kubernetes' own schema; returns what is wrong with it, or nothing."""
+
+    def run(manifest):
+        path = tmp_path / "manifest.yaml"
+        path.write_text(yaml.safe_dump(manifest))
+        command = [shutil.which("kubernetes-validate"), "--strict", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        said = done.stdout + done.stderr
+        assert "Traceback" not in said, said
+        return said if done.returncode else ""
+
+    return run
+
+
+def find_container(pod):
+    (container,) = pod["spec"]["containers"]
+    return container
+
+
+def find_mount(pod, path):
+    """The volume that is mounted at a path."""
+    (mount,) = (mount for mount in find_container(pod)["volumeMounts"] if mount["mountPath"] == path)
+    (volume,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"])
+    return volume
+
+
+def test_the_chart_takes_the_values(ours, check_values):
+    assert not check_values(ours)
+
+
+@pytest.mark.parametrize(
+    ("path", "old", "new"),
+    [
+        ("singleuser", "extraResource", "extraResourse"),
+        ("singleuser.storage", "homeMountPath", "homeMountpath"),
+        ("proxy.https", "hosts", "host"),
+        ("hub", "extraVolumes", "extraVolume"),
+    ],
+)
+def test_the_chart_refuses_a_slip(ours, check_values, path, old, new):
+    wrong = copy.deepcopy(ours)
+    part = wrong
+    for key in path.split("."):
+        part = part[key]
+    part[new] = part.pop(old)
+    assert new in check_values(wrong)
+
+
+def test_the_chart_refuses_a_wrong_type(ours, check_values):
+    assert "uid" in check_values(merge(ours, {"singleuser": {"uid": "learner"}}))
+
+
+def test_the_chart_takes_the_values_behind_an_ingress(ours, readme, check_values):
+    (block,) = re.findall(r"```yaml\n(.*?)```", readme, flags=re.DOTALL)
+    ingress = yaml.safe_load(block)
+    assert not check_values({key: value for key, value in ours.items() if key != "proxy"} | ingress)
+    assert ingress["ingress"]["tls"] and ingress["proxy"]["service"]["type"] == "ClusterIP"
+
+
+def test_kubernetes_takes_the_pod_and_its_claim(answer, check_manifest):
+    assert not check_manifest(answer["pod"])
+    assert not check_manifest(answer["claim"])
+
+
+@pytest.mark.parametrize("slip", [("medium", "Medium"), ("sizeLimit", "sizelimit")])
+def test_kubernetes_refuses_a_slip_where_the_chart_looks_at_nothing(ours, check_values, start, check_manifest, slip):
+    storage = ours["singleuser"]["storage"]
+    volumes = json.loads(json.dumps(storage["extraVolumes"]).replace(f'"{slip[0]}"', f'"{slip[1]}"'))
+    assert volumes != storage["extraVolumes"]
+    wrong = merge(ours, {"singleuser": {"storage": {"extraVolumes": volumes}}})
+    assert not check_values(wrong)
+    assert slip[1] in check_manifest(start(wrong)["pod"])
+
+
+def test_a_team_gets_two_gpus_and_sees_no_others(answer):
+    resources = find_container(answer["pod"])["resources"]
+    assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == "2"
+
+
+def test_a_team_gets_shared_memory_within_its_limit(answer):
+    pod = answer["pod"]
+    volume = find_mount(pod, "/dev/shm")
+    assert volume["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    resources = find_container(pod)["resources"]
+    assert int(resources["limits"]["memory"]) >= 2 * 16 * 1024**3
+    assert resources["limits"]["memory"] == resources["requests"]["memory"]
+
+
+def test_each_team_has_a_volume_of_its_own_where_it_works(answer, ours, start):
+    claims = set()
+    for made in (answer, start(ours, team="team-1")):
+        claim = find_mount(made["pod"], "/home/learner/work")["persistentVolumeClaim"]["claimName"]
+        assert claim == made["claim"]["metadata"]["name"]
+        assert made["claim"]["spec"]["resources"]["requests"]["storage"] == "20Gi"
+        claims.add(claim)
+    assert len(claims) == 2
+    assert answer["delete_pvc"] is False  # the user can go, the work stays
+
+
+def test_a_team_is_the_user_of_the_image(answer):
+    pod = answer["pod"]
+    dockerfile = (ROOT / "hosting" / "Dockerfile").read_text()
+    (uid,) = re.findall(r"useradd .*--uid (\d+) .*learner", dockerfile)
+    mine = find_container(pod)["securityContext"]
+    assert mine["runAsUser"] == mine["runAsGroup"] == pod["spec"]["securityContext"]["fsGroup"] == int(uid)
+    assert mine["allowPrivilegeEscalation"] is False
+    # Nor may it ask the cluster's API anything.
+    assert pod["spec"]["automountServiceAccountToken"] is False
+
+
+def test_the_pod_runs_what_the_image_has(answer):
+    container = find_container(answer["pod"])
+    # Arguments of the image's own entry point, which starts any program that it is given.
+    assert "command" not in container
+    program, mode = container["args"]
+    script = ROOT / Path(program).relative_to("/srv/labs")
+    modes = [name.split("|") for name in re.findall(r"^ +([\w| ]+)\)", script.read_text(), flags=re.MULTILINE)]
+    assert mode in {name.strip() for names in modes for name in names}, f"{script} has no mode {mode}"
+    assert {"name": "JUPYTERHUB_DEFAULT_URL", "value": "/lab/tree/labs"} in container["env"]
+
+
+def test_the_pod_may_run_on_nodes_with_gpus(answer):
+    tolerations = answer["pod"]["spec"]["tolerations"]
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in tolerations
+
+
+def test_idle_servers_are_ended(answer):
+    (culler,) = (service for service in answer["services"] if service["name"] == "jupyterhub-idle-culler")
+    assert "--timeout=7200" in culler["command"] and "--cull-users" not in culler["command"]
+
+
+def test_a_team_is_let_in_by_its_own_token_only(answer):
+    assert answer["authenticator"] == "TeamAuthenticator"
+    assert answer["let_in"] == list(LOGINS.values())
+
+
+def test_nobody_administers_a_hub_without_an_instructor(ours, start):
+    teams = {"red": TEAMS["red"]}
+    logins = [("instructor", ""), ("instructor", TEAMS["instructor"]), ("red", TEAMS["red"])]
+    assert start(ours, logins=logins, teams=teams)["let_in"] == [None, None, ["red", False]]
+
+
+def test_nobody_is_let_in_where_the_authenticator_is_missing(ours, start):
+    without = copy.deepcopy(ours)
+    del without["hub"]["extraConfig"]
+    answer = start(without, logins=LOGINS)
+    assert answer["authenticator"] == "NullAuthenticator" and not any(answer["let_in"])
+
+
+def test_the_documented_commands_make_what_the_hub_reads(readme, ours, tmp_path):
+    folder = tmp_path / "class"
+    folder.mkdir()
+    (block,) = (text for text in re.findall(r"```sh\n(.*?)```", readme, flags=re.DOTALL) if "END" in text)
+    script = re.sub(r"^   ", "", block, flags=re.MULTILINE).partition("kubectl")[0]
+    script = script.replace("python3 - ", f"'{sys.executable}' - ")
+    subprocess.run(
+        ["bash", "-e"], input=script, text=True, check=True, cwd=folder, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    state = folder / "hosting" / "state"
+    hashes = json.loads((state / "hashes.json").read_text())
+    tokens = dict(line.split("=") for line in (state / "tokens.env").read_text().split())
+    assert set(hashes) == {"red", "blue", "instructor"} and state.stat().st_mode & 0o077 == 0
+    assert hashes["red"]["sha256"] == hashlib.sha256(tokens["TOKEN_RED"].encode()).hexdigest()
+    (mount,) = ours["hub"]["extraVolumeMounts"]
+    assert f"{mount['mountPath']}/teams.json" in ours["hub"]["extraConfig"]["teams"] and "subPath" not in mount
+    assert "--from-file=teams.json=hosting/state/hashes.json" in block
+    (volume,) = ours["hub"]["extraVolumes"]
+    assert f"create secret generic {volume['secret']['secretName']} " in block and volume["name"] == mount["name"]
+
+
+def test_teams_are_kept_apart_and_from_the_cluster(ours, chart):
+    merged = merge(yaml.safe_load((chart / "values.yaml").read_text()), ours)
+    policy = merged["singleuser"]["networkPolicy"]
+    assert policy["enabled"] and not policy["ingress"] and not policy["egress"] and not policy["allowedIngressPorts"]
+    assert not policy["egressAllowRules"]["privateIPs"] and not policy["egressAllowRules"]["cloudMetadataServer"]
+    # This label opens a team's pod to others; of the pods, the chart gives it to the proxy.
+    assert "hub.jupyter.org/network-access-singleuser" not in merged["singleuser"]["extraLabels"]
+
+
+def test_tokens_travel_by_tls_only(ours):
+    https = ours["proxy"]["https"]
+    assert https["enabled"] and https["type"] == "letsencrypt" and https["hosts"] and https["letsencrypt"]
+
+
+def test_no_secret_stands_in_the_values():
+    text = (FOLDER / "values.yaml").read_text()
+    assert not re.search(r"[A-Za-z0-9+/_-]{40,}", text)
+    assert not re.search(
+        r"dummy|^\s*(?:\w*password|\w*secret_?token|api_?token|cookie_?secret)\s*:", text, flags=re.I | re.M
+    )
+
+
+def test_what_an_instructor_has_to_change_is_marked():
+    marked = [line.strip() for line in (FOLDER / "values.yaml").read_text().splitlines() if line.endswith("  # yours")]
+    assert [line.partition(":")[0] for line in marked] == ["hosts", "contactEmail", "name", "tag"]
