@@ -1,0 +1,108 @@
+"""The command line of an instructor: ``python3 -m hosting up hosting/teams.csv``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from hosting import commands, hub
+from hosting.engine import find_engine
+from hosting.settings import Settings
+from hosting.status import read_status, show_status
+from lab_utils import LabError, checkout
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(
+        prog="python3 -m hosting", description="Host the labs for teams (hosting/README.md)."
+    )
+    state = Path(os.environ.get("LAB_HOSTING") or checkout() / "hosting" / "state")
+    parser.add_argument("--state", type=Path, default=state, help="folder of tokens and files (hosting/state)")
+    parser.add_argument("--engine", default="", choices=["docker", "podman"], help="where both are there")
+    todo = parser.add_subparsers(dest="command", required=True)
+
+    up = todo.add_parser("up", help="start the class, or change it to what teams.csv says now")
+    up.add_argument("teams", nargs="?", help="the list of teams (hosting/teams.csv)")
+    up.add_argument("--address", help="host name of the URLs (localhost)")
+    up.add_argument("--port", type=int, help="port of the URLs (8443)")
+    up.add_argument("--bind", help="address to listen on (127.0.0.1); 0.0.0.0 for learners elsewhere")
+    up.add_argument(
+        "--tls", help="auto (Let's Encrypt), internal, none, or a folder with cert.pem and key.pem (internal)"
+    )
+    up.add_argument("--nodes", type=int, help="containers per team, 1 or 2 (2)")
+    up.add_argument("--data", help="folder with data sets, read-only for all teams")
+    up.add_argument("--shm", help="size of /dev/shm of each container (16gb)")
+    up.add_argument("--image", help="the teams' image")
+    up.add_argument("--front", help="the image with Caddy")
+    up.add_argument("--project", help="what all names begin with (labs)")
+    up.add_argument("--share-gpus", action=argparse.BooleanOptionalAction, help="let two teams have one GPU")
+    up.add_argument(
+        "--hub", action=argparse.BooleanOptionalAction, help="with accounts: JupyterHub (hosting/hub/README.md)"
+    )
+
+    build = todo.add_parser("build", help="build the teams' image anew from this checkout")
+    build.add_argument("--base", default="", help="the image to build on")
+    build.add_argument("--torch", default="", choices=["cpu"], help="cpu: PyTorch's builds without CUDA")
+    build.add_argument("--image", help="its name")
+
+    todo.add_parser("status", help="how each team stands")
+    todo.add_parser("down", help="end all containers; the teams' work stays")
+    collect = todo.add_parser("collect", help="fetch every team's report and work")
+    collect.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
+    for name, words in (
+        ("rotate", "give a team a new token; its kernels end"),
+        ("reset", "give a team a fresh copy of the labs; the old one is kept"),
+        ("restart", "start a team's containers anew"),
+    ):
+        todo.add_parser(name, help=words).add_argument("team")
+    return parser.parse_args(arguments)
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Does what the command line says."""
+    folder, engine = chosen.state.resolve(), chosen.engine
+    if chosen.command in ("up", "build"):
+        given = {field.name: getattr(chosen, field.name, None) for field in fields(Settings)}
+        settings = commands.parse_settings(folder, given)
+        if chosen.command == "build":
+            folder.mkdir(parents=True, exist_ok=True)
+            return commands.build(find_engine(folder, wanted=engine), settings, base=chosen.base, torch=chosen.torch)
+        found = commands.read_class(folder, settings, engine=engine)
+        return (hub if settings.hub else commands).up(found)
+    found = commands.open_class(folder, engine=engine)
+    variant = hub if found.settings.hub else commands
+    team = found.find(chosen.team) if "team" in chosen else None
+    if chosen.command == "status":
+        print(show_status(read_status(found)))
+    elif chosen.command == "down":
+        variant.down(found)
+        print("all containers have ended; the teams' work stays in their volumes")
+    elif chosen.command == "collect":
+        for collected in commands.collect(found, found.teams, chosen.into):
+            print(collected)
+    elif chosen.command == "rotate":
+        renewed = commands.open_class(folder, engine=engine, renew=team.name)
+        print(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
+    elif chosen.command == "reset":
+        print(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
+    elif chosen.command == "restart":
+        commands.restart(found, team)
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    try:
+        run(parse_arguments(arguments))
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,272 @@
+"""What an instructor does with a class: start it, look at it, end it, and help one team of it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import socket
+import ssl
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hosting.engine import Engine, find_engine
+from hosting.files import HOME, PORT, name_container, write_files
+from hosting.handout import write_handout
+from hosting.settings import Settings, check_settings, load_settings, save_settings
+from hosting.teams import Team, check_gpus, find_gpus, read_teams
+from hosting.tokens import keep_tokens
+from lab_utils import LabError, checkout
+
+START_SECONDS = 180.0
+# Asked in a team's container: whether JupyterLab answers there.
+ALIVE = f"""
+import os, urllib.request
+urllib.request.urlopen("http://127.0.0.1:{PORT}" + os.environ["LAB_BASE_URL"] + "api", timeout=5)
+"""
+
+
+@dataclass(frozen=True)
+class Class:
+    """A class that was read and checked: nothing of it has been started by that."""
+
+    folder: Path
+    settings: Settings
+    teams: list[Team]
+    tokens: dict[str, str]
+    engine: Engine
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What Compose finds in its environment."""
+        return {team.variable: self.tokens[team.name] for team in self.teams}
+
+    def write(self) -> list[Path]:
+        """Writes Compose's files, where they have changed."""
+        image_id = self.engine.ask("image", "inspect", "-f", "{{.Id}}", self.settings.image).stdout.strip()
+        return write_files(self.folder, self.teams, self.settings, image_id=image_id, podman=self.engine.podman)
+
+    def find(self, name: str) -> Team:
+        """Returns the team of that name.
+
+        Raises:
+            LabError: There is none.
+        """
+        for team in self.teams:
+            if team.name == name:
+                return team
+        known = ", ".join(team.name for team in self.teams)
+        what = f"There is no team {ascii(name)[:60]}."
+        raise LabError(what, where=self.settings.teams, cause="a typing error", fix=f"one of: {known}")
+
+    def ask(self, team: Team, *command: str, node: int = 0, timeout: float = 60.0) -> tuple[int, str]:
+        """Runs a command in a team's container; returns its exit status and what it printed."""
+        asked = self.engine.ask("exec", name_container(self.settings, team, node), *command, timeout=timeout)
+        return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
+
+
+def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str = "") -> Class:
+    """Reads and checks everything that a class is made of, before anything starts.
+
+    Raises:
+        LabError: The first thing that would go wrong.
+    """
+    path = Path(settings.teams)
+    teams = read_teams(path, share=settings.share_gpus)
+    if any(team.gpus for team in teams):
+        check_gpus(teams, find_gpus(), path=path, share=settings.share_gpus)
+    found = find_engine(folder, wanted=engine)
+    _make_private(folder)
+    return Class(folder, settings, teams, keep_tokens(folder, teams, renew=renew), found)
+
+
+def open_class(folder: Path, *, engine: str = "", renew: str = "") -> Class:
+    """Reads the class that was started from a folder."""
+    return read_class(folder, load_settings(folder), engine=engine, renew=renew)
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
+    except OSError as error:
+        fix = "give --state a folder that is yours"
+        raise LabError(
+            "The class's folder cannot be made.", where=folder, cause=error.strerror or "", fix=fix
+        ) from error
+
+
+def build(engine: Engine, settings: Settings, *, base: str = "", torch: str = "") -> None:
+    """Builds the teams' image from this checkout.
+
+    Args:
+        engine: What builds.
+        settings: Name the image.
+        base: The image to build on; the Dockerfile's own by default.
+        torch: ``cpu`` takes PyTorch's smaller builds without CUDA.
+    """
+    arguments = [f"--build-arg={name}={value}" for name, value in (("BASE", base), ("TORCH", torch)) if value]
+    engine.run("build", "-f", "hosting/Dockerfile", "-t", settings.image, *arguments, ".", cwd=checkout())
+
+
+def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
+    """Starts what does not run yet, waits until every team's JupyterLab answers, and writes the hand-out.
+
+    What is right is left alone: a team that works does not notice.
+
+    Raises:
+        LabError: The port is taken, Compose failed, or a team's JupyterLab does not answer in time.
+    """
+    settings = found.settings
+    running = found.engine.ask("inspect", "-f", "{{.State.Running}}", f"{settings.project}-front")
+    if running.stdout.strip() != "true":
+        _check_port(settings)
+    if not found.engine.has_image(settings.image):
+        say(f"building {settings.image}; the first time takes some minutes (log: {found.folder / 'engine.log'})")
+        build(found.engine, settings)
+    end_spawned(found)  # by the hub, if this class had one: they hold the same names and volumes
+    save_settings(settings, found.folder)
+    found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans, tokens=found.variables)
+    _end_orphans(found)
+    end = time.monotonic() + seconds
+    for team in found.teams:
+        while (answer := found.ask(team, "python3", "-c", ALIVE, timeout=20))[0]:
+            if time.monotonic() > end:
+                container = name_container(settings, team, 0)
+                raise LabError(
+                    f"JupyterLab of team {team.name} does not answer.",
+                    where=container,
+                    cause=answer[1].splitlines()[-1][:300] if answer[1] else "",
+                    fix=f"{found.engine.program} logs --tail 40 {container}",
+                    log=found.folder / "engine.log",
+                )
+            time.sleep(0.5)
+    while not is_served(settings, found.teams[0]):
+        if time.monotonic() > end:
+            front = f"{settings.project}-front"
+            fix = f"{found.engine.program} logs --tail 40 {front}"
+            raise LabError("The front does not answer.", where=settings.url, cause="see its log", fix=fix)
+        time.sleep(0.5)
+    sheet = write_handout(found.folder, found.teams, found.tokens, settings)
+    say(f"{len(found.teams)} teams are up at {settings.url}/; hand out: {sheet}")
+    return sheet
+
+
+def _end_orphans(found: Class) -> None:
+    """Ends the containers of teams that have left, where Compose did not."""
+    if found.engine.orphans:
+        return
+    settings, label = found.settings, f"label=io.podman.compose.project={found.settings.project}"
+    ours = {name_container(settings, team, node) for team in found.teams for node in range(settings.nodes)}
+    there = found.engine.ask("ps", "-a", "--filter", label, "--format", "{{.Names}}").stdout.split()
+    if left := sorted(set(there) - ours - {f"{settings.project}-front"}):
+        found.engine.ask("rm", "-f", *left, timeout=120)
+
+
+def end_spawned(found: Class) -> None:
+    """Ends the containers that a hub has started: Compose does not know of them."""
+    label = f"label=labs.hub={found.settings.project}"
+    if names := found.engine.ask("ps", "-q", "--filter", label).stdout.split():
+        found.engine.ask("stop", *names, timeout=120)
+
+
+def _check_port(settings: Settings) -> None:
+    family = socket.AF_INET6 if ":" in settings.bind else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((settings.bind, settings.port))
+        except PermissionError:
+            return  # the engine may be allowed what this user is not
+        except OSError as error:
+            where = f"{settings.bind}, port {settings.port}"
+            fix = f"end what listens there (ss -ltnp 'sport = :{settings.port}'), or --port with another"
+            raise LabError("The front cannot listen.", where=where, cause=error.strerror or "", fix=fix) from error
+
+
+def is_served(settings: Settings, team: Team) -> bool:
+    """Whether a team's JupyterLab answers through the front. No token is sent, so that no certificate is asked for."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.bind, settings.bind)
+    scheme = settings.url.partition(":")[0]
+    unchecked = ssl._create_unverified_context()
+    path = "hub/api" if settings.hub else f"{team.name}/api"
+    request = urllib.request.Request(
+        f"{scheme}://{host}:{settings.port}/{path}", headers={"Host": settings.url.partition("://")[2]}
+    )
+    with suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=5, context=unchecked) as answer:
+        return "version" in json.load(answer)
+    return False
+
+
+def down(found: Class) -> None:
+    """Ends all containers and networks; what the teams saved stays in their volumes."""
+    found.engine.run_compose(found.write(), "down", "--remove-orphans", tokens=found.variables)
+
+
+def rotate(found: Class, team: Team) -> Path:
+    """Starts a team's JupyterLab anew with the new token that ``read_class`` made; returns the new hand-out.
+
+    Its kernels end with it: that is what shuts out whoever had the old token.
+    """
+    found.engine.run_compose(found.write(), "up", "-d", f"{team.name}-node0", tokens=found.variables)
+    return write_handout(found.folder, found.teams, found.tokens, found.settings)
+
+
+def reset(found: Class, team: Team) -> str:
+    """Gives a team a fresh copy of the labs, and returns where the old one is kept in its volume.
+
+    Raises:
+        LabError: The team's container does not run.
+    """
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    kept = f"{HOME}/work/labs-{stamp}"
+    move = f"mv {HOME}/work/labs {kept} && python -m lab_utils.workspace --workspace {HOME}/work/labs"
+    status, said = found.ask(team, "sh", "-c", move, timeout=120)
+    if status:
+        raise LabError(
+            f"The labs of team {team.name} were not reset.", where=kept, cause=said[-300:], fix="see `status`"
+        )
+    return kept
+
+
+def collect(found: Class, teams: Sequence[Team], target: Path) -> list[Path]:
+    """Fetches each team's report and all its work into a folder of its own; returns those folders.
+
+    Raises:
+        LabError: A team's container does not run; those before it are there.
+    """
+    folders = []
+    for team in teams:
+        folder = target / team.name
+        folder.mkdir(parents=True, exist_ok=True)
+        container = name_container(found.settings, team, 0)
+        report = f"{HOME}/work/report.html"
+        make = ["python", "-m", "lab_utils.report", f"--team={team.name}", f"--workspace={HOME}/work/labs"]
+        status, said = found.ask(team, *make, f"--output={report}", timeout=300)
+        if status:
+            fix = "python3 -m hosting up, and `collect` again"
+            raise LabError(f"Team {team.name} has no report.", where=container, cause=said[-300:], fix=fix)
+        found.engine.run("cp", f"{container}:{report}", str(folder / "report.html"))
+        found.engine.run("cp", f"{container}:{HOME}/work", str(folder))
+        folders.append(folder)
+    return folders
+
+
+def restart(found: Class, team: Team) -> None:
+    """Starts a team's containers anew, as one does with a computer that is stuck; its files stay."""
+    for node in range(found.settings.nodes):
+        found.engine.run("restart", name_container(found.settings, team, node))
+
+
+def parse_settings(folder: Path, given: dict) -> Settings:
+    """The settings that were kept, with what was given now in their place."""
+    try:
+        kept = load_settings(folder)
+    except LabError:
+        kept = Settings()
+    settings = replace(kept, **{name: value for name, value in given.items() if value is not None})
+    # The hub starts one container per team.
+    return check_settings(replace(settings, nodes=1) if settings.hub else settings)

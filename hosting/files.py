@@ -1,0 +1,179 @@
+"""Writes what Compose and Caddy read: one service per team and node, and the front before them.
+
+The files are JSON, which every YAML parser reads. No token is in any of them: Compose puts it in from ``tokens.env``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from hosting.settings import Settings
+from hosting.teams import Team
+from lab_utils.files import write_atomically
+
+BASE, NODES, GPUS, CADDY = "compose.json", "compose.nodes.json", "compose.gpu.json", "Caddyfile"
+HOME = "/home/learner"
+PORT, FRONT_PORT = 8888, 8443
+
+
+def write_files(folder: Path, teams: Sequence[Team], settings: Settings, *, image_id: str, podman: bool) -> list[Path]:
+    """Writes Compose's and Caddy's files; returns those that Compose is to be given, in their order.
+
+    Args:
+        folder: Where they go.
+        teams: Of the class.
+        settings: Of the class.
+        image_id: Of the image that the teams' containers are made from, which has the same name after it was built
+            anew; podman-compose looks at the name alone.
+        podman: Whether Podman runs the containers: its networks reach each other unless they are told not to.
+    """
+    caddy = make_caddyfile(teams, settings)
+    _write(folder / CADDY, caddy)
+    parts = {BASE: make_base(teams, settings, caddy, podman=podman, image_id=image_id)}
+    if settings.nodes > 1:
+        parts[NODES] = make_nodes(teams, settings, image_id=image_id)
+    if any(team.gpus for team in teams):
+        parts[GPUS] = make_gpus(teams, settings)
+    for name in {NODES, GPUS} - set(parts):
+        (folder / name).unlink(missing_ok=True)
+    for name, part in parts.items():
+        _write(folder / name, json.dumps(part, indent=2) + "\n")
+    return [folder / name for name in parts]
+
+
+def name_container(settings: Settings, team: Team, node: int) -> str:
+    """The name of one of a team's containers."""
+    return f"{settings.project}-{team.name}-node{node}"
+
+
+def make_base(teams: Sequence[Team], settings: Settings, caddy: str, *, podman: bool, image_id: str = "") -> dict:
+    """The front and a node with JupyterLab for each team, each team on a network of its own."""
+    options = {"driver_opts": {"isolate": "true"}} if podman else {}
+    front: dict = {
+        "image": settings.front,
+        "container_name": f"{settings.project}-front",
+        "command": ["caddy", "run", "--config", f"/etc/caddy/{CADDY}", "--adapter", "caddyfile"],
+        # One that changes makes Compose start the front anew, which reads the file at its start.
+        "labels": {"labs.caddyfile": hashlib.sha256(caddy.encode()).hexdigest()[:16]},
+        "ports": [f"{_quote_host(settings.bind)}:{settings.port}:{FRONT_PORT}"],
+        "volumes": [f"./{CADDY}:/etc/caddy/{CADDY}:ro", "front-data:/data"],
+        "networks": [team.name for team in teams],
+        "security_opt": ["no-new-privileges"],
+        "restart": "unless-stopped",
+    }
+    if settings.tls not in ("auto", "internal", "none"):
+        front["volumes"].append(f"{Path(settings.tls).resolve()}:/certificate:ro")
+    return {
+        "name": settings.project,
+        "services": {"front": front} | {f"{team.name}-node0": _make_lab(team, settings, image_id) for team in teams},
+        "networks": {team.name: {"name": f"{settings.project}-{team.name}"} | options for team in teams},
+        "volumes": {
+            "front-data": {"name": f"{settings.project}-front-data"},
+            **{f"{team.name}-work": {"name": f"{settings.project}-{team.name}-work"} for team in teams},
+        },
+    }
+
+
+def _make_node(team: Team, settings: Settings, node: int, image_id: str) -> dict:
+    """What both nodes of a team have in common."""
+    made: dict = {
+        "image": settings.image,
+        "container_name": name_container(settings, team, node),
+        "labels": {"labs.image": image_id},
+        "hostname": f"node{node}",
+        "environment": {"LAB_TEAM": team.name},
+        "networks": {team.name: {"aliases": [f"node{node}"]}},
+        # The default of 64 MB is too small for DataLoader's workers and for NCCL.
+        "shm_size": settings.shm,
+        "cap_drop": ["ALL"],
+        "security_opt": ["no-new-privileges"],
+        "pids_limit": 8192,
+        "restart": "unless-stopped",
+    }
+    if settings.data:
+        made["volumes"] = [f"{Path(settings.data).resolve()}:/srv/data:ro"]
+    return made
+
+
+def _make_lab(team: Team, settings: Settings, image_id: str) -> dict:
+    lab = _make_node(team, settings, 0, image_id)
+    lab["command"] = ["lab"]
+    lab["volumes"] = [f"{team.name}-work:{HOME}/work", *lab.get("volumes", [])]
+    lab["environment"] |= {
+        # Not on the command line, which every user of the machine can read.
+        "JUPYTER_TOKEN": f"${{{team.variable}:?no token for team {team.name}}}",
+        "LAB_BASE_URL": f"/{team.name}/",
+    }
+    return lab
+
+
+def make_nodes(teams: Sequence[Team], settings: Settings, *, image_id: str = "") -> dict:
+    """The overlay that gives each team a second node, and both nodes the keys that they make for each other."""
+    services = {}
+    for team in teams:
+        keys = f"{team.name}-keys:/srv/keys"
+        services[f"{team.name}-node0"] = {"environment": {"LAB_NODES": "node0,node1"}, "volumes": [keys]}
+        other = _make_node(team, settings, 1, image_id)
+        services[f"{team.name}-node1"] = other | {"command": ["node"], "volumes": [keys, *other.get("volumes", [])]}
+    volumes = {f"{team.name}-keys": {"name": f"{settings.project}-{team.name}-keys"} for team in teams}
+    return {"services": services, "volumes": volumes}
+
+
+def make_gpus(teams: Sequence[Team], settings: Settings) -> dict:
+    """The overlay that gives each team its GPUs: ``node0`` all of them, ``node1`` the second half.
+
+    With one process per node, as in lab 5, the nodes then train on different GPUs, and lab 4 has all of them on one.
+    ``device_ids`` is what isolates: CUDA_VISIBLE_DEVICES can be unset by anybody, and without either a container gets
+    every GPU of the machine.
+    """
+    services = {}
+    for team in teams:
+        halves = {0: team.gpus, 1: team.gpus[len(team.gpus) // 2 :]}
+        for node in range(settings.nodes):
+            if not halves[node]:
+                continue
+            device = {"driver": "nvidia", "device_ids": list(halves[node]), "capabilities": ["gpu"]}
+            services[f"{team.name}-node{node}"] = {
+                "deploy": {"resources": {"reservations": {"devices": [device]}}},
+                # NVIDIA's advice for its containers: pinned memory, and deep stacks.
+                "ulimits": {"memlock": {"soft": -1, "hard": -1}, "stack": {"soft": 67108864, "hard": 67108864}},
+            }
+    return {"services": services}
+
+
+def make_caddyfile(teams: Sequence[Team], settings: Settings) -> str:
+    """The front: TLS, and each team's path to that team's JupyterLab; every other path is nobody's."""
+    tls = {"auto": "", "internal": "\ttls internal\n", "none": ""}.get(
+        settings.tls, "\ttls /certificate/cert.pem /certificate/key.pem\n"
+    )
+    scheme = "http" if settings.tls == "none" else "https"
+    routes = "".join(
+        f"\tredir /{team.name} /{team.name}/\n"
+        f"\thandle /{team.name}/* {{\n\t\treverse_proxy {team.name}-node0:{PORT}\n\t}}\n"
+        for team in teams
+    )
+    return (
+        "{\n\tadmin off\n\tauto_https disable_redirects\n\tskip_install_trust\n\tstorage file_system /data\n"
+        # Both inside the container; only the first is published, as the port of the URLs.
+        f"\thttps_port {FRONT_PORT}\n\thttp_port {8080 if scheme == 'https' else FRONT_PORT}\n"
+        # A computer that calls the front by its address sends no name.
+        f"\tdefault_sni {settings.address}\n}}\n"
+        f"{scheme}://{settings.address} {{\n{tls}"
+        # The address of a page with a token in it must not be told to other sites.
+        '\theader Referrer-Policy same-origin\n\theader Strict-Transport-Security "max-age=86400"\n'
+        f"{routes}\trespond 404\n}}\n"
+    )
+
+
+def _quote_host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file where it has changed: one that is right is left alone."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        with write_atomically(path) as file:
+            file.write(text.encode())

@@ -1,0 +1,170 @@
+"""The variant with accounts: JupyterHub before the same teams, with their tokens as passwords and their volumes.
+
+What never changes is in ``hosting/hub/``; written here is what depends on the class.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hosting.commands import START_SECONDS, Class, build, end_spawned
+from hosting.files import CADDY, make_base, make_caddyfile
+from hosting.handout import write_handout
+from hosting.settings import Settings, save_settings
+from hosting.teams import Team
+from lab_utils import LabError, checkout
+from lab_utils.files import write_atomically
+
+FOLDER, BASE, CLASS, TEAMS, SECRETS = "hub", "compose.json", "compose.json", "teams.json", "secrets.env"
+# The proxy's, and that of what the hub keeps of a login.
+VARIABLES = ("CONFIGPROXY_AUTH_TOKEN", "JUPYTERHUB_CRYPT_KEY")
+# A team's path leads to its server; these lead to the hub.
+TAKEN = ("hub", "services", "user")
+HUB_PORT = 8000
+# Asked in the hub's container.
+ALIVE = f'import urllib.request; urllib.request.urlopen("http://127.0.0.1:{HUB_PORT}/hub/health", timeout=5)'
+
+
+def write_hub(
+    folder: Path, teams: Sequence[Team], tokens: Mapping[str, str], settings: Settings, *, podman: bool
+) -> list[Path]:
+    """Writes what the hub and its front read; returns the files for Compose, in their order.
+
+    Args:
+        folder: The class's; all goes into its folder ``hub``.
+        teams: Of ``read_teams``.
+        tokens: Of ``keep_tokens``. Only their hashes are written.
+        settings: Of the class.
+        podman: Whether Podman runs the containers.
+
+    Raises:
+        LabError: A team has the name of one of the hub's own paths, or others can read its secrets.
+    """
+    for team in teams:
+        if team.name in TAKEN:
+            what = f"Team {team.name} would have a path that JupyterHub needs itself."
+            raise LabError(what, where=settings.teams, fix=f"any name but {', '.join(TAKEN)}")
+    folder = folder / FOLDER
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _keep_secrets(folder / SECRETS)
+    known = {
+        team.name: {"sha256": hashlib.sha256(tokens[team.name].encode()).hexdigest(), "gpus": list(team.gpus)}
+        for team in teams
+    }
+    caddy = make_front(teams, settings)
+    _write(folder / TEAMS, json.dumps(known, indent=2) + "\n", mode=0o600)
+    _write(folder / CADDY, caddy)
+    _write(folder / CLASS, json.dumps(make_compose(folder, teams, settings, caddy, podman=podman), indent=2) + "\n")
+    return [checkout() / "hosting" / "hub" / BASE, folder / CLASS]
+
+
+def make_front(teams: Sequence[Team], settings: Settings) -> str:
+    """The Caddyfile: TLS as without accounts, each team's path to its server, and all else to the hub."""
+    routes = "".join(
+        f"\tredir /{team.name} /user/{team.name}/\n\tredir /{team.name}/ /user/{team.name}/\n" for team in teams
+    )
+    return make_caddyfile([], settings).replace("\trespond 404\n", f"{routes}\treverse_proxy hub:{HUB_PORT}\n")
+
+
+def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy: str, *, podman: bool) -> dict:
+    """What of the front and the hub depends on the class; the teams' containers are started by the hub.
+
+    The project and the teams' networks have the same names as without accounts: ``up`` of one variant ends the other,
+    so that two servers never work on one volume.
+    """
+    plain = make_base(teams, settings, caddy, podman=podman)
+    options = {"driver_opts": {"isolate": "true"}} if podman else {}
+    usual = plain["services"]["front"]
+    front = {key: usual[key] for key in ("image", "container_name", "labels", "ports")}
+    certificate = [volume for volume in usual["volumes"] if volume.endswith(":/certificate:ro")]
+    front["volumes"] = [f"{folder}/{CADDY}:/etc/caddy/{CADDY}:ro", *certificate]
+    environment = {
+        "HUB_PROJECT": settings.project,
+        "HUB_IMAGE": settings.image,
+        "HUB_SHM": settings.shm,
+        "HUB_DATA": str(Path(settings.data).resolve()) if settings.data else "",
+        "HUB_TLS": settings.tls,
+    }
+    hub = {
+        "container_name": f"{settings.project}-hub",
+        "environment": environment,
+        "env_file": [str(folder / SECRETS)],
+        "volumes": [f"{folder}:/srv/hub:ro"],
+        "networks": [team.name for team in teams],
+    }
+    # An underscore is in no team's name.
+    networks = {"hub_front": {"name": f"{settings.project}_hub_front"} | options} | plain["networks"]
+    volumes = {
+        "front-data": plain["volumes"]["front-data"],
+        "hub_state": {"name": f"{settings.project}_hub_state"},
+    }
+    services = {"front": front, "hub": hub}
+    return {"name": settings.project, "services": services, "networks": networks, "volumes": volumes}
+
+
+def _keep_secrets(path: Path) -> None:
+    """Makes the hub's secrets once: a new key could not read what the hub has kept."""
+    if not path.exists():
+        _write(path, "".join(f"{name}={secrets.token_hex(32)}\n" for name in VARIABLES), mode=0o600)
+    elif path.stat().st_mode & 0o077:
+        raise LabError("Others can read the hub's secrets.", where=path, fix=f"chmod 600 {path}")
+    text = path.read_text(encoding="utf-8")
+    for name in VARIABLES:
+        if not re.search(rf"^{name}=[0-9a-f]{{64}}$", text, re.MULTILINE):
+            raise LabError(f"The hub's {name} is missing.", where=path, fix=f"rm {path}; all teams then log in again")
+
+
+def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
+    """Starts the hub, or changes it to what ``teams.csv`` says now, and writes the hand-out.
+
+    A team's container is started by its first login, and goes on while the hub is started anew.
+
+    Raises:
+        LabError: Compose failed, or the hub does not answer in time.
+    """
+    settings, engine = found.settings, found.engine
+    files = write_hub(found.folder, found.teams, found.tokens, settings, podman=engine.podman)
+    if not engine.has_image(settings.image):
+        say(f"building {settings.image}; the first time takes some minutes (log: {found.folder / 'engine.log'})")
+        build(engine, settings)
+    save_settings(settings, found.folder)
+    engine.run_compose(files, "up", "-d", "--build", *engine.orphans, tokens={})
+    end, name = time.monotonic() + seconds, f"{settings.project}-hub"
+    while (asked := engine.ask("exec", name, "python3", "-c", ALIVE, timeout=20)).returncode:
+        if time.monotonic() > end:
+            cause = (asked.stderr.strip().splitlines() or [""])[-1][:300]
+            fix = f"{engine.program} logs --tail 40 {name}"
+            raise LabError("The hub does not answer.", where=name, cause=cause, fix=fix)
+        time.sleep(0.5)
+    sheet = write_handout(found.folder, found.teams, found.tokens, settings)
+    say(f"the hub of {len(found.teams)} teams is up at {settings.url}/; hand out: {sheet}")
+    return sheet
+
+
+def down(found: Class) -> None:
+    """Ends the teams' containers, the hub and the front; the teams' work stays in their volumes."""
+    end_spawned(found)
+    files = write_hub(found.folder, found.teams, found.tokens, found.settings, podman=found.engine.podman)
+    found.engine.run_compose(files, "down", "--remove-orphans", tokens={})
+
+
+def rotate(found: Class, team: Team) -> Path:
+    """Tells the hub the team's new token, at which the old one's logins end; returns the new hand-out."""
+    write_hub(found.folder, found.teams, found.tokens, found.settings, podman=found.engine.podman)
+    return write_handout(found.folder, found.teams, found.tokens, found.settings)
+
+
+def _write(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Writes a file where it has changed: one that is right is left alone."""
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == text and path.stat().st_mode & 0o777 == mode:
+            return
+    with write_atomically(path, mode=mode) as file:
+        file.write(text.encode())

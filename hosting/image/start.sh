@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# Starts a team's container: "lab" is JupyterLab on node0, "hub" the same under JupyterHub, and "node" is
+# node1, which waits for ssh. Anything else is run as it stands.
+set -euo pipefail
+shopt -s nullglob
+
+# Keys are made here, at each container's first start, and never in the image: whoever has the image has no key.
+# What others may know, the public halves, the two nodes of a team lay into a volume that they alone share.
+keys=/srv/keys ssh=$HOME/.ssh
+make_keys() {
+  mkdir -p -m 700 "$ssh"
+  for kind in host user; do
+    [ -e "$ssh/$kind" ] || ssh-keygen -q -t ed25519 -N "" -C "$(hostname)" -f "$ssh/$kind"
+    cp "$ssh/$kind.pub" "$keys/.$(hostname).$kind" && mv "$keys/.$(hostname).$kind" "$keys/$(hostname).$kind"
+  done
+  # Both ask at each connection, so that a node that was made anew is known by its new key.
+  cat > "$ssh/known" <<'EOF'
+#!/bin/sh
+for node in node0 node1; do [ -r "/srv/keys/$node.host" ] && echo "[$node]:2222 $(cut -d' ' -f1,2 "/srv/keys/$node.host")"; done
+exit 0
+EOF
+  chmod 700 "$ssh/known"
+  cat > "$ssh/config" <<EOF
+Host node0 node1
+  Port 2222
+  IdentityFile $ssh/user
+  IdentitiesOnly yes
+  KnownHostsCommand $ssh/known
+  UserKnownHostsFile /dev/null
+  StrictHostKeyChecking yes
+EOF
+  cat > "$ssh/sshd_config" <<EOF
+Port 2222
+HostKey $ssh/host
+AuthorizedKeysFile $keys/node0.user $keys/node1.user
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PidFile none
+Subsystem sftp internal-sftp
+EOF
+}
+
+if [ -n "${LAB_NODES:-}" ] || [ "${1:-}" = node ]; then make_keys; fi
+# Seeds the team's volume with the labs; a file that the team has changed stays as it is.
+seed() {
+  mkdir -p "$HOME/work"
+  python -m lab_utils.workspace --workspace "$HOME/work/labs"
+}
+
+case "${1:-lab}" in
+  lab)
+    seed
+    if [ -n "${LAB_NODES:-}" ]; then /usr/sbin/sshd -D -e -f "$ssh/sshd_config" & fi
+    exec jupyter lab --no-browser
+    ;;
+  hub)
+    seed
+    exec jupyterhub-singleuser "${@:2}"
+    ;;
+  node) exec /usr/sbin/sshd -D -e -f "$ssh/sshd_config" ;;
+  *) exec "$@" ;;
+esac

@@ -1,0 +1,162 @@
+"""What ``up`` was told about a class, kept beside the tokens, so that other commands need not be told again."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from lab_utils import LabError
+from lab_utils.files import write_atomically
+
+NAME = "settings.json"
+HOST = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
+TLS = ("auto", "internal", "none")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of one class.
+
+    Attributes:
+        teams: Path of ``teams.csv``.
+        address: The host name of the URLs; learners' computers must resolve it to this machine.
+        port: The port of the front.
+        bind: The address of this machine on which the front listens.
+        tls: ``auto`` (a certificate of Let's Encrypt), ``internal`` (of the front's own authority), ``none``, or the
+            folder with ``cert.pem`` and ``key.pem``.
+        nodes: Containers of each team, 1 or 2.
+        data: A folder with data sets for all teams, read-only; "" for the drawn one in the image.
+        shm: Size of each container's /dev/shm.
+        image: The teams' image.
+        front: The image with Caddy.
+        project: What names of containers, networks and volumes begin with.
+        share_gpus: Whether two teams may be given one GPU.
+        hub: Whether JupyterHub stands before the teams (hosting/hub.py), in place of a JupyterLab each.
+    """
+
+    teams: str = "hosting/teams.csv"
+    address: str = "localhost"
+    port: int = 8443
+    bind: str = "127.0.0.1"
+    tls: str = "internal"
+    nodes: int = 2
+    data: str = ""
+    shm: str = "16gb"
+    image: str = "localhost/distributed-training-labs:latest"
+    front: str = "docker.io/library/caddy:2"
+    project: str = "labs"
+    share_gpus: bool = False
+    hub: bool = False
+
+    @property
+    def url(self) -> str:
+        """What every team's URL begins with, without a slash at the end."""
+        scheme, usual = ("http", 80) if self.tls == "none" else ("https", 443)
+        return f"{scheme}://{self.address}" + ("" if self.port == usual else f":{self.port}")
+
+
+def check_settings(settings: Settings) -> Settings:
+    """Returns the settings, where they are safe and can work.
+
+    Raises:
+        LabError: An open port without TLS, an address that no certificate is given for, a value that is none.
+    """
+    name, tls = settings.address, settings.tls
+    try:
+        local = ipaddress.ip_address(settings.bind).is_loopback
+    except ValueError:
+        local = None
+    public = "." in name and not re.fullmatch(r"[\d.]+", name)
+    absent = [file for file in ("cert.pem", "key.pem") if not (Path(tls) / file).is_file()] if tls not in TLS else []
+    data = not settings.data or Path(settings.data).is_dir()
+    for fine, where, what, cause, fix in (
+        (
+            HOST.fullmatch(name),
+            ascii(name)[:60],
+            "The address is no host name.",
+            "a URL, a port or a space in it",
+            "the name in the teams' URLs alone: --address labs.example.org",
+        ),
+        (
+            local is not None,
+            ascii(settings.bind)[:60],
+            "The address to listen on is no IP address.",
+            "a name in its place",
+            "--bind 0.0.0.0, or --bind 127.0.0.1",
+        ),
+        (
+            tls != "none" or local,
+            settings.bind,
+            "Without TLS, everybody on the way could read the teams' tokens.",
+            "--tls none is for a front that this machine alone can reach",
+            "--tls auto, or --bind 127.0.0.1",
+        ),
+        (
+            tls != "auto" or (public and not local),
+            f"{name} on {settings.bind}",
+            "Let's Encrypt gives certificates for public names only, and looks at them from outside.",
+            "an address without a public name, or one that only this machine reaches",
+            "--address labs.example.org --bind 0.0.0.0; for a trial on this machine: --tls internal",
+        ),
+        (
+            not absent,
+            tls,
+            f"The folder of the certificate has no {' and no '.join(absent)}.",
+            "another folder, or other names",
+            f"--tls {'|'.join(TLS)}, or a folder with cert.pem and key.pem",
+        ),
+        (1 <= settings.port <= 65535, settings.port, "There is no such port.", "ports go up to 65535", "--port 443"),
+        (settings.nodes in (1, 2), settings.nodes, "A team has one or two nodes.", "no lab uses more", "--nodes 2"),
+        (
+            data,
+            settings.data,
+            "The data folder is not there.",
+            "another path, or not prepared yet",
+            "LAB_DATA=FOLDER python -m lab_utils.data fetch cinic10",
+        ),
+        (
+            re.fullmatch(r"[1-9]\d*(?:mb|gb|m|g)", settings.shm),
+            ascii(settings.shm)[:60],
+            "The size of /dev/shm is no size.",
+            "a number without its unit",
+            "--shm 16gb",
+        ),
+        (
+            re.fullmatch(r"[a-z][a-z0-9]{0,15}", settings.project),
+            ascii(settings.project)[:60],
+            "The project has an odd name.",
+            "names of containers, networks and volumes begin with it",
+            "1 to 16 of a-z and 0-9: --project labs",
+        ),
+    ):
+        if not fine:
+            raise LabError(what, where=where, cause=cause, fix=fix)
+    return settings
+
+
+def save_settings(settings: Settings, folder: Path) -> None:
+    """Keeps the settings in a folder, for ``load_settings``."""
+    with write_atomically(folder / NAME) as file:
+        file.write((json.dumps(asdict(settings), indent=2) + "\n").encode())
+
+
+def load_settings(folder: Path) -> Settings:
+    """Returns what ``save_settings`` kept.
+
+    Raises:
+        LabError: No class was started here, or the file is broken.
+    """
+    path = folder / NAME
+    known = {field.name for field in fields(Settings)}
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        return check_settings(Settings(**{name: value for name, value in kept.items() if name in known}))
+    except FileNotFoundError as error:
+        fix = "python3 -m hosting up hosting/teams.csv"
+        raise LabError("No class was started here.", where=folder, cause="another folder", fix=fix) from error
+    except (ValueError, TypeError, AttributeError) as error:
+        fix = f"rm {path}, and `up` once more, with its options"
+        raise LabError("The settings of the class cannot be read.", where=path, cause=str(error), fix=fix) from error

@@ -1,0 +1,101 @@
+"""How the teams of a class stand: alive, GPUs, disk, and which labs are done."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hosting.commands import Class, is_served
+from hosting.files import HOME
+from hosting.teams import Team
+
+# Asked in a team's container. What is solved is what the team's own pack has kept.
+ASK = f"""
+import importlib, json, shutil, subprocess
+from lab_utils import check
+from lab_utils.check.tries import read_standings
+standings, labs = read_standings(), []
+for lab in check.LABS:
+    exercises = importlib.import_module("lab_utils.check.lab%d" % lab).EXERCISES
+    labs.append([sum(number in standings and standings[number].solved for number in exercises), len(exercises)])
+used = subprocess.run(["du", "-sb", "{HOME}/work"], capture_output=True, text=True).stdout.split()[0]
+print(json.dumps({{"used": int(used), "free": shutil.disk_usage("{HOME}/work").free, "labs": labs}}))
+"""
+QUERY = "index,uuid,utilization.gpu,memory.used,memory.total"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One team.
+
+    Attributes:
+        team: Which.
+        nodes: The state of each of its containers, as the engine names it, such as ``running``.
+        answers: Whether its JupyterLab answers at its URL.
+        gpus: A line per GPU; empty where ``nvidia-smi`` finds none.
+        used: Bytes in its work volume; None where its container does not answer.
+        free: Bytes that are free on the volume's disk.
+        labs: For each lab, how many of its exercises are solved, and of how many.
+    """
+
+    team: Team
+    nodes: tuple[str, ...]
+    answers: bool
+    gpus: tuple[str, ...] = ()
+    used: int | None = None
+    free: int | None = None
+    labs: tuple[tuple[int, int], ...] = ()
+
+
+def read_status(found: Class) -> list[Standing]:
+    """Asks every team's containers how they stand."""
+    devices = read_gpus()
+    return [_read_team(found, team, devices) for team in found.teams]
+
+
+def _read_team(found: Class, team: Team, devices: dict[str, str]) -> Standing:
+    states = []
+    for node in range(found.settings.nodes):
+        name = f"{found.settings.project}-{team.name}-node{node}"
+        asked = found.engine.ask("inspect", "-f", "{{.State.Status}}", name)
+        states.append(asked.stdout.strip() if asked.returncode == 0 else "absent")
+    gpus = tuple(devices[gpu] for gpu in team.gpus if gpu in devices)
+    standing = Standing(team, tuple(states), is_served(found.settings, team), gpus)
+    status, said = found.ask(team, "python", "-c", ASK)
+    if status:
+        return standing
+    facts = json.loads(said.splitlines()[-1])
+    labs = tuple((solved, exercises) for solved, exercises in facts["labs"])
+    return Standing(team, tuple(states), standing.answers, gpus, facts["used"], facts["free"], labs)
+
+
+def read_gpus() -> dict[str, str]:
+    """Returns how busy each GPU is, in words, by index and by UUID; empty where ``nvidia-smi`` finds none."""
+    query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    states = {}
+    for row in csv.reader(found.stdout.splitlines() if not found.returncode else ()):
+        index, uuid, busy, used, total = (field.strip() for field in row)
+        states[index] = states[uuid] = f"GPU {index}: {busy} %, {used} of {total} MiB"
+    return states
+
+
+def show_status(standings: Sequence[Standing]) -> str:
+    """Returns a table for a terminal, a line per team."""
+    rows = [("team", "containers", "URL answers", "work", "labs solved", "GPUs")]
+    for one in standings:
+        labs = " ".join(f"{number}:{solved}/{of}" for number, (solved, of) in enumerate(one.labs) if solved)
+        work = "?" if one.used is None else f"{one.used / 1e6:.0f} MB ({one.free / 1e9:.0f} GB free)"
+        gpus = "; ".join(one.gpus) or (f"{', '.join(one.team.gpus)} (no nvidia-smi)" if one.team.gpus else "none")
+        alive = "yes" if one.answers else "NO"
+        rows.append((one.team.name, " ".join(one.nodes), alive, work, labs or "none yet", gpus))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

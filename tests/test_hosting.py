@@ -1,0 +1,372 @@
+"""Hosting without an engine: what is refused before anything starts, and what Compose and Caddy are given."""
+
+import json
+import stat
+import subprocess
+import sys
+
+import pytest
+from drawn import assert_explains
+
+from hosting import commands, handout, teams
+from hosting.__main__ import main
+from hosting.engine import Engine, find_engine
+from hosting.files import BASE, CADDY, GPUS, NODES, make_base, make_caddyfile, make_gpus, make_nodes, write_files
+from hosting.settings import Settings, check_settings, load_settings, save_settings
+from hosting.status import Standing, show_status
+from hosting.teams import Team, check_gpus, find_gpus, read_teams
+from hosting.tokens import keep_tokens
+from lab_utils import LabError
+
+RED, BLUE = Team("red", ("0", "1")), Team("blue-2")
+TOKENS = {"red": "r" * 48, "blue-2": "b" * 48}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def run(content, name="teams.csv"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return run
+
+
+BAD = {
+    "empty": ("", "empty"),
+    "blank lines only": ("\n\n , \n", "empty"),
+    "a header alone": ("team,gpus\n", "No team"),
+    "no header": ("red,0 1\n", "no column 'red'"),
+    "another column": ("team,gpus,colour\nred,0,1\n", "no column 'colour'"),
+    "a column twice": ("team,team\nred,red\n", "twice"),
+    "no column of teams": ("gpus\n0\n", "team is missing"),
+    "semicolons": ("team;gpus\nred;0 1\n", "not separated by commas"),
+    "tabs": ("team\tgpus\nred\t0\n", "not separated by commas"),
+    "GPUs with a comma": ("team,gpus\nred,0,1\n", "3 fields"),
+    "an open quote": ('team,gpus\n"red,0\n', "no CSV"),
+    "text behind a quote": ('team,gpus\n"red"x,0\n', "no CSV"),
+    "not UTF-8": (b"team,gpus\nr\xe9d,0\n", "not UTF-8"),
+    "UTF-16": ("team,gpus\nred,0\n".encode("utf-16"), "not UTF-8"),
+    "a zero byte": ("team,gpus\nr\0d,0\n", "not a text file"),
+    "a spreadsheet": (b"PK\x03\x04\x00\x00\x00\x00", "not a text file"),
+    "no name": ("team,gpus\n,0\n", "no name"),
+    "a space": ("team,gpus\nteam red,0\n", "cannot be the name"),
+    "a quote": ("team,gpus\nred'; rm -rf,0\n", "cannot be the name"),
+    "a double quote": ('team,gpus\n"re""d",0\n', "cannot be the name"),
+    "the folder above": ("team,gpus\n..,0\n", "cannot be the name"),
+    "a path": ("team,gpus\n../red,0\n", "cannot be the name"),
+    "a slash": ("team,gpus\nred/blue,0\n", "cannot be the name"),
+    "unicode": ("team,gpus\nröt,0\n", "cannot be the name"),
+    "a letter that looks like a": ("team,gpus\nteаm,0\n", "cannot be the name"),
+    "upper case": ("team,gpus\nRed,0\n", "cannot be the name"),
+    "a digit first": ("team,gpus\n1red,0\n", "cannot be the name"),
+    "a hyphen first": ("team,gpus\n-red,0\n", "cannot be the name"),
+    "a hyphen last": ("team,gpus\nred-,0\n", "cannot be the name"),
+    "two hyphens": ("team,gpus\nred--1,0\n", "cannot be the name"),
+    "an underscore": ("team,gpus\nred_1,0\n", "cannot be the name"),
+    "200 characters": (f"team,gpus\n{'r' * 200},0\n", "200 characters"),
+    "a line break": ('team,gpus\n"red\nblue",0\n', "cannot be the name"),
+    "a variable": ("team,gpus\n${HOME},0\n", "cannot be the name"),
+    "a team twice": ("team,gpus\nred,0\nred,1\n", "twice"),
+    "a GPU of two teams": ("team,gpus\nred,0 1\nblue,1\n", "two teams, red and blue"),
+    "a GPU of two teams, written with a zero": ("team,gpus\nred,1\nblue,01\n", "two teams"),
+    "a GPU twice": ("team,gpus\nred,0 0\n", "twice"),
+    "a negative GPU": ("team,gpus\nred,-1\n", "no GPU"),
+    "half a GPU": ("team,gpus\nred,0.5\n", "no GPU"),
+    "all GPUs": ("team,gpus\nred,all\n", "no GPU"),
+    "a range of GPUs": ("team,gpus\nred,0-3\n", "no GPU"),
+    "too many teams": ("team,gpus\n" + "".join(f"t{n},\n" for n in range(31)), "31 teams"),
+}
+
+
+@pytest.mark.parametrize("content, words", BAD.values(), ids=BAD)
+def test_a_bad_list_of_teams_is_refused_in_words(write, content, words):
+    with pytest.raises(LabError) as caught:
+        read_teams(write(content))
+    assert words in caught.value.what
+    assert_explains(caught.value, "teams.csv")
+    assert caught.value.what.isprintable(), "what came from the file is shown in ASCII"
+
+
+def test_a_list_that_is_not_there_or_no_file(tmp_path):
+    for path in (tmp_path / "absent.csv", tmp_path):
+        with pytest.raises(LabError) as caught:
+            read_teams(path)
+        assert_explains(caught.value, str(path), "cp hosting/teams.example.csv")
+
+
+def test_a_good_list_may_come_from_a_spreadsheet(write):
+    text = "\ufeffTeam, GPUs\r\n# the left bench\r\nred,0 1\r\n\r\nblue-2\r\n"
+    assert read_teams(write(text)) == [RED, BLUE]
+    uuid = "GPU-0e1c4b4e-0000-4a5b-9a5c-aaaaaaaaaaaa"
+    assert read_teams(write(f"gpus,team\n{uuid},x1\n"))[0].gpus == (uuid,)
+    assert read_teams(write("team,gpus\nred,0\nblue,0\n"), share=True)[1].gpus == ("0",)
+    assert [team.variable for team in (RED, BLUE)] == ["TOKEN_RED", "TOKEN_BLUE_2"]
+
+
+def test_the_example_is_a_good_list(root):
+    assert len(read_teams(root / "hosting" / "teams.example.csv")) == 2
+
+
+LISTED = """GPU 0: NVIDIA H100 (UUID: GPU-aa)
+  MIG 3g.40gb     Device  0: (UUID: MIG-cc)
+GPU 1: NVIDIA H100 (UUID: GPU-bb)
+"""
+
+
+@pytest.fixture
+def smi(monkeypatch, tmp_path):
+    """An nvidia-smi that lists two GPUs, one of them with an instance."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\n[ \"$1\" = -L ] || exit 1\ncat <<'EOF'\n{LISTED}EOF\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+    return program
+
+
+def test_gpus_are_those_that_nvidia_smi_lists(smi, tmp_path):
+    there = find_gpus()
+    assert there == {"0": "GPU-aa", "GPU-aa": "GPU-aa", "MIG-cc": "MIG-cc", "1": "GPU-bb", "GPU-bb": "GPU-bb"}
+    check_gpus([RED, Team("mig", ("MIG-cc",))], there, path=tmp_path)
+    with pytest.raises(LabError) as caught:
+        check_gpus([RED, Team("green", ("7",))], there, path=tmp_path)
+    assert_explains(caught.value, "green", "GPU 7", "it has 0, 1")
+    same = [Team("a", ("1",)), Team("b", ("GPU-bb",))]
+    with pytest.raises(LabError, match="given to two teams, a and b"):
+        check_gpus(same, there, path=tmp_path)
+    check_gpus(same, there, path=tmp_path, share=True)
+    smi.write_text("#!/bin/sh\nexit 9\n")
+    assert find_gpus() == {}
+
+
+def test_tokens_are_made_once_kept_and_private(tmp_path):
+    first = keep_tokens(tmp_path, [RED])
+    both = keep_tokens(tmp_path, [RED, BLUE])
+    assert both["red"] == first["red"] and len(set(both.values())) == 2
+    assert all(len(token) == 48 for token in both.values())
+    path = tmp_path / "tokens.env"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = path.stat().st_mtime_ns
+    assert keep_tokens(tmp_path, [RED, BLUE]) == both and path.stat().st_mtime_ns == before
+    assert keep_tokens(tmp_path, [BLUE]) == {"blue-2": both["blue-2"]}
+    assert keep_tokens(tmp_path, [RED, BLUE]) == both, "a team that comes back has its token"
+    renewed = keep_tokens(tmp_path, [RED, BLUE], renew="red")
+    assert renewed["red"] != both["red"] and renewed["blue-2"] == both["blue-2"]
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        ("TOKEN_RED=", "is empty"),
+        ("TOKEN_RED=abc", "3 characters"),
+        (f"TOKEN_RED={'r' * 40}&x=1", "signs that a URL would change"),
+        (f"TOKEN_RED={'b' * 48}", "the same token"),
+        (f"TOKEN_RED={'r' * 48}\nTOKEN_RED={'s' * 48}", "two tokens"),
+        ("red: abc", "no token"),
+    ],
+)
+def test_a_bad_token_is_refused(tmp_path, line, words):
+    path = tmp_path / "tokens.env"
+    path.write_text(f"TOKEN_BLUE_2={'b' * 48}\n{line}\n")
+    path.chmod(0o600)
+    with pytest.raises(LabError, match=words):
+        keep_tokens(tmp_path, [BLUE, RED])
+    path.chmod(0o644)
+    with pytest.raises(LabError, match="Others can read"):
+        keep_tokens(tmp_path, [BLUE])
+
+
+@pytest.mark.parametrize(
+    "bad, words",
+    [
+        ({"address": "https://labs.example.org"}, "no host name"),
+        ({"address": "labs example"}, "no host name"),
+        ({"address": ""}, "no host name"),
+        ({"bind": "everywhere"}, "no IP address"),
+        ({"tls": "none", "bind": "0.0.0.0"}, "read the teams' tokens"),
+        ({"tls": "none", "bind": "::"}, "read the teams' tokens"),
+        ({"tls": "auto"}, "public names only"),
+        ({"tls": "auto", "address": "10.0.0.1", "bind": "0.0.0.0"}, "public names only"),
+        ({"tls": "auto", "address": "labs.example.org", "bind": "127.0.0.1"}, "public names only"),
+        ({"tls": "/nowhere"}, "cert.pem"),
+        ({"port": 0}, "no such port"),
+        ({"port": 70000}, "no such port"),
+        ({"nodes": 3}, "one or two"),
+        ({"data": "/nowhere/at/all"}, "not there"),
+        ({"shm": "lots"}, "no size"),
+        ({"project": "../labs"}, "odd name"),
+    ],
+)
+def test_settings_that_are_unsafe_or_cannot_work_are_refused(bad, words):
+    with pytest.raises(LabError) as caught:
+        check_settings(Settings(**bad))
+    assert words in caught.value.what
+    assert_explains(caught.value)
+
+
+def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
+    public = Settings(address="labs.example.org", port=443, bind="0.0.0.0", tls="auto")
+    assert check_settings(public).url == "https://labs.example.org"
+    assert Settings().url == "https://localhost:8443"
+    assert Settings(tls="none", port=8080).url == "http://localhost:8080"
+    with pytest.raises(LabError, match="No class was started"):
+        load_settings(tmp_path)
+    save_settings(public, tmp_path)
+    assert load_settings(tmp_path) == public
+    assert commands.parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
+    for text in ("{", "[]", '{"port": "many"}'):
+        (tmp_path / "settings.json").write_text(text)
+        with pytest.raises(LabError, match="cannot be read"):
+            load_settings(tmp_path)
+
+
+def test_each_team_has_its_own_network_volume_token_and_path():
+    base = make_base([RED, BLUE], Settings(), "caddy", podman=False)
+    red, blue, front = (base["services"][name] for name in ("red-node0", "blue-2-node0", "front"))
+    assert red["networks"] == {"red": {"aliases": ["node0"]}} and list(blue["networks"]) == ["blue-2"]
+    assert red["volumes"] == ["red-work:/home/learner/work"]
+    assert red["environment"]["JUPYTER_TOKEN"] == "${TOKEN_RED:?no token for team red}"
+    assert red["environment"]["LAB_BASE_URL"] == "/red/"
+    assert front["networks"] == ["red", "blue-2"]
+    for lab in (red, blue):
+        assert "ports" not in lab, "only the front is published"
+        assert not any("docker.sock" in volume for volume in lab["volumes"])
+        assert lab["cap_drop"] == ["ALL"] and lab["shm_size"] == "16gb"
+        assert "privileged" not in lab and "network_mode" not in lab and "ipc" not in lab
+    assert front["ports"] == ["127.0.0.1:8443:8443"]
+    names = [network["name"] for network in base["networks"].values()]
+    assert names == ["labs-red", "labs-blue-2"]
+    assert all("driver_opts" not in network for network in base["networks"].values())
+    podman = make_base([RED], Settings(), "caddy", podman=True)
+    assert podman["networks"]["red"]["driver_opts"] == {"isolate": "true"}
+
+
+def test_no_token_is_in_any_file_but_the_one_of_tokens(tmp_path):
+    tokens = keep_tokens(tmp_path, [RED, BLUE])
+    write_files(tmp_path, [RED, BLUE], Settings(), image_id="one", podman=False)
+    save_settings(Settings(), tmp_path)
+    sheet = handout.write_handout(tmp_path, [RED, BLUE], tokens, Settings())
+    holders = {path.name for path in tmp_path.iterdir() for token in tokens.values() if token in path.read_text()}
+    assert holders == {"tokens.env", "handout.html"}
+    assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
+    assert "https://localhost:8443/blue-2/" in sheet.read_text() and "2 GPUs; two nodes" in sheet.read_text()
+
+
+def test_gpus_are_given_by_their_ids_and_only_to_their_team():
+    overlay = make_gpus([RED, BLUE], Settings())["services"]
+    assert list(overlay) == ["red-node0", "red-node1"]
+    devices = [node["deploy"]["resources"]["reservations"]["devices"] for node in overlay.values()]
+    assert [device["device_ids"] for (device,) in devices] == [["0", "1"], ["1"]]
+    for (device,) in devices:
+        assert device["capabilities"] == ["gpu"] and "count" not in device
+    assert overlay["red-node0"]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
+    one = make_gpus([Team("one", ("3",))], Settings(nodes=1))["services"]
+    assert list(one) == ["one-node0"]
+
+
+def test_the_second_node_shares_keys_with_its_own_team_alone():
+    overlay = make_nodes([RED, BLUE], Settings())
+    for team in ("red", "blue-2"):
+        labs, other = (overlay["services"][f"{team}-node{node}"] for node in (0, 1))
+        assert labs["volumes"] == other["volumes"] == [f"{team}-keys:/srv/keys"]
+        assert labs["environment"] == {"LAB_NODES": "node0,node1"}
+        assert list(other["networks"]) == [team] and other["hostname"] == "node1"
+        assert "JUPYTER_TOKEN" not in other["environment"]
+
+
+def test_files_are_written_when_they_change_and_no_other(tmp_path):
+    def write(teams, settings=None, image_id="one"):
+        found = write_files(tmp_path, teams, settings or Settings(), image_id=image_id, podman=False)
+        return [path.name for path in found], {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+    names, times = write([RED, BLUE])
+    assert names == [BASE, NODES, GPUS]
+    assert write([RED, BLUE]) == (names, times)
+    assert write([RED, BLUE], image_id="another")[1] != times, "an image that was built anew"
+    names, fewer = write([BLUE], Settings(nodes=1))
+    assert names == [BASE] and set(fewer) == {BASE, CADDY}, "an overlay of before does not stay"
+
+
+def test_the_front_starts_anew_when_its_file_changes():
+    def label(teams):
+        caddy = make_caddyfile(teams, Settings())
+        return make_base(teams, Settings(), caddy, podman=False)["services"]["front"]["labels"]
+
+    assert label([RED]) == label([RED]) != label([RED, BLUE])
+
+
+@pytest.mark.parametrize("tls, words", [("internal", "tls internal"), ("auto", "https://"), ("none", "http://")])
+def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
+    text = make_caddyfile([RED, BLUE], Settings(tls=tls))
+    assert words in text and "respond 404" in text and "admin off" in text
+    assert text.count("reverse_proxy") == 2 and "handle /red/* {\n\t\treverse_proxy red-node0:8888" in text
+    assert ("tls internal" in text) == (tls == "internal")
+    assert text.count("{") == text.count("}")
+
+
+def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LabError, match="docker is not installed; podman is not installed"):
+        find_engine(tmp_path)
+    program = tmp_path / "docker"
+    program.write_text("#!/bin/sh\n[ $1 = info ] && echo 'Cannot connect' >&2 && exit 1\n")
+    program.chmod(0o755)
+    with pytest.raises(LabError, match="docker info: Cannot connect"):
+        find_engine(tmp_path, wanted="docker")
+    program.write_text("#!/bin/sh\n[ $1 = info ]\n")
+    with pytest.raises(LabError, match="docker has no Compose"):
+        find_engine(tmp_path, wanted="docker")
+    program.write_text("#!/bin/sh\nexit 0\n")
+    assert find_engine(tmp_path).compose == ("docker", "compose")
+
+
+def test_what_compose_said_is_told_and_logged(tmp_path):
+    program = tmp_path / "compose"
+    program.write_text('#!/bin/sh\necho "$TOKEN_RED" | wc -c\necho "no space left on device" >&2\nexit 17\n')
+    program.chmod(0o755)
+    engine = Engine("docker", (str(program),), tmp_path)
+    with pytest.raises(LabError) as caught:
+        engine.run_compose([tmp_path / BASE], "up", "-d", tokens={"TOKEN_RED": TOKENS["red"]})
+    assert_explains(caught.value, "exit status 17", "no space left on device", "engine.log")
+    log = (tmp_path / "engine.log").read_text()
+    assert "49\n" in log, "the token came by the environment"
+    assert TOKENS["red"] not in log and "-f" in log
+
+
+def test_the_command_line_refuses_before_it_starts_anything(write, tmp_path, capsys):
+    state = ["--state", str(tmp_path / "state")]
+    assert main([*state, "up", str(write("team,gpus\nred,99\n"))]) == 1
+    assert "GPU 99, which this machine does not have" in capsys.readouterr().err
+    assert main([*state, "up", str(write("team,gpus\nred\n")), "--tls", "none", "--bind", "0.0.0.0"]) == 1
+    assert "read the teams' tokens" in capsys.readouterr().err
+    assert main([*state, "status"]) == 1
+    assert "No class was started here" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+
+
+def test_it_runs_without_the_packages_of_the_labs(root):
+    """An instructor's machine has Python and an engine; nothing is installed for this."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['torch', 'numpy', 'yaml', 'nbformat'])); import hosting.__main__"
+    )
+    ended = subprocess.run([sys.executable, "-I", "-S", "-c", f"import sys; sys.path[0:0] = ['{root}']\n{code}"])
+    assert ended.returncode == 0
+
+
+def test_the_status_is_a_line_per_team():
+    labs = ((3, 3), (0, 4), (1, 3))
+    rows = [
+        Standing(RED, ("running", "exited"), True, ("GPU 0: 97 %, 100 of 81559 MiB",), 12_000_000, 9 * 10**9, labs),
+        Standing(BLUE, ("absent", "absent"), False),
+    ]
+    header, red, blue = show_status(rows).splitlines()
+    assert red.split("  ")[0] == "red" and "running exited" in red and "yes" in red and "12 MB (9 GB free)" in red
+    assert "0:3/3 2:1/3" in red and "97 %" in red
+    assert "NO" in blue and "none yet" in blue and blue.endswith("none")
+    assert header.index("containers") == red.index("running") == blue.index("absent")
+
+
+def test_the_most_teams_fit_the_networks_of_docker():
+    assert teams.MOST_TEAMS <= 30
+    json.dumps(make_base([Team(f"t{n}") for n in range(30)], Settings(), "", podman=False))

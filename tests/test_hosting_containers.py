@@ -1,0 +1,393 @@
+"""Two teams in real containers behind the TLS front: what an instructor, a team and a stranger do, and see."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import shutil
+import socket
+import ssl
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import containers
+import lab_pages
+import nbformat
+import pytest
+import websocket
+from browser import Browser, find_chromium
+from containers import FRONT, IMAGE, Podman
+
+pytestmark = [pytest.mark.hosting, pytest.mark.drill]
+HOME = "/home/learner"
+UNCHECKED = {"cert_reqs": ssl.CERT_NONE, "check_hostname": False}
+# Seconds; the issue of the tests is that a class is up within minutes, so this is no bound to be close to.
+UP_SECONDS = 300
+NODES = [f"labtest-{team}-node{node}" for team in ("red", "blue") for node in (0, 1)]
+STEPS = """
+import sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(1000):
+    dist.all_reduce(torch.zeros(1))
+    print("step", step, flush=True)
+    time.sleep(0.2)
+"""
+LONG_JOB = """
+from lab_utils import launch
+job = launch.TorchrunJob("steps.py", nodes=launch.ssh_nodes(["node0", "node1"]))
+job.run()
+"""
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A class that runs.
+
+    Attributes:
+        podman: What runs it.
+        state: The instructor's folder.
+        teams: The list of teams.
+        port: Of the front.
+        seconds: How long ``up`` took.
+    """
+
+    podman: Podman
+    state: Path
+    teams: Path
+    port: int
+    seconds: float
+
+    def token(self, team: str) -> str:
+        """A team's token, from the instructor's file."""
+        return re.search(rf"^TOKEN_{team.upper()}=(\w+)$", (self.state / "tokens.env").read_text(), re.M)[1]
+
+    def host(self, *arguments: object, check: bool = True):
+        """Runs ``python3 -m hosting``."""
+        return self.podman.host(*arguments, state=self.state, check=check)
+
+    def ask(self, path: str, *, token: str = "", method: str = "GET", **headers: str) -> tuple[int, str]:
+        """Status and body of what the front answers; redirections are not followed."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = self._open(path, method, sent | ({"Authorization": f"token {token}"} if token else {}))
+        return answer.status, answer.read().decode(errors="replace")
+
+    def _open(self, path: str, method: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        context = ssl._create_unverified_context()
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=60)
+        connection.request(method, path, headers={"Host": f"localhost:{self.port}", "Connection": "close"} | headers)
+        return connection.getresponse()
+
+    def log_in(self, team: str) -> str:
+        """The cookies that a browser has after it gave the team's token."""
+        answer = self._open(f"/{team}/lab?token={self.token(team)}", "GET", {})
+        return "; ".join(line.partition(";")[0] for line in answer.headers.get_all("Set-Cookie"))
+
+    def started(self) -> dict[str, str]:
+        """When each container was started."""
+        names = self.podman.call("ps", "-a", "--filter", "name=^labtest-", "--format", "{{.Names}}").stdout.split()
+        return {name: self.podman.inspect(name)["State"]["StartedAt"] for name in names}
+
+
+@pytest.fixture(scope="module")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
+    """Podman with the images of this checkout."""
+    if os.geteuid() or (missing := containers.find_missing()):
+        pytest.skip(f"NOT TESTED HERE: containers need root and {', '.join(containers.PROGRAMS)}; missing: {missing}")
+    made = containers.prepare(tmp_path_factory.mktemp("podman"))
+    begun = time.monotonic()
+    made.build(tmp_path_factory.mktemp("build"))
+    print(f"images: {time.monotonic() - begun:.0f} s")
+    return made
+
+
+@pytest.fixture(scope="module")
+def hosted(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
+    """Teams red and blue, brought up by one command; nothing of them is left at the end."""
+    folder = tmp_path_factory.mktemp("class")
+    teams = folder / "teams.csv"
+    teams.write_text("team,gpus\nred,\nblue,\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    remove(podman)
+    options = ["--port", port, "--image", IMAGE, "--front", FRONT, "--project", "labtest", "--shm", "512m"]
+    begun = time.monotonic()
+    podman.host("up", teams, *options, state=folder / "state")
+    found = Hosted(podman, folder / "state", teams, port, time.monotonic() - begun)
+    yield found
+    found.host("down")
+    assert not found.started(), "down ends all containers"
+    remove(podman)
+
+
+def remove(podman: Podman) -> None:
+    """Removes what a run before left, and the volumes that `down` keeps."""
+    for kind, command in (("", "rm"), ("volume", "volume rm"), ("network", "network rm")):
+        listed = ["ps", "-a"] if not kind else [kind, "ls"]
+        shape = "{{.Names}}" if not kind else "{{.Name}}"
+        names = podman.call(*listed, "--filter", "name=^labtest-", "--format", shape).stdout.split()
+        if names:
+            podman.call(*command.split(), "-f", *names)
+
+
+def test_one_command_brings_the_teams_up_in_minutes(hosted):
+    assert hosted.seconds < UP_SECONDS
+    assert set(hosted.started()) == {"labtest-front", *NODES}
+    sheet = (hosted.state / "handout.html").read_text()
+    for team in ("red", "blue"):
+        assert f"https://localhost:{hosted.port}/{team}/" in sheet and hosted.token(team) in sheet
+    assert hosted.token("red") not in (hosted.state / "engine.log").read_text()
+
+
+def test_a_token_opens_its_own_team_and_no_other(hosted):
+    red, blue = hosted.token("red"), hosted.token("blue")
+    assert hosted.ask("/red/api/contents", token=red)[0] == hosted.ask("/blue/api/contents", token=blue)[0] == 200
+    for token in ("", blue, red[:-1], "' OR 1=1", red.upper()):
+        assert hosted.ask("/red/api/contents", token=token)[0] == 403, token
+        assert hosted.ask("/red/api/kernels", token=token, method="POST")[0] == 403, token
+    status, body = hosted.ask("/red/lab")
+    assert status == 302 and red not in body
+    assert hosted.ask("/", token=red)[0] == hosted.ask("/green/api", token=red)[0] == 404
+    assert hosted.ask("/red/../blue/api/contents", token=red)[0] in (400, 403, 404)
+    assert hosted.ask("/red/proxy/blue-node0:8888/blue/api", token=red)[0] == 403, "only what runs in the container"
+
+
+def test_a_foreign_origin_is_refused(hosted):
+    """A page of another site can open sockets and send forms with a learner's cookie; it must not get in with it."""
+    token, ours, foreign = hosted.token("red"), f"https://localhost:{hosted.port}", "https://evil.example"
+    kernel = json.loads(hosted.ask("/red/api/kernels", token=token, method="POST")[1])["id"]
+    address = f"wss://localhost:{hosted.port}/red/api/kernels/{kernel}/channels"
+    cookie = hosted.log_in("red")
+
+    def connect(origin, **options):
+        websocket.create_connection(address, sslopt=UNCHECKED, origin=origin, timeout=20, **options).close()
+
+    connect(ours, cookie=cookie)
+    for origin, options in ((ours, {}), (foreign, {}), (foreign, {"cookie": cookie})):
+        with pytest.raises(websocket.WebSocketBadStatusException) as refused:
+            connect(origin, **options)
+        assert refused.value.status_code == 403
+    assert hosted.ask("/red/api/kernels", method="POST", Cookie=cookie, Origin=foreign)[0] in (403, 404)
+    assert hosted.ask(f"/red/api/kernels/{kernel}", token=token, method="DELETE")[0] == 204
+
+
+def test_a_team_can_neither_see_nor_reach_another(hosted):
+    podman = hosted.podman
+    address = podman.inspect("labtest-blue-node0")["NetworkSettings"]["Networks"]["labtest-blue"]["IPAddress"]
+    look = (
+        "import socket, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        socket.create_connection((name, 8888), 3).close(); print(name, 'reached')\n"
+        "    except OSError as error:\n"
+        "        print(name, type(error).__name__)\n"
+    )
+    names = ["blue-node0", "labtest-blue-node0", "blue-node1", address]
+    said = podman.ask("labtest-red-node0", "python", "-c", look, *names)
+    assert "reached" not in said and said.count("\n") == 3, said
+    assert podman.ask("labtest-blue-node0", "python", "-c", look, "127.0.0.1").endswith("reached"), "it can be reached"
+    everything = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+    assert hosted.token("red") in everything and hosted.token("blue") not in everything
+    cmdlines = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
+    assert "jupyter-lab" in cmdlines and hosted.token("red") not in cmdlines
+    for name in hosted.started():
+        found = podman.inspect(name)
+        mounts = {mount["Destination"]: mount.get("Name", mount["Source"]) for mount in found["Mounts"]}
+        assert not any("sock" in place for place in (*mounts, *mounts.values()))
+        assert not any(("blue" if "red" in name else "red") in str(source) for source in mounts.values())
+        if "front" not in name:
+            assert not found["HostConfig"]["Privileged"] and podman.ask(name, "id", "-u") == "10001"
+            assert "CapEff:\t0000000000000000" in podman.ask(name, "cat", "/proc/self/status")
+            assert int(podman.ask(name, "df", "-k", "--output=size", "/dev/shm").split()[-1]) == 512 * 1024
+
+
+def test_no_private_key_is_in_the_image_and_each_container_has_its_own(hosted):
+    podman = hosted.podman
+    places = "/etc /home /root /srv/keys /srv/labs/hosting"
+    find = f"grep -rlE 'BEGIN ([A-Z]+ )?PRIVATE KEY' {places}; true"
+    assert podman.call("run", "--rm", "--user=0", "--entrypoint=sh", IMAGE, "-c", find).stdout.strip() == ""
+    keys = [podman.ask(node, "cat", f"{HOME}/.ssh/host.pub") for node in NODES]
+    assert len(set(keys)) == 4
+    shared = podman.ask("labtest-red-node0", "sh", "-c", "ls /srv/keys; cat /srv/keys/*")
+    assert shared.split()[:4] == ["node0.host", "node0.user", "node1.host", "node1.user"]
+    assert "PRIVATE" not in shared
+
+
+def test_up_again_changes_nothing_that_is_right(hosted):
+    before = hosted.started()
+    hosted.host("up")
+    assert hosted.started() == before
+    assert hosted.token("red") in (hosted.state / "handout.html").read_text()
+
+
+def test_a_team_that_comes_later_disturbs_nobody(hosted):
+    before = hosted.started()
+    hosted.teams.write_text("team,gpus\nred,\nblue,\ngreen,\n")
+    try:
+        hosted.host("up")
+        assert hosted.ask("/green/api/contents", token=hosted.token("green"))[0] == 200
+        assert {name: when for name, when in hosted.started().items() if name in NODES} == {
+            name: when for name, when in before.items() if name in NODES
+        }
+    finally:
+        hosted.teams.write_text("team,gpus\nred,\nblue,\n")
+        hosted.host("up")
+    assert not any("green" in name for name in hosted.started())
+    assert hosted.ask("/green/api")[0] == 404
+
+
+def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
+    preflight = ["python", "-m", "lab_utils.launch", "preflight", "node0", "node1"]
+    said = hosted.podman.ask("labtest-red-node0", *preflight)
+    assert re.search(r"Preflight: (all is well|\d+ to note)", said), said
+    assert "[red]" not in said
+
+
+def start_long_job(hosted):
+    """Starts a job on both nodes of team red from a shell, as a cell would; returns when it is at work."""
+    podman, where = hosted.podman, f"{HOME}/work"
+    for name, text in {"steps.py": STEPS, "long_job.py": LONG_JOB}.items():
+        podman.ask("labtest-red-node0", "sh", "-c", f"cat > {where}/{name} <<'EOF'\n{text}\nEOF")
+    run = f"cd {where} && python long_job.py > long.log 2>&1; echo ended $? >> long.log"
+    podman.call("exec", "-d", "labtest-red-node0", "sh", "-c", run)
+    return wait_for_log(hosted, r"rank 1\] step 5\b", 120)
+
+
+def wait_for_log(hosted, pattern, seconds):
+    end = time.monotonic() + seconds
+    while True:
+        log = hosted.podman.ask("labtest-red-node0", "cat", f"{HOME}/work/long.log", check=False)
+        if re.search(pattern, log, re.MULTILINE):
+            return log
+        assert time.monotonic() < end, log[-2000:]
+        time.sleep(0.5)
+
+
+def test_a_node_that_is_killed_in_mid_job_is_named_and_comes_back(hosted):
+    start_long_job(hosted)
+    begun = time.monotonic()
+    hosted.podman.call("kill", "labtest-red-node1")
+    log = wait_for_log(hosted, "^ended", 60)
+    assert time.monotonic() - begun < 45
+    assert "The connection to node1 was lost." in log and "ended 1" in log
+    jobs = hosted.podman.ask("labtest-red-node0", "python", "-m", "lab_utils.launch", "jobs")
+    assert "steps" not in jobs, "nothing of it is left on the other node"
+    hosted.host("up")
+    test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted)
+
+
+def test_tensorboard_is_behind_the_same_token(hosted):
+    token = hosted.token("red")
+    status, body = hosted.ask("/red/tensorboard/", token=token)
+    assert status == 200 and "TensorBoard" in body
+    for wrong in ("", hosted.token("blue")):
+        status, body = hosted.ask("/red/tensorboard/", token=wrong)
+        assert status in (302, 403) and "<title>TensorBoard" not in body
+
+
+def write_work(hosted, text):
+    hosted.podman.ask("labtest-red-node0", "sh", "-c", f"echo {text} > {HOME}/work/labs/ours.txt")
+
+
+def read_work(hosted):
+    return hosted.podman.ask("labtest-red-node0", "cat", f"{HOME}/work/labs/ours.txt")
+
+
+def test_work_survives_down_and_up_a_kill_and_a_new_image(hosted):
+    write_work(hosted, "kept")
+    hosted.host("down")
+    assert not hosted.started()
+    hosted.host("up")
+    assert read_work(hosted) == "kept"
+    hosted.podman.call("kill", "labtest-red-node0")
+    hosted.host("up")
+    assert read_work(hosted) == "kept"
+    old = hosted.podman.inspect("labtest-red-node0")["Image"]
+    file = hosted.podman.folder / "Dockerfile.newer"
+    file.write_text(f"FROM {IMAGE}\nLABEL version=newer\n")
+    hosted.podman.call("build", "-t", "localhost/labs-test-labs:newer", "-f", file, hosted.podman.folder)
+    try:
+        hosted.host("up", "--image", "localhost/labs-test-labs:newer")
+        assert hosted.podman.inspect("labtest-red-node0")["Image"] != old
+        assert read_work(hosted) == "kept"
+    finally:
+        hosted.host("up", "--image", IMAGE)
+    assert read_work(hosted) == "kept"
+
+
+def test_a_new_token_shuts_the_old_one_out_and_the_other_team_does_not_notice(hosted):
+    old, others = hosted.token("red"), hosted.token("blue")
+    blue = {name: when for name, when in hosted.started().items() if "blue" in name or "front" in name}
+    hosted.host("rotate", "red")
+    end = time.monotonic() + 60
+    while hosted.ask("/red/api/contents", token=hosted.token("red"))[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    assert hosted.token("red") != old and hosted.token("blue") == others
+    assert hosted.ask("/red/api/contents", token=old)[0] == 403
+    assert hosted.token("red") in (hosted.state / "handout.html").read_text()
+    assert {name: when for name, when in hosted.started().items() if name in blue} == blue
+    refused = hosted.host("rotate", "green", check=False)
+    assert refused.returncode == 1 and "one of: red, blue" in refused.stderr
+
+
+def test_reset_gives_fresh_labs_and_keeps_the_old(hosted):
+    write_work(hosted, "mine")
+    said = hosted.host("reset", "red").stdout
+    kept = re.search(r"/home/learner/work/labs-\w+", said)[0]
+    assert hosted.podman.ask("labtest-red-node0", "cat", f"{kept}/ours.txt") == "mine"
+    fresh = hosted.podman.ask("labtest-red-node0", "ls", f"{HOME}/work/labs")
+    assert "00_start_here.ipynb" in fresh and "ours.txt" not in fresh
+
+
+def test_status_and_collect_say_how_the_teams_stand(hosted, tmp_path):
+    said = hosted.host("status").stdout
+    for team in ("red", "blue"):
+        assert re.search(rf"^{team} +running running +yes +\d+ MB", said, re.M), said
+    hosted.podman.call("stop", "-t", "1", "labtest-blue-node1")
+    assert re.search(r"^blue +running exited +yes", hosted.host("status").stdout, re.M)
+    hosted.host("up")
+    write_work(hosted, "handed in")
+    hosted.host("collect", "--into", tmp_path / "in")
+    for team in ("red", "blue"):
+        assert (
+            f"<title>Distributed Training Labs: {team}</title>" in (tmp_path / "in" / team / "report.html").read_text()
+        )
+    assert (tmp_path / "in" / "red" / "work" / "labs" / "ours.txt").read_text() == "handed in\n"
+
+
+@pytest.fixture
+def page(hosted, tmp_path):
+    """A browser that has logged in as team red, whose JupyterLab shows its application to the tests."""
+    if find_chromium() is None:
+        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
+    config = json.dumps({"LabApp": {"expose_app_in_browser": True}})
+    show = f"mkdir -p {HOME}/.jupyter && echo '{config}' > {HOME}/.jupyter/jupyter_lab_config.json"
+    hosted.podman.ask("labtest-red-node0", "sh", "-c", show)
+    hosted.host("restart", "red")
+    hosted.host("up")
+    with Browser(tmp_path / "profile", flags=["--ignore-certificate-errors"]) as browser:
+        yield browser.open(f"https://localhost:{hosted.port}/red/lab?token={hosted.token('red')}")
+
+
+@pytest.mark.parametrize("lab", ["00_start_here", "05_ddp_two_nodes"])
+def test_a_team_runs_a_lab_in_its_browser(hosted, page, tmp_path, lab):
+    """The labs with their solutions: lab 5 on node0 and node1, as LAB_NODES says in a team's container."""
+    team, name = "labtest-red-node0", f"{lab}.ipynb"
+    hosted.podman.ask(team, "sh", "-c", f"rm -rf {HOME}/work/solved && cp -r /srv/labs/notebooks {HOME}/work/solved")
+    lab_pages.open_notebook(page, f"solved/{name}")
+    assert "news" not in page.evaluate("document.body.innerText").lower()
+    lab_pages.run_all(page)
+    page.screenshot(Path(os.environ.get("LAB_ARTEFACTS") or tmp_path) / f"team-{lab}.png")
+    hosted.podman.call("cp", f"{team}:{HOME}/work/solved/{name}", tmp_path / name)
+    assert lab_pages.find_faults(page, tmp_path / name) == []
+    text = json.dumps(nbformat.read(tmp_path / name, as_version=4))
+    if lab.startswith("05"):
+        assert "2 nodes: node0, node1" in text and "rank 1 on node1" in text
+    page.close()
+    shutil.rmtree(tmp_path / "profile", ignore_errors=True)

@@ -1,0 +1,303 @@
+"""The variant with accounts: what is written for the hub, and JupyterHub itself with its configuration.
+
+No environment of the labs has JupyterHub: LAB_HUB_PYTHON names a Python that has it (hosting/hub/README.md).
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+
+import pytest
+
+from hosting.hub import TAKEN, make_compose, make_front, write_hub
+from hosting.settings import Settings
+from hosting.teams import Team, read_teams
+from hosting.tokens import keep_tokens
+from lab_utils import LabError
+
+pytestmark = pytest.mark.hosting
+
+CLASS = "team,gpus\nred,0 1\nblue,\nteam-3,2\n"
+# JupyterHub with the configuration, up to where it would listen: teams log in, and the engine, which is not there, is
+# asked for their containers.
+LOAD = """
+import asyncio, hashlib, json, sys
+import docker
+from dockerspawner import DockerSpawner
+from jupyterhub import orm
+from jupyterhub.app import JupyterHub
+
+asked = {}
+
+class Engine(docker.APIClient):
+    def create_container_from_config(self, config, name=None, platform=None):
+        asked[name] = config
+        return {"Id": name}
+
+async def load(config, logins, teams):
+    hub = JupyterHub()
+    await hub.initialize(["--config", config, "--log-level=ERROR"])
+    found = {"logins": [], "holds": {}, "networks": {}, "containers": asked}
+
+    class Handler:
+        find_user = staticmethod(lambda name: hub.users[name])
+
+    for data in logins:
+        model = await hub.authenticator.get_authenticated_user(Handler, data)
+        found["logins"].append(model and [model["name"], bool(model["admin"])])
+        if model:
+            await hub.users[model["name"]].save_auth_state(model["auth_state"])
+    DockerSpawner._client = Engine(version="1.43")
+    for name, user in [(name, hub.users[name]) for name in sorted(hub.authenticator.allowed_users)]:
+        found["holds"][name] = await hub.authenticator.refresh_user(user)
+        spawner = user.spawners[""]
+        spawner.run_pre_spawn_hook()
+        await spawner.create_object()
+        found["networks"][name] = spawner.network_name
+    # Red has a browser at its server, and the server its own token; then red gets another token.
+    red = hub.users["red"]
+    hub.db.add(orm.OAuthClient(identifier="jupyterhub-user-red", secret="", redirect_uri="", description=""))
+    hub.db.commit()
+    for client in ("jupyterhub-user-red", "jupyterhub"):
+        orm.APIToken.new(user=red.orm_user, client_id=client, scopes=[])
+    cookie = red.cookie_id
+    with open(teams, "w") as file:
+        json.dump({"red": {"sha256": hashlib.sha256(b"another").hexdigest(), "gpus": []}}, file)
+    found["holds_later"] = [await hub.authenticator.refresh_user(hub.users[name]) for name in ("red", "blue")]
+    again = {"username": "red", "password": "another"}
+    model = await hub.authenticator.get_authenticated_user(Handler, again)
+    await red.save_auth_state(model["auth_state"])
+    found["left"] = [token.client_id for token in red.orm_user.api_tokens]
+    found["cookie"] = [red.cookie_id != cookie, await hub.authenticator.refresh_user(red)]
+    cookie = red.cookie_id
+    await hub.authenticator.get_authenticated_user(Handler, again)
+    found["cookie"].append(red.cookie_id == cookie)
+    found["roles"] = {role["name"]: role["scopes"] for role in hub.load_roles}
+    found["admins"] = [user.name for user in hub.users.values() if user.admin]
+    found["exposed"] = [hub.hub.bind_url, hub.hub.connect_ip, hub.cleanup_servers]
+    print("FOUND" + json.dumps(found))
+
+asyncio.run(load(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]))
+"""
+
+
+def assert_says(error, *words):
+    assert error.what and error.where and error.fix
+    assert not [word for word in words if word not in str(error)], str(error)
+
+
+def make_class(folder):
+    (folder / "teams.csv").write_text(CLASS)
+    teams = read_teams(folder / "teams.csv")
+    tokens = keep_tokens(folder, teams)
+    return folder, teams, tokens, write_hub(folder, teams, tokens, Settings(), podman=False)
+
+
+@pytest.fixture
+def hosted(tmp_path):
+    """A class of three teams: its folder, teams and tokens, with what is written for the hub."""
+    return make_class(tmp_path)
+
+
+def test_the_teams_file_has_hashes_and_only_its_owner_reads_it(hosted):
+    folder, teams, tokens, _ = hosted
+    path = folder / "hub" / "teams.json"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    known = json.loads(path.read_text())
+    assert {name: team["gpus"] for name, team in known.items()} == {"red": ["0", "1"], "blue": [], "team-3": ["2"]}
+    assert all(known[name]["sha256"] == hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items())
+    written = "".join(path.read_text() for path in (folder / "hub").iterdir())
+    assert not any(token in written for token in tokens.values())
+    # A file that others could read is made private, and one that is right is left alone.
+    path.chmod(0o644)
+    write_hub(folder, teams, tokens, Settings(), podman=False)
+    assert path.stat().st_mode & 0o777 == 0o600
+    before = path.stat().st_ino
+    write_hub(folder, teams, tokens, Settings(), podman=False)
+    assert path.stat().st_ino == before
+
+
+def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
+    folder, teams, tokens, _ = hosted
+    path = folder / "hub" / "secrets.env"
+    kept = path.read_text()
+    assert path.stat().st_mode & 0o777 == 0o600 and len(set(kept.split())) == 2
+    write_hub(folder, teams, tokens, Settings(), podman=False)
+    assert path.read_text() == kept
+    path.chmod(0o640)
+    with pytest.raises(LabError) as caught:
+        write_hub(folder, teams, tokens, Settings(), podman=False)
+    assert_says(caught.value, "Others can read", "chmod 600", str(path))
+    path.write_text(kept.splitlines()[0] + "\nJUPYTERHUB_CRYPT_KEY=short\n")
+    path.chmod(0o600)
+    with pytest.raises(LabError) as caught:
+        write_hub(folder, teams, tokens, Settings(), podman=False)
+    assert_says(caught.value, "JUPYTERHUB_CRYPT_KEY", f"rm {path}")
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_team_with_the_name_of_one_of_the_hubs_paths_is_refused(name, tmp_path):
+    with pytest.raises(LabError) as caught:
+        write_hub(tmp_path, [Team(name)], {name: "x" * 48}, Settings(), podman=False)
+    assert_says(caught.value, f"Team {name} ", "any name but", "teams.csv")
+    assert not (tmp_path / "hub").exists()
+
+
+@pytest.mark.parametrize("podman", [False, True])
+def test_the_hub_alone_has_the_socket_and_the_front_alone_a_port(podman, hosted):
+    folder, teams, _, files = hosted
+    certificate = folder / "certificate"
+    settings = Settings(project="course", tls=str(certificate))
+    fixed = json.loads(files[0].read_text())["services"]
+    made = make_compose(folder / "hub", teams, settings, "", podman=podman)
+    services = {name: (fixed[name], made["services"][name]) for name in ("front", "hub")}
+    assert set(fixed) == set(made["services"]) == set(services)
+    text = {name: json.dumps(parts) for name, parts in services.items()}
+    assert "docker.sock" in text["hub"] and "docker.sock" not in text["front"]
+    assert '"ports"' in text["front"] and '"ports"' not in text["hub"]
+    assert "secrets.env" in text["hub"] and "secrets.env" not in text["front"]
+    assert f"{certificate}:/certificate:ro" in text["front"] and 'privileged": true' not in json.dumps(text)
+    # The hub is on each team's network; the front is on none.
+    assert made["services"]["hub"]["networks"] == ["red", "blue", "team-3"]
+    assert fixed["hub"]["networks"] == fixed["front"]["networks"] == ["hub_front"]
+    assert {network["name"] for network in made["networks"].values()} == {
+        "course_hub_front",
+        "course-red",
+        "course-blue",
+        "course-team-3",
+    }
+    assert all(("driver_opts" in network) == podman for network in made["networks"].values())
+    assert made["name"] == "course", "the project of the other variant, which `up` then ends"
+
+
+def test_the_front_sends_everything_to_the_hub():
+    caddy = make_front([Team("red")], Settings(address="labs.example.org"))
+    assert caddy.count("reverse_proxy") == 1 and "\treverse_proxy hub:8000\n" in caddy and "404" not in caddy
+    assert "\tredir /red/ /user/red/\n" in caddy and "https://labs.example.org {\n\ttls internal\n" in caddy
+    assert caddy.count("{") == caddy.count("}")
+
+
+@pytest.fixture(scope="module")
+def python():
+    """A Python with JupyterHub and DockerSpawner."""
+    path = os.environ.get("LAB_HUB_PYTHON")
+    if not path:
+        pytest.skip("NOT TESTED HERE: JupyterHub with our configuration (LAB_HUB_PYTHON names no Python that has it)")
+    asked = subprocess.run([path, "-c", "import dockerspawner, jupyterhub"], capture_output=True, text=True)
+    if asked.returncode:
+        pytest.skip(
+            f"NOT TESTED HERE: JupyterHub with our configuration: {asked.stderr.strip().splitlines()[-1][:200]}"
+        )
+    return path
+
+
+@pytest.fixture(scope="module")
+def load(python, root):
+    """Starts JupyterHub with the configuration and logins to a class; returns what came of it."""
+
+    def run(hosted, logins, idle):
+        folder, teams, _, _ = hosted
+        made = make_compose(folder / "hub", teams, Settings(data=str(folder)), "", podman=False)
+        secrets = dict(line.split("=") for line in (folder / "hub" / "secrets.env").read_text().split())
+        fixed = json.loads((root / "hosting/hub/compose.json").read_text())["services"]["hub"]["environment"]
+        state, known = folder / "hub-state", folder / "hub" / "teams.json"
+        here = {"HUB_STATE": str(state), "HUB_TEAMS": str(known), "HUB_IDLE_SECONDS": idle}
+        assert set(here) <= set(fixed), "what the test sets is what Compose sets"
+        state.mkdir()
+        env = {"PATH": os.environ["PATH"], **secrets, **made["services"]["hub"]["environment"], **here}
+        command = [python, "-c", LOAD, root / "hosting/hub/jupyterhub_config.py", json.dumps(logins), known]
+        done = subprocess.run(command, cwd=state, env=env, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0 and "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+        return json.loads(done.stdout.partition("FOUND")[2])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def loaded(load, tmp_path_factory):
+    """A class at a hub that was loaded: its folder, its tokens, and what came of it."""
+    hosted = folder, _, tokens, _ = make_class(tmp_path_factory.mktemp("class"))
+    right = {"username": "red", "password": tokens["red"]}
+    last = "0" if tokens["red"][-1] != "0" else "1"
+    refused = [
+        {"username": "red", "password": tokens["red"][:-1] + last},
+        {"username": "red", "password": ""},
+        {"username": "red"},
+        {"password": tokens["red"]},
+        {"username": "red", "password": tokens["blue"]},
+        {"username": "red", "password": hashlib.sha256(tokens["red"].encode()).hexdigest()},
+        {"username": "red", "password": "ä" * 48},
+        {"username": "green", "password": tokens["red"]},
+        {"username": "green", "password": ""},
+        {"username": "", "password": ""},
+        {"username": "../red", "password": tokens["red"]},
+        {"username": "red/../blue", "password": tokens["red"]},
+        {"username": "admin", "password": tokens["red"]},
+    ]
+    return folder, tokens, load(hosted, [right, *refused], "60")
+
+
+def test_a_team_logs_in_with_its_own_token_only(loaded):
+    found = loaded[2]
+    assert found["logins"] == [["red", False]] + [None] * 13
+    assert found["admins"] == []
+    # A login holds for as long as the team has its token, and the team is there.
+    assert found["holds"] == {"red": True, "blue": False, "team-3": False}
+    assert found["holds_later"] == [False, False]
+
+
+def test_the_first_login_with_a_new_token_ends_those_with_the_old_one(loaded):
+    found = loaded[2]
+    assert found["left"] == ["jupyterhub"], "the browsers' tokens go, the server's own stays"
+    assert found["cookie"] == [True, True, True], "another cookie, that holds; a second login leaves it as it is"
+
+
+def test_a_teams_container_has_its_own_gpus_volume_and_network(loaded):
+    folder, tokens, found = loaded
+    assert set(found["containers"]) == {"labs-red-node0", "labs-blue-node0", "labs-team-3-node0"}
+    assert found["networks"] == {name: f"labs-{name}" for name in ("red", "blue", "team-3")}
+    for name in found["networks"]:
+        made = found["containers"][f"labs-{name}-node0"]
+        host = made["HostConfig"]
+        # The entrypoint of the image runs it: start.sh in its mode "hub".
+        assert made["Cmd"] == ["hub"] and not made.get("Entrypoint") and made["Hostname"] == "node0"
+        assert made["Image"] == Settings().image and made["Labels"] == {"labs.hub": "labs"}
+        assert host["NetworkMode"] == f"labs-{name}" and host["AutoRemove"] is True
+        assert host["ShmSize"] == 16 * 2**30 and host["PidsLimit"] == 8192
+        assert host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
+        assert not host.get("Privileged") and not host.get("PortBindings")
+        # The names of the variant without accounts, also where a name has a hyphen; and no socket.
+        data = f"{folder}:/srv/data:ro"
+        assert sorted(host["Binds"]) == sorted([f"labs-{name}-work:/home/learner/work:rw", data])
+        environment = dict(line.split("=", 1) for line in made["Env"])
+        assert environment["LAB_TEAM"] == name and environment["JUPYTERHUB_API_URL"] == "http://hub:8081/hub/api"
+        assert environment["JUPYTERHUB_ROOT_DIR"] == "/home/learner/work"
+        assert json.loads(environment["JUPYTERHUB_COOKIE_OPTIONS"]) == {"secure": True}
+        shown = json.dumps({key: value for key, value in environment.items() if "API_TOKEN" not in key})
+        kept = (folder / "hub" / "secrets.env").read_text().split()
+        secrets = [line.partition("=")[2] for line in kept] + list(tokens.values())
+        assert not any(secret in shown for secret in secrets)
+        assert "DOCKER_HOST" not in environment and "PATH" not in environment
+
+
+def test_only_teams_with_gpus_get_devices_and_limits(loaded):
+    found = loaded[2]
+    hosts = {name: found["containers"][f"labs-{name}-node0"]["HostConfig"] for name in ("red", "blue", "team-3")}
+    for name, gpus in (("red", ["0", "1"]), ("team-3", ["2"])):
+        (device,) = hosts[name]["DeviceRequests"]
+        assert device["Driver"] == "nvidia" and device["DeviceIDs"] == gpus and device["Capabilities"] == [["gpu"]]
+        assert device["Count"] == 0, "a count beside the ids would be refused"
+        limits = {limit["Name"]: (limit["Soft"], limit["Hard"]) for limit in hosts[name]["Ulimits"]}
+        assert limits == {"memlock": (-1, -1), "stack": (67108864, 67108864)}
+    assert not hosts["blue"].get("DeviceRequests") and not hosts["blue"].get("Ulimits")
+    assert not hosts["blue"].get("Devices")
+
+
+def test_roles_are_small_and_the_culler_can_be_left_out(loaded, load, hosted):
+    found = loaded[2]
+    assert all(scope.endswith("!user") and "tokens" not in scope for scope in found["roles"]["user"])
+    culler = ["delete:servers", "list:users", "read:servers", "read:users:activity"]
+    assert sorted(found["roles"]["idle-culler"]) == culler and len(found["roles"]) == 2
+    assert found["exposed"] == ["http://0.0.0.0:8081/hub/", "hub", False]
+    assert list(load(hosted, [], "0")["roles"]) == ["user"]
