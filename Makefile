@@ -9,6 +9,7 @@ WORKSPACE ?= workspace
 STUDENT ?= student
 # Processes that share the tests; 0 runs them in pytest's own, for a debugger.
 WORKERS ?= 3
+TEAMS ?= hosting/teams.csv
 # What a Python has to be, and the one behind it where it belongs to an environment.
 SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 13); print(sys._base_executable)
 
@@ -42,6 +43,16 @@ lab: setup
 .PHONY: test
 test: setup
 	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+## host: bring up the teams of TEAMS=hosting/teams.csv in containers of their own (hosting/README.md; ARGS="--address ...")
+.PHONY: host
+host:
+	@$(if $(PYTHON),"$(PYTHON)",python3) -m hosting up $(TEAMS) $(ARGS)
+
+## test-hosting: build the teams' image and drive two teams in containers (needs root, podman, runc and mmdebstrap)
+.PHONY: test-hosting
+test-hosting: setup
+	@$(PY) -m pytest -n 0 -m hosting -rs tests $(ARGS)
 
 ## drills: what goes wrong between nodes, one after the other, and with more interrupts than `make test` has time for
 .PHONY: drills
@@ -81,7 +92,7 @@ workspace: setup
 student: setup
 	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
 	@mkdir -p "$(STUDENT)"
-	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
+	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
 	@$(PY) -m lab_utils.workspace --workspace "$(STUDENT)/notebooks"
 
 ## notebooks: run all notebooks again and save them with their outputs, and the README's picture
@@ -112,6 +123,8 @@ lint: setup
 lock:
 	uv pip compile pyproject.toml --extra test --extra build --universal --python-version 3.11 --generate-hashes \
 	  --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
+	uv pip compile hosting/requirements.in --constraint requirements.lock --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file hosting/requirements.lock
 
 ## help: this list
 .PHONY: help
