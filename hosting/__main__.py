@@ -8,7 +8,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from hosting import commands, hub
+from hosting import classes, commands, hub
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import read_status, show_status
@@ -67,13 +67,13 @@ def run(chosen: argparse.Namespace) -> None:
     folder, engine = chosen.state.resolve(), chosen.engine
     if chosen.command in ("up", "build"):
         given = {field.name: getattr(chosen, field.name, None) for field in fields(Settings)}
-        settings = commands.parse_settings(folder, given)
+        settings = classes.parse_settings(folder, given)
         if chosen.command == "build":
             folder.mkdir(parents=True, exist_ok=True)
             return commands.build(find_engine(folder, wanted=engine), settings, base=chosen.base, torch=chosen.torch)
-        found = commands.read_class(folder, settings, engine=engine)
+        found = classes.read_class(folder, settings, engine=engine)
         return (hub if settings.hub else commands).up(found)
-    found = commands.open_class(folder, engine=engine)
+    found = classes.open_class(folder, engine=engine)
     variant = hub if found.settings.hub else commands
     team = found.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
@@ -85,7 +85,7 @@ def run(chosen: argparse.Namespace) -> None:
         for collected in commands.collect(found, found.teams, chosen.into):
             print(collected)
     elif chosen.command == "rotate":
-        renewed = commands.open_class(folder, engine=engine, renew=team.name)
+        renewed = classes.open_class(folder, engine=engine, renew=team.name)
         print(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
     elif chosen.command == "reset":
         print(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")

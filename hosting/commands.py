@@ -10,15 +10,14 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hosting.engine import Engine, find_engine
-from hosting.files import HOME, PORT, name_container, write_files
+from hosting.classes import Class
+from hosting.engine import Engine
+from hosting.files import HOME, PORT, name_container
 from hosting.handout import write_handout
-from hosting.settings import Settings, check_settings, load_settings, save_settings
-from hosting.teams import Team, check_gpus, find_gpus, read_teams
-from hosting.tokens import keep_tokens
+from hosting.settings import Settings, save_settings
+from hosting.teams import Team
 from lab_utils import LabError, checkout
 
 START_SECONDS = 180.0
@@ -27,76 +26,6 @@ ALIVE = f"""
 import os, urllib.request
 urllib.request.urlopen("http://127.0.0.1:{PORT}" + os.environ["LAB_BASE_URL"] + "api", timeout=5)
 """
-
-
-@dataclass(frozen=True)
-class Class:
-    """A class that was read and checked: nothing of it has been started by that."""
-
-    folder: Path
-    settings: Settings
-    teams: list[Team]
-    tokens: dict[str, str]
-    engine: Engine
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """What Compose finds in its environment."""
-        return {team.variable: self.tokens[team.name] for team in self.teams}
-
-    def write(self) -> list[Path]:
-        """Writes Compose's files, where they have changed."""
-        image_id = self.engine.ask("image", "inspect", "-f", "{{.Id}}", self.settings.image).stdout.strip()
-        return write_files(self.folder, self.teams, self.settings, image_id=image_id, podman=self.engine.podman)
-
-    def find(self, name: str) -> Team:
-        """Returns the team of that name.
-
-        Raises:
-            LabError: There is none.
-        """
-        for team in self.teams:
-            if team.name == name:
-                return team
-        known = ", ".join(team.name for team in self.teams)
-        what = f"There is no team {ascii(name)[:60]}."
-        raise LabError(what, where=self.settings.teams, cause="a typing error", fix=f"one of: {known}")
-
-    def ask(self, team: Team, *command: str, node: int = 0, timeout: float = 60.0) -> tuple[int, str]:
-        """Runs a command in a team's container; returns its exit status and what it printed."""
-        asked = self.engine.ask("exec", name_container(self.settings, team, node), *command, timeout=timeout)
-        return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
-
-
-def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str = "") -> Class:
-    """Reads and checks everything that a class is made of, before anything starts.
-
-    Raises:
-        LabError: The first thing that would go wrong.
-    """
-    path = Path(settings.teams)
-    teams = read_teams(path, share=settings.share_gpus)
-    if any(team.gpus for team in teams):
-        check_gpus(teams, find_gpus(), path=path, share=settings.share_gpus)
-    found = find_engine(folder, wanted=engine)
-    _make_private(folder)
-    return Class(folder, settings, teams, keep_tokens(folder, teams, renew=renew), found)
-
-
-def open_class(folder: Path, *, engine: str = "", renew: str = "") -> Class:
-    """Reads the class that was started from a folder."""
-    return read_class(folder, load_settings(folder), engine=engine, renew=renew)
-
-
-def _make_private(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-    except OSError as error:
-        fix = "give --state a folder that is yours"
-        raise LabError(
-            "The class's folder cannot be made.", where=folder, cause=error.strerror or "", fix=fix
-        ) from error
 
 
 def build(engine: Engine, settings: Settings, *, base: str = "", torch: str = "") -> None:
@@ -259,14 +188,3 @@ def restart(found: Class, team: Team) -> None:
     """Starts a team's containers anew, as one does with a computer that is stuck; its files stay."""
     for node in range(found.settings.nodes):
         found.engine.run("restart", name_container(found.settings, team, node))
-
-
-def parse_settings(folder: Path, given: dict) -> Settings:
-    """The settings that were kept, with what was given now in their place."""
-    try:
-        kept = load_settings(folder)
-    except LabError:
-        kept = Settings()
-    settings = replace(kept, **{name: value for name, value in given.items() if value is not None})
-    # The hub starts one container per team.
-    return check_settings(replace(settings, nodes=1) if settings.hub else settings)

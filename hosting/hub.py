@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hosting.commands import START_SECONDS, Class, build, end_spawned
+from hosting.classes import Class
+from hosting.commands import START_SECONDS, build, end_spawned
 from hosting.files import CADDY, make_base, make_caddyfile
 from hosting.handout import write_handout
 from hosting.settings import Settings, save_settings

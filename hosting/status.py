@@ -8,7 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hosting.commands import Class, is_served
+from hosting.classes import Class
+from hosting.commands import is_served
 from hosting.files import HOME
 from hosting.teams import Team
 

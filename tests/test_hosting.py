@@ -8,7 +8,7 @@ import sys
 import pytest
 from drawn import assert_explains
 
-from hosting import commands, handout, teams
+from hosting import classes, handout, teams
 from hosting.__main__ import main
 from hosting.engine import Engine, find_engine
 from hosting.files import BASE, CADDY, GPUS, NODES, make_base, make_caddyfile, make_gpus, make_nodes, write_files
@@ -214,7 +214,7 @@ def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
         load_settings(tmp_path)
     save_settings(public, tmp_path)
     assert load_settings(tmp_path) == public
-    assert commands.parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
+    assert classes.parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
     for text in ("{", "[]", '{"port": "many"}'):
         (tmp_path / "settings.json").write_text(text)
         with pytest.raises(LabError, match="cannot be read"):
