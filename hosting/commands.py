@@ -62,17 +62,10 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     _end_orphans(found)
     end = time.monotonic() + seconds
     for team in found.teams:
-        while (answer := found.ask(team, "python3", "-c", ALIVE, timeout=20))[0]:
-            if time.monotonic() > end:
-                container = name_container(settings, team, 0)
-                raise LabError(
-                    f"JupyterLab of team {team.name} does not answer.",
-                    where=container,
-                    cause=answer[1].splitlines()[-1][:300] if answer[1] else "",
-                    fix=f"{found.engine.program} logs --tail 40 {container}",
-                    log=found.folder / "engine.log",
-                )
-            time.sleep(0.5)
+        _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, "python3", "-c", ALIVE)
+        if settings.nodes > 1:
+            reach = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "node1", "true")
+            _wait_for(found, team, f"node0 of team {team.name} does not reach its node1.", end, *reach)
     while not is_served(settings, found.teams[0]):
         if time.monotonic() > end:
             front = f"{settings.project}-front"
@@ -82,6 +75,17 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     sheet = write_handout(found.folder, found.teams, found.tokens, settings)
     say(f"{len(found.teams)} teams are up at {settings.url}/; hand out: {sheet}")
     return sheet
+
+
+def _wait_for(found: Class, team: Team, what: str, end: float, *command: str) -> None:
+    """Repeats a command in a team's container until it succeeds, or it is too late."""
+    while (answer := found.ask(team, *command, timeout=20))[0]:
+        if time.monotonic() > end:
+            container = name_container(found.settings, team, 0)
+            cause = answer[1].splitlines()[-1][:300] if answer[1] else "it is still starting"
+            fix = f"{found.engine.program} logs --tail 40 {container}"
+            raise LabError(what, where=container, cause=cause, fix=fix, log=found.folder / "engine.log")
+        time.sleep(0.5)
 
 
 def _end_orphans(found: Class) -> None:
