@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hosting.engine import Engine, find_engine
 from hosting.files import name_container, write_files
-from hosting.settings import Settings, check_settings, load_settings
+from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
 from lab_utils import LabError
@@ -84,11 +84,17 @@ def _make_private(folder: Path) -> None:
 
 
 def parse_settings(folder: Path, given: dict) -> Settings:
-    """The settings that were kept, with what was given now in their place."""
-    try:
-        kept = load_settings(folder)
-    except LabError:
-        kept = Settings()
-    settings = replace(kept, **{name: value for name, value in given.items() if value is not None})
+    """The settings that were kept, if any were, with what was given now in their place.
+
+    Raises:
+        LabError: What was kept cannot be read, or the settings are unsafe or cannot work.
+    """
+    kept = load_settings(folder) if (folder / NAME).exists() else Settings()
+    given = {name: value for name, value in given.items() if value is not None}
+    # The next command may be given in another folder.
+    for name in {"teams", "data", "tls"} & set(given):
+        if given[name] and given[name] not in TLS:
+            given[name] = str(Path(given[name]).resolve())
+    settings = replace(kept, **given)
     # The hub starts one container per team.
     return check_settings(replace(settings, nodes=1) if settings.hub else settings)

@@ -160,7 +160,10 @@ def reset(found: Class, team: Team) -> str:
     status, said = found.ask(team, "sh", "-c", move, timeout=120)
     if status:
         raise LabError(
-            f"The labs of team {team.name} were not reset.", where=kept, cause=said[-300:], fix="see `status`"
+            f"The labs of team {team.name} were not reset.",
+            where=kept,
+            cause=said[-300:],
+            fix="python3 -m hosting status",
         )
     return kept
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hosting.settings import Settings
@@ -31,7 +32,7 @@ def write_files(folder: Path, teams: Sequence[Team], settings: Settings, *, imag
         podman: Whether Podman runs the containers: its networks reach each other unless they are told not to.
     """
     caddy = make_caddyfile(teams, settings)
-    _write(folder / CADDY, caddy)
+    write_changed(folder / CADDY, caddy)
     parts = {BASE: make_base(teams, settings, caddy, podman=podman, image_id=image_id)}
     if settings.nodes > 1:
         parts[NODES] = make_nodes(teams, settings, image_id=image_id)
@@ -40,7 +41,7 @@ def write_files(folder: Path, teams: Sequence[Team], settings: Settings, *, imag
     for name in {NODES, GPUS} - set(parts):
         (folder / name).unlink(missing_ok=True)
     for name, part in parts.items():
-        _write(folder / name, json.dumps(part, indent=2) + "\n")
+        write_changed(folder / name, json.dumps(part, indent=2) + "\n")
     return [folder / name for name in parts]
 
 
@@ -172,8 +173,10 @@ def _quote_host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes a file where it has changed: one that is right is left alone."""
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        with write_atomically(path) as file:
-            file.write(text.encode())
+def write_changed(path: Path, text: str, *, mode: int = 0o644) -> None:
+    """Writes a file where its text or its permissions are others: one that is right is left alone."""
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == text and path.stat().st_mode & 0o777 == mode:
+            return
+    with write_atomically(path, mode=mode) as file:
+        file.write(text.encode())

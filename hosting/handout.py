@@ -6,9 +6,9 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hosting.files import write_changed
 from hosting.settings import Settings
 from hosting.teams import Team
-from lab_utils.files import write_atomically
 
 NAME = "handout.html"
 STYLE = """
@@ -40,9 +40,7 @@ def write_handout(folder: Path, teams: Sequence[Team], tokens: Mapping[str, str]
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Distributed Training Labs</title>'
         f"<style>{STYLE}</style></head><body>\n{cards}\n</body></html>\n"
     )
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        with write_atomically(path, mode=0o600) as file:
-            file.write(text.encode())
+    write_changed(path, text, mode=0o600)
     return path
 
 

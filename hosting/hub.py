@@ -11,17 +11,15 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from hosting.classes import Class
 from hosting.commands import START_SECONDS, build, end_spawned
-from hosting.files import CADDY, make_base, make_caddyfile
+from hosting.files import CADDY, make_base, make_caddyfile, write_changed
 from hosting.handout import write_handout
 from hosting.settings import Settings, save_settings
 from hosting.teams import Team
 from lab_utils import LabError, checkout
-from lab_utils.files import write_atomically
 
 FOLDER, BASE, CLASS, TEAMS, SECRETS = "hub", "compose.json", "compose.json", "teams.json", "secrets.env"
 # The proxy's, and that of what the hub keeps of a login.
@@ -51,7 +49,8 @@ def write_hub(
     for team in teams:
         if team.name in TAKEN:
             what = f"Team {team.name} would have a path that JupyterHub needs itself."
-            raise LabError(what, where=settings.teams, fix=f"any name but {', '.join(TAKEN)}")
+            cause = "its pages lie below the same address"
+            raise LabError(what, where=settings.teams, cause=cause, fix=f"any name but {', '.join(TAKEN)}")
     folder = folder / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _keep_secrets(folder / SECRETS)
@@ -60,9 +59,11 @@ def write_hub(
         for team in teams
     }
     caddy = make_front(teams, settings)
-    _write(folder / TEAMS, json.dumps(known, indent=2) + "\n", mode=0o600)
-    _write(folder / CADDY, caddy)
-    _write(folder / CLASS, json.dumps(make_compose(folder, teams, settings, caddy, podman=podman), indent=2) + "\n")
+    write_changed(folder / TEAMS, json.dumps(known, indent=2) + "\n", mode=0o600)
+    write_changed(folder / CADDY, caddy)
+    write_changed(
+        folder / CLASS, json.dumps(make_compose(folder, teams, settings, caddy, podman=podman), indent=2) + "\n"
+    )
     return [checkout() / "hosting" / "hub" / BASE, folder / CLASS]
 
 
@@ -113,13 +114,15 @@ def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy:
 def _keep_secrets(path: Path) -> None:
     """Makes the hub's secrets once: a new key could not read what the hub has kept."""
     if not path.exists():
-        _write(path, "".join(f"{name}={secrets.token_hex(32)}\n" for name in VARIABLES), mode=0o600)
+        write_changed(path, "".join(f"{name}={secrets.token_hex(32)}\n" for name in VARIABLES), mode=0o600)
     elif path.stat().st_mode & 0o077:
-        raise LabError("Others can read the hub's secrets.", where=path, fix=f"chmod 600 {path}")
+        cause = "the file was written anew or copied"
+        raise LabError("Others can read the hub's secrets.", where=path, cause=cause, fix=f"chmod 600 {path}")
     text = path.read_text(encoding="utf-8")
     for name in VARIABLES:
         if not re.search(rf"^{name}=[0-9a-f]{{64}}$", text, re.MULTILINE):
-            raise LabError(f"The hub's {name} is missing.", where=path, fix=f"rm {path}; all teams then log in again")
+            fix = f"rm {path}; all teams then log in again"
+            raise LabError(f"The hub's {name} is missing.", where=path, cause="the file was edited", fix=fix)
 
 
 def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
@@ -160,12 +163,3 @@ def rotate(found: Class, team: Team) -> Path:
     """Tells the hub the team's new token, at which the old one's logins end; returns the new hand-out."""
     write_hub(found.folder, found.teams, found.tokens, found.settings, podman=found.engine.podman)
     return write_handout(found.folder, found.teams, found.tokens, found.settings)
-
-
-def _write(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Writes a file where it has changed: one that is right is left alone."""
-    with suppress(OSError):
-        if path.read_text(encoding="utf-8") == text and path.stat().st_mode & 0o777 == mode:
-            return
-    with write_atomically(path, mode=mode) as file:
-        file.write(text.encode())

@@ -217,8 +217,16 @@ def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
     assert classes.parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
     for text in ("{", "[]", '{"port": "many"}'):
         (tmp_path / "settings.json").write_text(text)
-        with pytest.raises(LabError, match="cannot be read"):
-            load_settings(tmp_path)
+        for read in (load_settings, lambda folder: classes.parse_settings(folder, {"nodes": 2})):
+            with pytest.raises(LabError, match="cannot be read"):
+                read(tmp_path)
+
+
+def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    made = classes.parse_settings(tmp_path, {"teams": "teams.csv", "data": "data", "tls": "internal"})
+    assert (made.teams, made.data, made.tls) == (f"{tmp_path}/teams.csv", f"{tmp_path}/data", "internal")
 
 
 def test_each_team_has_its_own_network_volume_token_and_path():
