@@ -124,7 +124,8 @@ lock:
 	uv pip compile pyproject.toml --extra test --extra build --universal --python-version 3.11 --generate-hashes \
 	  --no-annotate --custom-compile-command "make lock" --output-file requirements.lock
 	uv pip compile hosting/requirements.in --constraint requirements.lock --universal --python-version 3.11 \
-	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file hosting/requirements.lock
+	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file hosting/requirements.lock \
+	  --no-emit-package aiodns --no-emit-package pycares
 
 ## help: this list
 .PHONY: help

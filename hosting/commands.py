@@ -50,14 +50,7 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
         LabError: The port is taken, Compose failed, or a team's JupyterLab does not answer in time.
     """
     settings = found.settings
-    running = found.engine.ask("inspect", "-f", "{{.State.Running}}", f"{settings.project}-front")
-    if running.stdout.strip() != "true":
-        _check_port(settings)
-    if not found.engine.has_image(settings.image):
-        say(f"building {settings.image}; the first time takes some minutes (log: {found.folder / 'engine.log'})")
-        build(found.engine, settings)
-    end_spawned(found)  # by the hub, if this class had one: they hold the same names and volumes
-    save_settings(settings, found.folder)
+    prepare(found, say)
     found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans, tokens=found.variables)
     _end_orphans(found)
     end = time.monotonic() + seconds
@@ -66,12 +59,7 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
         if settings.nodes > 1:
             reach = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "node1", "true")
             _wait_for(found, team, f"node0 of team {team.name} does not reach its node1.", end, *reach)
-    while not is_served(settings, found.teams[0]):
-        if time.monotonic() > end:
-            front = f"{settings.project}-front"
-            fix = f"{found.engine.program} logs --tail 40 {front}"
-            raise LabError("The front does not answer.", where=settings.url, cause="see its log", fix=fix)
-        time.sleep(0.5)
+    wait_for_front(found, end)
     sheet = write_handout(found.folder, found.teams, found.tokens, settings)
     say(f"{len(found.teams)} teams are up at {settings.url}/; hand out: {sheet}")
     return sheet
@@ -88,14 +76,54 @@ def _wait_for(found: Class, team: Team, what: str, end: float, *command: str) ->
         time.sleep(0.5)
 
 
+def wait_for_front(found: Class, end: float) -> None:
+    """Waits until the first team's JupyterLab, or the hub, answers through the front.
+
+    Raises:
+        LabError: It is later than ``end``, in seconds of the monotonic clock.
+    """
+    while not is_served(found.settings, found.teams[0]):
+        if time.monotonic() > end:
+            fix = f"{found.engine.program} logs --tail 40 {found.settings.project}-front"
+            raise LabError("The front does not answer.", where=found.settings.url, cause="see its log", fix=fix)
+        time.sleep(0.5)
+
+
+def prepare(found: Class, say: Callable[[str], None]) -> None:
+    """What both variants need before they start: the other one ended, the port, and the image.
+
+    Raises:
+        LabError: The port is taken, or the image cannot be built.
+    """
+    settings = found.settings
+    names = _list_composed(found)
+    if names and (f"{settings.project}-hub" in names) != settings.hub:
+        # The variants share the front's name and the teams' volumes.
+        end_spawned(found)
+        found.engine.ask("stop", *names, timeout=120)
+        found.engine.ask("rm", "-f", *names, timeout=120)
+    running = found.engine.ask("inspect", "-f", "{{.State.Running}}", f"{settings.project}-front")
+    if running.stdout.strip() != "true":
+        _check_port(settings)
+    if not found.engine.has_image(settings.image):
+        say(f"building {settings.image}; the first time takes some minutes (log: {found.folder / 'engine.log'})")
+        build(found.engine, settings)
+    save_settings(settings, found.folder)
+
+
+def _list_composed(found: Class) -> list[str]:
+    """The containers that Compose has made for this class."""
+    label = f"label=com.docker.compose.project={found.settings.project}"
+    return found.engine.ask("ps", "-a", "--filter", label, "--format", "{{.Names}}").stdout.split()
+
+
 def _end_orphans(found: Class) -> None:
     """Ends the containers of teams that have left, where Compose did not."""
     if found.engine.orphans:
         return
-    settings, label = found.settings, f"label=io.podman.compose.project={found.settings.project}"
+    settings = found.settings
     ours = {name_container(settings, team, node) for team in found.teams for node in range(settings.nodes)}
-    there = found.engine.ask("ps", "-a", "--filter", label, "--format", "{{.Names}}").stdout.split()
-    if left := sorted(set(there) - ours - {f"{settings.project}-front"}):
+    if left := sorted(set(_list_composed(found)) - ours - {f"{settings.project}-front"}):
         found.engine.ask("rm", "-f", *left, timeout=120)
 
 

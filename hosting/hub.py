@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from hosting.classes import Class
-from hosting.commands import START_SECONDS, build, end_spawned
+from hosting.commands import START_SECONDS, end_spawned, prepare, wait_for_front
 from hosting.files import CADDY, make_base, make_caddyfile, write_changed
 from hosting.handout import write_handout
-from hosting.settings import Settings, save_settings
+from hosting.settings import Settings
 from hosting.teams import Team
 from lab_utils import LabError, checkout
 
@@ -95,6 +95,7 @@ def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy:
         "HUB_TLS": settings.tls,
     }
     hub = {
+        "image": f"localhost/{settings.project}-hub:latest",
         "container_name": f"{settings.project}-hub",
         "environment": environment,
         "env_file": [str(folder / SECRETS)],
@@ -131,14 +132,11 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     A team's container is started by its first login, and goes on while the hub is started anew.
 
     Raises:
-        LabError: Compose failed, or the hub does not answer in time.
+        LabError: The port is taken, Compose failed, or the hub does not answer in time.
     """
     settings, engine = found.settings, found.engine
     files = write_hub(found.folder, found.teams, found.tokens, settings, podman=engine.podman)
-    if not engine.has_image(settings.image):
-        say(f"building {settings.image}; the first time takes some minutes (log: {found.folder / 'engine.log'})")
-        build(engine, settings)
-    save_settings(settings, found.folder)
+    prepare(found, say)
     engine.run_compose(files, "up", "-d", "--build", *engine.orphans, tokens={})
     end, name = time.monotonic() + seconds, f"{settings.project}-hub"
     while (asked := engine.ask("exec", name, "python3", "-c", ALIVE, timeout=20)).returncode:
@@ -147,6 +145,7 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
             fix = f"{engine.program} logs --tail 40 {name}"
             raise LabError("The hub does not answer.", where=name, cause=cause, fix=fix)
         time.sleep(0.5)
+    wait_for_front(found, end)
     sheet = write_handout(found.folder, found.teams, found.tokens, settings)
     say(f"the hub of {len(found.teams)} teams is up at {settings.url}/; hand out: {sheet}")
     return sheet

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import containers
 import matplotlib as mpl
 import nbformat
 import pytest
@@ -103,6 +104,16 @@ def slurm() -> Iterator[SlurmCluster]:
     _need(find_missing_slurm(), "a Slurm cluster")
     with SlurmCluster() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def podman(tmp_path_factory: pytest.TempPathFactory) -> containers.Podman:
+    """Podman with the teams' image of this checkout."""
+    if os.geteuid() or (missing := containers.find_missing()):
+        pytest.skip(f"NOT TESTED HERE: containers need root and {', '.join(containers.PROGRAMS)}; missing: {missing}")
+    made = containers.prepare(tmp_path_factory.mktemp("podman"))
+    made.build(tmp_path_factory.mktemp("build"))
+    return made
 
 
 @pytest.fixture(scope="session")

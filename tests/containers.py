@@ -5,19 +5,27 @@ What is made stays in Podman's own storage under ``localhost/labs-test-…``, so
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
 import shutil
+import socket
+import ssl
 import subprocess
 import sys
+import time
 import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = "labtest"
 PROGRAMS = ("podman", "runc", "mmdebstrap")
-BASE, IMAGE, FRONT = (f"localhost/labs-test-{name}:latest" for name in ("base", "labs", "front"))
+BASE, HUB_BASE, IMAGE, FRONT = (f"localhost/labs-test-{name}:latest" for name in ("base", "hub-base", "labs", "front"))
+HUB = f"localhost/{PROJECT}-hub:latest"
 # runc and cgroupfs, and no more files and processes than a container may be given inside another one.
 SETTINGS = """[containers]
 default_ulimits = ["nofile=20000:20000", "nproc=16384:16384"]
@@ -62,12 +70,42 @@ class Podman:
         """Builds the teams' image and the front's, with this machine's apt and pip."""
         env = {**self.env, "CONTAINERS_CONF": str(self.folder / "build.conf")}
         if not self.has(BASE):
-            self._make_base()
+            sources = [path for path in Path("/etc/apt/sources.list.d").glob("*.sources")] or ["/etc/apt/sources.list"]
+            self._make_base(BASE, "bookworm", sources, "ca-certificates,python3,python3-venv")
         file = self.folder / "Dockerfile.front"
         file.write_text(FRONT_FILE)
         run("podman", "build", "--network=host", "-f", file, "-t", FRONT, self.folder, env=env)
         host = [sys.executable, "-m", "hosting", "--state", state]
         run(*host, "build", "--base", BASE, "--image", IMAGE, env=env, cwd=ROOT)
+
+    def build_hub(self) -> None:
+        """Builds the hub's image, on the next Debian: this one's Node.js is too old for the proxy."""
+        made = self.folder / "next"
+        made.mkdir()
+        (told,) = Path("/etc/apt/sources.list.d").glob("*.sources")
+        (made / "next.sources").write_text(told.read_text().replace("bookworm", "trixie"))
+        if not self.has(HUB_BASE):
+            self._make_base(HUB_BASE, "trixie", [made / "next.sources"], "ca-certificates")
+        npmrc = self.folder / "npmrc"
+        asked = run("npm", "config", "get", "registry", check=False).stdout if shutil.which("npm") else ""
+        npmrc.write_text(f"registry={asked.strip()}\ncafile=/etc/ssl/certs/ca-certificates.crt\n" if asked else "")
+        told_there = {TOLD[0]: made, "/root/.npmrc": npmrc}
+        volumes = [f"{told_there.get(path, path)}:{path}:ro" for path in (*find_told(), "/root/.npmrc")]
+        (self.folder / "hub.conf").write_text(SETTINGS.format(volumes=json.dumps(volumes)))
+        env = {**self.env, "CONTAINERS_CONF": str(self.folder / "hub.conf")}
+        base = f"BASE={HUB_BASE}"
+        run("podman", "build", "--network=host", "--build-arg", base, "-t", HUB, ROOT / "hosting" / "hub", env=env)
+
+    @contextmanager
+    def serve(self) -> Iterator[Path]:
+        """Gives Docker's API to who has the socket, as the hub wants it."""
+        path = self.folder / "engine.sock"
+        service = subprocess.Popen(["podman", "system", "service", "--time=0", f"unix://{path}"], env=self.env)
+        try:
+            yield path
+        finally:
+            service.terminate()
+            service.wait(30)
 
     def has(self, image: str) -> bool:
         """Whether an image is there."""
@@ -81,12 +119,10 @@ class Podman:
         """What podman knows of a container."""
         return json.loads(self.call("inspect", container).stdout)[0]
 
-    def _make_base(self) -> None:
+    def _make_base(self, name: str, suite: str, sources: Sequence[Path], packages: str) -> None:
         archive = self.folder / "base.tar"
-        sources = [path for path in Path("/etc/apt/sources.list.d").glob("*.sources")] or ["/etc/apt/sources.list"]
-        include = "--include=ca-certificates,python3,python3-venv"
-        run("mmdebstrap", "--variant=minbase", include, "bookworm", archive, *sources)
-        self.call("import", archive, BASE)
+        run("mmdebstrap", "--variant=minbase", f"--include={packages}", suite, archive, *sources)
+        self.call("import", archive, name)
         archive.unlink()
 
 
@@ -98,6 +134,11 @@ def run(*command: object, check: bool = True, **options: object) -> subprocess.C
     return ended
 
 
+def insecure() -> ssl.SSLContext:
+    """For the front's certificate, which nobody but itself has signed."""
+    return ssl._create_unverified_context()
+
+
 def find_missing() -> list[str]:
     """The programs that are not installed."""
     return [name for name in PROGRAMS if not shutil.which(name)]
@@ -105,8 +146,7 @@ def find_missing() -> list[str]:
 
 def prepare(folder: Path) -> Podman:
     """Writes Podman's settings and installs podman-compose beside them."""
-    told = [*TOLD, str(Path.home() / ".config" / "pip"), *find_indexes()]
-    for name, volumes in {"run": [], "build": [f"{path}:{path}:ro" for path in told if Path(path).exists()]}.items():
+    for name, volumes in {"run": [], "build": [f"{path}:{path}:ro" for path in find_told()]}.items():
         (folder / f"{name}.conf").write_text(SETTINGS.format(volumes=json.dumps(volumes)))
     venv.create(folder / "compose", with_pip=True)
     run(folder / "compose" / "bin" / "python", "-m", "pip", "install", "-q", "podman-compose==1.6.0")
@@ -115,9 +155,124 @@ def prepare(folder: Path) -> Podman:
     return Podman(folder, env)
 
 
+def find_told() -> list[str]:
+    """Where this machine's apt and pip are told what to ask."""
+    told = [*TOLD, str(Path.home() / ".config" / "pip"), *find_indexes()]
+    return [path for path in told if Path(path).exists()]
+
+
 def find_indexes() -> list[str]:
     """Folders of this machine in which its pip looks for packages; an index of links has its files beside it."""
     told = run(sys.executable, "-m", "pip", "config", "list", check=False).stdout
     indexes = {str(Path(path).parent) for path in re.findall(r"file://(/[^\s'\"]+)", told)}
     links = set(re.findall(r"(?<=')(/[^\s'\"]+)", told))
     return sorted(path for path in indexes | links if Path(path).is_dir())
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A class that runs.
+
+    Attributes:
+        podman: What runs it.
+        state: The instructor's folder.
+        teams: The list of teams.
+        port: Of the front.
+        seconds: How long ``up`` took.
+    """
+
+    podman: Podman
+    state: Path
+    teams: Path
+    port: int
+    seconds: float
+
+    def token(self, team: str) -> str:
+        """A team's token, from the instructor's file."""
+        return re.search(rf"^TOKEN_{team.upper()}=(\w+)$", (self.state / "tokens.env").read_text(), re.M)[1]
+
+    def host(self, *arguments: object, check: bool = True):
+        """Runs ``python3 -m hosting``."""
+        return self.podman.host(*arguments, state=self.state, check=check)
+
+    def ask(self, path: str, *, token: str = "", method: str = "GET", **headers: str) -> tuple[int, str]:
+        """Status and body of what the front answers; redirections are not followed."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        answer = self.open(path, method, sent | ({"Authorization": f"token {token}"} if token else {}))
+        return answer.status, answer.read().decode(errors="replace")
+
+    def open(self, path: str, method: str, headers: dict[str, str]) -> http.client.HTTPResponse:
+        """The front's answer itself; the certificate is its own."""
+        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=insecure(), timeout=60)
+        connection.request(method, path, headers={"Host": f"localhost:{self.port}", "Connection": "close"} | headers)
+        return connection.getresponse()
+
+    def log_in(self, team: str) -> str:
+        """The cookies that a browser has after it gave the team's token."""
+        answer = self.open(f"/{team}/lab?token={self.token(team)}", "GET", {})
+        return "; ".join(line.partition(";")[0] for line in answer.headers.get_all("Set-Cookie"))
+
+    def started(self) -> dict[str, str]:
+        """When each container was started."""
+        names = self.podman.call("ps", "-a", "--filter", "name=^labtest-", "--format", "{{.Names}}").stdout.split()
+        return {name: self.podman.inspect(name)["State"]["StartedAt"] for name in names}
+
+
+@contextmanager
+def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]:
+    """Teams red and blue, brought up by one command; nothing of them is left at the end."""
+    teams = folder / "teams.csv"
+    teams.write_text("team,gpus\nred,\nblue,\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    remove(podman)
+    usual = ["--port", port, "--image", IMAGE, "--front", FRONT, "--project", PROJECT, "--shm", "512m"]
+    begun = time.monotonic()
+    podman.host("up", teams, *usual, *options, state=folder / "state")
+    found = Hosted(podman, folder / "state", teams, port, time.monotonic() - begun)
+    try:
+        yield found
+        found.host("down")
+        assert not found.started(), "down ends all containers"
+    finally:
+        remove(podman)
+
+
+def remove(podman: Podman) -> None:
+    """Removes what a run before left, and the volumes that `down` keeps."""
+    for kind, command in (("", "rm"), ("volume", "volume rm"), ("network", "network rm")):
+        listed = ["ps", "-a"] if not kind else [kind, "ls"]
+        shape = "{{.Names}}" if not kind else "{{.Name}}"
+        names = podman.call(*listed, "--filter", f"name=^{PROJECT}", "--format", shape).stdout.split()
+        if names:
+            podman.call(*command.split(), "-f", *names)
+
+
+LOOK = """
+import socket, sys
+for name in sys.argv[1:]:
+    try:
+        socket.create_connection((name, 8888), 3).close()
+        print(name, "reached")
+    except OSError as error:
+        print(name, type(error).__name__)
+"""
+
+
+def assert_apart(hosted: Hosted, team: str, other: str, *, others: Sequence[str] = ()) -> None:
+    """A team's container does not reach another team's, by name or address, and none has more than it needs."""
+    podman, mine, theirs = hosted.podman, f"{PROJECT}-{team}-node0", f"{PROJECT}-{other}-node0"
+    address = podman.inspect(theirs)["NetworkSettings"]["Networks"][f"{PROJECT}-{other}"]["IPAddress"]
+    names = [theirs, address, *others]
+    said = podman.ask(mine, "python", "-c", LOOK, *names)
+    assert "reached" not in said and len(said.splitlines()) == len(names), said
+    assert podman.ask(theirs, "python", "-c", LOOK, address).endswith("reached"), "it can be reached"
+    for name in [name for name in hosted.started() if re.search("-node[01]$", name)]:
+        found = podman.inspect(name)
+        mounts = {mount["Destination"]: mount.get("Name", mount["Source"]) for mount in found["Mounts"]}
+        assert not any("sock" in place for place in (*mounts, *mounts.values()))
+        assert not any((other if f"-{team}-" in name else team) in str(source) for source in mounts.values())
+        assert not found["HostConfig"]["Privileged"] and podman.ask(name, "id", "-u") == "10001"
+        assert "CapEff:\t0000000000000000" in podman.ask(name, "cat", "/proc/self/status")
+        assert int(podman.ask(name, "df", "-k", "--output=size", "/dev/shm").split()[-1]) == 512 * 1024

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import containers
 import lab_pages
 import nbformat
 import pytest
 import websocket
 from browser import Browser, find_chromium
-from containers import FRONT, IMAGE, Podman
+from containers import IMAGE, Hosted, assert_apart, bring_up
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 HOME = "/home/learner"
@@ -44,95 +40,11 @@ job.run()
 """
 
 
-@dataclass(frozen=True)
-class Hosted:
-    """A class that runs.
-
-    Attributes:
-        podman: What runs it.
-        state: The instructor's folder.
-        teams: The list of teams.
-        port: Of the front.
-        seconds: How long ``up`` took.
-    """
-
-    podman: Podman
-    state: Path
-    teams: Path
-    port: int
-    seconds: float
-
-    def token(self, team: str) -> str:
-        """A team's token, from the instructor's file."""
-        return re.search(rf"^TOKEN_{team.upper()}=(\w+)$", (self.state / "tokens.env").read_text(), re.M)[1]
-
-    def host(self, *arguments: object, check: bool = True):
-        """Runs ``python3 -m hosting``."""
-        return self.podman.host(*arguments, state=self.state, check=check)
-
-    def ask(self, path: str, *, token: str = "", method: str = "GET", **headers: str) -> tuple[int, str]:
-        """Status and body of what the front answers; redirections are not followed."""
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        answer = self._open(path, method, sent | ({"Authorization": f"token {token}"} if token else {}))
-        return answer.status, answer.read().decode(errors="replace")
-
-    def _open(self, path: str, method: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        context = ssl._create_unverified_context()
-        connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=context, timeout=60)
-        connection.request(method, path, headers={"Host": f"localhost:{self.port}", "Connection": "close"} | headers)
-        return connection.getresponse()
-
-    def log_in(self, team: str) -> str:
-        """The cookies that a browser has after it gave the team's token."""
-        answer = self._open(f"/{team}/lab?token={self.token(team)}", "GET", {})
-        return "; ".join(line.partition(";")[0] for line in answer.headers.get_all("Set-Cookie"))
-
-    def started(self) -> dict[str, str]:
-        """When each container was started."""
-        names = self.podman.call("ps", "-a", "--filter", "name=^labtest-", "--format", "{{.Names}}").stdout.split()
-        return {name: self.podman.inspect(name)["State"]["StartedAt"] for name in names}
-
-
 @pytest.fixture(scope="module")
-def podman(tmp_path_factory: pytest.TempPathFactory) -> Podman:
-    """Podman with the images of this checkout."""
-    if os.geteuid() or (missing := containers.find_missing()):
-        pytest.skip(f"NOT TESTED HERE: containers need root and {', '.join(containers.PROGRAMS)}; missing: {missing}")
-    made = containers.prepare(tmp_path_factory.mktemp("podman"))
-    begun = time.monotonic()
-    made.build(tmp_path_factory.mktemp("build"))
-    print(f"images: {time.monotonic() - begun:.0f} s")
-    return made
-
-
-@pytest.fixture(scope="module")
-def hosted(podman: Podman, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosted]:
-    """Teams red and blue, brought up by one command; nothing of them is left at the end."""
-    folder = tmp_path_factory.mktemp("class")
-    teams = folder / "teams.csv"
-    teams.write_text("team,gpus\nred,\nblue,\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    remove(podman)
-    options = ["--port", port, "--image", IMAGE, "--front", FRONT, "--project", "labtest", "--shm", "512m"]
-    begun = time.monotonic()
-    podman.host("up", teams, *options, state=folder / "state")
-    found = Hosted(podman, folder / "state", teams, port, time.monotonic() - begun)
-    yield found
-    found.host("down")
-    assert not found.started(), "down ends all containers"
-    remove(podman)
-
-
-def remove(podman: Podman) -> None:
-    """Removes what a run before left, and the volumes that `down` keeps."""
-    for kind, command in (("", "rm"), ("volume", "volume rm"), ("network", "network rm")):
-        listed = ["ps", "-a"] if not kind else [kind, "ls"]
-        shape = "{{.Names}}" if not kind else "{{.Name}}"
-        names = podman.call(*listed, "--filter", "name=^labtest-", "--format", shape).stdout.split()
-        if names:
-            podman.call(*command.split(), "-f", *names)
+def hosted(podman, tmp_path_factory) -> Iterator[Hosted]:
+    """A class of two teams with two nodes each."""
+    with bring_up(podman, tmp_path_factory.mktemp("class")) as found:
+        yield found
 
 
 def test_one_command_brings_the_teams_up_in_minutes(hosted):
@@ -178,32 +90,11 @@ def test_a_foreign_origin_is_refused(hosted):
 
 def test_a_team_can_neither_see_nor_reach_another(hosted):
     podman = hosted.podman
-    address = podman.inspect("labtest-blue-node0")["NetworkSettings"]["Networks"]["labtest-blue"]["IPAddress"]
-    look = (
-        "import socket, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    try:\n"
-        "        socket.create_connection((name, 8888), 3).close(); print(name, 'reached')\n"
-        "    except OSError as error:\n"
-        "        print(name, type(error).__name__)\n"
-    )
-    names = ["blue-node0", "labtest-blue-node0", "blue-node1", address]
-    said = podman.ask("labtest-red-node0", "python", "-c", look, *names)
-    assert "reached" not in said and said.count("\n") == 3, said
-    assert podman.ask("labtest-blue-node0", "python", "-c", look, "127.0.0.1").endswith("reached"), "it can be reached"
+    assert_apart(hosted, "red", "blue", others=["blue-node0", "blue-node1"])
     everything = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
     assert hosted.token("red") in everything and hosted.token("blue") not in everything
     cmdlines = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
     assert "jupyter-lab" in cmdlines and hosted.token("red") not in cmdlines
-    for name in hosted.started():
-        found = podman.inspect(name)
-        mounts = {mount["Destination"]: mount.get("Name", mount["Source"]) for mount in found["Mounts"]}
-        assert not any("sock" in place for place in (*mounts, *mounts.values()))
-        assert not any(("blue" if "red" in name else "red") in str(source) for source in mounts.values())
-        if "front" not in name:
-            assert not found["HostConfig"]["Privileged"] and podman.ask(name, "id", "-u") == "10001"
-            assert "CapEff:\t0000000000000000" in podman.ask(name, "cat", "/proc/self/status")
-            assert int(podman.ask(name, "df", "-k", "--output=size", "/dev/shm").split()[-1]) == 512 * 1024
 
 
 def test_no_private_key_is_in_the_image_and_each_container_has_its_own(hosted):

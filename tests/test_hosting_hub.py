@@ -1,12 +1,11 @@
-"""The variant with accounts: what is written for the hub, and JupyterHub itself with its configuration.
-
-No environment of the labs has JupyterHub: LAB_HUB_PYTHON names a Python that has it (hosting/hub/README.md).
-"""
+"""The variant with accounts: what is written for the hub, and JupyterHub itself with its configuration."""
 
 import hashlib
 import json
 import os
+import re
 import subprocess
+import venv
 
 import pytest
 
@@ -179,17 +178,14 @@ def test_the_front_sends_everything_to_the_hub():
 
 
 @pytest.fixture(scope="module")
-def python():
-    """A Python with JupyterHub and DockerSpawner."""
-    path = os.environ.get("LAB_HUB_PYTHON")
-    if not path:
-        pytest.skip("NOT TESTED HERE: JupyterHub with our configuration (LAB_HUB_PYTHON names no Python that has it)")
-    asked = subprocess.run([path, "-c", "import dockerspawner, jupyterhub"], capture_output=True, text=True)
-    if asked.returncode:
-        pytest.skip(
-            f"NOT TESTED HERE: JupyterHub with our configuration: {asked.stderr.strip().splitlines()[-1][:200]}"
-        )
-    return path
+def python(root, tmp_path_factory):
+    """A Python with JupyterHub and DockerSpawner, of the versions in the hub's image."""
+    folder = tmp_path_factory.mktemp("hub")
+    venv.create(folder, with_pip=True)
+    wanted = re.findall(r"\S+==[\d.]+", (root / "hosting/hub/Dockerfile").read_text())
+    assert {name.partition("==")[0] for name in wanted} == {"jupyterhub", "dockerspawner", "jupyterhub-idle-culler"}
+    subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", *wanted], check=True)
+    return folder / "bin" / "python"
 
 
 @pytest.fixture(scope="module")
