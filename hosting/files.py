@@ -63,7 +63,7 @@ def make_base(teams: Sequence[Team], settings: Settings, caddy: str, *, podman: 
         "volumes": [f"./{CADDY}:/etc/caddy/{CADDY}:ro", "front-data:/data"],
         "networks": [team.name for team in teams],
         "security_opt": ["no-new-privileges"],
-        "restart": "unless-stopped",
+        "restart": "always",
     }
     if settings.tls not in ("auto", "internal", "none"):
         front["volumes"].append(f"{Path(settings.tls).resolve()}:/certificate:ro")
@@ -92,7 +92,7 @@ def _make_node(team: Team, settings: Settings, node: int, image_id: str) -> dict
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
         "pids_limit": 8192,
-        "restart": "unless-stopped",
+        "restart": "always",
     }
     if settings.data:
         made["volumes"] = [f"{Path(settings.data).resolve()}:/srv/data:ro"]

@@ -80,16 +80,13 @@ class Podman:
 
     def build_hub(self) -> None:
         """Builds the hub's image, on the next Debian: this one's Node.js is too old for the proxy."""
-        made = self.folder / "next"
-        made.mkdir()
-        (told,) = Path("/etc/apt/sources.list.d").glob("*.sources")
-        (made / "next.sources").write_text(told.read_text().replace("bookworm", "trixie"))
+        sources = write_next_sources(self.folder / "next")
         if not self.has(HUB_BASE):
-            self._make_base(HUB_BASE, "trixie", [made / "next.sources"], "ca-certificates")
+            self._make_base(HUB_BASE, "trixie", [sources], "ca-certificates")
         npmrc = self.folder / "npmrc"
         asked = run("npm", "config", "get", "registry", check=False).stdout if shutil.which("npm") else ""
         npmrc.write_text(f"registry={asked.strip()}\ncafile=/etc/ssl/certs/ca-certificates.crt\n" if asked else "")
-        told_there = {TOLD[0]: made, "/root/.npmrc": npmrc}
+        told_there = {TOLD[0]: sources.parent, "/root/.npmrc": npmrc}
         volumes = [f"{told_there.get(path, path)}:{path}:ro" for path in (*find_told(), "/root/.npmrc")]
         (self.folder / "hub.conf").write_text(SETTINGS.format(volumes=json.dumps(volumes)))
         env = {**self.env, "CONTAINERS_CONF": str(self.folder / "hub.conf")}
@@ -134,6 +131,40 @@ def run(*command: object, check: bool = True, **options: object) -> subprocess.C
     return ended
 
 
+def install(folder: Path, *packages: str) -> Path:
+    """Installs packages of PyPI into an environment of their own; returns the folder of its programs."""
+    venv.create(folder, with_pip=True)
+    run(folder / "bin" / "python", "-m", "pip", "install", "-q", *packages)
+    return folder / "bin"
+
+
+def write_next_sources(folder: Path) -> Path:
+    """Writes where this machine's apt finds the next Debian; returns the file."""
+    (told,) = Path("/etc/apt/sources.list.d").glob("*.sources")
+    folder.mkdir()
+    (folder / "next.sources").write_text(told.read_text().replace("bookworm", "trixie"))
+    return folder / "next.sources"
+
+
+def find_docker_compose(folder: Path) -> list[str]:
+    """The command of Docker's own Compose: this machine's, or the next Debian's, which runs here without an engine."""
+    usual = ["docker", "compose"]
+    if shutil.which("docker") and not run(*usual, "version", check=False).returncode:
+        return usual
+    told = write_next_sources(folder / "sources")
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True)
+    places = {"State::lists": "lists", "Cache": "cache", "Etc::sourceparts": told.parent.name}
+    apt = ["apt-get", "-o", "Dir::Etc::sourcelist=/dev/null"]
+    apt += [part for key, name in places.items() for part in ("-o", f"Dir::{key}={folder / name}")]
+    run(*apt, "update")
+    run(*apt, "-o", "APT::Sandbox::User=root", "download", "docker-compose", cwd=folder)
+    (package,) = folder.glob("docker-compose_*.deb")
+    run("dpkg-deb", "-x", package, folder / "found")
+    (program,) = (folder / "found").rglob("cli-plugins/docker-compose")
+    return [str(program)]
+
+
 def insecure() -> ssl.SSLContext:
     """For the front's certificate, which nobody but itself has signed."""
     return ssl._create_unverified_context()
@@ -148,10 +179,9 @@ def prepare(folder: Path) -> Podman:
     """Writes Podman's settings and installs podman-compose beside them."""
     for name, volumes in {"run": [], "build": [f"{path}:{path}:ro" for path in find_told()]}.items():
         (folder / f"{name}.conf").write_text(SETTINGS.format(volumes=json.dumps(volumes)))
-    venv.create(folder / "compose", with_pip=True)
-    run(folder / "compose" / "bin" / "python", "-m", "pip", "install", "-q", "podman-compose==1.6.0")
+    programs = install(folder / "compose", "podman-compose==1.6.0")
     env = {name: value for name, value in os.environ.items() if name not in ("DOCKER_HOST", "LAB_HOSTING")}
-    env |= {"CONTAINERS_CONF": str(folder / "run.conf"), "PATH": f"{folder / 'compose' / 'bin'}:{os.environ['PATH']}"}
+    env |= {"CONTAINERS_CONF": str(folder / "run.conf"), "PATH": f"{programs}:{os.environ['PATH']}"}
     return Podman(folder, env)
 
 

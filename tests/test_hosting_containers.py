@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import ssl
+import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import nbformat
 import pytest
 import websocket
 from browser import Browser, find_chromium
-from containers import IMAGE, Hosted, assert_apart, bring_up
+from containers import BASE, IMAGE, Hosted, assert_apart, bring_up
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 HOME = "/home/learner"
@@ -209,6 +210,33 @@ def test_work_survives_down_and_up_a_kill_and_a_new_image(hosted):
     finally:
         hosted.host("up", "--image", IMAGE)
     assert read_work(hosted) == "kept"
+
+
+def test_after_a_power_cut_the_machine_brings_the_teams_back(hosted):
+    """What a reboot is to the containers: all end at once, and podman-restart.service starts them."""
+    write_work(hosted, "kept")
+    hosted.podman.call("kill", *hosted.started())
+    unit = Path("/lib/systemd/system/podman-restart.service").read_text()
+    (command,) = re.findall(r"^ExecStart=\S+ \$LOGGING (.*)$", unit, re.M)
+    assert command == "start --all --filter restart-policy=always"
+    hosted.podman.call(*command.split(), "--filter", "name=^labtest-")
+    end = time.monotonic() + 60
+    while hosted.ask("/red/api/contents", token=hosted.token("red"))[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.5)
+    assert read_work(hosted) == "kept"
+    assert set(hosted.started()) == {"labtest-front", *NODES}
+    test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted)
+
+
+def test_the_guide_s_backup_has_a_team_s_work(hosted, tmp_path):
+    write_work(hosted, "saved")
+    guide = (Path(__file__).resolve().parents[1] / "hosting" / "README.md").read_text()
+    (line,) = re.findall(r"`docker (run --rm -v labs-red-work.*?)`", guide)
+    command = line.replace("labs-red-work", "labtest-red-work").replace('"$PWD"', str(tmp_path))
+    hosted.podman.call(*command.replace("debian:bookworm-slim", BASE).split())
+    with tarfile.open(tmp_path / "red.tgz") as kept:
+        assert kept.extractfile("./labs/ours.txt").read() == b"saved\n"
 
 
 def test_a_new_token_shuts_the_old_one_out_and_the_other_team_does_not_notice(hosted):

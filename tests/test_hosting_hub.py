@@ -5,9 +5,9 @@ import json
 import os
 import re
 import subprocess
-import venv
 
 import pytest
+from containers import install
 
 from hosting.hub import TAKEN, make_compose, make_front, write_hub
 from hosting.settings import Settings
@@ -180,12 +180,9 @@ def test_the_front_sends_everything_to_the_hub():
 @pytest.fixture(scope="module")
 def python(root, tmp_path_factory):
     """A Python with JupyterHub and DockerSpawner, of the versions in the hub's image."""
-    folder = tmp_path_factory.mktemp("hub")
-    venv.create(folder, with_pip=True)
     wanted = re.findall(r"\S+==[\d.]+", (root / "hosting/hub/Dockerfile").read_text())
     assert {name.partition("==")[0] for name in wanted} == {"jupyterhub", "dockerspawner", "jupyterhub-idle-culler"}
-    subprocess.run([folder / "bin" / "python", "-m", "pip", "install", "-q", *wanted], check=True)
-    return folder / "bin" / "python"
+    return install(tmp_path_factory.mktemp("hub"), *wanted) / "python"
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 Offline, by the chart's own files and without a cluster. The chart is no part of this repository: LAB_Z2JH names the
 folder that `helm pull jupyterhub --repo https://hub.jupyter.org/helm-chart/ --untar` makes, or one with its
-values.yaml, values.schema.yaml (or .json) and files/hub/jupyterhub_config.py. The tools are check-jsonschema,
-jupyterhub-kubespawner and kubernetes-validate, all of PyPI and in one environment on the PATH.
+values.yaml, values.schema.yaml (or .json) and files/hub/jupyterhub_config.py.
 """
 
 import copy
@@ -11,19 +10,18 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from containers import install
 
 pytestmark = pytest.mark.hosting
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "hosting" / "kubernetes"
-TOOLS = ("check-jsonschema", "kubernetes-validate")
 TEAMS = {"red": "r" * 48, "team-1": "1" * 48, "instructor": "i" * 48}
 LOGINS = {
     ("red", TEAMS["red"]): ["red", False],
@@ -125,21 +123,14 @@ def chart():
 
 
 @pytest.fixture(scope="module")
-def python():
-    """The Python of the environment that the tools are in."""
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    python = "" if missing else str(Path(shutil.which(TOOLS[0])).parent / "python")
-    if python and subprocess.run([python, "-c", "import kubespawner"], capture_output=True).returncode:
-        missing = ["jupyterhub-kubespawner"]
-    if missing:
-        pytest.skip(
-            f"NOT TESTED HERE: {', '.join(missing)} not found; pip install {' '.join(TOOLS)} jupyterhub-kubespawner"
-        )
-    return python
+def tools(chart, tmp_path_factory):
+    """The folder of the programs that check, and of a Python with KubeSpawner."""
+    wanted = ("check-jsonschema", "kubernetes-validate", "jupyterhub-kubespawner")
+    return install(tmp_path_factory.mktemp("tools"), *wanted)
 
 
 @pytest.fixture
-def check_values(chart, python, tmp_path):
+def check_values(chart, tools, tmp_path):
     """Holds values, over the chart's own, against the chart's schema; returns what is wrong with them, or nothing."""
     schema = next((path for path in sorted(chart.glob("values.schema.*")) if path.suffix in (".yaml", ".json")), None)
     assert schema, f"LAB_Z2JH={chart} has no values.schema.yaml"
@@ -148,7 +139,7 @@ def check_values(chart, python, tmp_path):
     def run(values):
         path = tmp_path / "merged.json"
         path.write_text(json.dumps(merge(defaults, values)))
-        command = [shutil.which("check-jsonschema"), "--schemafile", str(schema), str(path)]
+        command = [tools / "check-jsonschema", "--schemafile", str(schema), str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 or "Schema validation errors" in done.stdout, done.stdout + done.stderr
         return done.stdout if done.returncode else ""
@@ -157,7 +148,7 @@ def check_values(chart, python, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def start(chart, python, tmp_path_factory):
+def start(chart, tools, tmp_path_factory):
     """Lets the chart's configuration and the spawner answer to values; ``logins`` are pairs of name and token."""
     defaults = yaml.safe_load((chart / "values.yaml").read_text())
 
@@ -179,7 +170,7 @@ def start(chart, python, tmp_path_factory):
             " clusters: [{name: a, cluster: {server: 'http://127.0.0.1:9'}}]}"
         )
         done = subprocess.run(
-            [python, "-c", PROGRAM],
+            [tools / "python", "-c", PROGRAM],
             input=json.dumps(given),
             capture_output=True,
             text=True,
@@ -200,13 +191,13 @@ def answer(ours, start):
 
 
 @pytest.fixture
-def check_manifest(python, tmp_path):
+def check_manifest(tools, tmp_path):
     """Holds a manifest against Kubernetes' own schema; returns what is wrong with it, or nothing."""
 
     def run(manifest):
         path = tmp_path / "manifest.yaml"
         path.write_text(yaml.safe_dump(manifest))
-        command = [shutil.which("kubernetes-validate"), "--strict", str(path)]
+        command = [tools / "kubernetes-validate", "--strict", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         said = done.stdout + done.stderr
         assert "Traceback" not in said, said
