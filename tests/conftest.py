@@ -15,6 +15,7 @@ import containers
 import matplotlib as mpl
 import nbformat
 import pytest
+from browser import Page, find_chromium
 from drawn import make_folder
 from hosts import Hosts, find_missing
 from slurm_cluster import SlurmCluster, find_missing_slurm
@@ -114,6 +115,27 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> containers.Podman:
     made = containers.prepare(tmp_path_factory.mktemp("podman"))
     made.build(tmp_path_factory.mktemp("build"))
     return made
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """An installed Chromium."""
+    found = find_chromium()
+    if found is None:
+        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
+    return found
+
+
+@pytest.fixture
+def keep(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[[Page, str], None]:
+    """Keeps a picture of a page among the test's artefacts: in LAB_ARTEFACTS, or in pytest's own folder."""
+
+    def run(page: Page, name: str) -> None:
+        picture = Path(os.environ.get("LAB_ARTEFACTS") or tmp_path) / f"{name}.png"
+        page.screenshot(picture)
+        record_property("screenshot", str(picture))
+
+    return run
 
 
 @pytest.fixture(scope="session")

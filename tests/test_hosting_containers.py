@@ -16,7 +16,7 @@ import lab_pages
 import nbformat
 import pytest
 import websocket
-from browser import Browser, find_chromium
+from browser import Browser
 from containers import BASE, IMAGE, Hosted, assert_apart, bring_up
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
@@ -281,10 +281,8 @@ def test_status_and_collect_say_how_the_teams_stand(hosted, tmp_path):
 
 
 @pytest.fixture
-def page(hosted, tmp_path):
+def page(hosted, chromium, tmp_path):
     """A browser that has logged in as team red, whose JupyterLab shows its application to the tests."""
-    if find_chromium() is None:
-        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
     config = json.dumps({"LabApp": {"expose_app_in_browser": True}})
     show = f"mkdir -p {HOME}/.jupyter && echo '{config}' > {HOME}/.jupyter/jupyter_lab_config.json"
     hosted.podman.ask("labtest-red-node0", "sh", "-c", show)
