@@ -99,9 +99,9 @@ def prepare(found: Class, say: Callable[[str], None]) -> None:
     names = _list_composed(found)
     if names and (f"{settings.project}-hub" in names) != settings.hub:
         # The variants share the front's name and the teams' volumes.
-        end_spawned(found)
         found.engine.ask("stop", *names, timeout=120)
         found.engine.ask("rm", "-f", *names, timeout=120)
+        end_spawned(found)
     running = found.engine.ask("inspect", "-f", "{{.State.Running}}", f"{settings.project}-front")
     if running.stdout.strip() != "true":
         _check_port(settings)
@@ -130,8 +130,10 @@ def _end_orphans(found: Class) -> None:
 def end_spawned(found: Class) -> None:
     """Ends the containers that a hub has started: Compose does not know of them."""
     label = f"label=labs.hub={found.settings.project}"
-    if names := found.engine.ask("ps", "-q", "--filter", label).stdout.split():
+    if names := found.engine.ask("ps", "-a", "-q", "--filter", label).stdout.split():
         found.engine.ask("stop", *names, timeout=120)
+        # The engine removes them, too, but some time after they have ended; until then their names are taken.
+        found.engine.ask("rm", "-f", *names, timeout=120)
 
 
 def _check_port(settings: Settings) -> None:

@@ -137,7 +137,7 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     settings, engine = found.settings, found.engine
     files = write_hub(found.folder, found.teams, found.tokens, settings, podman=engine.podman)
     prepare(found, say)
-    engine.run_compose(files, "up", "-d", "--build", *engine.orphans, tokens={})
+    _run_compose(found, files, "up", "-d", "--build", *engine.orphans)
     end, name = time.monotonic() + seconds, f"{settings.project}-hub"
     while (asked := engine.ask("exec", name, "python3", "-c", ALIVE, timeout=20)).returncode:
         if time.monotonic() > end:
@@ -151,11 +151,16 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     return sheet
 
 
+def _run_compose(found: Class, files: Sequence[Path], *arguments: str) -> None:
+    """Runs Compose on the hub's files, in the class's project: podman-compose reads the first file's name only."""
+    found.engine.run_compose(files, *arguments, tokens={"COMPOSE_PROJECT_NAME": found.settings.project})
+
+
 def down(found: Class) -> None:
     """Ends the teams' containers, the hub and the front; the teams' work stays in their volumes."""
     end_spawned(found)
     files = write_hub(found.folder, found.teams, found.tokens, found.settings, podman=found.engine.podman)
-    found.engine.run_compose(files, "down", "--remove-orphans", tokens={})
+    _run_compose(found, files, "down", "--remove-orphans")
 
 
 def rotate(found: Class, team: Team) -> Path:

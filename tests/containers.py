@@ -76,7 +76,10 @@ class Podman:
         file.write_text(FRONT_FILE)
         run("podman", "build", "--network=host", "-f", file, "-t", FRONT, self.folder, env=env)
         host = [sys.executable, "-m", "hosting", "--state", state]
+        before = self.call("images", "-q", "--no-trunc", IMAGE).stdout.strip()
         run(*host, "build", "--base", BASE, "--image", IMAGE, env=env, cwd=ROOT)
+        if before and before != self.call("images", "-q", "--no-trunc", IMAGE).stdout.strip():
+            self.call("rmi", before, check=False)  # gigabytes that have no name any more
 
     def build_hub(self) -> None:
         """Builds the hub's image, on the next Debian: this one's Node.js is too old for the proxy."""

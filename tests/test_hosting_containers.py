@@ -209,6 +209,7 @@ def test_work_survives_down_and_up_a_kill_and_a_new_image(hosted):
         assert read_work(hosted) == "kept"
     finally:
         hosted.host("up", "--image", IMAGE)
+        hosted.podman.call("rmi", "localhost/labs-test-labs:newer")
     assert read_work(hosted) == "kept"
 
 
