@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn import assert_explains
+from drawn import assert_explains, make_folder
 
-from lab_utils import LabError
+from lab_utils import LabError, data
 from lab_utils.data import shapes
 from lab_utils.data.sources import SHAPES_FINGERPRINT
 from lab_utils.data.write import write_pack
@@ -305,6 +305,25 @@ def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
     script.write_text(LOAD)
     assert job.run(show=False, force=True).results[0][0] == 20
     assert (tmp_path / "big" / "packed" / "shapes10" / "manifest.json").exists()
+
+
+def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_looked_for(script, tmp_path):
+    """Such a pack has the folder's name in its own; a node without the folder takes it for an imported one."""
+    make_folder(tmp_path / "data" / "cinic10")
+    dataset = data.load()
+    assert dataset.pack.name.startswith("cinic10-folder-")
+    needs = {"dataset": dataset.name, "pack": dataset.pack}
+    ((state, found),) = set(say_data(TorchrunJob(script, nodes=local_nodes(2), **needs).preflight()).values())
+    assert state == "ok" and found.startswith("the same")
+    nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
+    assert say_data(TorchrunJob(script, nodes=nodes, **needs).preflight())["node0"][0] == "red"
+    job = TorchrunJob(script, nodes=nodes, **needs, copy_data=True, env={"OMP_NUM_THREADS": 1})
+    assert say_data(job.preflight())["node0"] == ("ok", "not there yet: will be copied")
+    script.write_text(LOAD.replace("shapes10", "cinic10"))
+    images, labels = dataset.train.images[:20], dataset.train.labels[:20]
+    report = [len(dataset.train), int(images.sum()), labels.tolist()]
+    assert job.run(show=False, force=True).results[0] == report
+    assert (tmp_path / "big" / "packed" / "cinic10" / "manifest.json").exists()
 
 
 def test_data_that_are_not_here_either_are_named(script, tmp_path):

@@ -54,6 +54,7 @@ class Dataset:
         mean: Per channel, in 0..1, over the training images (for cinic10 the published ones).
         std: Standard deviation, likewise.
         source: Where it comes from, in words, without a path.
+        pack: Folder of its arrays.
         train: 10,000 images of shapes10; 90,000 of the full CINIC-10.
         valid: For choosing among models.
         test: For the last number only.
@@ -65,6 +66,7 @@ class Dataset:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     source: str
+    pack: Path
     train: Split
     valid: Split
     test: Split
@@ -157,7 +159,7 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
             cause="a mistyped name",
             fix=f"choose one of {', '.join(NAMES)}",
         )
-    manifest, arrays = provide_pack(name, root, skip_bad=skip_bad)
+    pack, manifest, arrays = provide_pack(name, root, skip_bad=skip_bad)
     splits = {s: Split(torch.from_numpy(images), torch.from_numpy(labels)) for s, (images, labels) in arrays.items()}
     return Dataset(
         name,
@@ -165,6 +167,7 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         tuple(manifest["mean"]),
         tuple(manifest["std"]),
         manifest["source"]["words"] + note,
+        pack,
         **splits,
         skipped=sum(split["skipped"] for split in manifest["splits"].values()),
     )

@@ -53,11 +53,11 @@ def pack_homes(root: Path) -> list[Path]:
     return [own, spare] if os.access(existing, os.W_OK | os.X_OK) else [spare, own]
 
 
-def provide_pack(name: str, root: Path, *, skip_bad: bool = False) -> tuple[dict, dict]:
+def provide_pack(name: str, root: Path, *, skip_bad: bool = False) -> tuple[Path, dict, dict]:
     """Opens the pack of a data set, making or renewing it first where its source asks for that.
 
     Returns:
-        The manifest, and per split the images uint8 (N, 3, 32, 32) and labels int64 (N,).
+        The pack's folder, its manifest, and per split the images uint8 (N, 3, 32, 32) and labels int64 (N,).
 
     Raises:
         LabError: As :func:`lab_utils.data.load` says.
@@ -82,7 +82,7 @@ def provide_pack(name: str, root: Path, *, skip_bad: bool = False) -> tuple[dict
     return opened
 
 
-def _provide_made(name: str, root: Path) -> tuple[dict, dict]:
+def _provide_made(name: str, root: Path) -> tuple[Path, dict, dict]:
     """Provides a data set whose source never changes once it is packed: drawn, or from torchvision."""
     from lab_utils.data.downloads import pack_torchvision
 
@@ -113,13 +113,13 @@ def pack_shapes(pack: Path) -> None:
                 bar.update()
 
 
-def _open_current(root: Path, pack_name: str, fingerprint: str) -> tuple[dict, dict] | None:
+def _open_current(root: Path, pack_name: str, fingerprint: str) -> tuple[Path, dict, dict] | None:
     """Opens the pack that was made from exactly this source, if there is a whole one in any of its homes."""
     for home in pack_homes(root):
         manifest = read_manifest(home / pack_name)
         if manifest and manifest["source"]["fingerprint"] == fingerprint:
             try:
-                return manifest, open_arrays(home / pack_name, manifest)
+                return home / pack_name, manifest, open_arrays(home / pack_name, manifest)
             except (OSError, ValueError):
                 # Cut short by a full disk or by hand: its source is there, so it is made again.
                 with contextlib.suppress(OSError):
@@ -127,11 +127,11 @@ def _open_current(root: Path, pack_name: str, fingerprint: str) -> tuple[dict, d
     return None
 
 
-def _open(pack: Path, manifest: dict | None) -> tuple[dict, dict[str, tuple[np.ndarray, np.ndarray]]]:
+def _open(pack: Path, manifest: dict | None) -> tuple[Path, dict, dict[str, tuple[np.ndarray, np.ndarray]]]:
     try:
         if manifest is None:
             raise ValueError("its manifest is missing")
-        return manifest, open_arrays(pack, manifest)
+        return pack, manifest, open_arrays(pack, manifest)
     except (OSError, ValueError) as error:
         raise LabError(
             f"The pack {pack.name} is damaged.",

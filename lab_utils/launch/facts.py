@@ -175,9 +175,11 @@ def find_code(request):
 
 def find_data(request):
     """What identifies a packed data set: its classes and the SHA-256 of its arrays, not when or where it was made."""
-    own = request["launcher_data"] if find_system()["machine"] == request["machine"] else ""
-    root = Path(request["data"] or os.environ.get("LAB_DATA") or own or Path(request["folder"], "data")).expanduser()
+    root = Path(request["data"]).expanduser()
     path, found = root / request["data_file"], {"folder": str(root), "hash": None, "missing": []}
+    # The launcher's own pack may have another name: one that was made of a folder of images is named after that.
+    if request["pack"] and not path.is_file():
+        path = Path(request["pack"], path.name)
     if request["data_file"] and path.is_file():
         raw = path.read_bytes()
         try:

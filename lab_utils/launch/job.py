@@ -47,6 +47,7 @@ class TorchrunJob:
             "nodes": on the first of the list (torchrun's static rendezvous).
         files: Other files that the script imports or reads beside itself.
         dataset: Folder in ``LAB_DATA/packed`` of the data set, which the preflight compares; None skips that.
+        pack: That folder here, where it has another name: ``Dataset.pack``.
         copy_data: Whether to copy that pack from this machine to the nodes that lack it.
     """
 
@@ -63,6 +64,7 @@ class TorchrunJob:
     rank_order: str = "address"
     files: Sequence[str | Path] = ()
     dataset: str | None = None
+    pack: Path | None = None
     copy_data: bool = False
 
     def __post_init__(self) -> None:
@@ -82,6 +84,7 @@ class TorchrunJob:
             cause = "the nodes start Python anew, where nothing of this notebook exists"
             raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
         self.script = Path(self.script).resolve()
+        self.pack = self.pack or env_folder("LAB_DATA", "data") / "packed" / str(self.dataset)
         self._preflight: Preflight | None = None
         self._checked, self._stop = 0.0, threading.Event()
         self._renew()
@@ -108,6 +111,7 @@ class TorchrunJob:
             nproc_per_node=self.nproc_per_node,
             bundle=self._collect().hash,
             data_file=f"packed/{self.dataset}/manifest.json" if self.dataset else "",
+            pack=str(self.pack),
             copy_data=self.copy_data,
             job_id=self.id,
         )

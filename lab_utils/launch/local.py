@@ -7,8 +7,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lab_utils import LabError, env_folder
+
+if TYPE_CHECKING:
+    from lab_utils.launch.nodes import Node
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,12 @@ class LocalNode:
             cause=last[:300],
             fix="see that the folder can be written to and that the disk has room, then run the cell again",
         )
+
+
+def choose_data(node: Node) -> str:
+    """LAB_DATA of a job on a node: what the node says, or this machine's own, or a folder beside our others there."""
+    own = str(env_folder("LAB_DATA", "data")) if isinstance(node, LocalNode) else f"{node.folder}/data"
+    return node.data or own
 
 
 def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNode]:

@@ -22,7 +22,7 @@ class Node(Protocol):
         folder: Absolute folder on that node for all that is ours: ``jobs/<id>``, ``code/<hash>`` and ``work``.
         address: IPv4 address by which the other nodes reach it; None where the preflight has to find it.
         interface: The network interface, fixed by the learner; None where the route decides.
-        data: ``LAB_DATA`` on that node; None leaves it as it is there.
+        data: ``LAB_DATA`` on that node; None takes what :func:`lab_utils.launch.local.choose_data` says.
     """
 
     name: str

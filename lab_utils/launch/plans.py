@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lab_utils import env_folder
 from lab_utils.launch.facts import find_gpus
-from lab_utils.launch.local import LocalNode
+from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.script import Plan
@@ -79,8 +78,7 @@ def _share_cores(job: TorchrunJob, node: Node) -> int | None:
 
 
 def _choose_env(job: TorchrunJob, node: Node) -> dict[str, str]:
-    own = str(env_folder("LAB_DATA", "data")) if isinstance(node, LocalNode) else f"{node.folder}/data"
-    env = {"LAB_DATA": node.data or own, "LAB_RUNS": f"{node.folder}/runs"}
+    env = {"LAB_DATA": choose_data(node), "LAB_RUNS": f"{node.folder}/runs"}
     env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
     env |= _share_gpus(job, node)
     return {name: str(value) for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}

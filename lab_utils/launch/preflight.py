@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lab_utils import LabError, env_folder
+from lab_utils import LabError
 from lab_utils.launch import facts as own_facts
 from lab_utils.launch import routes, table
+from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.talk import Talk, ask_all, open_talks
 from lab_utils.launch.verdicts import Verdict, Wanted, judge_error, judge_facts, stop_command
@@ -93,6 +94,7 @@ def check_nodes(
     port: int | None = None,
     bundle: str = "",
     data_file: str = "",
+    pack: str = "",
     copy_data: bool = False,
     nproc_per_node: int = 1,
     job_id: str = "",
@@ -106,6 +108,7 @@ def check_nodes(
         bundle: Hash of the job's code, as :func:`lab_utils.launch.facts.hash_tree` takes it; "" skips the check.
         data_file: Path within ``LAB_DATA`` of a pack's manifest (or of any file that identifies the data set), such as
             ``packed/shapes10/manifest.json``; "" skips the check.
+        pack: The launcher's own pack, where it has another name there.
         copy_data: The job copies the data set to nodes that lack it.
         nproc_per_node: Processes on each node.
         job_id: The job's own id.
@@ -118,7 +121,7 @@ def check_nodes(
     machine = own_facts.find_system()["machine"]
     wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, job_id, machine, os.getpid())
     with open_talks(nodes) as talks:
-        tasks = {name: functools.partial(_examine, talk, wanted, waits["facts"]) for name, talk in talks.items()}
+        tasks = {name: functools.partial(_examine, talk, wanted, pack, waits["facts"]) for name, talk in talks.items()}
         answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
         machines = {answer["facts"].get("system", {}).get("machine") for answer in answers.values()}
         together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
@@ -152,7 +155,7 @@ def _split(answers: Mapping[str, dict | LabError]) -> tuple[dict[str, dict], dic
     return {name: answer for name, answer in answers.items() if name not in errors}, errors
 
 
-def _examine(talk: Talk, wanted: Wanted, seconds: float) -> dict:
+def _examine(talk: Talk, wanted: Wanted, pack: str, seconds: float) -> dict:
     """Starts a node's probe and asks for all that it knows by itself, and for its clock."""
     end = time.monotonic() + seconds
     talk.open()
@@ -166,8 +169,8 @@ def _examine(talk: Talk, wanted: Wanted, seconds: float) -> dict:
     delay, offset = min(readings)  # the quickest answer tells the most
     node = talk.node
     question = {"do": "facts", "folder": node.folder, "code": wanted.bundle, "seconds": 0.5 * seconds}
-    question |= {"data": node.data, "data_file": wanted.data_file, "machine": wanted.machine}
-    question |= {"launcher_data": str(env_folder("LAB_DATA", "data"))}
+    own = isinstance(node, LocalNode) and not node.data
+    question |= {"data": choose_data(node), "data_file": wanted.data_file, "pack": pack if own else ""}
     found = talk.ask(question, end - time.monotonic())
     jobs = _find_jobs(talk, wanted, end)
     return {"facts": found, "jobs": jobs, "offset": offset, "delay": delay}

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
-from lab_utils import LabError, env_folder
+from lab_utils import LabError
 from lab_utils.launch import slurm
 from lab_utils.launch.bundle import Bundle, send
+from lab_utils.launch.local import choose_data
 from lab_utils.launch.nodes import Link, Node, PipeLink
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.script import Plan
@@ -33,20 +34,20 @@ def copy_all(job: TorchrunJob, bundle: Bundle, found: Preflight | None = None) -
     verdicts = found.verdicts if found else ()
     lacking = {verdict.node for verdict in verdicts if verdict.check == "data" and verdict.found == WILL_COPY}
     started: list[subprocess.Popen] = []
-    pack, data = f"packed/{job.dataset}", env_folder("LAB_DATA", "data")
     scripts = {path.name: path.read_bytes() for path in job.folder.glob("*") if path.suffix in (".sh", ".sbatch")}
 
     if on_slurm and job.dataset and job.copy_data:  # whose preflight asks no node; what is there already stays
         lacking = {job.nodes[0].name}
 
-    if lacking and not (data / pack / "manifest.json").is_file():
+    if lacking and not (job.pack / "manifest.json").is_file():
         cause, fix = "it was not prepared here, or LAB_DATA points elsewhere", "python -m lab_utils.data prepare"
-        raise LabError(f"There is no {job.dataset!r:.40} here to copy.", where=data / pack, cause=cause, fix=fix)
+        raise LabError(f"There is no {job.dataset!r:.40} here to copy.", where=job.pack, cause=cause, fix=fix)
 
     def copy(node: Node) -> None:
         send(node, node.folder, {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}, started=started)
         if node.name in lacking:
-            send(node, node.data or f"{node.folder}/data", {pack: data / pack}, started=started, timeout=None)
+            parts = {f"packed/{job.dataset}": job.pack}
+            send(node, choose_data(node), parts, started=started, timeout=None)
 
     # Slurm's nodes share one folder.
     nodes = job.nodes[:1] if on_slurm else job.nodes
