@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import pytest
 import websocket
 from browser import Browser
 from containers import BASE, IMAGE, Hosted, assert_apart, bring_up
+from jobs import wait_for
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 HOME = "/home/learner"
@@ -221,13 +224,18 @@ def test_after_a_power_cut_the_machine_brings_the_teams_back(hosted):
     (command,) = re.findall(r"^ExecStart=\S+ \$LOGGING (.*)$", unit, re.M)
     assert command == "start --all --filter restart-policy=always"
     hosted.podman.call(*command.split(), "--filter", "name=^labtest-")
-    end = time.monotonic() + 60
-    while hosted.ask("/red/api/contents", token=hosted.token("red"))[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.5)
+    wait_for(lambda: answers(hosted, "red"), 60.0)
     assert read_work(hosted) == "kept"
     assert set(hosted.started()) == {"labtest-front", *NODES}
+    reach = ["ssh", "-o", "BatchMode=yes", "node1", "true"]
+    wait_for(lambda: not hosted.podman.call("exec", "labtest-red-node0", *reach, check=False).returncode, 60.0)
     test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted)
+
+
+def answers(hosted, team):
+    """Whether a team's JupyterLab answers through the front, which may not listen yet."""
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return hosted.ask(f"/{team}/api/contents", token=hosted.token(team))[0] == 200
 
 
 def test_the_guide_s_backup_has_a_team_s_work(hosted, tmp_path):
@@ -244,10 +252,7 @@ def test_a_new_token_shuts_the_old_one_out_and_the_other_team_does_not_notice(ho
     old, others = hosted.token("red"), hosted.token("blue")
     blue = {name: when for name, when in hosted.started().items() if "blue" in name or "front" in name}
     hosted.host("rotate", "red")
-    end = time.monotonic() + 60
-    while hosted.ask("/red/api/contents", token=hosted.token("red"))[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.5)
+    wait_for(lambda: answers(hosted, "red"), 60.0)
     assert hosted.token("red") != old and hosted.token("blue") == others
     assert hosted.ask("/red/api/contents", token=old)[0] == 403
     assert hosted.token("red") in (hosted.state / "handout.html").read_text()
