@@ -91,6 +91,7 @@ def run(chosen: argparse.Namespace) -> None:
         print(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
     elif chosen.command == "restart":
         commands.restart(found, team)
+        print(f"team {team.name} was started anew; its files are as they were")
     return None
 
 

@@ -204,7 +204,7 @@ def collect(found: Class, teams: Sequence[Team], target: Path) -> list[Path]:
     Raises:
         LabError: A team's container does not run; those before it are there.
     """
-    folders = []
+    folders, target = [], target.resolve()  # the engine is called from another folder
     for team in teams:
         folder = target / team.name
         folder.mkdir(parents=True, exist_ok=True)
