@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -315,6 +316,9 @@ def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_lo
     needs = {"dataset": dataset.name, "pack": dataset.pack}
     ((state, found),) = set(say_data(TorchrunJob(script, nodes=local_nodes(2), **needs).preflight()).values())
     assert state == "ok" and found.startswith("the same")
+    other = tmp_path / "data" / "packed" / "cinic10"  # an imported one, which data.load() passes by for the folder
+    shutil.copytree(make_pack(tmp_path / "other") / "packed" / "shapes10", other)
+    assert TorchrunJob(script, nodes=local_nodes(2), **needs, copy_data=True).preflight().ok
     nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
     assert say_data(TorchrunJob(script, nodes=nodes, **needs).preflight())["node0"][0] == "red"
     job = TorchrunJob(script, nodes=nodes, **needs, copy_data=True, env={"OMP_NUM_THREADS": 1})

@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from lab_utils.launch.ssh import ssh_nodes
 from lab_utils.launch.talk import ask_once, make_program
 from lab_utils.launch.verdicts import (
     MIB,
+    WILL_COPY,
     Verdict,
     Wanted,
     judge_disk,
@@ -290,6 +292,25 @@ def test_data_has_to_be_the_same_on_all_nodes(pair, tmp_path):
     assert missing.state == "red"
     assert "copy_data=True" in missing.fix
     assert check(tmp_path / "none", copy_data=True).state == "ok"
+
+
+def test_data_that_were_copied_before_have_to_be_the_launchers(pair, tmp_path):
+    """Also where all nodes agree: they would train on what the launcher had another day."""
+    here, same = write_pack(tmp_path / "here", "new"), write_pack(tmp_path / "same", "new")
+    old, cut = write_pack(tmp_path / "old data", "old"), write_pack(tmp_path / "cut", "new", arrays=())
+    wanted = {"data_file": "packed/shapes10/manifest.json", "pack": str(here / "packed" / "shapes10")}
+
+    def check(folder, **options):
+        return find(look([replace(node, data=str(folder)) for node in pair], **wanted, **options), "data")
+
+    assert [verdict.state for verdict in check(old)] == ["ok", "ok"], "nothing is copied: the nodes have to agree only"
+    assert [verdict.state for verdict in check(same, copy_data=True)] == ["ok", "ok"]
+    for folder, words in ((old, "not that of the launcher"), (cut, "a.npy is missing")):
+        red = check(folder, copy_data=True)
+        assert [verdict.state for verdict in red] == ["red", "red"] and words in red[0].found
+        command = re.search(r"rm -r -- .*?(?=   )", red[0].fix).group()
+        subprocess.run(shlex.split(command), check=True)
+        assert {verdict.found for verdict in check(folder, copy_data=True)} == {WILL_COPY}
 
 
 def test_code_that_was_changed_on_a_node_is_red(pair):

@@ -178,8 +178,9 @@ def find_data(request):
     root = Path(request["data"]).expanduser()
     path, found = root / request["data_file"], {"folder": str(root), "hash": None, "missing": []}
     # The launcher's own pack may have another name: one that was made of a folder of images is named after that.
-    if request["pack"] and not path.is_file():
-        path = Path(request["pack"], path.name)
+    own = Path(request["pack"], path.name)
+    if request["pack"] and own.is_file():
+        path = own
     if request["data_file"] and path.is_file():
         raw = path.read_bytes()
         try:

@@ -108,8 +108,8 @@ def check_nodes(
         bundle: Hash of the job's code, as :func:`lab_utils.launch.facts.hash_tree` takes it; "" skips the check.
         data_file: Path within ``LAB_DATA`` of a pack's manifest (or of any file that identifies the data set), such as
             ``packed/shapes10/manifest.json``; "" skips the check.
-        pack: The launcher's own pack, where it has another name there.
-        copy_data: The job copies the data set to nodes that lack it.
+        pack: The launcher's own pack of it, whatever its name here.
+        copy_data: The job copies that pack to nodes that lack it; what is there already has to be the same.
         nproc_per_node: Processes on each node.
         job_id: The job's own id.
         timeout: Seconds for everything; a second more in the worst case.
@@ -119,7 +119,9 @@ def check_nodes(
     # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}
     machine = own_facts.find_system()["machine"]
-    wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, job_id, machine, os.getpid())
+    own = own_facts.find_data({"data": "", "data_file": data_file, "pack": pack}) if copy_data and pack else {}
+    copied = None if own.get("missing") else own.get("hash")
+    wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, copied or "", job_id, machine, os.getpid())
     with open_talks(nodes) as talks:
         tasks = {name: functools.partial(_examine, talk, wanted, pack, waits["facts"]) for name, talk in talks.items()}
         answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))

@@ -48,6 +48,7 @@ class Wanted:
         bundle: Hash of the code, "" where none is asked for.
         data_file: Path within ``LAB_DATA`` of what identifies the data set, "" where none is asked for.
         copied: The launcher copies the data set to the nodes that lack it.
+        data_hash: Of what it copies, "" where it has no whole pack or copies none.
         job_id: The job that asks; its own processes are none of an earlier job.
         machine: Where the launcher runs, as :func:`lab_utils.launch.facts.find_system` names it.
         pid: The launcher's process.
@@ -57,6 +58,7 @@ class Wanted:
     bundle: str = ""
     data_file: str = ""
     copied: bool = False
+    data_hash: str = ""
     job_id: str = ""
     machine: str = ""
     pid: int = 0
@@ -85,9 +87,7 @@ def is_there(found: Mapping, part: str) -> bool:
 
 def judge_gap(name: str, found: Mapping, part: str) -> Verdict:
     """The verdict for what a node could not find out, or not in time."""
-    cause = (
-        found[part]["error"] if part in found else "it took too long; a hanging disk, driver or name server does that"
-    )
+    cause = found.get(part, {}).get("error", "it took too long; a hanging disk, driver or name server does that")
     return Verdict(name, part, "note", "could not be found out", cause, "look by hand on that node, or go on without")
 
 
@@ -168,9 +168,8 @@ def judge_gpus(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
         verdicts.append(Verdict(name, "GPUs", "note", f"{count} GPU(s) that torch cannot use", cause, fix))
     elif count < wanted.processes:
         what = f"{count} GPU(s) for {wanted.processes} processes: gloo on the CPU will be used"
-        verdicts.append(
-            Verdict(name, "GPUs", "note", what, "NCCL wants one GPU per process", f"nproc_per_node={count}")
-        )
+        cause, fix = "NCCL wants one GPU per process", f"nproc_per_node={count}"
+        verdicts.append(Verdict(name, "GPUs", "note", what, cause, fix))
     for pid, program, used in apps:
         local = wanted.machine and found.get("system", {}).get("machine") == wanted.machine
         if local and pid == str(wanted.pid):
@@ -198,28 +197,29 @@ def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
 
 
 def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Judges that every node has the same data set as the first node that has it."""
+    """Judges that every node has the data set that the launcher copies, or that of the first node that has it."""
     verdicts = [judge_gap(name, found, "data") for name, found in facts.items() if not is_there(found, "data")]
     have = {name: found["data"] for name, found in facts.items() if is_there(found, "data")}
-    first = next((own["hash"] for own in have.values() if own["hash"] and not own["missing"]), None)
-    fix = "copy_data=True, or on that node: python -m lab_utils.data prepare"
+    hashes = {"the launcher": wanted.data_hash} if wanted.data_hash else {}
+    hashes |= {name: own["hash"] for name, own in have.items() if own["hash"] and not own["missing"]}
+    first = next(iter(hashes.values()), None)
     for name, own in have.items():
         place = f"{own['folder']}/{wanted.data_file}"
-        if own["hash"] is None and wanted.copied:
-            verdicts.append(Verdict(name, "data", "ok", WILL_COPY))
-        elif own["hash"] is None:
-            cause = "the data set was not made or copied there, or LAB_DATA points elsewhere"
-            verdicts.append(Verdict(name, "data", "red", f"{place} is missing", cause, fix))
-        elif own["missing"]:
+        fix = "copy_data=True, or on that node: python -m lab_utils.data prepare"
+        if own["hash"] and wanted.data_hash:  # what is there is never written over
+            fix = f"on that node: rm -r -- {shlex.quote(place.rpartition('/')[0])}   (it is copied again)"
+        state, what = "red", f"{place} is missing"
+        cause = "the data set was not made or copied there, or LAB_DATA points elsewhere"
+        if own["missing"]:
             what, cause = f"{place}: {', '.join(own['missing'])} is missing", "a copy was cut short"
-            verdicts.append(Verdict(name, "data", "red", what, cause, fix))
-        elif own["hash"] != first:
-            hashes = {other: have[other]["hash"][:12] if have[other]["hash"] else "missing" for other in have}
-            what = f"the data set is not that of the other nodes{list_per_node(hashes)}"
+        elif own["hash"] and own["hash"] != first:
+            lines = list_per_node({other: digest[:12] for other, digest in hashes.items()})
+            what = f"the data set is not that of {'the launcher' if wanted.data_hash else 'the other nodes'}{lines}"
             cause = f"it was made from other files, or by another version ({place})"
-            verdicts.append(Verdict(name, "data", "red", what, cause, fix))
-        else:
-            verdicts.append(Verdict(name, "data", "ok", f"the same on the nodes that have it ({own['hash'][:12]})"))
+        elif own["hash"] or wanted.copied:
+            found = f"the same on the nodes that have it ({own['hash'][:12]})" if own["hash"] else WILL_COPY
+            state, what, cause, fix = "ok", found, "", ""
+        verdicts.append(Verdict(name, "data", state, what, cause, fix))
     return verdicts
 
 
