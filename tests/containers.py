@@ -247,7 +247,7 @@ class Hosted:
 
     def started(self) -> dict[str, str]:
         """When each container was started."""
-        names = self.podman.call("ps", "-a", "--filter", "name=^labtest-", "--format", "{{.Names}}").stdout.split()
+        names = self.podman.call("ps", "-a", "--filter", f"name=^{PROJECT}-", "--format", "{{.Names}}").stdout.split()
         return {name: self.podman.inspect(name)["State"]["StartedAt"] for name in names}
 
 
