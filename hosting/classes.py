@@ -52,15 +52,22 @@ class Class:
         return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
 
 
-def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str = "") -> Class:
+def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str = "", starts: bool = True) -> Class:
     """Reads and checks everything that a class is made of, before anything starts.
+
+    Args:
+        folder: Where the class's files are kept.
+        settings: Of the class.
+        engine: ``docker`` or ``podman``; what is there by default.
+        renew: A team that gets a new token.
+        starts: Whether containers are started, so that the teams' GPUs have to be there.
 
     Raises:
         LabError: The first thing that would go wrong.
     """
     path = Path(settings.teams)
     teams = read_teams(path, share=settings.share_gpus)
-    if any(team.gpus for team in teams):
+    if starts and any(team.gpus for team in teams):
         check_gpus(teams, find_gpus(), path=path, share=settings.share_gpus)
     found = find_engine(folder, wanted=engine)
     _make_private(folder)
@@ -68,8 +75,15 @@ def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str
 
 
 def open_class(folder: Path, *, engine: str = "", renew: str = "") -> Class:
-    """Reads the class that was started from a folder."""
-    return read_class(folder, load_settings(folder), engine=engine, renew=renew)
+    """Reads the class that was started from a folder.
+
+    One whose data or GPUs have gone can still be looked at, collected and ended; a new token (``renew``) starts a
+    container, which needs them.
+    """
+    settings = load_settings(folder)
+    if renew:
+        check_settings(settings)
+    return read_class(folder, settings, engine=engine, renew=renew, starts=bool(renew))
 
 
 def _make_private(folder: Path) -> None:

@@ -58,8 +58,12 @@ class Settings:
         return f"{scheme}://{self.address}" + ("" if self.port == usual else f":{self.port}")
 
 
-def check_settings(settings: Settings) -> Settings:
+def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
     """Returns the settings, where they are safe and can work.
+
+    Args:
+        settings: Of a class.
+        starts: Whether containers are started with them, so that their folders have to be there.
 
     Raises:
         LabError: An open port without TLS, an address that no certificate is given for, a value that is none.
@@ -70,8 +74,8 @@ def check_settings(settings: Settings) -> Settings:
     except ValueError:
         local = None
     public = "." in name and not re.fullmatch(r"[\d.]+", name)
-    absent = [file for file in ("cert.pem", "key.pem") if not (Path(tls) / file).is_file()] if tls not in TLS else []
-    data = not settings.data or Path(settings.data).is_dir()
+    files = ("cert.pem", "key.pem") if starts and tls not in TLS else ()
+    absent = [file for file in files if not (Path(tls) / file).is_file()]
     for fine, where, what, cause, fix in (
         (
             HOST.fullmatch(name),
@@ -111,7 +115,7 @@ def check_settings(settings: Settings) -> Settings:
         (1 <= settings.port <= 65535, settings.port, "There is no such port.", "ports go up to 65535", "--port 443"),
         (settings.nodes in (1, 2), settings.nodes, "A team has one or two nodes.", "no lab uses more", "--nodes 2"),
         (
-            data,
+            not (starts and settings.data) or Path(settings.data).is_dir(),
             settings.data,
             "The data folder is not there.",
             "another path, or not prepared yet",
@@ -144,7 +148,7 @@ def save_settings(settings: Settings, folder: Path) -> None:
 
 
 def load_settings(folder: Path) -> Settings:
-    """Returns what ``save_settings`` kept.
+    """Returns what ``save_settings`` kept; its folders need not be there, so that a class can always be ended.
 
     Raises:
         LabError: No class was started here, or the file is broken.
@@ -153,7 +157,8 @@ def load_settings(folder: Path) -> Settings:
     known = {field.name for field in fields(Settings)}
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        return check_settings(Settings(**{name: value for name, value in kept.items() if name in known}))
+        settings = Settings(**{name: value for name, value in kept.items() if name in known})
+        return check_settings(settings, starts=False)
     except FileNotFoundError as error:
         fix = "python3 -m hosting up hosting/teams.csv"
         raise LabError("No class was started here.", where=folder, cause="another folder", fix=fix) from error

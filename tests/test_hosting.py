@@ -222,6 +222,29 @@ def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
                 read(tmp_path)
 
 
+def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path):
+    """A driver that was upgraded, a disk that was not mounted: that is when an instructor collects and ends."""
+    docker = smi.with_name("docker")
+    docker.write_text("#!/bin/sh\n")
+    docker.chmod(0o755)
+    given = {"teams": str(write("team,gpus\nred,0\n")), "data": str(tmp_path / "data")}
+    (tmp_path / "data").mkdir()
+    started = classes.read_class(tmp_path, classes.parse_settings(tmp_path, given), engine="docker")
+    save_settings(started.settings, tmp_path)
+    (tmp_path / "data").rmdir()
+    smi.write_text("#!/bin/sh\nexit 18\n")
+    assert classes.open_class(tmp_path, engine="docker") == started
+    for mend, words in (((tmp_path / "data").mkdir, "data folder"), (lambda: smi.write_text(""), "GPU 0")):
+        for refused in (
+            lambda: classes.open_class(tmp_path, engine="docker", renew="red"),
+            lambda: classes.read_class(tmp_path, classes.parse_settings(tmp_path, {}), engine="docker"),
+        ):
+            with pytest.raises(LabError, match=words):
+                refused()
+        mend()
+    assert classes.open_class(tmp_path, engine="docker") == started, "the token is as it was"
+
+
 def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     monkeypatch.chdir(tmp_path)
