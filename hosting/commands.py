@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hosting.classes import Class
-from hosting.engine import Engine
+from hosting.engine import LOG, Engine
 from hosting.files import HOME, PORT, name_container
 from hosting.handout import write_handout
 from hosting.settings import Settings, save_settings
@@ -72,7 +72,7 @@ def _wait_for(found: Class, team: Team, what: str, end: float, *command: str) ->
             container = name_container(found.settings, team, 0)
             cause = answer[1].splitlines()[-1][:300] if answer[1] else "it is still starting"
             fix = f"{found.engine.program} logs --tail 40 {container}"
-            raise LabError(what, where=container, cause=cause, fix=fix, log=found.folder / "engine.log")
+            raise LabError(what, where=container, cause=cause, fix=fix, log=found.engine.folder / LOG)
         time.sleep(0.5)
 
 
@@ -106,7 +106,7 @@ def prepare(found: Class, say: Callable[[str], None]) -> None:
     if running.stdout.strip() != "true":
         _check_port(settings)
     if not found.engine.has_image(settings.image):
-        say(f"building {settings.image}; the first time takes some minutes (log: {found.folder / 'engine.log'})")
+        say(f"building {settings.image}; the first time takes some minutes (log: {found.engine.folder / LOG})")
         build(found.engine, settings)
     save_settings(settings, found.folder)
 
@@ -202,9 +202,9 @@ def collect(found: Class, teams: Sequence[Team], target: Path) -> list[Path]:
     """Fetches each team's report and all its work into a folder of its own; returns those folders.
 
     Raises:
-        LabError: A team's container does not run; those before it are there.
+        LabError: A team's container does not run, or its report cannot be made; the other teams' folders are there.
     """
-    folders, target = [], target.resolve()  # the engine is called from another folder
+    folders, failed, target = [], {}, target.resolve()  # the engine is called from another folder
     for team in teams:
         folder = target / team.name
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,12 +212,24 @@ def collect(found: Class, teams: Sequence[Team], target: Path) -> list[Path]:
         report = f"{HOME}/work/report.html"
         make = ["python", "-m", "lab_utils.report", f"--team={team.name}", f"--workspace={HOME}/work/labs"]
         status, said = found.ask(team, *make, f"--output={report}", timeout=300)
+        try:
+            # Also where no report can be made of it.
+            found.engine.run("cp", f"{container}:{HOME}/work", str(folder))
+            if not status:
+                found.engine.run("cp", f"{container}:{report}", str(folder / "report.html"))
+        except LabError as error:
+            status, said = 1, said if status else error.cause
+            with suppress(OSError):
+                folder.rmdir()  # one that is empty
         if status:
-            fix = "python3 -m hosting up, and `collect` again"
-            raise LabError(f"Team {team.name} has no report.", where=container, cause=said[-300:], fix=fix)
-        found.engine.run("cp", f"{container}:{report}", str(folder / "report.html"))
-        found.engine.run("cp", f"{container}:{HOME}/work", str(folder))
-        folders.append(folder)
+            failed[team.name] = said[-300:]
+        else:
+            folders.append(folder)
+    if failed:
+        what = f"{len(failed)} of {len(teams)} teams could not be collected whole: {', '.join(failed)}."
+        # A hub ends the containers that nobody uses; both variants work on the same volumes.
+        fix = f"python3 -m hosting up{' --no-hub' if found.settings.hub else ''}, and `collect` again"
+        raise LabError(what, where=target, cause=next(iter(failed.values())), fix=fix, log=found.engine.folder / LOG)
     return folders
 
 

@@ -150,3 +150,14 @@ def test_work_is_the_same_with_accounts_and_without(hosted, visitors):
     red.log_in("red", hosted.token("red"))
     red.wait_for_lab("red")
     assert hosted.podman.ask("labtest-red-node0", "cat", WORK) == "kept"
+
+
+def test_collect_says_how_to_reach_a_team_that_is_not_there(hosted, visitors, tmp_path):
+    command = ("collect", "--into", tmp_path / "in")
+    refused = hosted.host(*command, check=False)
+    assert refused.returncode == 1 and "1 of 2 teams could not be collected whole: blue." in refused.stderr
+    assert (tmp_path / "in" / "red" / "work" / "labs" / "ours.txt").read_text() == "kept\n"
+    fix = re.search(r"python3 -m hosting (up .*), and `collect` again", refused.stderr)[1]
+    hosted.host(*fix.split())
+    hosted.host(*command)
+    assert all((tmp_path / "in" / team / "report.html").exists() for team in ("red", "blue"))
