@@ -8,9 +8,11 @@ import json
 import os
 import re
 import shutil
+import socket
 import ssl
 import tarfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ import nbformat
 import pytest
 import websocket
 from browser import Browser
-from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up
+from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, run
 from jobs import wait_for
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
@@ -246,6 +248,26 @@ def test_the_guide_s_backup_has_a_team_s_work(hosted, tmp_path):
     hosted.podman.call(*command.replace("debian:bookworm-slim", BASE).split())
     with tarfile.open(tmp_path / "red.tgz") as kept:
         assert kept.extractfile("./labs/ours.txt").read() == b"saved\n"
+
+
+def test_a_certificate_of_one_s_own_and_none_at_all(hosted, tmp_path):
+    """Only the front is made anew for either."""
+    nodes = {name: when for name, when in hosted.started().items() if name in NODES}
+    made = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=class -addext subjectAltName=DNS:localhost"
+    run("openssl", *made.split(), "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem")
+    try:
+        hosted.host("up", "--tls", tmp_path)
+        context = ssl.create_default_context(cafile=tmp_path / "cert.pem")
+        with socket.create_connection(("localhost", hosted.port)) as plain:
+            context.wrap_socket(plain, server_hostname="localhost").close()
+        assert answers(hosted, "red")
+        hosted.host("up", "--tls", "none")
+        path = f"http://localhost:{hosted.port}/red/api/contents?token={hosted.token('red')}"
+        with urllib.request.urlopen(path, timeout=30) as page:
+            assert page.status == 200
+    finally:
+        hosted.host("up", "--tls", "internal")
+    assert {name: when for name, when in hosted.started().items() if name in NODES} == nodes
 
 
 def test_a_new_token_shuts_the_old_one_out_and_the_other_team_does_not_notice(hosted):
