@@ -150,7 +150,7 @@ def make_caddyfile(teams: Sequence[Team], settings: Settings) -> str:
     tls = {"auto": "", "internal": "\ttls internal\n", "none": ""}.get(
         settings.tls, "\ttls /certificate/cert.pem /certificate/key.pem\n"
     )
-    scheme = "http" if settings.tls == "none" else "https"
+    scheme, other = ("http", "https") if settings.tls == "none" else ("https", "http")
     routes = "".join(
         f"\tredir /{team.name} /{team.name}/\n"
         f"\thandle /{team.name}/* {{\n\t\treverse_proxy {team.name}-node0:{PORT}\n\t}}\n"
@@ -159,7 +159,7 @@ def make_caddyfile(teams: Sequence[Team], settings: Settings) -> str:
     return (
         "{\n\tadmin off\n\tauto_https disable_redirects\n\tskip_install_trust\n\tstorage file_system /data\n"
         # Both inside the container; only the first is published, as the port of the URLs.
-        f"\thttps_port {FRONT_PORT}\n\thttp_port {8080 if scheme == 'https' else FRONT_PORT}\n"
+        f"\t{scheme}_port {FRONT_PORT}\n\t{other}_port 8080\n"
         # A computer that calls the front by its address sends no name.
         f"\tdefault_sni {settings.address}\n}}\n"
         f"{scheme}://{settings.address} {{\n{tls}"

@@ -1,6 +1,7 @@
 """Hosting without an engine: what is refused before anything starts, and what Compose and Caddy are given."""
 
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -11,7 +12,18 @@ from drawn import assert_explains
 from hosting import classes, commands, handout, teams
 from hosting.__main__ import main
 from hosting.engine import Engine, find_engine
-from hosting.files import BASE, CADDY, GPUS, NODES, make_base, make_caddyfile, make_gpus, make_nodes, write_files
+from hosting.files import (
+    BASE,
+    CADDY,
+    FRONT_PORT,
+    GPUS,
+    NODES,
+    make_base,
+    make_caddyfile,
+    make_gpus,
+    make_nodes,
+    write_files,
+)
 from hosting.settings import Settings, check_settings, load_settings, save_settings
 from hosting.status import Standing, show_status
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
@@ -357,6 +369,8 @@ def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
     assert words in text and "respond 404" in text and "admin off" in text
     assert text.count("reverse_proxy") == 2 and "handle /red/* {\n\t\treverse_proxy red-node0:8888" in text
     assert ("tls internal" in text) == (tls == "internal")
+    ports = dict(re.findall(r"(https?)_port (\d+)", text))
+    assert ports.pop("http" if tls == "none" else "https") == str(FRONT_PORT) not in ports.values()
     assert text.count("{") == text.count("}")
 
 

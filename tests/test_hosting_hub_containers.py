@@ -152,7 +152,24 @@ def test_work_is_the_same_with_accounts_and_without(hosted, visitors):
     assert hosted.podman.ask("labtest-red-node0", "cat", WORK) == "kept"
 
 
+def test_logins_work_without_tls_on_this_machine(hosted, visitors):
+    hosted.host("down")  # a server that runs has been told whether its cookies need TLS
+    hosted.host("up", "--tls", "none")
+    red = Visitor(f"http://localhost:{hosted.port}")
+    assert red.log_in("red", hosted.token("red"))[0] == 200
+    assert red.wait_for_lab("red") == "/user/red/lab/tree/labs"
+    hosted.host("down")
+    hosted.host("up", "--tls", "internal")
+    again = visit(hosted)
+    again.log_in("red", hosted.token("red"))
+    again.wait_for_lab("red")
+
+
 def test_collect_says_how_to_reach_a_team_that_is_not_there(hosted, visitors, tmp_path):
+    hosted.podman.ask("labtest-red-node0", "sh", "-c", f"echo kept > {WORK}")
+    hosted.podman.call(
+        "rm", "-f", "-t", "1", "labtest-blue-node0", check=False
+    )  # as the hub does with one that is idle
     command = ("collect", "--into", tmp_path / "in")
     refused = hosted.host(*command, check=False)
     assert refused.returncode == 1 and "1 of 2 teams could not be collected whole: blue." in refused.stderr
