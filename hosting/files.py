@@ -114,9 +114,11 @@ def _make_lab(team: Team, settings: Settings, image_id: str) -> dict:
 def make_nodes(teams: Sequence[Team], settings: Settings, *, image_id: str = "") -> dict:
     """The overlay that gives each team a second node, and both nodes the keys that they make for each other."""
     services = {}
+    # The data sets are in both nodes: nothing of them has to be copied.
+    usual = {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
     for team in teams:
         keys = f"{team.name}-keys:/srv/keys"
-        services[f"{team.name}-node0"] = {"environment": {"LAB_NODES": "node0,node1"}, "volumes": [keys]}
+        services[f"{team.name}-node0"] = {"environment": usual, "volumes": [keys]}
         other = _make_node(team, settings, 1, image_id)
         services[f"{team.name}-node1"] = other | {"command": ["node"], "volumes": [keys, *other.get("volumes", [])]}
     volumes = {f"{team.name}-keys": {"name": f"{settings.project}-{team.name}-keys"} for team in teams}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import shlex
+import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -115,13 +117,6 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
         (1 <= settings.port <= 65535, settings.port, "There is no such port.", "ports go up to 65535", "--port 443"),
         (settings.nodes in (1, 2), settings.nodes, "A team has one or two nodes.", "no lab uses more", "--nodes 2"),
         (
-            not (starts and settings.data) or Path(settings.data).is_dir(),
-            settings.data,
-            "The data folder is not there.",
-            "another path, or not prepared yet",
-            "LAB_DATA=FOLDER python -m lab_utils.data fetch cinic10",
-        ),
-        (
             re.fullmatch(r"[1-9]\d*(?:mb|gb|m|g)", settings.shm),
             ascii(settings.shm)[:60],
             "The size of /dev/shm is no size.",
@@ -138,7 +133,31 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
     ):
         if not fine:
             raise LabError(what, where=where, cause=cause, fix=fix)
+    if starts and settings.data:
+        _check_data(Path(settings.data))
     return settings
+
+
+def _check_data(folder: Path) -> None:
+    """Refuses a folder with which the teams, who can but read it, could do nothing."""
+    packs = [manifest.parent for manifest in folder.glob("packed/*/manifest.json")]
+    inside = [folder, folder / "packed", *packs, *(file for pack in packs for file in pack.iterdir())] if packs else []
+    modes = {path: path.stat().st_mode for path in inside}
+    private = [path for path, mode in modes.items() if not mode & 0o004 or (stat.S_ISDIR(mode) and not mode & 0o001)]
+    prepare = f"LAB_DATA={shlex.quote(str(folder))} .venv/bin/python -m lab_utils.data fetch cinic10"
+    for fine, where, what, cause, fix in (
+        (folder.is_dir(), folder, "The data folder is not there.", "another path, or not prepared yet", prepare),
+        (packs, folder, "The data folder has no packed data set.", "nobody has packed what is in it", prepare),
+        (
+            not private,
+            private and private[0],
+            "The teams cannot read the data.",
+            "they were made for their owner alone",
+            f"chmod -R a+rX {shlex.quote(str(folder))}",
+        ),
+    ):
+        if not fine:
+            raise LabError(what, where=where, cause=cause, fix=fix)
 
 
 def save_settings(settings: Settings, folder: Path) -> None:

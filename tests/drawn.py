@@ -11,6 +11,8 @@ from PIL import Image
 from lab_utils import LabError
 from lab_utils.data import shapes
 from lab_utils.data.folder import CLASS_NAMES
+from lab_utils.data.sources import SHAPES_FINGERPRINT
+from lab_utils.data.write import write_pack
 
 PER_CLASS = {"train": 4, "valid": 2, "test": 3}
 
@@ -27,6 +29,17 @@ def make_folder(folder: Path, *, per_class: dict[str, int] | None = None) -> Pat
                 file = f"cifar10-train-{number}.png" if number % 2 else f"n0{9 - number}_{number}.png"
                 Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(place / file)
     return folder
+
+
+def make_pack(home: Path, name: str = "shapes10") -> Path:
+    """Packs twenty training images that count as a data set of that name, and returns the folder of data sets."""
+    counts = {"train": 20, "valid": 10, "test": 10}
+    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
+    with write_pack(home / "packed" / name, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
+        for split, count in counts.items():
+            for index in range(count):
+                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
+    return home
 
 
 def make_archive(folder: Path, file: Path, *, top: str = ".") -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -217,6 +218,35 @@ def test_settings_that_are_unsafe_or_cannot_work_are_refused(bad, words):
     assert_explains(caught.value)
 
 
+def make_data(folder):
+    pack = folder / "packed" / "cinic10"
+    pack.mkdir(parents=True)
+    for name in ("manifest.json", "train-images.npy"):
+        (pack / name).touch()
+        (pack / name).chmod(0o644)
+    for place in (pack, pack.parent, folder):
+        place.chmod(0o755)
+    return pack
+
+
+def test_data_that_the_teams_could_not_use_are_refused(tmp_path):
+    given = Settings(data=str(tmp_path / "data"))
+    pack = make_data(tmp_path / "data")
+    check_settings(given)
+    for path in (pack / "train-images.npy", pack, tmp_path / "data"):
+        mode = path.stat().st_mode
+        path.chmod(mode & ~0o005)
+        with pytest.raises(LabError) as caught:
+            check_settings(given)
+        assert_explains(caught.value, "cannot read", str(path), "chmod -R a+rX")
+        path.chmod(mode)
+    check_settings(given)
+    (pack / "manifest.json").unlink()
+    with pytest.raises(LabError) as caught:
+        check_settings(given)
+    assert_explains(caught.value, "no packed data set", "fetch cinic10")
+
+
 def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
     public = Settings(address="labs.example.org", port=443, bind="0.0.0.0", tls="auto")
     assert check_settings(public).url == "https://labs.example.org"
@@ -240,13 +270,13 @@ def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path)
     docker.write_text("#!/bin/sh\n")
     docker.chmod(0o755)
     given = {"teams": str(write("team,gpus\nred,0\n")), "data": str(tmp_path / "data")}
-    (tmp_path / "data").mkdir()
+    make_data(tmp_path / "data")
     started = classes.read_class(tmp_path, classes.parse_settings(tmp_path, given), engine="docker")
     save_settings(started.settings, tmp_path)
-    (tmp_path / "data").rmdir()
+    shutil.rmtree(tmp_path / "data")
     smi.write_text("#!/bin/sh\nexit 18\n")
     assert classes.open_class(tmp_path, engine="docker") == started
-    for mend, words in (((tmp_path / "data").mkdir, "data folder"), (lambda: smi.write_text(""), "GPU 0")):
+    for mend, words in ((lambda: make_data(tmp_path / "data"), "data folder"), (lambda: smi.write_text(""), "GPU 0")):
         for refused in (
             lambda: classes.open_class(tmp_path, engine="docker", renew="red"),
             lambda: classes.read_class(tmp_path, classes.parse_settings(tmp_path, {}), engine="docker"),
@@ -282,7 +312,7 @@ esac"""
 
 
 def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
-    (tmp_path / "data").mkdir()
+    make_data(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     made = classes.parse_settings(tmp_path, {"teams": "teams.csv", "data": "data", "tls": "internal"})
     assert (made.teams, made.data, made.tls) == (f"{tmp_path}/teams.csv", f"{tmp_path}/data", "internal")
@@ -337,7 +367,7 @@ def test_the_second_node_shares_keys_with_its_own_team_alone():
     for team in ("red", "blue-2"):
         labs, other = (overlay["services"][f"{team}-node{node}"] for node in (0, 1))
         assert labs["volumes"] == other["volumes"] == [f"{team}-keys:/srv/keys"]
-        assert labs["environment"] == {"LAB_NODES": "node0,node1"}
+        assert labs["environment"] == {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
         assert list(other["networks"]) == [team] and other["hostname"] == "node1"
         assert "JUPYTER_TOKEN" not in other["environment"]
 

@@ -22,6 +22,7 @@ import pytest
 import websocket
 from browser import Browser
 from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, run
+from drawn import make_pack
 from jobs import wait_for
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
@@ -248,6 +249,30 @@ def test_the_guide_s_backup_has_a_team_s_work(hosted, tmp_path):
     hosted.podman.call(*command.replace("debian:bookworm-slim", BASE).split())
     with tarfile.open(tmp_path / "red.tgz") as kept:
         assert kept.extractfile("./labs/ours.txt").read() == b"saved\n"
+
+
+READ = """
+from lab_utils import data, launch
+d = data.load()
+needs = {"dataset": d.name, "pack": d.pack, "copy_data": True}
+job = launch.TorchrunJob("/srv/labs/notebooks/scripts/four_numbers.py", nodes=launch.choose_nodes(), **needs)
+print(d.summary, *(verdict.found for verdict in job.preflight().verdicts if verdict.check == "data"), sep="; ")
+"""
+
+
+def test_data_of_the_class_are_read_by_both_nodes_and_changed_by_nobody(hosted, tmp_path):
+    write_work(hosted, "kept")
+    hosted.host("up", "--data", make_pack(tmp_path / "data", "cinic10"))
+    try:
+        summary, *data = hosted.podman.ask("labtest-red-node0", "python", "-c", READ).split("; ")
+        assert summary.startswith("cinic10: 20 train")
+        assert len(data) == 2 and all("the same on the nodes" in found for found in data), data
+        for node in (0, 1):
+            refused = hosted.podman.call("exec", f"labtest-red-node{node}", "touch", "/srv/data/ours", check=False)
+            assert refused.returncode and "Read-only" in refused.stderr
+    finally:
+        hosted.host("up", "--data", "")
+    assert read_work(hosted) == "kept"
 
 
 def test_a_certificate_of_one_s_own_and_none_at_all(hosted, tmp_path):

@@ -7,12 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn import assert_explains, make_folder
+from drawn import assert_explains, make_folder, make_pack
 
 from lab_utils import LabError, data
-from lab_utils.data import shapes
-from lab_utils.data.sources import SHAPES_FINGERPRINT
-from lab_utils.data.write import write_pack
 from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
 from lab_utils.launch.bundle import collect_files
 from lab_utils.launch.local import LocalNode
@@ -39,7 +36,14 @@ def settings(tmp_path, monkeypatch):
     """A machine with eight cores and no GPU, on which nothing was set."""
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("LAB_DATA", str(tmp_path / "data"))
-    for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "LAB_SCALE", "LAB_NODES", "LAB_SSH_CONFIG"):
+    for name in (
+        "OMP_NUM_THREADS",
+        "CUDA_VISIBLE_DEVICES",
+        "LAB_SCALE",
+        "LAB_NODES",
+        "LAB_SSH_CONFIG",
+        "LAB_NODES_DATA",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     set_gpus(tmp_path, monkeypatch, count=0)
@@ -137,7 +141,9 @@ def test_the_hosts_configuration_of_ssh_may_be_another(monkeypatch, tmp_path):
     config.write_text("Host *\n")
     assert {node.connections.config for node in choose_nodes()} == {config}
     monkeypatch.setenv("LAB_SSH_CONFIG", "")
-    assert {node.connections.config for node in choose_nodes()} == {None}
+    assert {(node.connections.config, node.data) for node in choose_nodes()} == {(None, None)}
+    monkeypatch.setenv("LAB_NODES_DATA", "/big/data")
+    assert {node.data for node in choose_nodes()} == {"/big/data"}
 
 
 # The share of each node.
@@ -245,17 +251,6 @@ def test_what_is_planned_is_what_the_processes_get(script, tmp_path, monkeypatch
     for seen in (first, second):
         assert (seen["LAB_SCALE"], seen["OMP_NUM_THREADS"], seen["LAB_DATA"]) == ("small", "4", str(tmp_path / "data"))
     assert Path(first["LAB_RUNS"]) == tmp_path / "runs" / "nodes" / "node0" / "runs"
-
-
-def make_pack(home):
-    """A pack that counts as shapes10, with twenty training images in place of ten thousand."""
-    counts = {"train": 20, "valid": 10, "test": 10}
-    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
-    with write_pack(home / "packed" / "shapes10", counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
-        for split, count in counts.items():
-            for index in range(count):
-                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
-    return home
 
 
 def say_data(found):

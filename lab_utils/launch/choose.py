@@ -15,7 +15,8 @@ def choose_nodes() -> list[Node]:
     """Returns the nodes that ``LAB_NODES`` names: ``local:2`` (the default), ``slurm:2``, or hosts, ``hostA,hostB``.
 
     Options of sbatch follow the number of nodes, as in ``slurm:2 --gpus-per-node=1 --account=course``.
-    ``LAB_SSH_CONFIG`` may name a configuration of ssh for the hosts in place of your own.
+    ``LAB_SSH_CONFIG`` may name a configuration of ssh for the hosts in place of your own, and ``LAB_NODES_DATA`` the
+    folder in which they have data sets.
 
     Raises:
         LabError: ``LAB_NODES`` says something else.
@@ -29,4 +30,5 @@ def choose_nodes() -> list[Node]:
             raise LabError(f"{rest[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
         return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count), extra=extra)
     names = [name.strip() for name in text.split(",") if name.strip()]
-    return ssh_nodes(names, config=os.environ.get("LAB_SSH_CONFIG") or None)
+    config, folder = (os.environ.get(name) or None for name in ("LAB_SSH_CONFIG", "LAB_NODES_DATA"))
+    return ssh_nodes(names, config=config, data=folder)
