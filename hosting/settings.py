@@ -68,7 +68,8 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
         starts: Whether containers are started with them, so that their folders have to be there.
 
     Raises:
-        LabError: An open port without TLS, an address that no certificate is given for, a value that is none.
+        LabError: An open port without TLS, an address that no certificate is given for, a value that is none, or a
+            folder that the teams could not use.
     """
     name, tls = settings.address, settings.tls
     try:
