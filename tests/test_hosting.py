@@ -399,6 +399,7 @@ def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
     assert words in text and "respond 404" in text and "admin off" in text
     assert text.count("reverse_proxy") == 2 and "handle /red/* {\n\t\treverse_proxy red-node0:8888" in text
     assert ("tls internal" in text) == (tls == "internal")
+    assert ("disable_http_challenge" in text) == (tls == "auto"), "port 80 is closed"
     ports = dict(re.findall(r"(https?)_port (\d+)", text))
     assert ports.pop("http" if tls == "none" else "https") == str(FRONT_PORT) not in ports.values()
     assert text.count("{") == text.count("}")
