@@ -167,9 +167,8 @@ def test_logins_work_without_tls_on_this_machine(hosted, visitors):
 
 def test_collect_says_how_to_reach_a_team_that_is_not_there(hosted, visitors, tmp_path):
     hosted.podman.ask("labtest-red-node0", "sh", "-c", f"echo kept > {WORK}")
-    hosted.podman.call(
-        "rm", "-f", "-t", "1", "labtest-blue-node0", check=False
-    )  # as the hub does with one that is idle
+    # As the hub does with one that is idle.
+    hosted.podman.call("rm", "-f", "-t", "1", "labtest-blue-node0", check=False)
     command = ("collect", "--into", tmp_path / "in")
     refused = hosted.host(*command, check=False)
     assert refused.returncode == 1 and "1 of 2 teams could not be collected whole: blue." in refused.stderr

@@ -174,14 +174,18 @@ def find_code(request):
 
 
 def find_data(request):
-    """What identifies a packed data set: its classes and the SHA-256 of its arrays, not when or where it was made."""
+    """The data set of a job on this node, and its folder."""
     root = Path(request["data"]).expanduser()
-    path, found = root / request["data_file"], {"folder": str(root), "hash": None, "missing": []}
+    path = root / request["data_file"]
     # The launcher's own pack may have another name: one that was made of a folder of images is named after that.
     own = Path(request["pack"], path.name)
-    if request["pack"] and own.is_file():
-        path = own
-    if request["data_file"] and path.is_file():
+    return {"folder": str(root), **identify_data(own if request["pack"] and own.is_file() else path)}
+
+
+def identify_data(path):
+    """What identifies a packed data set: its classes and the SHA-256 of its arrays, not when or where it was made."""
+    found = {"hash": None, "missing": []}
+    if path.is_file():
         raw = path.read_bytes()
         try:
             manifest = json.loads(raw.decode())

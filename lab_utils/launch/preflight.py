@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lab_utils import LabError
 from lab_utils.launch import facts as own_facts
@@ -119,9 +120,9 @@ def check_nodes(
     # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}
     machine = own_facts.find_system()["machine"]
-    own = own_facts.find_data({"data": "", "data_file": data_file, "pack": pack}) if copy_data and pack else {}
-    copied = None if own.get("missing") else own.get("hash")
-    wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, copied or "", job_id, machine, os.getpid())
+    own = own_facts.identify_data(Path(pack, Path(data_file).name)) if copy_data and pack else {}
+    copied = "" if own.get("missing") else own.get("hash") or ""
+    wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, copied, job_id, machine, os.getpid())
     with open_talks(nodes) as talks:
         tasks = {name: functools.partial(_examine, talk, wanted, pack, waits["facts"]) for name, talk in talks.items()}
         answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
