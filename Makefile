@@ -19,9 +19,9 @@ export TORCH TORCH_CPU_INDEX
 
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
-test drills checks notebooks reference bench: export OMP_NUM_THREADS := 1
+test drills fuzz checks notebooks reference bench: export OMP_NUM_THREADS := 1
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
-test drills: export LAB_SCALE := small
+test drills fuzz: export LAB_SCALE := small
 
 ## lab: set up, prepare the data, make your copy of the labs in workspace/, open JupyterLab (LAB_PORT=8888)
 .PHONY: lab
@@ -58,6 +58,11 @@ test-hosting: setup
 .PHONY: drills
 drills: setup
 	@LAB_INTERRUPTS=50 $(PY) -m pytest -m drill tests $(ARGS)
+
+## fuzz: thousands of hostile archives, checkpoints, reports and records, at most five minutes (SEED=number repeats a run)
+.PHONY: fuzz
+fuzz: setup
+	@seed=$${SEED:-$$(date +%s)}; echo "SEED=$$seed"; LAB_FUZZ=$$seed timeout 300 $(PY) -m pytest -n $(WORKERS) tests/test_fuzz_*.py $(ARGS)
 
 ## checks: for each exercise how many wrong answers are refused, each with its hint, and how many right ones accepted
 .PHONY: checks

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lab_utils import LabError
-from lab_utils.launch import table
 from lab_utils.launch.local import local_nodes
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.preflight import check_nodes
 from lab_utils.launch.ssh import FOLDER, ssh_nodes
 from lab_utils.launch.talk import ask_once
+from lab_utils.text import clean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,9 +80,9 @@ def _stop(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
         elif answer["left"]:
             print(f"{name}: these processes did not end: {', '.join(map(str, answer['left']))}")
         elif answer["stopped"]:
-            print(f"{name}: {len(answer['stopped'])} process(es) of {table.clean(arguments.job)} ended")
+            print(f"{name}: {len(answer['stopped'])} process(es) of {clean(arguments.job)} ended")
         else:
-            print(f"{name}: no process of {table.clean(arguments.job)} runs")
+            print(f"{name}: no process of {clean(arguments.job)} runs")
     return int(any(isinstance(answer, LabError) or answer["left"] for answer in answers.values()))
 
 
@@ -93,7 +93,7 @@ def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
             print(f"{name}: {answer}")
             continue
         for job in answer["jobs"]:
-            print(table.clean(f"{name}: {job['id']}  pid {job['pid']}  {job['command']}"))
+            print(clean(f"{name}: {job['id']}  pid {job['pid']}  {job['command']}"))
         if not answer["jobs"]:
             print(f"{name}: no job runs")
     return int(any(isinstance(answer, LabError) for answer in answers.values()))

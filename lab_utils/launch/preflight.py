@@ -19,6 +19,7 @@ from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.talk import Talk, ask_all, open_talks
 from lab_utils.launch.verdicts import Verdict, Wanted, judge_error, judge_facts, stop_command
+from lab_utils.text import clean
 
 # Beyond it, timelines of several nodes laid side by side mislead, and so do the times in their logs.
 CLOCK_ALLOWED = 2.0
@@ -66,13 +67,13 @@ class Preflight:
         if self.ok:
             return
         first, more = self.reds[0], len(self.reds) - 1
-        headline, *lines = table.clean(first.found).split("\n")
+        headline, *lines = clean(first.found).split("\n")
         what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
         # What the first line had no room for stands below it.
         cut = [headline] if what.endswith(" …") else []
-        where = "; ".join([table.clean(first.node), *cut, *(line.strip() for line in lines)])
+        where = "; ".join([clean(first.node), *cut, *(line.strip() for line in lines)])
         more = f" (+ {more} more)" if more else ""
-        raise LabError(f"{what}{more}", where=where, cause=table.clean(first.cause), fix=table.clean(first.fix))
+        raise LabError(f"{what}{more}", where=where, cause=clean(first.cause), fix=clean(first.fix))
 
     def __repr__(self) -> str:
         return str(self)

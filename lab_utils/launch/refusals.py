@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from lab_utils import LabError
+from lab_utils.text import clean
 
 
 def explain_refusal(name: str, returncode: int, stderr: str, *, python: str, config: Path | None) -> LabError:
@@ -46,7 +47,7 @@ def explain_refusal(name: str, returncode: int, stderr: str, *, python: str, con
 
 
 def _shorten(lines: list[str]) -> str:
-    return "".join(c if c.isprintable() else "?" for c in lines[-1])[:300] if lines else ""
+    return clean(lines[-1], 300) if lines else ""
 
 
 def _explain_program(name: str, returncode: int, lines: list[str], python: str, ssh: str) -> LabError:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lab_utils.launch.verdicts import Verdict
+from lab_utils.text import clean
 
 ORDER = ("red", "note", "ok")
 COLOURS = {"red": "#b3261e", "note": "#8a5a00", "ok": "#1b6e3c"}
@@ -56,11 +57,6 @@ def arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
         joined[key] = replace(verdict, node=node)
     checks = list(dict.fromkeys(verdict.check for verdict in verdicts))
     return sorted(joined.values(), key=lambda verdict: (ORDER.index(verdict.state), checks.index(verdict.check)))
-
-
-def clean(text: str) -> str:
-    """Replaces what a terminal would obey rather than show; lines stay lines."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def escape(text: str) -> str:

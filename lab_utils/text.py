@@ -1,0 +1,19 @@
+"""Text that others wrote, made safe to print: names of files and hosts, what a node or a team answered."""
+
+from __future__ import annotations
+
+
+def clean(text: object, longest: int | None = None) -> str:
+    """Replaces what a terminal would obey rather than show; lines stay lines.
+
+    Control characters, and those that turn the direction of the text around, become U+FFFD; so does half a character
+    (a lone surrogate), which no terminal and no file can take.
+
+    Args:
+        text: What somebody else wrote, or any object, by its ``str``.
+        longest: The most characters that are kept; a cut is shown by an ellipsis.
+    """
+    shown = str(text)
+    if longest is not None and len(shown) > longest:
+        shown = shown[: longest - 1] + "…"
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
