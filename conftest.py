@@ -26,6 +26,7 @@ SHARED = tuple(
         "hosts",
         "lab5",
         "launch_drills",
+        "launch_exposure",
         "launch_faults",
         "launch_plans",
         "launch_script",

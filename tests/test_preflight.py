@@ -119,7 +119,9 @@ def test_a_healthy_pair_is_green_within_two_seconds(pair):
     assert found.interfaces == {"node0": "lo", "node1": "lo"}
     assert 20000 <= found.port <= 32767
     assert all(abs(offset) < 0.5 for offset in found.offsets.values())
-    assert {"address", "network", "port", "versions", "disk", "GPUs", "clock"} == {v.check for v in found.verdicts}
+    assert {"address", "network", "port", "versions", "disk", "GPUs", "clock", "exposure"} == {
+        v.check for v in found.verdicts
+    }
     assert f"node0 on port {found.port}" in str(found)
 
 
@@ -547,12 +549,26 @@ def test_only_one_port_open_says_so():
 
 
 @pytest.mark.parametrize(
-    ("address", "count"), [("8.8.8.8", 1), ("10.0.0.1", 0), ("192.168.1.1", 0), ("100.64.0.1", 0), ("127.0.0.1", 0)]
+    ("address", "state", "words"),
+    [
+        ("8.8.8.8", "note", "PUBLIC"),
+        *((address, "ok", "no password") for address in ("10.0.0.1", "192.168.1.1", "100.64.0.1")),
+        ("127.0.0.1", "ok", "no other machine"),
+    ],
 )
-def test_a_public_address_is_warned_of(address, count):
-    verdicts = routes.judge_public(make_network(), {"n1": address})
-    assert len(verdicts) == count
-    assert all("PUBLIC" in verdict.found and "encrypt" in verdict.cause for verdict in verdicts)
+def test_it_says_what_is_open_to_whom_on_every_node(address, state, words):
+    verdicts = routes.judge_exposure(make_network(), {"n1": address, "n2": address})
+    assert [verdict.node for verdict in verdicts] == ["n1", "n2"]
+    for verdict in verdicts:
+        assert verdict.state == state and words in verdict.found
+        assert bool(verdict.fix) == (state == "note")
+
+
+def test_an_interface_with_a_public_address_beside_a_private_one_is_public():
+    network = make_network()
+    network.facts["n2"]["interfaces"]["eth0"].append("8.8.8.8")
+    states = {verdict.node: verdict.state for verdict in routes.judge_exposure(network, choose(network))}
+    assert states == {"n1": "ok", "n2": "note"}
 
 
 def test_hosts_with_one_name_are_noted():

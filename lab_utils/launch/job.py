@@ -93,6 +93,7 @@ class TorchrunJob:
         """Gives the next launch an id of its own: what is left of an earlier one must not be joined."""
         name = re.sub(r"[^A-Za-z0-9-]+", "-", self.script.stem)[:30].strip("-") or "job"
         self.id = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        self.rendezvous_id = secrets.token_hex(16)
         self.folder = env_folder("LAB_RUNS", "runs") / "jobs" / self.id
 
     def preflight(self) -> Preflight:
@@ -132,12 +133,12 @@ class TorchrunJob:
 
     def _write(self, plans: Sequence[Plan]) -> list[Path]:
         if self._on_slurm:
-            texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes, limit=self.limit)}
+            texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes)}
         else:
             texts = {f"node{plan.node}.sh": write_script(plan) for plan in plans}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, text in texts.items():
-            with write_atomically(self.folder / name, mode=0o755) as file:
+            with write_atomically(self.folder / name, mode=0o700) as file:  # the id of the rendezvous is a secret
                 file.write(text.encode(errors="surrogateescape"))
         return [self.folder / name for name in texts]
 

@@ -84,7 +84,7 @@ def start_links(
             if node.name in by_hand:
                 say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
             else:
-                links[node.name] = _start(node, plan, limit=job.limit)
+                links[node.name] = _start(node, plan)
     except BaseException:
         for link in links.values():
             link.stop()
@@ -92,10 +92,10 @@ def start_links(
     return links
 
 
-def _start(node: Node, plan: Plan, *, limit: float) -> Link:
+def _start(node: Node, plan: Plan) -> Link:
     """Starts a node's script under a supervisor there, which ends it when this process is gone."""
     supervisor = f"{plan.code_folder}/lab_utils/launch/supervisor.py"
-    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={limit}"]
+    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={plan.limit}"]
     # The id in the environment is what tells this job's processes from all others, on every node.
     identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
     program = [node.python, "-I", "-u", supervisor, f"--job-folder={plan.job_folder}", *bounds]

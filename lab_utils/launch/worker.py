@@ -24,6 +24,7 @@ from types import TracebackType
 
 from lab_utils.launch.outcome import has_followed, shorten_gloo
 from lab_utils.launch.roll import MismatchError, call_roll
+from lab_utils.launch.stores import guard_stores
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
@@ -46,6 +47,7 @@ def main() -> None:
             # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at
             # each step of the training, takes time and finds none.
             gc.disable()
+            guard_stores()  # also those that the script makes, and that of a job whose workers were started anew
             call_roll(script)
             gc.freeze()
             gc.enable()
