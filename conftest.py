@@ -25,6 +25,7 @@ SHARED = tuple(
     for name in (
         "hosts",
         "lab5",
+        "launch_bounds",
         "launch_drills",
         "launch_exposure",
         "launch_faults",

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from jobs import TROUBLE, Heard, assert_gone, find_processes, wait_for
@@ -192,8 +193,7 @@ def test_the_id_of_the_rendezvous_is_a_secret(script):
 
     def look(line):
         for pid in find_processes(job_id, "launch.agent"):
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                shown.append(file.read().decode())
+            shown.append(Path(f"/proc/{pid}/cmdline").read_text())
         job.stop()
 
     heard = Heard()

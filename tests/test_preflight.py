@@ -180,6 +180,7 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
     another, _ = start(STUBBORN, LAB_JOB_ID="preflight-ab")
     stranger, _ = start(STUBBORN)
     found = look(pair)
+    assert found.ok, "it holds nothing that this job needs"
     assert {v.fix for v in find(found, "jobs")} == {
         f"python -m lab_utils.launch stop {job}" for job in ("preflight-a", "preflight-ab")
     }
@@ -217,8 +218,19 @@ def test_a_job_that_starts_between_two_nodes_answers_is_no_leftover():
     facts = {name: {"system": {"machine": "here"}} for name in ("node0", "node1")}
     lists = {"node0": [supervisor], "node1": [supervisor, *workers]}
     assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "note"]
+    causes = [verdict.cause for verdict in judge_jobs(facts, Wanted(), lists)]
+    assert all("another notebook" in cause for cause in causes)
     lists = {"node0": [supervisor], "node1": workers}
-    assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "red"]
+    assert "leftover" in judge_jobs(facts, Wanted(), lists)[1].cause
+
+
+@pytest.mark.parametrize(("pid", "state"), [("7", "red"), ("8", "note"), ("[N/A]", "note")])
+def test_a_leftover_is_red_only_where_it_holds_what_this_job_needs(pid, state):
+    process = {"id": "job-a", "pid": 7, "command": "python", "supervisor": False}
+    facts = {"n1": {"system": {"machine": "there"}, "gpus": {"gpus": [], "apps": [[pid, "python", "900"]]}}}
+    (verdict,) = judge_jobs(facts, Wanted(), {"n1": [process]})
+    assert verdict.state == state
+    assert verdict.fix == "python -m lab_utils.launch stop job-a n1"
 
 
 def test_a_polite_leftover_is_asked_first(pair, start):

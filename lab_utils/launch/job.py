@@ -21,7 +21,7 @@ from lab_utils.launch.plans import make_plans
 from lab_utils.launch.preflight import Preflight, check_nodes
 from lab_utils.launch.run import Run
 from lab_utils.launch.script import Plan, write_script
-from lab_utils.launch.start import copy_all, start_links
+from lab_utils.launch.start import copy_all, start_links, sweep
 from lab_utils.launch.story import Story
 
 # How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
@@ -225,11 +225,17 @@ class TorchrunJob:
             story,
             log=self.folder / "output.log",
             join_timeout=self.join_timeout,
+            limit=self.limit,
             restarts=self.max_restarts > 0,
             say=say,
             stop=self._stop,
         )
-        run.follow()
+        try:
+            run.follow()
+        finally:
+            failed = bool(run.why or story.errors)  # else a node that was started by hand is about to end
+            parts = [(node, story.nodes[node.name]) for node in self.nodes]
+            sweep([node for node, part in parts if not part.ended and (failed or not part.by_hand)], self.id)
         seconds |= {"joined": run.joined, "total": time.monotonic() - started}
         failure = diagnose(story, why=run.why)
         size = max([len(self.nodes) * self.nproc_per_node, *(rank + 1 for rank in story.ranks)])

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from lab_utils import LabError
 from lab_utils.launch import slurm
 from lab_utils.launch.bundle import Bundle, send
-from lab_utils.launch.local import choose_data
+from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Link, Node, PipeLink
 from lab_utils.launch.preflight import Preflight
+from lab_utils.launch.processes import stop_job
 from lab_utils.launch.script import Plan
 from lab_utils.launch.verdicts import WILL_COPY
 
@@ -90,6 +91,12 @@ def start_links(
             link.stop()
         raise
     return links
+
+
+def sweep(nodes: Sequence[Node], job: str) -> None:
+    """Ends what is left of a job on those of the nodes that are this machine; elsewhere its guards do."""
+    if any(isinstance(node, LocalNode) for node in nodes):
+        stop_job({"id": job})
 
 
 def _start(node: Node, plan: Plan) -> Link:
