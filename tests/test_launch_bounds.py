@@ -297,7 +297,7 @@ def test_43_a_guard_is_no_part_of_the_job_and_goes_with_it(write):
     def look():
         for folder in Path("/proc").glob("[0-9]*"):
             words = (folder / "cmdline").read_bytes().split(b"\0") if (folder / "cmdline").exists() else []
-            if b"--guard" in words and job_id.encode() in words:
+            if b"--guard" in words and f"LAB_JOB_ID={job_id}".encode() in words:
                 guards.append(folder)
         job.stop()
 

@@ -499,12 +499,14 @@ QUIT = b"q"
 
 def _start_guard() -> subprocess.Popen:
     """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
-    program = [sys.executable, "-I", "-S", __file__, "--guard", os.environ.get("LAB_JOB_ID", "")]
+    # The node, too: other nodes of the job may be on this machine.
+    identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
+    program = [sys.executable, "-I", "-S", __file__, "--guard", *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 
-def guard(job: str) -> int:
-    """Ends all processes of a job, the supervisor too, when that was killed or stopped.
+def guard(identity: list[str]) -> int:
+    """Ends all processes that carry the identity of a job's node, when its supervisor was killed or stopped.
 
     The parent-death signal ends torchrun and its ranks then; but not what a rank has started.
     """
@@ -516,17 +518,17 @@ def guard(job: str) -> int:
             return 0
         if not said:
             break
-    if job:
-        _kill_all(lambda: _find_job(job))
+    if identity:
+        _kill_all(lambda: _find_carriers({word.encode() for word in identity}))
     return 1
 
 
-def _find_job(job: str) -> list[int]:
-    """Process ids of all living processes of a job of this user; [] where there is no /proc."""
-    identity, found = f"LAB_JOB_ID={job}".encode(), []
+def _find_carriers(identity: set[bytes]) -> list[int]:
+    """Process ids of all living processes that have this in their environment; [] where there is no /proc."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if identity in (folder / "environ").read_bytes().split(b"\0"):
+            if identity.issubset((folder / "environ").read_bytes().split(b"\0")):
                 found.append(int(folder.name))
     return found
 
@@ -538,4 +540,4 @@ def _read_end(path: Path, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(sys.argv[2]) if sys.argv[1:2] == ["--guard"] else main())
+    sys.exit(guard(sys.argv[2:]) if sys.argv[1:2] == ["--guard"] else main())
