@@ -25,14 +25,15 @@ ROOMS = {
         "data",
         "machine",
         "files",
+        "text",
         "wandb_runs",
     },
-    "report": {"check", "timing", "machine", "files"},
+    "report": {"check", "timing", "machine", "files", "text"},
     "course": {"workspace"},
-    "board": set(),
-    "wandb_runs": set(),
+    "board": {"files"},
+    "wandb_runs": {"files"},
     "plots": {"timing"},
-    "launch": {"machine", "files"},
+    "launch": {"machine", "files", "text"},
     "training": {"data", "models", "timing", "files"},
     "timing": {"machine", "files"},
     "models": set(),
@@ -41,6 +42,7 @@ ROOMS = {
     "machine": set(),
     "workspace": {"files"},
     "files": set(),
+    "text": set(),
 }
 # What a torchrun script imports has to do without these; `plots` is for notebooks.
 HEAVY = ("IPython", "matplotlib", "pandas", "torchvision", "wandb", "tensorboard")

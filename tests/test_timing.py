@@ -328,7 +328,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 @pytest.fixture
 def in_checkout(tmp_path, monkeypatch):
     """Reference runs go to an empty folder in place of the repository's own."""
-    module = importlib.import_module("lab_utils.timing.records")
+    module = importlib.import_module("lab_utils.timing.references")
     monkeypatch.setattr(module, "checkout", lambda: tmp_path)
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     return tmp_path
