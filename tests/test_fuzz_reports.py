@@ -4,26 +4,28 @@ import base64
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import time
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import nbformat
 import pytest
-from fuzzing import choose_seeds, mutate_bytes, mutate_json
+from fuzzing import choose_seeds, make_odd_file, mutate_bytes, mutate_json
 from html_reader import read
 
-from lab_utils import check, timing
+from lab_utils import LabError, check, timing
+from lab_utils.course import write_course
 from lab_utils.report import make_report
 from lab_utils.report.__main__ import main
 from lab_utils.report.comparison import find_data
 from lab_utils.report.figures import show_figures
 from lab_utils.timing import Timing
+from lab_utils.workspace import update
 
 pytestmark = pytest.mark.usefixtures("runs")
-SECONDS = 10  # for any case, on a busy machine
+SECONDS = 20  # for any case, on a busy machine
 OPEN = '<script type="application/json" id="report">'
 DATA = {
     "team": "Team Good",
@@ -125,42 +127,20 @@ def test_what_is_no_report_is_named(content, compare, tmp_path):
     assert left_out
 
 
-def make_fifo(path, _):
-    os.mkfifo(path)
+ODD_FILES = ("a link to nothing", "a link to a device", "a folder", "a pipe", "a socket", "3 GB")
 
 
-def make_sparse(path, _):
-    with path.open("wb") as file:
-        file.write(make_page())
-        file.truncate(3 * 2**30)
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_plain_file_of_a_report_s_size_is_named(kind, compare, tmp_path):
+    make_odd_file(tmp_path / "bad.html", kind, make_page())
+    assert compare(tmp_path / "bad.html")[1]
 
 
-def make_socket(path, _):
-    folder = os.open(path.parent, os.O_RDONLY)  # a socket's name is at most 107 bytes long
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(f"/proc/self/fd/{folder}/{path.name}")
-    os.close(folder)
-
-
-FILES = {
-    "a link": lambda path, good: path.symlink_to(good),
-    "a link to nothing": lambda path, good: path.symlink_to(good.with_name("nothing")),
-    "a link to a device": lambda path, good: path.symlink_to("/dev/zero"),
-    "a folder": lambda path, good: path.mkdir(),
-    "a pipe": make_fifo,
-    "a socket": make_socket,
-    "3 GB": make_sparse,
-    "nothing": lambda path, good: None,
-}
-
-
-@pytest.mark.parametrize("make", FILES.values(), ids=FILES.keys())
-def test_what_is_no_plain_file_of_a_report_s_size_is_named(make, compare, tmp_path):
-    good = tmp_path / "good.html"
-    good.write_bytes(make_page())
-    make(tmp_path / "bad.html", good)
-    _, left_out = compare(tmp_path / "bad.html")
-    assert left_out
+def test_a_link_to_a_report_is_none_and_neither_is_nothing(compare, tmp_path):
+    (tmp_path / "whole.html").write_bytes(make_page())
+    (tmp_path / "bad.html").symlink_to("whole.html")
+    assert compare(tmp_path / "bad.html")[1]
+    assert compare(tmp_path / "nothing", "nothing")[1]
 
 
 def test_a_device_is_named_and_not_opened(compare):
@@ -259,7 +239,7 @@ def test_hostile_reports_take_little_memory(tmp_path):
     paths = [tmp_path / f"{number}.html" for number in range(len(cases))]
     for path, content in zip(paths, cases.values(), strict=True):
         path.write_bytes(content)
-    make_sparse(tmp_path / "sparse.html", None)
+    make_odd_file(tmp_path / "sparse.html", "3 GB", make_page())
     paths = [*paths, tmp_path / "sparse.html"] * 4
     command = [sys.executable, "-c", MEASURED, "--output", str(tmp_path / "all.html"), "compare", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -441,15 +421,11 @@ def test_hundreds_of_questions_are_bounded(runs, workspace):
     use_all(workspace)
 
 
-RECORD_FILES = FILES | {"3 GB": lambda path, _: path.open("wb").truncate(3 * 2**30)}
-del RECORD_FILES["nothing"], RECORD_FILES["a link"]
-
-
-@pytest.mark.parametrize("make", RECORD_FILES.values(), ids=RECORD_FILES.keys())
-def test_a_file_of_records_that_is_none_is_named_and_stays(make, runs, workspace, recwarn):
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_a_file_of_records_that_is_none_is_named_and_stays(kind, runs, workspace, recwarn):
     runs.mkdir()
     for name in ("checks.jsonl", "lab1.jsonl"):
-        make(runs / name, runs / "good")
+        make_odd_file(runs / name, kind)
     before = [(path.name, path.lstat().st_mode, path.lstat().st_size) for path in sorted(runs.iterdir())]
     begun = time.monotonic()
     with mpl.rc_context({"backend": "agg"}):
@@ -490,7 +466,14 @@ def test_what_cannot_be_read_is_named_once_in_a_process(runs):
 
 PICTURE = "iVBORw0KGgoAAAANSUhEUg=="
 OUTPUT = {"output_type": "display_data", "data": {"image/png": PICTURE, "text/plain": ["<Figure>"]}, "metadata": {}}
-CODE = {"cell_type": "code", "id": "kept-figure", "source": ["plot()"], "outputs": [OUTPUT], "metadata": {}}
+CODE = {
+    "cell_type": "code",
+    "id": "kept-figure",
+    "source": ["plot()"],
+    "outputs": [OUTPUT],
+    "metadata": {},
+    "execution_count": 1,
+}
 NOTEBOOK = {
     "nbformat": 4,
     "nbformat_minor": 5,
@@ -572,8 +555,41 @@ def test_500_mb_of_outputs_are_named(workspace):
     assert "01_odd.ipynb could not be read: it has 500.0 MB" in show(workspace / "01_odd.ipynb")
 
 
-@pytest.mark.parametrize("name", ["a folder", "a pipe", "a link to nothing", "a link to a device", "3 GB"])
-def test_what_is_no_notebook_is_named(name, workspace):
-    FILES[name](workspace / "01_odd.ipynb", workspace / "nothing")
+@pytest.mark.parametrize("kind", ODD_FILES)
+def test_what_is_no_notebook_is_named(kind, workspace):
+    make_odd_file(workspace / "01_odd.ipynb", kind)
     page = make_report(workspace, team="mine")
     assert "01_odd.ipynb could not be read" in page and "Kept heading (kept-figure)" in page
+
+
+@pytest.mark.parametrize("seed", choose_seeds(200, 15))
+def test_a_damaged_lab_is_copied_or_refused(seed, tmp_path):
+    labs, copy, dice = tmp_path / "notebooks", tmp_path / "copy", random.Random(seed)
+    labs.mkdir()
+    exercise = {"source": ["### BEGIN SOLUTION\n", "1\n", "### END SOLUTION\n", 'check.exercise("1.1", f)']}
+    whole = json.dumps(mutate_json(NOTEBOOK | {"cells": [*NOTEBOOK["cells"], CODE | exercise]}, dice)).encode()
+    (labs / "01_lab.ipynb").write_bytes(whole if dice.random() < 0.5 else mutate_bytes(whole, dice))
+    (labs / "02_lab.ipynb").write_text(json.dumps(NOTEBOOK))
+    for name in ("figures", "scripts"):
+        (labs / name).mkdir()
+    for write in (lambda: update(labs, copy), lambda: write_course(labs, tmp_path / "course")):
+        try:
+            write()
+        except LabError as error:
+            assert "01_lab.ipynb" in str(error) and error.fix
+        else:
+            assert nbformat.read(next(tmp_path.glob("co*/**/01_lab.ipynb")), as_version=4)
+    # Half of the labs are no labs.
+    assert not copy.exists() or len(list(copy.glob("*.ipynb"))) == 2
+    if copy.exists():
+        assert update(labs, copy).written == (), "the same again"
+
+
+@pytest.mark.parametrize(("content", "words"), NOTEBOOKS.values(), ids=NOTEBOOKS.keys())
+def test_an_odd_lab_is_copied_or_refused(content, words, tmp_path):
+    (tmp_path / "01_lab.ipynb").write_bytes(content)
+    try:
+        assert update(tmp_path, tmp_path / "copy").written == ("01_lab.ipynb",)
+        assert update(tmp_path, tmp_path / "copy").current == ("01_lab.ipynb",)
+    except LabError as error:
+        assert error.what == "01_lab.ipynb cannot be read." and "git checkout" in error.fix

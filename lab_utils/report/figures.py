@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lab_utils.files import read_bounded
+from lab_utils.notebooks import load_notebook
 from lab_utils.report.pages import escape_line
 
-# The labs' notebooks have less than 1 MB each.
-NOTEBOOK_BYTES = 64 * 2**20
 # Of one lab; seven labs stay below what a report may have.
 FIGURES_BYTES = 8 * 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -54,22 +51,15 @@ def show_figures(paths: Iterable[Path]) -> Iterator[str]:
 def read_figures(path: Path) -> list[Figure]:
     """Returns the figures of a notebook.
 
-    The JSON is read as it is, since nbformat takes minutes to validate a large notebook, and says nothing of what it
-    finds. A cell without an id (before nbformat 4.5) is named by its number.
+    A cell without an id (before nbformat 4.5) is named by its number.
 
     Raises:
         OSError: The file cannot be read, or is none.
         ValueError: It is no notebook of nbformat 4.
     """
-    try:
-        notebook = json.loads(read_bounded(path, NOTEBOOK_BYTES))
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    cells = notebook.get("cells") if isinstance(notebook, dict) else None
-    if not isinstance(cells, list):
-        raise ValueError("it is no notebook of nbformat 4")
+    cells = [cell for cell in load_notebook(path)["cells"] if isinstance(cell, dict)]
     figures, heading = [], path.stem
-    for number, cell in enumerate((cell for cell in cells if isinstance(cell, dict)), start=1):
+    for number, cell in enumerate(cells, start=1):
         if cell.get("cell_type") == "markdown":
             heading = (HEADING.findall(_join(cell.get("source"))) or [heading])[-1]
         name = cell["id"] if isinstance(cell.get("id"), str) else f"cell {number}"
