@@ -47,10 +47,12 @@ def read_notebook(path: Path) -> NotebookNode:
 
     try:
         content = load_notebook(path)
-        if type(content.get("nbformat_minor")) is int and content["nbformat_minor"] < 5:
-            content["nbformat_minor"] = 5
-            for number, cell in enumerate(content["cells"], start=1):
-                cell.setdefault("id", f"cell-{number}")
+        if type(content.get("nbformat_minor")) is int:
+            content["nbformat_minor"] = max(5, content["nbformat_minor"])
+        for number, cell in enumerate(content["cells"], start=1):
+            cell.setdefault("id", f"cell-{number}")
+        if len({cell["id"] for cell in content["cells"]}) < len(content["cells"]):
+            raise ValueError("two cells have the same id")  # nbformat would give them others at each reading
         text = json.dumps(content, ensure_ascii=False)
         text.encode()  # refuses half a character, which no file can hold
         notebook = nbformat.v4.reads(text)

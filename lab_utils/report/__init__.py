@@ -52,7 +52,7 @@ def make_report(workspace: Path, *, team: str) -> str:
         raise LabError("There are no labs in this folder.", where=workspace, cause=cause, fix=fix)
     team, here = shorten(team, 60), machine.describe()
     exercises = {lab: importlib.import_module(f"lab_utils.check.lab{lab}").EXERCISES for lab in check.LABS}
-    standings, guesses = read_standings(), read_guesses()
+    standings, guesses = read_standings(), {shorten(what): pair for what, pair in read_guesses().items()}
     parts = [_make_overview(guesses)]
     for lab, row in exercises.items():
         parts += _describe_lab(lab, notebooks[lab], row, standings)

@@ -12,7 +12,7 @@ from lab_utils.notebooks import load_notebook
 from lab_utils.report.pages import escape_line
 
 # Of one lab; seven labs stay below what a report may have.
-FIGURES_BYTES = 8 * 2**20
+FIGURES_BYTES = 6 * 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
 HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 

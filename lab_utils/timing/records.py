@@ -115,11 +115,11 @@ class Records:
         for line in lines:
             with contextlib.suppress(ValueError):
                 found.append(parse_record(line))
-        self._tell("{} unreadable lines of {} were skipped", len(lines) - len(found))
+        self._tell("lines", f"unreadable lines of {self.path.name} were skipped", len(lines) - len(found))
         records = [record for record in found if kind in (None, record["kind"])]
         fitting = [record for record in records if fits is None or fits(record["result"])]
-        other = len(records) - len(fitting)
-        self._tell(f"{{}} records of kind {kind!r} in {{}} have another form and were skipped", other)
+        words = f"records of kind {kind!r} in {self.path.name} have another form and were skipped"
+        self._tell(f"form {kind}", words, len(records) - len(fitting))
         return fitting
 
     def _read_lines(self) -> list[bytes]:
@@ -134,18 +134,19 @@ class Records:
             pass
         except OSError as error:
             why = error.strerror
-        self._tell(f"{{1}} cannot be read: {why}", bool(why))
-        self._tell(f"{{1}} has more than {FILE_BYTES // 2**20} MB, and its beginning was skipped", size > FILE_BYTES)
+        self._tell("file", why and f"{self.path.name} cannot be read: {why}")
+        words = f"{self.path.name} has more than {FILE_BYTES // 2**20} MB, and its beginning was skipped"
+        self._tell("size", words if size > FILE_BYTES else "")
         # Of the first one only the end may be there.
         return [line for line in lines[size > FILE_BYTES :] if line.strip()]
 
-    def _tell(self, text: str, count: int) -> None:
-        """Warns of what was skipped, unless there is none or it is the same as before."""
-        key, words = (self.path, text), text.format(count, self.path.name)
-        if not count:
-            _skipped.pop(key, None)
-        elif _skipped.get(key) != words:
-            _skipped[key] = words
+    def _tell(self, fault: str, words: str, count: int | None = None) -> None:
+        """Warns of what was skipped, unless it is nothing, or the same as before."""
+        words = "" if count == 0 else f"{count} {words}" if count else words
+        if not words:
+            _skipped.pop((self.path, fault), None)
+        elif _skipped.get((self.path, fault)) != words:
+            _skipped[self.path, fault] = words
             warnings.warn(words, UnreadableWarning, stacklevel=2)
 
 

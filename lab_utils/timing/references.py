@@ -80,9 +80,13 @@ def save_reference(lab: str, *, allow_cpu: bool = False) -> Path:
         "records": list(newest.values()),
     }
     path = _reference_path(lab)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as file:
-        file.write(encode(content, indent=1) + b"\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as file:
+            file.write(encode(content, indent=1) + b"\n")
+    except OSError as error:
+        cause, fix = error.strerror or "", "free some space, or see who owns the folder"
+        raise LabError("The reference run cannot be written.", where=path, cause=cause, fix=fix) from error
     return path
 
 
