@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -17,9 +18,10 @@ from html_reader import read
 
 from lab_utils import LabError, check, timing
 from lab_utils.course import write_course
+from lab_utils.files import read_bounded
 from lab_utils.report import make_report
 from lab_utils.report.__main__ import main
-from lab_utils.report.comparison import read_report
+from lab_utils.report.comparison import compare_reports, read_report
 from lab_utils.report.figures import show_figures
 from lab_utils.timing import Timing
 from lab_utils.workspace import update
@@ -110,6 +112,7 @@ WRONG = {
     "deeper": make_page('{"a":' * 100_000 + "1" + "}" * 100_000),
     "100,000 questions": change(guesses={f"question {number}": [1, 2] for number in range(100_000)}),
     "1,000 exercises": change(solved={f"{number // 99}.{number % 99}": True for number in range(1000)}),
+    "2 MB of a name": change(team="x" * 2 * 10**6),
     "40 MB of data": make_page('"' + "x" * 40_000_000 + '"'),
     "beginnings without an end": OPEN.encode() * 400_000,
     "<script, 30 MB": b"<script" * 4_000_000,
@@ -143,8 +146,37 @@ def test_a_link_to_a_report_is_none_and_neither_is_nothing(compare, tmp_path):
     assert compare(tmp_path / "nothing", "nothing")[1]
 
 
-def test_a_device_is_named_and_not_opened(compare):
+def test_a_device_is_named_and_not_opened(compare, monkeypatch):
     assert compare("/dev/zero", "/dev/zero")[1]
+    monkeypatch.setattr("lab_utils.files.os.open", pytest.fail)
+    with pytest.raises(OSError, match="a device or a socket"):
+        read_bounded(Path("/dev/zero"), 10)
+
+
+def test_a_pipe_that_takes_a_file_s_place_while_it_is_opened_is_refused(tmp_path, monkeypatch):
+    make_odd_file(tmp_path / "pipe", "a pipe")
+    (tmp_path / "whole").write_text("whole")
+    whole = (tmp_path / "whole").stat()
+    monkeypatch.setattr(Path, "stat", lambda path, **_: whole)
+    with pytest.raises(OSError, match="a pipe"):
+        read_bounded(tmp_path / "pipe", 10)
+
+
+def test_a_file_that_is_longer_than_it_says_is_refused():
+    found = Path("/proc/self/maps")
+    assert found.stat().st_size == 0
+    with pytest.raises(OSError, match="0 is the most"):
+        read_bounded(found, 10)
+
+
+def test_questions_that_one_team_alone_asks_are_bounded(tmp_path):
+    paths = [tmp_path / f"{number}.html" for number in range(5)]
+    for path in paths:
+        own = {f"question {path.stem}.{number}": [1, 2] for number in range(99)}
+        path.write_bytes(change(guesses={"common question": [3, 4]} | own))
+    comparison = compare_reports(paths)
+    assert "common question" in comparison.page and comparison.page.count("<tr>") < 250
+    assert "more questions are not shown" in comparison.page and comparison.left_out == ()
 
 
 ODD_NAME = "\u202eevil\x1b[2J\x07<img src=x onerror=x()>\udcff.html"
@@ -235,12 +267,12 @@ print(status, peak() - before, time.monotonic() - begun)
 
 def test_hostile_reports_take_little_memory(tmp_path):
     cases = {name: WRONG[name] for name in ("deep", "deeper", "40 MB of data", "beginnings without an end")}
-    cases["empty lists, 0.9 MB"] = make_page("[" + "[]," * 300_000 + "[]]")
+    cases |= {f"{count} lists": make_page("[" + "[]," * count + "[]]") for count in (300_000, 10_000_000)}
     paths = [tmp_path / f"{number}.html" for number in range(len(cases))]
     for path, content in zip(paths, cases.values(), strict=True):
         path.write_bytes(content)
     make_odd_file(tmp_path / "sparse.html", "3 GB", make_page())
-    paths = [*paths, tmp_path / "sparse.html"] * 4
+    paths = [*paths, tmp_path / "sparse.html"] * 2
     command = [sys.executable, "-c", MEASURED, "--output", str(tmp_path / "all.html"), "compare", *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
@@ -392,6 +424,7 @@ def test_an_odd_result_is_shown_or_passed_over(result, runs, workspace):
     page = use_all(workspace)
     assert all(character.isprintable() or character == "\n" for character in page)
     assert [tag for tag, _ in read(page)].count("script") == 1 and "<b>" not in page
+    assert page.count(">odd<") < 500 and ("older measurements are not shown" in page) == (len(result) == 10_000)
 
 
 ODD_GUESSES = {
