@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,19 @@ def write_atomically(path: Path, *, prefix: str | None = None, mode: int = 0o644
             Path(file.name).unlink(missing_ok=True)
             raise
     sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file for reading; a pipe or a device of this name is not waited for, and not read.
+
+    Raises:
+        OSError: It is not there, may not be read, or is no regular file (a link to one is).
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "Not a regular file", str(path))
+        yield file
 
 
 def sync_folder(folder: Path) -> None:

@@ -19,17 +19,21 @@ from lab_utils import LabError, env_folder
 from lab_utils.data.fetch import MD5
 from lab_utils.data.folder import (
     CLASS_NAMES,
+    IMAGE_BYTES,
     MEAN_STD,
     Listing,
     check_listing,
     decode,
+    describe_bad,
     has_layout,
     is_image,
     refuse_bad,
 )
 from lab_utils.data.pack import SPLITS
-from lab_utils.data.system import make_command
+from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
+from lab_utils.files import open_regular
+from lab_utils.text import clean_name
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,14 @@ class Caps:
         files: 3 × 90,000 images and a few files that describe them.
         folders: A top folder, 3 splits, 30 classes, and some room.
         total_bytes: After decompression, headers included; the real one has about half of it.
-        image_bytes: Per image: 3 KiB of pixels, and generous room for whatever else a PNG carries.
+        image_bytes: Per image.
         other_bytes: Per file that is not an image, such as the list of ImageNet's contributors.
     """
 
     files: int = 270_100
     folders: int = 100
     total_bytes: int = 2 * 1024**3
-    image_bytes: int = 1024**2
+    image_bytes: int = IMAGE_BYTES
     other_bytes: int = 64 * 1024**2
 
 
@@ -102,27 +106,26 @@ def import_archive(
     root = Path(root).expanduser().resolve() if root else env_folder("LAB_DATA", "data")
     refuse_data_set(root)
     try:
-        stream = file.open("rb")
-    except OSError as error:
-        cause, fix = "a mistyped path, or the file was moved", make_command("fetch cinic10")
-        raise LabError(f"Cannot open the archive: {error.strerror}.", where=file, cause=cause, fix=fix) from error
-    with stream:
-        md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        size = stream.tell()
-        try:
+        with open_regular(file) as stream:
+            md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+            size = stream.tell()
             listing = _survey(stream, size, caps or Caps())
             check_listing(listing, file, CLASS_NAMES)
             verified = "CINIC-10.tar.gz, checksum verified" if md5 == MD5 else "an archive in CINIC-10's layout"
             source = {"kind": "archive", "words": f"imported from {verified}", "fingerprint": f"md5 {md5}"}
             source |= {"archive": file.name, "bytes": size, "md5": md5}
             return _pack(stream, file, root / "packed" / "cinic10", listing, source, caps or Caps(), skip_bad=skip_bad)
-        except _Refused as refusal:
-            raise LabError(
-                f"The archive is refused: it has {refusal.reason}.",
-                where=f"{file}{f', member {refusal.member!r}' if refusal.member else ''}",
-                cause="it is not CINIC-10's archive, or was made to do harm; nothing was written",
-                fix=make_command("fetch cinic10"),
-            ) from refusal
+    except OSError as error:
+        cause, fix = "a mistyped path, or the file was moved", make_command("fetch cinic10")
+        what = f"Cannot open the archive: {error.strerror or error}."
+        raise LabError(what, where=clean_name(file), cause=cause, fix=fix) from error
+    except _Refused as refusal:
+        raise LabError(
+            f"The archive is refused: it has {refusal.reason}.",
+            where=clean_name(file) + (f", member '{clean_name(refusal.member, 200)}'" if refusal.member else ""),
+            cause="it is not CINIC-10's archive, or was made to do harm; nothing was written",
+            fix=make_command("fetch cinic10"),
+        ) from refusal
 
 
 def refuse_data_set(root: Path) -> None:
@@ -167,12 +170,12 @@ def _pack(
             try:
                 draft.images[place[0]][position] = decode(image)
             except ValueError as error:
-                bad.append(f"{'/'.join(place)} ({error})")
+                bad.append(describe_bad("/".join(place), error))
                 draft.skipped[place[0]].append(position)
         if positions:
             raise _Refused("changed while it was read")
         if not skip_bad:
-            refuse_bad(bad, sum(counts.values()), file, option=f"import '{file}' --skip-bad")
+            refuse_bad(bad, sum(counts.values()), file, option=f"import {quote(file)} --skip-bad")
         draft.notes["bad"] = bad[:100]
     return pack
 
@@ -211,8 +214,8 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise LabError(
             "The archive is cut short or damaged.",
-            where=getattr(stream, "name", ""),
-            cause=f"the download or copy ended early, or it is no .tar.gz file ({error})",
+            where=clean_name(getattr(stream, "name", "")),
+            cause=f"the download or copy ended early, or it is no .tar.gz file ({clean_name(error, 200)})",
             fix=f"{make_command('fetch cinic10')}, or copy the file again",
         ) from error
 

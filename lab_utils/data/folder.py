@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,13 @@ import numpy as np
 
 from lab_utils import LabError, load_torchvision
 from lab_utils.data.pack import SPLITS
-from lab_utils.data.system import make_command
+from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
+from lab_utils.files import open_regular
+from lab_utils.text import clean_name
 
 if TYPE_CHECKING:
+    from PIL import Image
     from torch.utils.data import DataLoader
 
     from lab_utils.data import Dataset
@@ -26,6 +30,11 @@ CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "
 # Published with the data set: https://github.com/BayesWatch/cinic-10, "Normalization".
 MEAN_STD = ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835))
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+# Pillow goes by a file's first bytes, not by its suffix, and knows formats that start a program (EPS) or decode while
+# they are opened (ICO): it is told which ones may be opened.
+FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
+IMAGE_BYTES = 1024**2
+"""The most bytes of an image file: 3 KiB of pixels, and generous room for whatever else it carries."""
 
 Listing = dict[str, dict[str, list[str]]]
 """Split to class to sorted file names."""
@@ -66,8 +75,16 @@ def survey(folder: Path) -> tuple[Listing, str]:
 
 
 def _visible(folder: Path | str) -> list[os.DirEntry]:
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise LabError(
+            f"A folder of the data set cannot be read: {error.strerror}.",
+            where=clean_name(folder),
+            cause="it belongs to another user, or the disk is failing",
+            fix="have its owner run: chmod -R a+rX on the data set",
+        ) from error
 
 
 def _describe_state(file: os.DirEntry) -> str:
@@ -85,11 +102,11 @@ def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Pat
     for split in SPLITS:
         if split not in listing:
             cause = "the folder was copied or unpacked in part, or the split has another name ('val')"
-            raise LabError(f"The split {split!r} is missing.", where=where / split, cause=cause, fix=fix)
+            raise LabError(f"The split {split!r} is missing.", where=clean_name(where / split), cause=cause, fix=fix)
         for name in sorted(set(listing[split]) - set(class_names)):
             raise LabError(
-                f"The folder {name!r} in {split} is none of CINIC-10's ten classes.",
-                where=where / split / name,
+                f"The folder '{clean_name(name, 40)}' in {split} is none of CINIC-10's ten classes.",
+                where=clean_name(where / split / name, 1000),
                 cause="a folder of your own lies among the classes, or a class has another name (CINIC-10 has "
                 + ", ".join(class_names) + ")",
                 fix="move that folder elsewhere, or give it the class's name",
@@ -98,9 +115,8 @@ def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Pat
             if not listing[split].get(name):
                 state = "has no images" if name in listing[split] else "is missing"
                 cause = "the folder was copied or unpacked in part"
-                raise LabError(
-                    f"The class {name!r} in {split} {state}.", where=where / split / name, cause=cause, fix=fix
-                )
+                place = clean_name(where / split / name)
+                raise LabError(f"The class {name!r} in {split} {state}.", where=place, cause=cause, fix=fix)
 
 
 def decode(image: bytes) -> np.ndarray:
@@ -109,15 +125,46 @@ def decode(image: bytes) -> np.ndarray:
     Raises:
         ValueError: It cannot be decoded, or is not 32×32.
     """
+    return np.asarray(_open_picture(image)).transpose(2, 0, 1)
+
+
+def _open_picture(content: bytes) -> Image.Image:
+    """Decodes an image file of one of FORMATS to RGB, after a look at its size.
+
+    Raises:
+        ValueError: It cannot be decoded, or is not 32×32.
+    """
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(image)) as picture:
+        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as picture:
             if picture.size == (32, 32):  # asked before decoding, which a forged size could make very long
-                return np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
+                return picture.convert("RGB")
+    except Image.DecompressionBombError as error:
+        raise ValueError("is far larger than 32×32") from error
     except Exception as error:  # PIL raises whatever its decoders do: OSError, SyntaxError, struct.error, ...
         raise ValueError("cannot be decoded") from error
     raise ValueError(f"is {picture.width}×{picture.height}, not 32×32")
+
+
+def read_image(path: Path) -> bytes:
+    """Reads an image file.
+
+    Raises:
+        OSError: It is not there, may not be read, or is no regular file.
+        ValueError: It is larger than an image of a data set can be.
+    """
+    with open_regular(path) as file:
+        content = file.read(IMAGE_BYTES + 1)
+    if len(content) > IMAGE_BYTES:
+        raise ValueError(f"has more than {IMAGE_BYTES:,} bytes")
+    return content
+
+
+def describe_bad(name: str, error: ValueError | OSError) -> str:
+    """Names an image that cannot be used, with the reason."""
+    reason = getattr(error, "strerror", None) or error  # an OSError's own text repeats the path
+    return f"{clean_name(name)} ({reason})"
 
 
 def refuse_bad(bad: Sequence[str], total: int, where: Path, *, option: str = "prepare --skip-bad") -> None:
@@ -126,7 +173,7 @@ def refuse_bad(bad: Sequence[str], total: int, where: Path, *, option: str = "pr
         more = f", and {len(bad) - 5:,} more" if len(bad) > 5 else ""
         raise LabError(
             f"{len(bad):,} of {total:,} images cannot be used.",
-            where=f"{where}: {'; '.join(bad[:5])}{more}",
+            where=f"{clean_name(where)}: {'; '.join(bad[:5])}{more}",
             cause="the copy was cut short or is damaged, or files of another kind lie among the images",
             fix=f"copy them again, or go on without them: {make_command(option)}",
         )
@@ -147,10 +194,9 @@ def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[s
             for position, (label, class_name, file) in enumerate(files):
                 draft.labels[split][position] = label
                 try:
-                    draft.images[split][position] = decode((folder / split / class_name / file).read_bytes())
+                    draft.images[split][position] = decode(read_image(folder / split / class_name / file))
                 except (ValueError, OSError) as error:
-                    reason = getattr(error, "strerror", None) or error  # an OSError's own text repeats the path
-                    bad.append(f"{split}/{class_name}/{file} ({reason})")
+                    bad.append(describe_bad(f"{split}/{class_name}/{file}", error))
                     draft.skipped[split].append(position)
                 bar.update()
         if not skip_bad:
@@ -178,6 +224,9 @@ def classic_loader(
         train: Shuffle and augment; by default for the split ``train`` only.
         seed: Of the order.
         mean_std: What to normalise by, per channel in 0..1.
+
+    Raises:
+        LabError: The split or one of its classes has no images; or, from the loader, an image cannot be used.
     """
     import torch
 
@@ -188,13 +237,42 @@ def classic_loader(
     train = split == "train" if train is None else train
     augmentation = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()] if train else []
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*mean_std)]
+    try:
+        images = ImageFolder(
+            Path(folder) / split,
+            v2.Compose(augmentation + to_tensor),
+            loader=_load_picture,
+            is_valid_file=_is_image_path,
+        )
+    except OSError as error:
+        cause, fix = "no such folder, or a class in it has no images", "name a folder train|valid|test/<class>/*.png"
+        raise LabError(
+            "The images cannot be listed.", where=clean_name(Path(folder) / split), cause=cause, fix=fix
+        ) from error
     return torch.utils.data.DataLoader(
-        ImageFolder(Path(folder) / split, v2.Compose(augmentation + to_tensor)),
+        images,
         batch_size,
         shuffle=train,
         num_workers=num_workers,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _is_image_path(path: str) -> bool:
+    return is_image(Path(path).name)
+
+
+def _load_picture(path: str) -> Image.Image:
+    """Opens a picture for ImageFolder, whose own loader opens every format that Pillow knows."""
+    try:
+        return _open_picture(read_image(Path(path)))
+    except (ValueError, OSError) as error:
+        raise LabError(
+            "An image cannot be used.",
+            where=describe_bad(path, error),
+            cause="the copy was cut short or is damaged, or a file of another kind lies among the images",
+            fix=f"rm {quote(path)}",
+        ) from error
 
 
 def export(dataset: Dataset, folder: Path | str) -> Path:
