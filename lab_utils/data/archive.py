@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -55,6 +56,11 @@ class Caps:
     other_bytes: int = 64 * 1024**2
 
 
+# A long name, a long link and a pax header may stand before a file's own, and a few headers speak for all files.
+MOST_HEADERS = 8
+MOST_LETTERS = 512  # of a member's path; CINIC-10's have fewer than 60
+
+
 class _Refused(Exception):
     """Why the archive is refused, in words that follow 'The archive is refused: it has'."""
 
@@ -63,14 +69,77 @@ class _Refused(Exception):
         self.reason, self.member = reason, member
 
 
-class _Member(tarfile.TarInfo):
-    """A header whose size is judged before tarfile reads what it announces: long names and pax headers go to memory."""
+_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_RECORD = re.compile(rb"(\d{1,5}) [^=\n]+=")
+_ODD = "a link, a device or another thing that is neither file nor folder"
 
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+
+class _Member(tarfile.TarInfo):
+    """A header that is judged before tarfile reads what it announces.
+
+    tarfile takes long names and pax headers to memory, calls itself for the header after each of them, and (before
+    Python 3.11.10 and 3.12.6: CVE-2024-6232) searches a pax header in a time that grows with the square of its length.
+    """
+
+    def _proc_member(self, tar: _Tar) -> tarfile.TarInfo:
         regular = self.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
         if self.size < 0 or (not regular and self.size > 65536):
             raise _Refused(f"a header that announces {self.size:,} bytes", self.name)
-        return super()._proc_member(tar)
+        if self.type == tarfile.GNUTYPE_SPARSE:  # its list of holes may go on for gigabytes
+            raise _Refused(_ODD, self.name)
+        tar.in_a_row += 1
+        if tar.in_a_row > MOST_HEADERS:
+            raise _Refused(f"more than {MOST_HEADERS} headers for one file", self.name)
+        if self.type not in _PAX:
+            return super()._proc_member(tar)
+        tar.of_all += self.type == tarfile.XGLTYPE
+        if tar.of_all > MOST_HEADERS:
+            raise _Refused(f"more than {MOST_HEADERS} headers for all files", self.name)
+        stream, content = tar.fileobj, tar.fileobj.read(self._block(self.size))
+        _check_pax(content)
+        tar.fileobj = _Again(content, stream)
+        try:
+            return super()._proc_member(tar)
+        finally:
+            tar.fileobj = stream
+
+
+class _Tar(tarfile.TarFile):
+    """Counts the headers that come in a row, and those that speak for all files that follow."""
+
+    tarinfo = _Member
+    in_a_row = of_all = 0
+
+    def next(self) -> tarfile.TarInfo | None:
+        self.in_a_row = 0
+        return super().next()
+
+
+class _Again:
+    """Gives what was read from a stream once more, in one piece, and then what follows."""
+
+    def __init__(self, content: bytes, stream: BinaryIO) -> None:
+        self._content, self._stream, self.tell = content, stream, stream.tell
+
+    def read(self, size: int) -> bytes:
+        content, self._content = self._content or self._stream.read(size), b""
+        return content
+
+
+def _check_pax(content: bytes) -> None:
+    """Refuses a pax header that is not a list of records "length keyword=value", as programs write it.
+
+    The format: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html, "pax Extended Header".
+    """
+    at, records = 0, 0
+    while at < len(content) and content[at]:  # filled up with zeros
+        found = _RECORD.match(content, at, at + 300)
+        end = at + int(found[1]) if found else -1
+        if not found or end <= found.end() or content[end - 1 : end] != b"\n" or found[0].find(b" GNU.sparse.") > 0:
+            raise _Refused("a pax header that no archive of images has")
+        at, records = end, records + 1
+    if records > 100 or max(map(len, re.findall(rb"\d+", content)), default=0) > 64:
+        raise _Refused("a pax header that no archive of images has")
 
 
 class _CappedReader:
@@ -194,7 +263,7 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
     top: set[str] = set()
     try:
         with (
-            tarfile.open(fileobj=_CappedReader(stream, caps.total_bytes), mode="r|", tarinfo=_Member) as tar,
+            _Tar.open(fileobj=_CappedReader(stream, caps.total_bytes), mode="r|") as tar,
             tqdm(total=size, desc=f"{verb} the archive", unit="B", unit_scale=True, delay=3) as bar,
         ):
             while (member := tar.next()) is not None:
@@ -228,7 +297,9 @@ def _judge(member: tarfile.TarInfo, caps: Caps, top: set[str]) -> tuple[str, str
     name = member.name
     regular = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None
     if not regular and not member.isdir():
-        raise _Refused("a link, a device or another thing that is neither file nor folder", name)
+        raise _Refused(_ODD, name)
+    if len(name) > MOST_LETTERS:
+        raise _Refused(f"a name of {len(name):,} letters", name)
     if name.startswith("/") or "\\" in name or ".." in name.split("/"):
         raise _Refused("a path that leads out of the archive", name)
     parts = PurePosixPath(name).parts  # "./train" and "train//cat" lose what does not matter
