@@ -156,7 +156,7 @@ def install_cpu_builds(pins: list[str]) -> None:
         print(f"The hashes of the builds without CUDA are those in {lock}.", flush=True)
         raise
     if not known:
-        shutil.copy(lock, REMEMBERED)
+        lock.replace(REMEMBERED)  # whole or not at all
 
 
 def install(*arguments: object) -> None:
@@ -183,7 +183,9 @@ def write_cpu_lock() -> None:
         text = lock_cpu_builds(find_pins((ROOT / "requirements.lock").read_text(encoding="utf-8")))
     except RefusedError as error:
         sys.exit(f"{error}\n{CPU_LOCK.name} is as it was.")
-    CPU_LOCK.write_text(text, encoding="utf-8")
+    draft = CPU_LOCK.with_suffix(".tmp")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(CPU_LOCK)
 
 
 def main(arguments: Sequence[str]) -> None:

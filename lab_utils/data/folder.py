@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -275,6 +276,23 @@ def _load_picture(path: str) -> Image.Image:
         ) from error
 
 
+def _name_folders(class_names: Sequence[str]) -> list[str]:
+    """Returns a folder's name for each class: letters, digits and what leads to no other folder.
+
+    Raises:
+        LabError: Two classes would share one.
+    """
+    names = [re.sub(r"[^\w. -]", "-", name).strip(". ") for name in class_names]
+    if len(set(names)) < len(names) or not all(names):
+        raise LabError(
+            "The classes cannot be written as folders.",
+            where=clean_name(", ".join(class_names), 300),
+            cause="two of them would have the same folder, or one has a name without letters and digits",
+            fix="load another data set: data.load('shapes10')",
+        )
+    return names
+
+
 def export(dataset: Dataset, folder: Path | str) -> Path:
     """Writes a data set as PNG files in CINIC-10's layout, and returns the folder.
 
@@ -288,14 +306,15 @@ def export(dataset: Dataset, folder: Path | str) -> Path:
     if folder.exists() and any(folder.iterdir()):
         cause = "an earlier export lies there; mixing two would make a third data set"
         raise LabError("The folder is not empty.", where=folder, cause=cause, fix="choose another folder")
+    names = _name_folders(dataset.class_names)
     total = sum(len(getattr(dataset, split)) for split in SPLITS)
     with tqdm(total=total, desc=f"writing {dataset.name}", unit=" files", delay=3) as bar:
         for split in SPLITS:
             part = getattr(dataset, split)
-            for name in dataset.class_names:
+            for name in names:
                 (folder / split / name).mkdir(parents=True)
             for index, (image, label) in enumerate(zip(part.images.numpy(), part.labels.tolist(), strict=True)):
-                file = folder / split / dataset.class_names[label] / f"{dataset.name}-{index:05}.png"
+                file = folder / split / names[label] / f"{dataset.name}-{index:05}.png"
                 Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(file)
                 bar.update()
     return folder
