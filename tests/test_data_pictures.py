@@ -18,7 +18,7 @@ from fuzzing import choose_seeds, mutate_bytes
 from PIL import Image
 
 from lab_utils import LabError, data
-from lab_utils.data.folder import IMAGE_BYTES, decode
+from lab_utils.data.images import IMAGE_BYTES, decode
 
 forked = multiprocessing.get_context("fork")
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))

@@ -32,15 +32,16 @@ ROOMS = {
     "board": set(),
     "wandb_runs": set(),
     "plots": {"timing"},
-    "launch": {"machine", "files"},
-    "training": {"data", "models", "timing", "files"},
+    "launch": {"machine", "files", "text"},
+    "training": {"data", "models", "timing", "files", "text"},
     "timing": {"machine", "files"},
     "models": set(),
     "parallel": set(),
-    "data": {"files"},
+    "data": {"files", "text"},
     "machine": set(),
     "workspace": {"files"},
     "files": set(),
+    "text": set(),
 }
 # What a torchrun script imports has to do without these; `plots` is for notebooks.
 HEAVY = ("IPython", "matplotlib", "pandas", "torchvision", "wandb", "tensorboard")

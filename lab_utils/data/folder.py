@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lab_utils import LabError, load_torchvision
+from lab_utils.data.images import decode, describe_bad, is_image, is_image_path, load_picture, read_image, refuse_bad
 from lab_utils.data.pack import SPLITS
-from lab_utils.data.system import make_command, quote
+from lab_utils.data.system import make_command
 from lab_utils.data.write import write_pack
-from lab_utils.files import open_regular
 from lab_utils.text import clean_name
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch.utils.data import DataLoader
 
     from lab_utils.data import Dataset
@@ -30,20 +27,9 @@ if TYPE_CHECKING:
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Published with the data set: https://github.com/BayesWatch/cinic-10, "Normalization".
 MEAN_STD = ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835))
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-# Pillow goes by a file's first bytes, not by its suffix, and knows formats that start a program (EPS) or decode while
-# they are opened (ICO): it is told which ones may be opened.
-FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
-IMAGE_BYTES = 1024**2
-"""The most bytes of an image file: 3 KiB of pixels, and generous room for whatever else it carries."""
 
 Listing = dict[str, dict[str, list[str]]]
 """Split to class to sorted file names."""
-
-
-def is_image(name: str) -> bool:
-    """Says whether a file name is an image's; hidden files (such as macOS's ``._cat.png``) are not."""
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def has_layout(folder: Path) -> bool:
@@ -120,66 +106,6 @@ def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Pat
                 raise LabError(f"The class {name!r} in {split} {state}.", where=place, cause=cause, fix=fix)
 
 
-def decode(image: bytes) -> np.ndarray:
-    """Decodes an image file to uint8 (3, 32, 32); grey, palette and transparent ones become RGB, as with torchvision.
-
-    Raises:
-        ValueError: It cannot be decoded, or is not 32×32.
-    """
-    return np.asarray(_open_picture(image)).transpose(2, 0, 1)
-
-
-def _open_picture(content: bytes) -> Image.Image:
-    """Decodes an image file of one of FORMATS to RGB, after a look at its size.
-
-    Raises:
-        ValueError: It cannot be decoded, or is not 32×32.
-    """
-    from PIL import Image
-
-    try:
-        with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(content), formats=FORMATS) as picture:
-            if picture.size == (32, 32):  # asked before decoding, which a forged size could make very long
-                return picture.convert("RGB")
-    except Image.DecompressionBombError as error:
-        raise ValueError("is far larger than 32×32") from error
-    except Exception as error:  # PIL raises whatever its decoders do: OSError, SyntaxError, struct.error, ...
-        raise ValueError("cannot be decoded") from error
-    raise ValueError(f"is {picture.width}×{picture.height}, not 32×32")
-
-
-def read_image(path: Path) -> bytes:
-    """Reads an image file.
-
-    Raises:
-        OSError: It is not there, may not be read, or is no regular file.
-        ValueError: It is larger than an image of a data set can be.
-    """
-    with open_regular(path) as file:
-        content = file.read(IMAGE_BYTES + 1)
-    if len(content) > IMAGE_BYTES:
-        raise ValueError(f"has more than {IMAGE_BYTES:,} bytes")
-    return content
-
-
-def describe_bad(name: str, error: ValueError | OSError) -> str:
-    """Names an image that cannot be used, with the reason."""
-    reason = getattr(error, "strerror", None) or error  # an OSError's own text repeats the path
-    return f"{clean_name(name)} ({reason})"
-
-
-def refuse_bad(bad: Sequence[str], total: int, where: Path, *, option: str = "prepare --skip-bad") -> None:
-    """Raises the LabError that names the first few bad images and counts them, if there are any."""
-    if bad:
-        more = f", and {len(bad) - 5:,} more" if len(bad) > 5 else ""
-        raise LabError(
-            f"{len(bad):,} of {total:,} images cannot be used.",
-            where=f"{clean_name(where)}: {'; '.join(bad[:5])}{more}",
-            cause="the copy was cut short or is damaged, or files of another kind lie among the images",
-            fix=f"copy them again, or go on without them: {make_command(option)}",
-        )
-
-
 def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[str, object], skip_bad: bool) -> None:
     """Reads every image of a folder in CINIC-10's layout, in the order of ImageFolder, into a pack."""
     from tqdm.auto import tqdm
@@ -242,8 +168,8 @@ def classic_loader(
         images = ImageFolder(
             Path(folder) / split,
             v2.Compose(augmentation + to_tensor),
-            loader=_load_picture,
-            is_valid_file=_is_image_path,
+            loader=load_picture,
+            is_valid_file=is_image_path,
         )
     except OSError as error:
         cause, fix = "no such folder, or a class in it has no images", "name a folder train|valid|test/<class>/*.png"
@@ -257,23 +183,6 @@ def classic_loader(
         num_workers=num_workers,
         generator=torch.Generator().manual_seed(seed),
     )
-
-
-def _is_image_path(path: str) -> bool:
-    return is_image(Path(path).name)
-
-
-def _load_picture(path: str) -> Image.Image:
-    """Opens a picture for ImageFolder, whose own loader opens every format that Pillow knows."""
-    try:
-        return _open_picture(read_image(Path(path)))
-    except (ValueError, OSError) as error:
-        raise LabError(
-            "An image cannot be used.",
-            where=describe_bad(path, error),
-            cause="the copy was cut short or is damaged, or a file of another kind lies among the images",
-            fix=f"rm {quote(path)}",
-        ) from error
 
 
 def _name_folders(class_names: Sequence[str]) -> list[str]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import operator
 import os
-import pickle
 import re
 import secrets
-import shutil
 import socket
 import warnings
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +19,7 @@ import torch
 from lab_utils import LabError
 from lab_utils.files import open_regular, sync_folder
 from lab_utils.text import clean_name
+from lab_utils.training.states import UnusableError, check_readable, check_whole, read_state, refuse_state, write_state
 
 # The name carries the first 16 hex digits of the file's SHA-256: no second file that could fail to match it.
 PATTERN = re.compile(r"step-([0-9]{9,})-([0-9a-f]{16})\.pt")
@@ -71,7 +68,7 @@ class Checkpoints:
         """
         step = _check_step(step)
         if not isinstance(state, dict):
-            raise _refuse_state(f"it is a {type(state).__name__}, not a dictionary")
+            raise refuse_state(f"it is a {type(state).__name__}, not a dictionary")
         # No name that somebody else could guess, and give to a link.
         writer = f"{socket.gethostname()}-{secrets.token_hex(4)}.{os.getpid()}"
         temporary = self.folder / f".step-{step:09d}.{writer}.tmp"
@@ -81,8 +78,8 @@ class Checkpoints:
             with _removed_on_error(temporary), temporary.open("xb") as file:
                 # Held until the writer closes the file or dies, however it dies: so the next save can tell a stray one.
                 _try_lock(file)
-                digest = _write(state, file, folder=self.folder)
-                _check_readable(temporary)
+                digest = write_state(state, file, folder=self.folder)
+                check_readable(temporary)
                 path = self.folder / f"step-{step:09d}-{digest}.pt"
                 temporary.replace(path)
             sync_folder(self.folder)
@@ -129,13 +126,13 @@ class Checkpoints:
             try:
                 # Opened once: what was found whole is what is read, whatever becomes of its name.
                 with open_regular(path) as file:
-                    _check_whole(file, path)
-                    state = _read(file, path, map_location)
+                    check_whole(file, _parse(path)[1])
+                    state = read_state(file, path, map_location)
             except FileNotFoundError:
                 if not path.is_symlink():
                     raise
                 skipped[path.name] = GONE
-            except _UnusableError as error:
+            except UnusableError as error:
                 skipped[path.name] = clean_name(error, 200)
             except OSError as error:
                 skipped[path.name] = str(error.strerror)
@@ -190,79 +187,6 @@ class Checkpoints:
                     path.unlink()
 
 
-class _UnusableError(Exception):
-    """Why a checkpoint cannot be loaded; the one before it may be."""
-
-
-class _Digest:
-    """Passes what is written on to a file, takes its SHA-256, and remembers an error instead of raising it.
-
-    torch.save does not expect its file to fail half-way, and its total is what a message about a full disk needs.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._hash = file, hashlib.sha256()
-        self.written, self.error = 0, None
-
-    def write(self, data: bytes) -> int:
-        size = memoryview(data).nbytes
-        self.written += size
-        if self.error is None:
-            try:
-                self._file.write(data)
-                self._hash.update(data)
-            except OSError as error:
-                self.error = error
-        return size
-
-    def flush(self) -> None:
-        pass  # torch.save asks for it; the file is flushed once, by _write, where errors can be told
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()[:16]
-
-
-def _write(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
-    """Writes a state down to the disk and returns the digest for its name."""
-    target = _Digest(file)
-    try:
-        torch.save(state, target)
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        raise _refuse_state(_first_line(error)) from error
-    try:
-        if target.error is not None:
-            raise target.error
-        file.flush()
-        os.fsync(file.fileno())
-    except OSError as error:
-        there = os.fstat(file.fileno()).st_size
-        free = shutil.disk_usage(folder).free + there
-        raise LabError(
-            f"The checkpoint needs {target.written:,} bytes, and {free:,} are free.",
-            where=folder,
-            cause=f"{error.strerror}; the checkpoints saved before are intact",
-            fix="free some space, or choose a folder on another disk",
-        ) from error
-    return target.hexdigest()
-
-
-def _check_readable(path: Path) -> None:
-    """Refuses at once what loading would refuse when it is needed; mapped, so that no tensor is read."""
-    try:
-        torch.load(path, weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise _refuse_state(_first_line(error)) from error
-
-
-def _refuse_state(reason: str) -> LabError:
-    return LabError(
-        "The state holds something that a checkpoint may not hold.",
-        where="Checkpoints.save",
-        cause=reason,
-        fix="save a dictionary of state_dict()s, tensors, numbers and strings only",
-    )
-
-
 def _check_step(step: int) -> int:
     try:
         if (number := operator.index(step)) >= 0:
@@ -272,79 +196,6 @@ def _check_step(step: int) -> int:
     cause = "steps are counted from 0, in whole numbers"
     raise LabError(
         "This is no number of steps.", where=f"Checkpoints.save({step!r}, ...)", cause=cause, fix="save(0, state)"
-    )
-
-
-def _check_whole(file: BinaryIO, path: Path) -> None:
-    """Raises where a file is not, byte by byte, what was saved."""
-    if hashlib.file_digest(file, "sha256").hexdigest()[:16] != _parse(path)[1]:
-        raise _UnusableError("torn or altered: its SHA-256 is not the one in its name")
-
-
-def _read(file: BinaryIO, path: Path, map_location: torch.device | str) -> dict[str, Any]:
-    """Reads a state from a file that is what its name says, whoever made it.
-
-    Raises:
-        _UnusableError: It holds none.
-        LabError: It refers to code, or the device is not there.
-    """
-    file.seek(0)
-    if file.read(1) == pickle.PROTO:
-        raise _refuse_code(path, "a bare pickle")
-    _check_records(file)
-    try:
-        state = _load(file, map_location)
-    except Exception as error:  # torch raises whatever its unpickler and its readers do, a KeyError as well
-        # torch puts advice to load it unsafely before what was wrong.
-        reason = _first_line(error.__context__ or error)
-        if "unsupported global" in str(error).lower():
-            raise _refuse_code(path, reason) from error
-        if str(map_location) != "cpu" and _is_readable(file):
-            raise LabError(
-                f"The checkpoint cannot be put on {clean_name(map_location, 40)}.",
-                where=path,
-                cause=clean_name(reason, 300),
-                fix="load(map_location='cpu')",
-            ) from error
-        raise _UnusableError(f"it cannot be read: {reason}") from error
-    if not isinstance(state, dict):
-        raise _UnusableError(f"it holds a {type(state).__name__}, not a state")
-    return state
-
-
-def _load(file: BinaryIO, map_location: torch.device | str) -> object:
-    file.seek(0)
-    with warnings.catch_warnings(action="ignore"):  # those of torch, about what is in the file
-        return torch.load(file, map_location=map_location, weights_only=True)
-
-
-def _is_readable(file: BinaryIO) -> bool:
-    """Says whether a file can be read on the CPU."""
-    try:
-        _load(file, "cpu")
-    except Exception:
-        return False
-    return True
-
-
-def _check_records(file: BinaryIO) -> None:
-    """Refuses a file whose records, once read, take more memory than the file has bytes: torch.save compresses none."""
-    try:
-        with zipfile.ZipFile(file) as records:
-            sizes = [info.file_size for info in records.infolist()]
-            stored = all(info.compress_type == zipfile.ZIP_STORED for info in records.infolist())
-    except Exception as error:  # zipfile raises struct.error, NotImplementedError and others for what it cannot read
-        raise _UnusableError(f"no file of torch.save: {_first_line(error)}") from error
-    if not stored or sum(sizes) > file.seek(0, os.SEEK_END):
-        raise _UnusableError("no file of torch.save: its records are compressed")
-
-
-def _refuse_code(path: Path, reason: str) -> LabError:
-    return LabError(
-        "The checkpoint holds something other than a state; nothing in it was run.",
-        where=path,
-        cause=f"the file was not made by these labs: {clean_name(reason, 300)}",
-        fix="do not load it another way; delete it unless you know who made it",
     )
 
 
@@ -358,10 +209,6 @@ def _find_time(path: Path) -> int:
 def _parse(path: Path) -> tuple[int, str]:
     step, digest = PATTERN.fullmatch(path.name).groups()
     return int(step), digest
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _try_lock(file: BinaryIO) -> None:
