@@ -123,7 +123,7 @@ bench: setup
 lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 
-## lock: resolve the exact versions again, with hashes, for every Python and platform (needs uv)
+## lock: resolve the exact versions again, with hashes, for every Python and platform (needs uv, and PyTorch's index)
 .PHONY: lock
 lock:
 	uv pip compile pyproject.toml --extra test --extra build --universal --python-version 3.11 --generate-hashes \
@@ -131,6 +131,7 @@ lock:
 	uv pip compile hosting/requirements.in --constraint requirements.lock --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file hosting/requirements.lock \
 	  --no-emit-package aiodns --no-emit-package pycares
+	$(if $(PYTHON),"$(PYTHON)",python3) setup_venv.py lock-cpu
 
 ## help: this list
 .PHONY: help

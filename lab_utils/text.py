@@ -17,3 +17,8 @@ def clean(text: object, longest: int | None = None) -> str:
     if longest is not None and len(shown) > longest:
         shown = shown[: longest - 1] + "…"
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
+
+
+def clean_name(name: object, longest: int | None = None) -> str:
+    """Makes a name, or whatever else belongs on one line, safe to print: as :func:`clean`, and without line breaks."""
+    return clean(name, longest).replace("\n", "\N{REPLACEMENT CHARACTER}")

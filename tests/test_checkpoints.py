@@ -1,14 +1,21 @@
 """Checkpoints: drills 21 to 23. A save that is killed, a full disk, a torn file and a hostile one."""
 
 import hashlib
+import io
 import os
 import pickle
 import resource
+import socket
 import subprocess
 import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
 
 import pytest
 import torch
+from canary import limit_seconds
 
 from lab_utils import LabError, models
 from lab_utils.training import Checkpoints
@@ -139,14 +146,56 @@ def test_a_step_saved_again_replaces_its_first_state(tmp_path):
     assert checkpoints.load()[1]["step"] == 3
 
 
-def test_a_run_started_anew_is_not_beaten_by_the_higher_steps_of_the_old_one(tmp_path):
+@pytest.mark.drill
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_back_or_forth_changes_nothing(tmp_path, hours):
+    """Drill 45: what was saved before the clock was set back by an hour seems to come from the future."""
     checkpoints = Checkpoints(tmp_path)
-    old = [checkpoints.save(step, make_state(step)) for step in (900, 1000)]
-    for path in old:
-        os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
-    checkpoints.save(1, make_state(1))
-    assert checkpoints.load()[0] == 1
-    assert steps(tmp_path) == [1, 1000]
+    for step in (1000, 1100, 1200, 1300):
+        path = checkpoints.save(step, make_state(step))
+        if step <= 1100:
+            os.utime(path, (time.time() + 3600 * hours,) * 2)
+        assert checkpoints.load()[0] == step
+    assert steps(tmp_path) == [1200, 1300]
+
+
+def test_a_run_started_anew_in_the_same_folder_loses_nothing_and_is_told(tmp_path):
+    old = Checkpoints(tmp_path)
+    for step in (900, 1000):
+        old.save(step, make_state(step))
+    anew = Checkpoints(tmp_path)
+    with pytest.warns(UserWarning, match="step 1000 .* load\\(\\) gives the highest step"):
+        assert anew.save(1, make_state(1)).exists()
+    for step in (2, 3):
+        assert anew.save(step, make_state(step)).exists()  # told once
+    assert steps(tmp_path) == [2, 3, 900, 1000]
+    assert anew.load()[0] == 1000
+    with pytest.warns(UserWarning, match="step 1000"):
+        Checkpoints(tmp_path).save(950, make_state(950))
+    assert steps(tmp_path) == [900, 950, 1000]
+    anew.save(1001, make_state(1001))
+    assert steps(tmp_path) == [1000, 1001]
+
+
+@pytest.mark.drill
+def test_a_damaged_highest_step_costs_none_of_the_good_ones(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    paths = [checkpoints.save(step, make_state(step)) for step in (100, 300)]
+    paths[1].write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="damaged checkpoints were skipped"):
+        assert checkpoints.load()[0] == 100
+    for step in (110, 120, 130):
+        checkpoints.save(step, make_state(step))  # no second warning: load() has told of the damaged one
+    assert steps(tmp_path) == [120, 130, 300]
+    with pytest.warns(UserWarning, match="damaged checkpoints were skipped"):
+        assert checkpoints.load()[0] == 130
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "7", None])
+def test_a_step_is_a_number_from_0(tmp_path, step):
+    with pytest.raises(LabError, match="step"):
+        Checkpoints(tmp_path).save(step, make_state())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.drill
@@ -176,6 +225,118 @@ def test_a_checkpoint_that_is_never_there_ends_with_a_message(tmp_path):
     (tmp_path / f"step-000000001-{'0' * 16}.pt").symlink_to(tmp_path / "gone")
     with pytest.raises(LabError, match="vanish while they are read"):
         Checkpoints(tmp_path).load()
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_endless(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_dangling(path):
+    path.symlink_to(path.with_name("gone"))
+
+
+def make_circle(path):
+    path.symlink_to(path)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("make", [make_pipe, make_endless, make_dangling, make_circle, Path.mkdir])
+def test_what_is_no_file_does_not_hide_the_good_ones(tmp_path, make):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    strange = tmp_path / f"step-000000002-{'0' * 16}.pt"
+    make(strange)
+    with limit_seconds(20):
+        with pytest.warns(UserWarning, match=f"skipped: {strange.name}"):
+            assert checkpoints.load()[0] == 1
+        assert Checkpoints(tmp_path).save(3, make_state(3)).exists()
+        assert checkpoints.load()[0] == 3
+        make(tmp_path / ".step-000000004.host.123.tmp")  # nor does it keep the next save waiting
+        assert Checkpoints(tmp_path).save(4, make_state(4)).exists()
+
+
+@pytest.mark.drill
+def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):
+    """Whoever may write into the folder could guess the temporary file's name, but not all of it."""
+    (tmp_path / "theirs").write_text("precious")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    link = folder / f".step-000000001.{socket.gethostname()}.{os.getpid()}.tmp"
+    link.symlink_to(tmp_path / "theirs")
+    monkeypatch.setattr(Checkpoints, "_remove_strays", lambda self: None)
+    Checkpoints(folder).save(1, make_state(1))
+    assert (tmp_path / "theirs").read_text() == "precious"
+
+
+def give_name(content, folder, step=2):
+    """Stores any bytes as a checkpoint whose name has the right digest."""
+    path = folder / f"step-{step:09d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
+    path.write_bytes(content)
+    return path
+
+
+def rezip(path, change):
+    """The content of a checkpoint with some of its records changed, and compressed."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            content = change(info.filename, old.read(info))
+            new.writestr(info.filename, content, zipfile.ZIP_DEFLATED if len(content) > 10**6 else zipfile.ZIP_STORED)
+    return out.getvalue()
+
+
+def save_bytes(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+WRONG = {
+    "a bomb": lambda path: rezip(path, lambda name, old: bytes(3 * 10**8) if name.endswith("/data/0") else old),
+    "no zip": lambda path: b"PK\x03\x04" + bytes(1000),
+    "no pickle": lambda path: rezip(path, lambda name, old: b"\xff\xfe" if name.endswith(".pkl") else old),
+    "no text": lambda path: rezip(path, lambda name, old: old.replace(b"weight", b"w\xff\xfeght")),
+    "a tensor larger than its bytes": lambda path: rezip(
+        path, lambda name, old: old.replace(b"M\xe8\x03", b"M\xff\xff")
+    ),
+    "a list": lambda path: save_bytes([1, 2]),
+    "text": lambda path: save_bytes("text"),
+    "nothing": lambda path: b"",
+}
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_holds_no_state_is_skipped_and_the_one_before_is_loaded(tmp_path, kind):
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.save(1, make_state(1))
+    wrong = give_name(WRONG[kind](path), tmp_path)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.warns(UserWarning, match=f"skipped: {wrong.name}"):
+        assert checkpoints.load()[0] == 1
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+    path.unlink()
+    with pytest.raises(LabError, match="No checkpoint can be loaded") as caught:
+        checkpoints.load()
+    assert wrong.name in caught.value.cause
+
+
+def test_a_device_that_is_not_there_is_not_called_damage(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    with pytest.raises(LabError, match="cannot be put on") as caught:
+        checkpoints.load(map_location="cuda:77")
+    assert caught.value.fix
+
+
+def test_a_folder_that_is_none_is_not_called_empty(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LabError, match="cannot be listed"):
+        Checkpoints(tmp_path / "file").load()
 
 
 @pytest.mark.drill
@@ -234,11 +395,12 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, form):
     assert not marker.exists()
 
 
-def test_what_loading_would_refuse_is_refused_when_it_is_saved(tmp_path):
+@pytest.mark.parametrize("more", [Path("x"), lambda: 1, threading.Lock(), "no dictionary"])
+def test_what_loading_would_refuse_is_refused_when_it_is_saved(tmp_path, more):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(1))
     with pytest.raises(LabError, match="may not hold"):
-        checkpoints.save(2, make_state(2) | {"folder": tmp_path})
+        checkpoints.save(2, make_state(2) | {"more": more} if more != "no dictionary" else [1])
     assert len(names(tmp_path)) == 1 and checkpoints.load()[0] == 1
 
 

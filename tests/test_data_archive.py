@@ -34,6 +34,15 @@ def add(tar, name, *, content=b"", **fields):
     tar.addfile(member, io.BytesIO(content))
 
 
+def add_raw(tar, count, kind, content=b""):
+    """Adds headers of a kind that only comes before another header, as no program writes them."""
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, len(content)
+    block = header.tobuf(tarfile.USTAR_FORMAT) + content + bytes(-len(content) % 512)
+    tar.fileobj.write(block * count)
+    tar.offset += len(block) * count
+
+
 def make_hostile(archive, file, change):
     """Copies an archive, and lets ``change(tar)`` add to it."""
     with tarfile.open(archive) as old, tarfile.open(file, "w:gz", compresslevel=1) as new:
@@ -118,6 +127,27 @@ HOSTILE = {
     "large header": (lambda tar: add(tar, "x" * 70_000 + ".png"), "a header that announces", ""),
     "outside": (lambda tar: add(tar, "cat.png", content=b"x"), "outside train|valid|test", "cat.png"),
     "too deep": (lambda tar: add(tar, "train/cat/new/x.png", content=b"x"), "outside train|valid|test", "x.png"),
+    "long name": (
+        lambda tar: add(tar, "train/cat/" + "x" * 600 + ".png", content=b"x"),
+        "a name of 614 letters",
+        "xxx",
+    ),
+    "chain of long links": (lambda tar: add_raw(tar, 3000, tarfile.GNUTYPE_LONGLINK), "more than 8 headers", ""),
+    "chain of long names": (lambda tar: add_raw(tar, 9, tarfile.GNUTYPE_LONGNAME), "more than 8 headers", ""),
+    "chain of pax headers": (lambda tar: add_raw(tar, 9, tarfile.XHDTYPE, b"9 uid=10\n"), "more than 8 headers", ""),
+    "pax headers for all": (
+        lambda tar: [
+            (add_raw(tar, 1, tarfile.XGLTYPE, b"9 uid=10\n"), add(tar, f"note-{n}.txt", content=b"x")) for n in range(9)
+        ],
+        "8 headers for all files",
+        "",
+    ),
+    "pax header without end": (lambda tar: add_raw(tar, 1, tarfile.XHDTYPE, b"9999 uid=10\n"), "a pax header", ""),
+    "sparse by pax": (
+        lambda tar: add(tar, "train/cat/x.png", content=b"x", pax_headers={"GNU.sparse.major": "1"}),
+        "a pax header",
+        "",
+    ),
     "two tops": (lambda tar: add(tar, "other/train/cat/x.png", content=b"x"), "outside train|valid|test", "other"),
 }
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from lab_utils import LabError, data, env_folder
 from lab_utils.data.archive import refuse_data_set
 from lab_utils.data.fetch import SIZE
-from lab_utils.data.pack import find_damage, read_manifest, restore_pack
+from lab_utils.data.pack import SPLITS, find_damage, read_manifest, restore_pack
 from lab_utils.data.sources import find_cinic10, list_packs, verify_pack
-from lab_utils.data.system import make_command
+from lab_utils.data.system import make_command, quote
+from lab_utils.text import clean_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +63,7 @@ def _fetch(arguments: argparse.Namespace, root: Path) -> None:
         restore_pack(pack)
         if (manifest := read_manifest(pack)) and not find_damage(pack):
             print(f"Nothing to fetch: CINIC-10 is here already, {manifest['source']['words']}.")
-            print(f"To fetch it all the same, remove it first: rm -r '{pack}'")
+            print(f"To fetch it all the same, remove it first: rm -r {quote(pack)}")
             return
         archive = data.fetch_archive(root)
         data.import_archive(archive, root, skip_bad=arguments.skip_bad)
@@ -75,7 +76,7 @@ def _import(arguments: argparse.Namespace, root: Path) -> None:
     dataset = data.load("cinic10", root)
     print(dataset.summary)
     if (found := find_cinic10(root)) != pack:
-        print(f"Note: the labs use the folder {found}, which goes before the imported pack.")
+        print(f"Note: the labs use the folder {clean_name(found)}, which goes before the imported pack.")
 
 
 def _prepare(arguments: argparse.Namespace, root: Path) -> None:
@@ -107,16 +108,16 @@ def _verify(arguments: argparse.Namespace, root: Path) -> None:
         )
     for folder, manifest in packs.items():
         verify_pack(folder)
-        print(f"[ok] {folder.name}: {len(manifest['sha256'])} arrays are what was packed")
+        print(f"[ok] {clean_name(folder.name)}: {len(manifest['sha256'])} arrays are what was packed")
 
 
 def _info(arguments: argparse.Namespace, root: Path) -> None:
     print(f"LAB_DATA: {root}")
-    print(f"cinic10:  {find_cinic10(root) or 'not found; the labs draw shapes10 instead'}")
+    print(f"cinic10:  {clean_name(find_cinic10(root) or 'not found; the labs draw shapes10 instead')}")
     for folder, manifest in list_packs(root).items():
-        sizes = ", ".join(f"{split['images']:,} {name}" for name, split in manifest["splits"].items())
-        megabytes = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-        print(f"packed:   {folder.name}: {sizes}; {megabytes:,.0f} MB; {manifest['source']['words']}")
+        sizes = ", ".join(f"{manifest['splits'][name]['images']:,} {name}" for name in SPLITS)
+        megabytes = sum(file.lstat().st_size for file in folder.iterdir()) / 1e6
+        print(f"packed:   {clean_name(folder.name)}: {sizes}; {megabytes:,.0f} MB; {manifest['source']['words']}")
 
 
 if __name__ == "__main__":

@@ -6,82 +6,23 @@ same, before the pack is begun: such an archive is not what it says it is.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import tarfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from lab_utils import LabError, env_folder
 from lab_utils.data.fetch import MD5
-from lab_utils.data.folder import (
-    CLASS_NAMES,
-    MEAN_STD,
-    Listing,
-    check_listing,
-    decode,
-    has_layout,
-    is_image,
-    refuse_bad,
-)
+from lab_utils.data.folder import CLASS_NAMES, MEAN_STD, Listing, check_listing, has_layout
+from lab_utils.data.headers import MOST_LETTERS, ODD, CappedReader, Caps, RefusedError, Tar
+from lab_utils.data.images import decode, describe_bad, is_image, refuse_bad
 from lab_utils.data.pack import SPLITS
-from lab_utils.data.system import make_command
+from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
-
-
-@dataclass(frozen=True)
-class Caps:
-    """The most that an archive of this data set can have.
-
-    Attributes:
-        files: 3 × 90,000 images and a few files that describe them.
-        folders: A top folder, 3 splits, 30 classes, and some room.
-        total_bytes: After decompression, headers included; the real one has about half of it.
-        image_bytes: Per image: 3 KiB of pixels, and generous room for whatever else a PNG carries.
-        other_bytes: Per file that is not an image, such as the list of ImageNet's contributors.
-    """
-
-    files: int = 270_100
-    folders: int = 100
-    total_bytes: int = 2 * 1024**3
-    image_bytes: int = 1024**2
-    other_bytes: int = 64 * 1024**2
-
-
-class _Refused(Exception):
-    """Why the archive is refused, in words that follow 'The archive is refused: it has'."""
-
-    def __init__(self, reason: str, member: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.member = reason, member
-
-
-class _Member(tarfile.TarInfo):
-    """A header whose size is judged before tarfile reads what it announces: long names and pax headers go to memory."""
-
-    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
-        regular = self.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
-        if self.size < 0 or (not regular and self.size > 65536):
-            raise _Refused(f"a header that announces {self.size:,} bytes", self.name)
-        return super()._proc_member(tar)
-
-
-class _CappedReader:
-    """Decompresses a gzip file, and refuses to go on past a number of bytes, however little they take compressed."""
-
-    def __init__(self, file: BinaryIO, cap: int) -> None:
-        self._gzip, self._cap, self._left = gzip.GzipFile(fileobj=file), cap, cap
-
-    def read(self, size: int) -> bytes:
-        """Returns at most ``size`` bytes; empty at the end."""
-        block = self._gzip.read(size)
-        self._left -= len(block)
-        if self._left < 0:
-            raise _Refused(f"more than {self._cap:,} bytes when decompressed")
-        return block
+from lab_utils.files import open_regular
+from lab_utils.text import clean_name
 
 
 def import_archive(
@@ -102,27 +43,26 @@ def import_archive(
     root = Path(root).expanduser().resolve() if root else env_folder("LAB_DATA", "data")
     refuse_data_set(root)
     try:
-        stream = file.open("rb")
-    except OSError as error:
-        cause, fix = "a mistyped path, or the file was moved", make_command("fetch cinic10")
-        raise LabError(f"Cannot open the archive: {error.strerror}.", where=file, cause=cause, fix=fix) from error
-    with stream:
-        md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-        size = stream.tell()
-        try:
+        with open_regular(file) as stream:
+            md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+            size = stream.tell()
             listing = _survey(stream, size, caps or Caps())
             check_listing(listing, file, CLASS_NAMES)
             verified = "CINIC-10.tar.gz, checksum verified" if md5 == MD5 else "an archive in CINIC-10's layout"
             source = {"kind": "archive", "words": f"imported from {verified}", "fingerprint": f"md5 {md5}"}
             source |= {"archive": file.name, "bytes": size, "md5": md5}
             return _pack(stream, file, root / "packed" / "cinic10", listing, source, caps or Caps(), skip_bad=skip_bad)
-        except _Refused as refusal:
-            raise LabError(
-                f"The archive is refused: it has {refusal.reason}.",
-                where=f"{file}{f', member {refusal.member!r}' if refusal.member else ''}",
-                cause="it is not CINIC-10's archive, or was made to do harm; nothing was written",
-                fix=make_command("fetch cinic10"),
-            ) from refusal
+    except OSError as error:
+        cause, fix = "a mistyped path, or the file was moved", make_command("fetch cinic10")
+        what = f"Cannot open the archive: {error.strerror or error}."
+        raise LabError(what, where=clean_name(file), cause=cause, fix=fix) from error
+    except RefusedError as refusal:
+        raise LabError(
+            f"The archive is refused: it has {refusal.reason}.",
+            where=clean_name(file) + (f", member '{clean_name(refusal.member, 200)}'" if refusal.member else ""),
+            cause="it is not CINIC-10's archive, or was made to do harm; nothing was written",
+            fix=make_command("fetch cinic10"),
+        ) from refusal
 
 
 def refuse_data_set(root: Path) -> None:
@@ -141,7 +81,7 @@ def _survey(stream: BinaryIO, size: int, caps: Caps) -> Listing:
     found: set[tuple[str, str, str]] = set()
     for _, place in _read_members(stream, size, caps, "looking through"):
         if place in found:
-            raise _Refused("the same file twice", "/".join(place))
+            raise RefusedError("the same file twice", "/".join(place))
         found.add(place)
     listing: Listing = {}
     for split, class_name, name in sorted(found):
@@ -163,16 +103,16 @@ def _pack(
         bad: list[str] = []
         for image, place in _read_members(stream, source["bytes"], caps, "packing"):
             if (position := positions.pop(place, None)) is None:
-                raise _Refused("changed while it was read", "/".join(place))
+                raise RefusedError("changed while it was read", "/".join(place))
             try:
                 draft.images[place[0]][position] = decode(image)
             except ValueError as error:
-                bad.append(f"{'/'.join(place)} ({error})")
+                bad.append(describe_bad("/".join(place), error))
                 draft.skipped[place[0]].append(position)
         if positions:
-            raise _Refused("changed while it was read")
+            raise RefusedError("changed while it was read")
         if not skip_bad:
-            refuse_bad(bad, sum(counts.values()), file, option=f"import '{file}' --skip-bad")
+            refuse_bad(bad, sum(counts.values()), file, option=f"import {quote(file)} --skip-bad")
         draft.notes["bad"] = bad[:100]
     return pack
 
@@ -181,7 +121,7 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
     """Goes through the archive from its start, and yields each image with its split, class and file name.
 
     Raises:
-        _Refused: A member is something that the data set cannot have.
+        RefusedError: A member is something that the data set cannot have.
         LabError: The archive is cut short or damaged.
     """
     from tqdm.auto import tqdm
@@ -191,14 +131,14 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
     top: set[str] = set()
     try:
         with (
-            tarfile.open(fileobj=_CappedReader(stream, caps.total_bytes), mode="r|", tarinfo=_Member) as tar,
+            Tar.open(fileobj=CappedReader(stream, caps.total_bytes), mode="r|") as tar,
             tqdm(total=size, desc=f"{verb} the archive", unit="B", unit_scale=True, delay=3) as bar,
         ):
             while (member := tar.next()) is not None:
                 tar.members.clear()  # tarfile would keep all 270,000 headers in memory
                 folders, files = folders + member.isdir(), files + (not member.isdir())
                 if files > caps.files or folders > caps.folders:
-                    raise _Refused(f"more than {caps.files:,} files or {caps.folders:,} folders")
+                    raise RefusedError(f"more than {caps.files:,} files or {caps.folders:,} folders")
                 place = _judge(member, caps, top)
                 bar.update(min(stream.tell(), size) - bar.n)
                 if place:
@@ -211,8 +151,8 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise LabError(
             "The archive is cut short or damaged.",
-            where=getattr(stream, "name", ""),
-            cause=f"the download or copy ended early, or it is no .tar.gz file ({error})",
+            where=clean_name(getattr(stream, "name", "")),
+            cause=f"the download or copy ended early, or it is no .tar.gz file ({clean_name(error, 200)})",
             fix=f"{make_command('fetch cinic10')}, or copy the file again",
         ) from error
 
@@ -225,16 +165,18 @@ def _judge(member: tarfile.TarInfo, caps: Caps, top: set[str]) -> tuple[str, str
     name = member.name
     regular = member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None
     if not regular and not member.isdir():
-        raise _Refused("a link, a device or another thing that is neither file nor folder", name)
+        raise RefusedError(ODD, name)
+    if len(name) > MOST_LETTERS:
+        raise RefusedError(f"a name of {len(name):,} letters", name)
     if name.startswith("/") or "\\" in name or ".." in name.split("/"):
-        raise _Refused("a path that leads out of the archive", name)
+        raise RefusedError("a path that leads out of the archive", name)
     parts = PurePosixPath(name).parts  # "./train" and "train//cat" lose what does not matter
     if member.size < 0 or member.size > (caps.image_bytes if is_image(name) else caps.other_bytes):
-        raise _Refused(f"a file of {member.size:,} bytes", name)
+        raise RefusedError(f"a file of {member.size:,} bytes", name)
     if not regular or not parts or not is_image(parts[-1]):
         return None
     place = parts if parts[0] in SPLITS else parts[1:]
     top.add("" if place == parts else parts[0])
     if len(place) != 3 or place[0] not in SPLITS or len(top) > 1:
-        raise _Refused("an image outside train|valid|test/<class>/", name)
+        raise RefusedError("an image outside train|valid|test/<class>/", name)
     return place

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from lab_utils import LabError
 from lab_utils.data.system import hold_lock, make_command
+from lab_utils.text import clean_name
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (
@@ -83,7 +84,7 @@ def fetch_archive(
                 part.replace(path)
                 return path
             except _Failure as failure:
-                failures.append(f"{url}: {failure}")
+                failures.append(f"{url}: {clean_name(failure, 300)}")
         kept = file.seek(0, os.SEEK_END)
     if not kept:
         part.unlink(missing_ok=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lab_utils import LabError, load_torchvision
+from lab_utils.data.images import decode, describe_bad, is_image, is_image_path, load_picture, read_image, refuse_bad
 from lab_utils.data.pack import SPLITS
 from lab_utils.data.system import make_command
 from lab_utils.data.write import write_pack
+from lab_utils.text import clean_name
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -25,15 +27,9 @@ if TYPE_CHECKING:
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Published with the data set: https://github.com/BayesWatch/cinic-10, "Normalization".
 MEAN_STD = ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835))
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 Listing = dict[str, dict[str, list[str]]]
 """Split to class to sorted file names."""
-
-
-def is_image(name: str) -> bool:
-    """Says whether a file name is an image's; hidden files (such as macOS's ``._cat.png``) are not."""
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
 
 
 def has_layout(folder: Path) -> bool:
@@ -66,8 +62,16 @@ def survey(folder: Path) -> tuple[Listing, str]:
 
 
 def _visible(folder: Path | str) -> list[os.DirEntry]:
-    with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(".")]
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if not entry.name.startswith(".")]
+    except OSError as error:
+        raise LabError(
+            f"A folder of the data set cannot be read: {error.strerror}.",
+            where=clean_name(folder),
+            cause="it belongs to another user, or the disk is failing",
+            fix="have its owner run: chmod -R a+rX on the data set",
+        ) from error
 
 
 def _describe_state(file: os.DirEntry) -> str:
@@ -85,11 +89,11 @@ def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Pat
     for split in SPLITS:
         if split not in listing:
             cause = "the folder was copied or unpacked in part, or the split has another name ('val')"
-            raise LabError(f"The split {split!r} is missing.", where=where / split, cause=cause, fix=fix)
+            raise LabError(f"The split {split!r} is missing.", where=clean_name(where / split), cause=cause, fix=fix)
         for name in sorted(set(listing[split]) - set(class_names)):
             raise LabError(
-                f"The folder {name!r} in {split} is none of CINIC-10's ten classes.",
-                where=where / split / name,
+                f"The folder '{clean_name(name, 40)}' in {split} is none of CINIC-10's ten classes.",
+                where=clean_name(where / split / name, 1000),
                 cause="a folder of your own lies among the classes, or a class has another name (CINIC-10 has "
                 + ", ".join(class_names) + ")",
                 fix="move that folder elsewhere, or give it the class's name",
@@ -98,38 +102,8 @@ def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Pat
             if not listing[split].get(name):
                 state = "has no images" if name in listing[split] else "is missing"
                 cause = "the folder was copied or unpacked in part"
-                raise LabError(
-                    f"The class {name!r} in {split} {state}.", where=where / split / name, cause=cause, fix=fix
-                )
-
-
-def decode(image: bytes) -> np.ndarray:
-    """Decodes an image file to uint8 (3, 32, 32); grey, palette and transparent ones become RGB, as with torchvision.
-
-    Raises:
-        ValueError: It cannot be decoded, or is not 32×32.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(image)) as picture:
-            if picture.size == (32, 32):  # asked before decoding, which a forged size could make very long
-                return np.asarray(picture.convert("RGB")).transpose(2, 0, 1)
-    except Exception as error:  # PIL raises whatever its decoders do: OSError, SyntaxError, struct.error, ...
-        raise ValueError("cannot be decoded") from error
-    raise ValueError(f"is {picture.width}×{picture.height}, not 32×32")
-
-
-def refuse_bad(bad: Sequence[str], total: int, where: Path, *, option: str = "prepare --skip-bad") -> None:
-    """Raises the LabError that names the first few bad images and counts them, if there are any."""
-    if bad:
-        more = f", and {len(bad) - 5:,} more" if len(bad) > 5 else ""
-        raise LabError(
-            f"{len(bad):,} of {total:,} images cannot be used.",
-            where=f"{where}: {'; '.join(bad[:5])}{more}",
-            cause="the copy was cut short or is damaged, or files of another kind lie among the images",
-            fix=f"copy them again, or go on without them: {make_command(option)}",
-        )
+                place = clean_name(where / split / name)
+                raise LabError(f"The class {name!r} in {split} {state}.", where=place, cause=cause, fix=fix)
 
 
 def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[str, object], skip_bad: bool) -> None:
@@ -147,10 +121,9 @@ def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[s
             for position, (label, class_name, file) in enumerate(files):
                 draft.labels[split][position] = label
                 try:
-                    draft.images[split][position] = decode((folder / split / class_name / file).read_bytes())
+                    draft.images[split][position] = decode(read_image(folder / split / class_name / file))
                 except (ValueError, OSError) as error:
-                    reason = getattr(error, "strerror", None) or error  # an OSError's own text repeats the path
-                    bad.append(f"{split}/{class_name}/{file} ({reason})")
+                    bad.append(describe_bad(f"{split}/{class_name}/{file}", error))
                     draft.skipped[split].append(position)
                 bar.update()
         if not skip_bad:
@@ -178,6 +151,9 @@ def classic_loader(
         train: Shuffle and augment; by default for the split ``train`` only.
         seed: Of the order.
         mean_std: What to normalise by, per channel in 0..1.
+
+    Raises:
+        LabError: The split or one of its classes has no images; or, from the loader, an image cannot be used.
     """
     import torch
 
@@ -188,13 +164,42 @@ def classic_loader(
     train = split == "train" if train is None else train
     augmentation = [v2.RandomCrop(32, padding=4), v2.RandomHorizontalFlip()] if train else []
     to_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(*mean_std)]
+    try:
+        images = ImageFolder(
+            Path(folder) / split,
+            v2.Compose(augmentation + to_tensor),
+            loader=load_picture,
+            is_valid_file=is_image_path,
+        )
+    except OSError as error:
+        cause, fix = "no such folder, or a class in it has no images", "name a folder train|valid|test/<class>/*.png"
+        raise LabError(
+            "The images cannot be listed.", where=clean_name(Path(folder) / split), cause=cause, fix=fix
+        ) from error
     return torch.utils.data.DataLoader(
-        ImageFolder(Path(folder) / split, v2.Compose(augmentation + to_tensor)),
+        images,
         batch_size,
         shuffle=train,
         num_workers=num_workers,
         generator=torch.Generator().manual_seed(seed),
     )
+
+
+def _name_folders(class_names: Sequence[str]) -> list[str]:
+    """Returns a folder's name for each class: letters, digits and what leads to no other folder.
+
+    Raises:
+        LabError: Two classes would share one.
+    """
+    names = [re.sub(r"[^\w. -]", "-", name).strip(". ") for name in class_names]
+    if len(set(names)) < len(names) or not all(names):
+        raise LabError(
+            "The classes cannot be written as folders.",
+            where=clean_name(", ".join(class_names), 300),
+            cause="two of them would have the same folder, or one has a name without letters and digits",
+            fix="load another data set: data.load('shapes10')",
+        )
+    return names
 
 
 def export(dataset: Dataset, folder: Path | str) -> Path:
@@ -210,14 +215,15 @@ def export(dataset: Dataset, folder: Path | str) -> Path:
     if folder.exists() and any(folder.iterdir()):
         cause = "an earlier export lies there; mixing two would make a third data set"
         raise LabError("The folder is not empty.", where=folder, cause=cause, fix="choose another folder")
+    names = _name_folders(dataset.class_names)
     total = sum(len(getattr(dataset, split)) for split in SPLITS)
     with tqdm(total=total, desc=f"writing {dataset.name}", unit=" files", delay=3) as bar:
         for split in SPLITS:
             part = getattr(dataset, split)
-            for name in dataset.class_names:
+            for name in names:
                 (folder / split / name).mkdir(parents=True)
             for index, (image, label) in enumerate(zip(part.images.numpy(), part.labels.tolist(), strict=True)):
-                file = folder / split / dataset.class_names[label] / f"{dataset.name}-{index:05}.png"
+                file = folder / split / names[label] / f"{dataset.name}-{index:05}.png"
                 Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(file)
                 bar.update()
     return folder

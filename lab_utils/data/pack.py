@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,11 +25,14 @@ import numpy as np
 
 from lab_utils import LabError
 from lab_utils.data.system import hold_lock
-from lab_utils.files import sync_folder
+from lab_utils.files import open_regular, sync_folder
+from lab_utils.text import clean_name
 
 SPLITS = ("train", "valid", "test")
 FORMAT = 1
 MANIFEST = "manifest.json"
+ARRAYS = tuple(f"{split}-{kind}.npy" for split in SPLITS for kind in ("images", "labels"))
+MANIFEST_BYTES = 2**20  # with the names of a hundred bad images it has some 30 kB
 
 
 def make_draft_folder(folder: Path) -> tuple[Path, int]:
@@ -139,12 +143,37 @@ def _replace(draft: Path, folder: Path) -> None:
 
 
 def read_manifest(folder: Path) -> dict | None:
-    """Returns the manifest of a pack, or None where there is no pack of this format."""
+    """Returns the manifest of a pack, or None where there is no pack of this format.
+
+    Somebody else may have written it: what is returned has all that the labs use, with names that are safe to print.
+    """
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return manifest if manifest["format"] == FORMAT and manifest["source"]["fingerprint"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+        with open_regular(folder / MANIFEST) as file:
+            manifest = json.loads(file.read(MANIFEST_BYTES).decode("utf-8"))
+        if not _is_sound(manifest):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    manifest["classes"] = [clean_name(name, 80) for name in manifest["classes"]]
+    manifest["source"]["words"] = clean_name(manifest["source"]["words"], 200)
+    return manifest
+
+
+def _is_sound(manifest: dict) -> bool:
+    """Says whether a manifest has everything, each of its kind; raises what a wrong kind makes Python raise."""
+    classes, source = manifest["classes"], manifest["source"]
+    counts = [manifest["splits"][split][key] for split in SPLITS for key in ("images", "skipped")]
+    return (
+        manifest["format"] == FORMAT
+        and isinstance(classes, list)
+        and 0 < len(classes) <= 1000
+        and all(isinstance(text, str) and text for text in (*classes, source["words"], source["fingerprint"]))
+        and all(type(count) is int and 0 <= count <= 10_000_000 for count in counts)
+        and len(manifest["mean"]) == len(manifest["std"]) == 3
+        and all(abs(number) < 1000 for number in manifest["mean"])
+        and all(1e-6 < number < 1000 for number in manifest["std"])
+        and set(manifest["sha256"]) == set(ARRAYS)
+    )
 
 
 def open_arrays(folder: Path, manifest: dict) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -158,20 +187,37 @@ def open_arrays(folder: Path, manifest: dict) -> dict[str, tuple[np.ndarray, np.
     arrays = {}
     for split in SPLITS:
         count = manifest["splits"][split]["images"]
-        images = np.load(folder / f"{split}-images.npy", mmap_mode="c")
-        labels = np.load(folder / f"{split}-labels.npy")
+        images, labels = (_map_array(folder / f"{split}-{kind}.npy") for kind in ("images", "labels"))
         if images.shape != (count, 3, 32, 32) or images.dtype != np.uint8 or labels.shape != (count,):
             raise ValueError(f"{split}: {images.shape} and {labels.shape}, where the manifest says {count}")
+        labels = np.array(labels)
+        if labels.dtype != np.int64 or not ((labels >= 0) & (labels < len(manifest["classes"]))).all():
+            raise ValueError(f"{split}: labels that are no class")
         arrays[split] = images, labels
     return arrays
 
 
+def _map_array(path: Path) -> np.ndarray:
+    with open_regular(path):  # a pipe would keep numpy waiting
+        pass
+    try:
+        with warnings.catch_warnings(action="ignore"):  # those of numpy, about a header of another version
+            return np.lib.format.open_memmap(path, mode="c")
+    except OSError:
+        raise
+    except Exception as error:  # what its parser of headers raises, a SyntaxError or a MemoryError as well
+        raise ValueError(f"{path.name} is no array") from error
+
+
 def find_damage(folder: Path) -> list[str]:
     """Returns the names of the files of a pack that are missing or whose SHA-256 is not the one in its manifest."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        return [MANIFEST]
     damaged = []
-    for name, expected in read_manifest(folder)["sha256"].items():
+    for name, expected in manifest["sha256"].items():
         try:
-            with (folder / name).open("rb") as file:
+            with open_regular(folder / name) as file:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError:
             found = ""

@@ -13,8 +13,9 @@ from lab_utils import LabError, checkout
 from lab_utils.data import shapes
 from lab_utils.data.folder import has_layout, pack_folder, survey
 from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, restore_pack
-from lab_utils.data.system import make_command
+from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
+from lab_utils.text import clean_name
 
 # Raised whenever another picture would be drawn for the same seed, so that packs of the old ones are drawn anew.
 SHAPES_FINGERPRINT = "shapes10, drawing 1, seed 0"
@@ -33,9 +34,9 @@ def find_cinic10(root: Path) -> Path | None:
     if len(folders) > 1:
         raise LabError(
             f"{len(folders)} folders could be CINIC-10.",
-            where=", ".join(map(str, folders)),
+            where=", ".join(map(clean_name, folders)),
             cause="more than one folder here has 'cinic' in its name and the splits train, valid, test in it",
-            fix=f"point at the one you mean: export LAB_DATA={folders[0]}",
+            fix=f"point at the one you mean: export LAB_DATA={clean_name(folders[0])}",
         )
     if folders:
         return folders[0]
@@ -134,9 +135,9 @@ def _open(pack: Path, manifest: dict | None) -> tuple[Path, dict, dict[str, tupl
         return pack, manifest, open_arrays(pack, manifest)
     except (OSError, ValueError) as error:
         raise LabError(
-            f"The pack {pack.name} is damaged.",
-            where=pack,
-            cause=f"a file was cut short or changed by hand ({error})",
+            f"The pack {clean_name(pack.name, 60)} is damaged.",
+            where=clean_name(pack),
+            cause=f"a file was cut short or changed by hand ({clean_name(error, 200)})",
             fix=f"{make_command('import CINIC-10.tar.gz')}  (or fetch cinic10)",
         ) from error
 
@@ -144,7 +145,7 @@ def _open(pack: Path, manifest: dict | None) -> tuple[Path, dict, dict[str, tupl
 def _explain_absence(root: Path) -> LabError:
     archives = sorted(root.glob("*[Cc][Ii][Nn][Ii][Cc]*.tar.gz")) if root.is_dir() else []
     if archives:
-        cause, fix = "the archive lies there, but was not imported", make_command(f"import '{archives[0]}'")
+        cause, fix = "the archive lies there, but was not imported", make_command(f"import {quote(archives[0])}")
     else:
         cause = "it was not downloaded yet, or LAB_DATA points elsewhere"
         fix = f"{make_command('fetch cinic10')}   (or work with data.load('shapes10'))"
@@ -167,8 +168,8 @@ def verify_pack(folder: Path) -> None:
         imported = folder.name == "cinic10"
         again = f"&& {make_command('import CINIC-10.tar.gz')}" if imported else "  (the next load makes it again)"
         raise LabError(
-            f"{len(damaged)} file(s) of the pack {folder.name} are not what was packed: {', '.join(damaged)}.",
-            where=folder,
+            f"{len(damaged)} file(s) of the pack {clean_name(folder.name, 40)} are not what was packed.",
+            where=f"{clean_name(folder)}: {', '.join(damaged)}",
             cause="the disk is failing, or a program wrote into the pack",
-            fix=f"rm -r '{folder}' {again}",
+            fix=f"rm -r {quote(folder)} {again}",
         )

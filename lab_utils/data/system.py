@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from lab_utils import checkout
+from lab_utils.text import clean_name
 
 
 def hold_lock(descriptor: int) -> bool:
@@ -25,6 +26,11 @@ def hold_lock(descriptor: int) -> bool:
     except OSError:  # ENOLCK, EBADF, ENOTSUP: as some network file systems answer
         return False
     return True
+
+
+def quote(path: object) -> str:
+    """Returns a path as one word of a shell's command, in quotes and safe to print."""
+    return "'" + clean_name(path).replace("'", "'\\''") + "'"
 
 
 def make_command(arguments: str) -> str:

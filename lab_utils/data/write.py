@@ -149,5 +149,6 @@ def measure_mean_std(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float
         histogram = sum(np.bincount(part, minlength=256) for part in slices)
         mean = float(np.average(values, weights=histogram))
         means.append(mean)
-        stds.append(float(np.average((values - mean) ** 2, weights=histogram)) ** 0.5)
+        # By 1 where all pixels have one value: nothing can be divided by 0.
+        stds.append(float(np.average((values - mean) ** 2, weights=histogram)) ** 0.5 or 1.0)
     return tuple(means), tuple(stds)

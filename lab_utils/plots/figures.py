@@ -36,7 +36,7 @@ def image_grid(
         top, left = index // columns * (height + above) + above, index % columns * (width + gap)
         canvas[top : top + height, left : left + width] = image.permute(1, 2, 0).cpu()
         if titles:
-            ax.text(left + width / 2, top - 2, titles[index], ha="center", va="bottom", fontsize=8)
+            ax.text(left + width / 2, top - 2, titles[index], ha="center", va="bottom", fontsize=8, parse_math=False)
     ax.imshow(canvas.numpy(), interpolation="nearest")
     ax.set_axis_off()
     return ax

@@ -1,0 +1,132 @@
+"""Reads the headers of a tar file that somebody else has made, and judges each before tarfile acts on it."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import tarfile
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from lab_utils.data.images import IMAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most that an archive of this data set can have.
+
+    Attributes:
+        files: 3 × 90,000 images and a few files that describe them.
+        folders: A top folder, 3 splits, 30 classes, and some room.
+        total_bytes: After decompression, headers included; the real one has about half of it.
+        image_bytes: Per image.
+        other_bytes: Per file that is not an image, such as the list of ImageNet's contributors.
+    """
+
+    files: int = 270_100
+    folders: int = 100
+    total_bytes: int = 2 * 1024**3
+    image_bytes: int = IMAGE_BYTES
+    other_bytes: int = 64 * 1024**2
+
+
+# A long name, a long link and a pax header may stand before a file's own, and a few headers speak for all files.
+MOST_HEADERS = 8
+MOST_LETTERS = 512  # of a member's path; CINIC-10's have fewer than 60
+
+
+class RefusedError(Exception):
+    """Why the archive is refused, in words that follow 'The archive is refused: it has'."""
+
+    def __init__(self, reason: str, member: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.member = reason, member
+
+
+_PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_RECORD = re.compile(rb"(\d{1,5}) [^=\n]+=")
+ODD = "a link, a device or another thing that is neither file nor folder"
+
+
+class _Member(tarfile.TarInfo):
+    """A header that is judged before tarfile reads what it announces.
+
+    tarfile takes long names and pax headers to memory, calls itself for the header after each of them, and (before
+    Python 3.11.10 and 3.12.6: CVE-2024-6232) searches a pax header in a time that grows with the square of its length.
+    """
+
+    def _proc_member(self, tar: Tar) -> tarfile.TarInfo:
+        regular = self.type in (tarfile.REGTYPE, tarfile.AREGTYPE)
+        if self.size < 0 or (not regular and self.size > 65536):
+            raise RefusedError(f"a header that announces {self.size:,} bytes", self.name)
+        if self.type == tarfile.GNUTYPE_SPARSE:  # its list of holes may go on for gigabytes
+            raise RefusedError(ODD, self.name)
+        tar.in_a_row += 1
+        if tar.in_a_row > MOST_HEADERS:
+            raise RefusedError(f"more than {MOST_HEADERS} headers for one file", self.name)
+        if self.type not in _PAX:
+            return super()._proc_member(tar)
+        tar.of_all += self.type == tarfile.XGLTYPE
+        if tar.of_all > MOST_HEADERS:
+            raise RefusedError(f"more than {MOST_HEADERS} headers for all files", self.name)
+        stream, content = tar.fileobj, tar.fileobj.read(self._block(self.size))
+        _check_pax(content)
+        tar.fileobj = _Again(content, stream)
+        try:
+            return super()._proc_member(tar)
+        finally:
+            tar.fileobj = stream
+
+
+class Tar(tarfile.TarFile):
+    """Counts the headers that come in a row, and those that speak for all files that follow."""
+
+    tarinfo = _Member
+    in_a_row = of_all = 0
+
+    def next(self) -> tarfile.TarInfo | None:
+        """Returns the next member, or None after the last."""
+        self.in_a_row = 0
+        return super().next()
+
+
+class _Again:
+    """Gives what was read from a stream once more, in one piece, and then what follows."""
+
+    def __init__(self, content: bytes, stream: BinaryIO) -> None:
+        self._content, self._stream, self.tell = content, stream, stream.tell
+
+    def read(self, size: int) -> bytes:
+        content, self._content = self._content or self._stream.read(size), b""
+        return content
+
+
+def _check_pax(content: bytes) -> None:
+    """Refuses a pax header that is not a list of records "length keyword=value", as programs write it.
+
+    The format: https://pubs.opengroup.org/onlinepubs/9699919799/utilities/pax.html, "pax Extended Header".
+    """
+    at, records = 0, 0
+    while at < len(content) and content[at]:  # filled up with zeros
+        found = _RECORD.match(content, at, at + 300)
+        end = at + int(found[1]) if found else -1
+        if not found or end <= found.end() or content[end - 1 : end] != b"\n" or found[0].find(b" GNU.sparse.") > 0:
+            raise RefusedError("a pax header that no archive of images has")
+        at, records = end, records + 1
+    if records > 100 or max(map(len, re.findall(rb"\d+", content)), default=0) > 64:
+        raise RefusedError("a pax header that no archive of images has")
+
+
+class CappedReader:
+    """Decompresses a gzip file, and refuses to go on past a number of bytes, however little they take compressed."""
+
+    def __init__(self, file: BinaryIO, cap: int) -> None:
+        self._gzip, self._cap, self._left = gzip.GzipFile(fileobj=file), cap, cap
+
+    def read(self, size: int) -> bytes:
+        """Returns at most ``size`` bytes; empty at the end."""
+        block = self._gzip.read(size)
+        self._left -= len(block)
+        if self._left < 0:
+            raise RefusedError(f"more than {self._cap:,} bytes when decompressed")
+        return block

@@ -1,0 +1,168 @@
+"""The state in a checkpoint's file: written to the disk, and read from a file that anybody may have made."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from lab_utils import LabError
+from lab_utils.text import clean_name
+
+
+class UnusableError(Exception):
+    """Why a checkpoint cannot be loaded; the one before it may be."""
+
+
+class _Digest:
+    """Passes what is written on to a file, takes its SHA-256, and remembers an error instead of raising it.
+
+    torch.save does not expect its file to fail half-way, and its total is what a message about a full disk needs.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._hash = file, hashlib.sha256()
+        self.written, self.error = 0, None
+
+    def write(self, data: bytes) -> int:
+        size = memoryview(data).nbytes
+        self.written += size
+        if self.error is None:
+            try:
+                self._file.write(data)
+                self._hash.update(data)
+            except OSError as error:
+                self.error = error
+        return size
+
+    def flush(self) -> None:
+        pass  # torch.save asks for it; the file is flushed once, by write_state, where errors can be told
+
+    def hexdigest(self) -> str:
+        return self._hash.hexdigest()[:16]
+
+
+def write_state(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
+    """Writes a state down to the disk and returns the digest for its name."""
+    target = _Digest(file)
+    try:
+        torch.save(state, target)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        raise refuse_state(_first_line(error)) from error
+    try:
+        if target.error is not None:
+            raise target.error
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        there = os.fstat(file.fileno()).st_size
+        free = shutil.disk_usage(folder).free + there
+        raise LabError(
+            f"The checkpoint needs {target.written:,} bytes, and {free:,} are free.",
+            where=folder,
+            cause=f"{error.strerror}; the checkpoints saved before are intact",
+            fix="free some space, or choose a folder on another disk",
+        ) from error
+    return target.hexdigest()
+
+
+def check_readable(path: Path) -> None:
+    """Refuses at once what loading would refuse when it is needed; mapped, so that no tensor is read."""
+    try:
+        torch.load(path, weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise refuse_state(_first_line(error)) from error
+
+
+def refuse_state(reason: str) -> LabError:
+    """Returns the error for what no checkpoint may hold."""
+    return LabError(
+        "The state holds something that a checkpoint may not hold.",
+        where="Checkpoints.save",
+        cause=reason,
+        fix="save a dictionary of state_dict()s, tensors, numbers and strings only",
+    )
+
+
+def check_whole(file: BinaryIO, digest: str) -> None:
+    """Raises an UnusableError where a file is not, byte by byte, what was saved under this digest."""
+    if hashlib.file_digest(file, "sha256").hexdigest()[:16] != digest:
+        raise UnusableError("torn or altered: its SHA-256 is not the one in its name")
+
+
+def read_state(file: BinaryIO, path: Path, map_location: torch.device | str) -> dict[str, Any]:
+    """Reads a state from a file that is what its name says, whoever made it.
+
+    Raises:
+        UnusableError: It holds none.
+        LabError: It refers to code, or the device is not there.
+    """
+    file.seek(0)
+    if file.read(1) == pickle.PROTO:
+        raise _refuse_code(path, "a bare pickle")
+    _check_records(file)
+    try:
+        state = _load(file, map_location)
+    except Exception as error:  # torch raises whatever its unpickler and its readers do, a KeyError as well
+        # torch puts advice to load it unsafely before what was wrong.
+        reason = _first_line(error.__context__ or error)
+        if "unsupported global" in str(error).lower():
+            raise _refuse_code(path, reason) from error
+        if str(map_location) != "cpu" and _is_readable(file):
+            raise LabError(
+                f"The checkpoint cannot be put on {clean_name(map_location, 40)}.",
+                where=path,
+                cause=clean_name(reason, 300),
+                fix="load(map_location='cpu')",
+            ) from error
+        raise UnusableError(f"it cannot be read: {reason}") from error
+    if not isinstance(state, dict):
+        raise UnusableError(f"it holds a {type(state).__name__}, not a state")
+    return state
+
+
+def _load(file: BinaryIO, map_location: torch.device | str) -> object:
+    file.seek(0)
+    with warnings.catch_warnings(action="ignore"):  # those of torch, about what is in the file
+        return torch.load(file, map_location=map_location, weights_only=True)
+
+
+def _is_readable(file: BinaryIO) -> bool:
+    """Says whether a file can be read on the CPU."""
+    try:
+        _load(file, "cpu")
+    except Exception:
+        return False
+    return True
+
+
+def _check_records(file: BinaryIO) -> None:
+    """Refuses a file whose records, once read, take more memory than the file has bytes: torch.save compresses none."""
+    try:
+        with zipfile.ZipFile(file) as records:
+            sizes = [info.file_size for info in records.infolist()]
+            stored = all(info.compress_type == zipfile.ZIP_STORED for info in records.infolist())
+    except Exception as error:  # zipfile raises struct.error, NotImplementedError and others for what it cannot read
+        raise UnusableError(f"no file of torch.save: {_first_line(error)}") from error
+    if not stored or sum(sizes) > file.seek(0, os.SEEK_END):
+        raise UnusableError("no file of torch.save: its records are compressed")
+
+
+def _refuse_code(path: Path, reason: str) -> LabError:
+    return LabError(
+        "The checkpoint holds something other than a state; nothing in it was run.",
+        where=path,
+        cause=f"the file was not made by these labs: {clean_name(reason, 300)}",
+        fix="do not load it another way; delete it unless you know who made it",
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

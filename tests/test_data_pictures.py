@@ -1,0 +1,255 @@
+"""Drill 40: what is named ``.png`` and is none. Refused by format and size; no other program, and little memory."""
+
+import io
+import multiprocessing
+import os
+import random
+import re
+import struct
+import time
+import warnings
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn import assert_explains, make_archive, make_folder
+from fuzzing import choose_seeds, mutate_bytes
+from PIL import Image
+
+from lab_utils import LabError, data
+from lab_utils.data.images import IMAGE_BYTES, decode
+
+forked = multiprocessing.get_context("fork")
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def save(format, picture=PICTURE, **settings):
+    file = io.BytesIO()
+    picture.save(file, format, **settings)
+    return file.getvalue()
+
+
+def make_chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def make_png(width, height, *more, pixels=b""):
+    """A PNG of grey pixels with further chunks before the pixels."""
+    header = make_chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + b"".join(more) + make_chunk(b"IDAT", pixels) + make_chunk(b"IEND", b"")
+
+
+def make_icon(inner):
+    """An ICO that says 32×32 and holds another picture."""
+    return struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 32, 32, 0, 0, 1, 32, len(inner), 22) + inner
+
+
+def make_webp(width, height):
+    """A WEBP whose canvas is of any size; its one frame is not."""
+    frame = save("WEBP")[12:]
+    canvas = bytes(4) + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
+    body = b"WEBPVP8X" + struct.pack("<I", 10) + canvas + frame
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def enlarge_jpeg(size):
+    content = bytearray(save("JPEG"))
+    at = content.index(b"\xff\xc0") + 5
+    content[at : at + 4] = struct.pack(">HH", size, size)
+    return bytes(content)
+
+
+ZEROS = zlib.compress(bytes(2**24), 9)
+ROWS = zlib.compress(bytes(33 * 32), 9)
+HOSTILE = {
+    "EPS": EPS,
+    "ICO": save("ICO", sizes=[(32, 32)]),
+    "ICO with a picture that takes 0.65 GB": make_icon(save("PNG", Image.new("1", (13_000, 13_000)))),
+    "GIF": save("GIF"),
+    "TIFF": save("TIFF"),
+    "PPM": save("PPM"),
+    "JPEG 2000": save("JPEG2000"),
+    "PNG of 100,000 × 100,000": make_png(100_000, 100_000, pixels=zlib.compress(bytes(10**6))),
+    "PNG of 12,000 × 12,000": make_png(12_000, 12_000, pixels=zlib.compress(bytes(12_000 * 12_001))),
+    "PNG of 32 × 100,000": make_png(32, 100_000, pixels=zlib.compress(bytes(33 * 100_000))),
+    "BMP of 30,000 × 30,000": save("BMP")[:18] + struct.pack("<ii", 30_000, 30_000) + save("BMP")[26:],
+    "JPEG of 65,500 × 65,500": enlarge_jpeg(65_500),
+    "WEBP of 16,384 × 16,384": make_webp(16_384, 16_384),
+    "WEBP of 9,000 × 9,000": make_webp(9_000, 9_000),
+    "zTXt that takes gigabytes": make_png(32, 32, *[make_chunk(b"zTXt", b"k\0\0" + ZEROS)] * 40, pixels=ROWS),
+    "iTXt that take 100 MB": make_png(
+        32,
+        32,
+        *[make_chunk(b"iTXt", b"k%d\0\1\0\0\0" % n + zlib.compress(bytes(2**20), 9)) for n in range(100)],
+        pixels=ROWS,
+    ),
+    "iCCP that takes 16 MB": make_png(32, 32, make_chunk(b"iCCP", b"k\0\0" + ZEROS), pixels=ROWS),
+    "no bytes": b"",
+    "a page": b"<html>not found</html>",
+}
+ODD = {
+    "pixels that go on": make_png(32, 32, pixels=ZEROS),
+    "PNG of several frames": save("PNG", save_all=True, append_images=[PICTURE.rotate(90)]),
+    "WEBP of several frames": save("WEBP", save_all=True, append_images=[PICTURE.rotate(90)], lossless=True),
+    "JPEG of several pictures": save("MPO", save_all=True, append_images=[PICTURE.rotate(90)]),
+    "16 bit": save("PNG", Image.new("I;16", (32, 32), 7)),
+    "palette": save("PNG", PICTURE.convert("P"), transparency=b"\1\2\3"),
+    "two colours": save("BMP", PICTURE.convert("1")),
+    "CMYK": save("JPEG", PICTURE.convert("CMYK")),
+}
+
+
+@pytest.fixture
+def mark(tmp_path, monkeypatch):
+    """A file that appears when Ghostscript is started."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("gs", "gswin64c", "convert", "magick"):
+        (programs / name).write_text(f"#!/bin/sh\ntouch '{tmp_path}/was started'\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    return tmp_path / "was started"
+
+
+def read_peak():
+    """The most memory that this process has had at once so far, in bytes."""
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def measure(function):
+    """Runs a function in a process of its own: its result or its error, the seconds, and the bytes it took at most."""
+
+    def work():
+        before, start = read_peak(), time.perf_counter()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                result = function()
+            except Exception as error:
+                result = error
+        ours.send((result, time.perf_counter() - start, read_peak() - before, [str(one.message) for one in said]))
+
+    theirs, ours = forked.Pipe()
+    process = forked.Process(target=work, daemon=True)
+    process.start()
+    try:
+        assert theirs.poll(30), "it hangs"
+        return theirs.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads the peak of memory in Linux's way")
+@pytest.mark.parametrize("kind", HOSTILE | ODD)
+def test_a_picture_of_another_kind_or_size_starts_nothing_and_takes_little_memory(mark, kind):
+    content = (HOSTILE | ODD)[kind]
+    assert len(content) <= IMAGE_BYTES, "it would be refused for its length alone"
+    result, seconds, peak, said = measure(lambda: decode(content))
+    if kind in HOSTILE:
+        assert isinstance(result, ValueError), result
+        assert re.fullmatch(r"cannot be decoded|is \d+×\d+, not 32×32|is far larger than 32×32", str(result))
+    else:
+        assert result.shape == (3, 32, 32) and result.dtype == np.uint8
+    assert peak < 100e6, f"it took {peak / 1e6:.0f} MB"
+    assert seconds < 5
+    assert not said, "a learner would see a warning of a library"
+    assert not mark.exists(), "another program was started"
+
+
+def load_folder(folder, tmp_path):
+    data.load(root=folder.parent)
+
+
+def import_it(folder, tmp_path):
+    data.import_archive(make_archive(folder, tmp_path / "a.tar.gz"), tmp_path / "root")
+
+
+def load_classically(folder, tmp_path):
+    for _ in data.classic_loader(folder, "train", 8):
+        pass
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("door", [load_folder, import_it, load_classically])
+@pytest.mark.parametrize("kind", ["EPS", "ICO", "PNG of 100,000 × 100,000"])
+def test_no_door_of_a_data_set_lets_such_a_picture_in(tmp_path, mark, door, kind):
+    folder = make_folder(tmp_path / "sets" / "cinic10", per_class=dict.fromkeys(("train", "valid", "test"), 1))
+    (folder / "train" / "cat" / "cat-0.png").write_bytes(HOSTILE[kind])
+    with pytest.raises(LabError) as caught:
+        door(folder, tmp_path)
+    assert_explains(caught.value, "train/cat/cat-0.png")
+    assert not mark.exists(), "another program was started"
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def make_device(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_large(path):
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("make", [make_pipe, make_device, make_large])
+def test_what_is_no_small_regular_file_is_not_read(tmp_path, make):
+    folder = make_folder(tmp_path / "sets" / "cinic10", per_class=dict.fromkeys(("train", "valid", "test"), 1))
+    place = folder / "train" / "cat" / "cat-0.png"
+    make(place)
+    for door in (load_folder, load_classically):
+        result, seconds, peak, _ = measure(lambda door=door: str(explain(door, folder, tmp_path)))
+        assert "cat-0.png" in result, result
+        assert seconds < 10 and peak < 100e6
+
+
+def explain(door, *arguments):
+    with pytest.raises(LabError) as caught:
+        door(*arguments)
+    return caught.value
+
+
+@pytest.mark.drill
+def test_names_of_others_are_cleaned(tmp_path):
+    """Of folders, of files, of what an archive holds: a terminal obeys nothing, and no name makes a line of its own."""
+    evil = "\x1b[2J\x1b]0;x\x07\u202e\n  fix: rm -rf"
+    per_class = dict.fromkeys(("train", "valid", "test"), 1)
+    bad = make_folder(tmp_path / "bad" / "cinic10", per_class=per_class)
+    (bad / "train" / "cat" / f"{evil}.png").write_bytes(b"")
+    extra = make_folder(tmp_path / "extra" / "cinic10", per_class=per_class)
+    (extra / "train" / (evil + "x" * 150)).mkdir()
+    link = make_folder(tmp_path / "link" / "cinic10", per_class=per_class)
+    (link / "train" / evil).symlink_to("nowhere")
+    errors = [
+        explain(load_folder, bad, tmp_path),
+        explain(import_it, bad, tmp_path),
+        explain(load_classically, bad, tmp_path),
+        explain(load_folder, extra, tmp_path),
+        explain(import_it, link, tmp_path),
+        explain(lambda *_: data.import_archive(tmp_path / evil, tmp_path / "root")),
+    ]
+    for error in errors:
+        assert len(error.what) <= 120
+        assert all(c.isprintable() or c == "\n" for c in str(error)), ascii(str(error))
+        assert "\n  fix: rm -rf" not in str(error), str(error)
+
+
+def test_mutated_pictures_are_decoded_or_refused():
+    originals = [save("PNG"), save("JPEG"), save("BMP"), save("WEBP"), save("PNG", PICTURE.convert("P"))]
+    originals += [ODD["WEBP of several frames"], ODD["PNG of several frames"], ODD["JPEG of several pictures"]]
+    refused = 0
+    for seed in choose_seeds(many=2000, few=200):
+        dice = random.Random(seed)
+        content = mutate_bytes(dice.choice(originals), dice)
+        try:
+            assert decode(content).shape == (3, 32, 32), seed
+        except ValueError:
+            refused += 1
+    assert refused > 20
