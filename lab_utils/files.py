@@ -61,7 +61,7 @@ def open_regular(path: Path, *, follow: bool = True) -> Iterator[BinaryIO]:
     _refuse_other(path.stat(follow_symlinks=follow))  # opening a device may do something, if only to a tape
     # Asked again once it is open, since it may be replaced in between; a pipe would wait for somebody to write.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    with os.fdopen(os.open(path, flags), "rb") as file:
+    with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         _refuse_other(os.fstat(file.fileno()))
         yield file
 

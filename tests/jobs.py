@@ -186,7 +186,7 @@ def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:
 
 
 def find_processes(job_id: str, part: str, node: int | None = None) -> list[int]:
-    """The processes of a job whose command line has this in it: "supervisor.py", "launch.agent", "launch.worker"."""
+    """The processes of a job by a part of their command: "launch.supervisor", "launch.agent", "launch.worker"."""
     return [
         pid
         for pid, command, env in list_processes(job_id)

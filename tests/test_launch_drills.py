@@ -304,9 +304,9 @@ def find_of(job, part, node):
 @pytest.mark.parametrize(
     ("name", "act"),
     [
-        ("supervisor", lambda job: kill(find_of(job, "supervisor.py", 1))),
+        ("supervisor", lambda job: kill(find_of(job, "launch.supervisor", 1))),
         ("torchrun", lambda job: kill(find_of(job, "launch.agent", 1))),
-        ("both", lambda job: kill([*find_of(job, "supervisor.py", 1), *find_of(job, "launch.agent", 1)])),
+        ("both", lambda job: kill([*find_of(job, "launch.supervisor", 1), *find_of(job, "launch.agent", 1)])),
         ("stopped worker", lambda job: kill(find_of(job, "launch.worker", 1), signal.SIGSTOP)),
     ],
 )
@@ -331,7 +331,7 @@ def test_18_supervisors_that_are_killed_while_torchrun_hears_no_signal(make):
         wait_for(lambda: not find_of(job, "launch.worker", 0))
         time.sleep(1)  # torchrun looks every 0.1 s, and then waits for the other node's
         times.append(time.time())
-        kill([*find_of(job, "supervisor.py", 0), *find_of(job, "supervisor.py", 1)])
+        kill([*find_of(job, "launch.supervisor", 0), *find_of(job, "launch.supervisor", 1)])
 
     heard.when["[rank 0] ends"] = act
     error = run_badly(job, heard, seconds=10, since=lambda: times[0])

@@ -219,12 +219,12 @@ class Supervised:
     """A supervisor over a bash command; ``read`` starts to read what it prints."""
 
     def __init__(self, root, folder, command, *options):
-        program = [sys.executable, "-I", "-u", root / "lab_utils" / "launch" / "supervisor.py"]
+        program = [sys.executable, "-P", "-u", "-m", "lab_utils.launch.supervisor"]
         self.process = subprocess.Popen(
             [*program, f"--job-folder={folder}", *options, "--", "bash", "-c", command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "LAB_JOB_ID": "supervised"},
+            env={**os.environ, "PYTHONPATH": str(root), "LAB_JOB_ID": "supervised"},
             start_new_session=True,
         )
         self.over = threading.Event()

@@ -200,10 +200,10 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
     assert "no process of preflight-a runs" in capsys.readouterr().out
 
 
-def test_a_job_that_somebody_watches_is_a_note(pair, start, tmp_path):
-    script = tmp_path / "supervisor.py"
-    script.write_text("import time; print('up', flush=True); time.sleep(60)")
-    code = f"import os, sys; os.execv(sys.executable, [sys.executable, {str(script)!r}, '--'])"
+def test_a_job_that_somebody_watches_is_a_note(pair, start):
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    words = f"[sys.executable, '-c', {code!r}, '-m', 'lab_utils.launch.supervisor', '--']"
+    code = f"import os, sys; os.execv(sys.executable, {words})"
     start(code, LAB_JOB_ID="preflight-s")
     (verdict,) = find(look(pair), "jobs")
     assert verdict.state == "note"

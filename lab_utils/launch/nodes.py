@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lab_utils import LabError
-from lab_utils.launch.supervisor import read_lines
+from lab_utils.launch.output import read_lines
 
 
 class Node(Protocol):

@@ -30,7 +30,7 @@ def find_jobs(request):
             continue
         # Processes of a container can be seen from its host, but are not this node's.
         if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
-            supervisor = f"{os.sep}supervisor.py\0" in read(f"/proc/{pid}/cmdline")
+            supervisor = "\0lab_utils.launch.supervisor\0" in read(f"/proc/{pid}/cmdline")
             found.append({"id": identity, "pid": pid, "command": command_of(pid), "supervisor": supervisor})
     return {"jobs": found}
 

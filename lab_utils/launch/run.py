@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lab_utils.launch.nodes import Link
+from lab_utils.launch.output import Log
 from lab_utils.launch.story import Story
-from lab_utils.launch.supervisor import Log
 
 BEAT_SECONDS = 0.5
 COUNTDOWN_SECONDS = 5.0

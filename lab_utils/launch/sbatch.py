@@ -130,7 +130,7 @@ run_node() {{
   local supervise=()
   # A launcher ends its job by taking this file away, and by dying; without one, that is for Slurm to do.
   [ -z "${{LAB_LEASE:-}}" ] || supervise=(
-    {quote(plan.python)} -I -u {quote(f"{plan.code_folder}/lab_utils/launch/supervisor.py")}
+    {quote(plan.python)} -P -u -m lab_utils.launch.supervisor
     --job-folder={own} --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={plan.limit:g} --
   )
   exec "${{supervise[@]}}" {quote(plan.python)} -m lab_utils.launch.agent "${{options[@]}}" \\

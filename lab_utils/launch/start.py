@@ -101,9 +101,8 @@ def sweep(nodes: Sequence[Node], job: str) -> None:
 
 def _start(node: Node, plan: Plan) -> Link:
     """Starts a node's script under a supervisor there, which ends it when this process is gone."""
-    supervisor = f"{plan.code_folder}/lab_utils/launch/supervisor.py"
     bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={plan.limit}"]
     # The id in the environment is what tells this job's processes from all others, on every node.
-    identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
-    program = [node.python, "-I", "-u", supervisor, f"--job-folder={plan.job_folder}", *bounds]
+    identity = ["env", f"PYTHONPATH={plan.code_folder}", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
+    program = [node.python, "-P", "-u", "-m", "lab_utils.launch.supervisor", f"--job-folder={plan.job_folder}", *bounds]
     return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}.sh"])

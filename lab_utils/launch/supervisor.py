@@ -1,15 +1,13 @@
 """Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
 
-What the command prints is passed on within bounds of memory, disk and time (:class:`Output`).
 
-``python supervisor.py --job-folder DIR -- bash node0.sh`` stops everything when its standard input closes, when no
-heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command has ended and
-left processes behind. torchrun starts every worker in a session of its own, so that no process group holds them all:
-the supervisor is the "subreaper" of its descendants (prctl(2)), to which orphans return, and walks the tree. A second
-process, the guard, ends them where the supervisor itself was killed or stopped.
+``python -m lab_utils.launch.supervisor --job-folder DIR -- bash node0.sh`` stops everything when its standard input
+closes, when no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command
+has ended and left processes behind. torchrun starts every worker in a session of its own, so that no process group
+holds them all: the supervisor is the "subreaper" of its descendants (prctl(2)), to which orphans return, and walks the
+tree. A second process, the guard, ends them where the supervisor itself was killed or stopped.
 
-Standard library only: it is started by its path on nodes that may have nothing else. It prints the command's lines as
-they are, and its own as one JSON object behind the byte 0x1e.
+It prints the command's lines as they are, and its own as one JSON object behind the byte 0x1e.
 """
 
 from __future__ import annotations
@@ -27,159 +25,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+from lab_utils.launch import guard
+from lab_utils.launch.guard import kill_all
+from lab_utils.launch.output import CHUNK, EVENT, Lines, Log, Output
 
 MARK = "\x1e"
 # Where the ranks of a node hand over what they print, in the job's folder.
 RANKS = "ranks.sock"
-# What one rank may print at once, and per second after that, in bytes; of what is beyond, the last part is kept.
-BURST, RATE, TAIL = 4 * 2**20, 128 * 2**10, 64 * 2**10
-# The most bytes of a line, of a log, and of what a node says of itself in one line.
-LINE, LOG, EVENT = 2**20, 64 * 2**20, 32 * 2**20
-CHUNK = 64 * 2**10
-# The supervisor says that it lives; after so many seconds of silence, it was stopped.
-SILENCE = 15.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
 STOPPED = 124
-
-
-class Lines:
-    """Splits what comes in pieces into lines, in bounded memory.
-
-    Of a line that is too long, and of one that a bar of progress writes again and again, the beginning of what was
-    written last is kept.
-
-    Args:
-        longest: The most bytes of a line.
-    """
-
-    def __init__(self, longest: int = LINE) -> None:
-        self._longest, self._rest, self._cut = longest, b"", 0
-
-    def feed(self, piece: bytes) -> list[bytes]:
-        """Returns the lines that this piece completes, each with its end."""
-        *whole, self._rest = (self._rest + piece).split(b"\n")
-        lines = [self._close(line) for line in whole]
-        if len(self._rest) > self._longest:
-            self._rest = self._rest[self._rest.rfind(b"\r") + 1 :]
-            self._cut += max(0, len(self._rest) - self._longest)
-            self._rest = self._rest[: self._longest]
-        return lines
-
-    def end(self) -> list[bytes]:
-        """Returns what is left when nothing more will come."""
-        rest, self._rest = self._rest, b""
-        return [self._close(rest)] if rest else []
-
-    def _close(self, line: bytes) -> bytes:
-        cut, self._cut = self._cut + max(0, len(line) - self._longest), 0
-        note = f" ({cut:,} bytes of this line are left out)".encode() if cut else b""
-        return line[: self._longest] + note + b"\n"
-
-
-def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
-    """Yields the lines of a buffered stream as they come, each with its end; of longer ones only the beginning."""
-    lines = Lines(longest)
-    while piece := stream.read1(CHUNK):
-        yield from lines.feed(piece)
-    yield from lines.end()
-
-
-class Output:
-    """What one rank prints, passed on line by line as long as it keeps within its allowance.
-
-    Of what is printed beyond, nobody has to read, keep or wait for more than the last lines: they come, behind a line
-    that says how much was dropped, when the allowance has grown again, when the rank is silent, and at its end.
-
-    Args:
-        prefix: Stands before each line.
-        pass_on: Takes each line.
-    """
-
-    def __init__(self, prefix: bytes, pass_on: Callable[[bytes], None]) -> None:
-        self._prefix, self._pass_on = prefix, pass_on
-        self._lines, self._left, self._when = Lines(), float(BURST), time.monotonic()
-        self._tail, self._dropped = b"", 0
-
-    def feed(self, piece: bytes) -> None:
-        """Takes what was printed; b"" where nothing was."""
-        now = time.monotonic()
-        self._left, self._when = min(BURST, self._left + (now - self._when) * RATE), now
-        if self._tail and self._left > (BURST // 4 if piece else TAIL):
-            self._resume()
-        if self._tail or len(piece) > self._left:
-            self._drop(piece)
-        else:
-            self._left -= len(piece)
-            self._send(self._lines.feed(piece))
-
-    def end(self) -> None:
-        """Nothing more will come."""
-        if self._tail:
-            self._resume()
-        self._send(self._lines.end())
-
-    def _drop(self, piece: bytes) -> None:
-        if not self._tail:
-            self._send(self._lines.end())
-            self._lines = Lines()
-        self._tail += piece
-        self._dropped += max(0, len(self._tail) - TAIL)
-        self._tail = self._tail[-TAIL:]
-
-    def _resume(self) -> None:
-        tail, dropped, self._tail, self._dropped = self._tail, self._dropped, b"", 0
-        if dropped:
-            begun, _, rest = tail.partition(b"\n")  # the end of a line, unless there is nothing else
-            tail, dropped = (rest, dropped + len(begun) + 1) if rest else (tail, dropped)
-            self._send([f"({dropped / 2**20:,.1f} MiB were printed too fast and are left out here)\n".encode()])
-        self._left -= len(tail)
-        self._send(self._lines.feed(tail))
-
-    def _send(self, lines: list[bytes]) -> None:
-        for line in lines:
-            self._pass_on(self._prefix + line)
-
-
-class Log:
-    """A file of lines that grows to a bound; of what comes then, the last lines are added at the end.
-
-    Args:
-        path: The file, which is added to.
-        room: Its bytes from now on.
-    """
-
-    def __init__(self, path: Path, room: int = LOG) -> None:
-        # Unbuffered: a log that is read while the job runs, or after its writer was killed, has to be whole.
-        self._file, self._room = path.open("ab", buffering=0), room
-        self._tail, self._dropped = b"", 0
-
-    def write(self, line: bytes) -> None:
-        """Adds a line.
-
-        Raises:
-            OSError: The disk is full.
-        """
-        if not self._tail and len(line) <= self._room:
-            self._room -= len(line)
-            self._file.write(line)
-            return
-        self._tail += line
-        self._dropped += max(0, len(self._tail) - TAIL)
-        self._tail = self._tail[-TAIL:]
-
-    def close(self) -> None:
-        """Adds the last lines, where the file is full.
-
-        Raises:
-            OSError: The disk is full.
-        """
-        with self._file as file:
-            if self._dropped:
-                file.write(f"({self._dropped / 2**20:,.1f} MiB are left out here: the log is full)\n".encode())
-            file.write(self._tail)
 
 
 class Supervisor:
@@ -407,7 +264,7 @@ class Supervisor:
             self._pass_events()
             _reap(process)
             time.sleep(0.02)
-        killed = _kill_all(self._find_own)
+        killed = kill_all(self._find_own)
         process.wait()
         return killed
 
@@ -416,11 +273,19 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends all that is left, and then the guard."""
-        _kill_all(self._find_own if self._guard else _find_descendants)
+        kill_all(self._find_own if self._guard else _find_descendants)
         if self._guard:
             with contextlib.suppress(OSError):
-                os.write(self._guard.stdin.fileno(), QUIT)
+                os.write(self._guard.stdin.fileno(), guard.QUIT)
             self._guard.wait()
+
+
+def _start_guard() -> subprocess.Popen:
+    """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
+    # The node, too: other nodes of the job may be on this machine.
+    identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
+    program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
+    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 
 def _set_process(option: int, value: int) -> None:
@@ -449,18 +314,6 @@ def _find_descendants() -> list[int]:
         found += below
         todo += below
     return found
-
-
-def _kill_all(find: Callable[[], list[int]]) -> int:
-    """Kills what is found, until nothing is; returns how many those were."""
-    killed: set[int] = set()
-    while left := find():
-        killed.update(left)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    return len(killed)
 
 
 def _list_processes() -> list[tuple[int, int, str]]:
@@ -494,45 +347,6 @@ def main() -> int:
         supervisor.close()  # whatever went wrong in here, nothing of the job stays
 
 
-QUIT = b"q"
-
-
-def _start_guard() -> subprocess.Popen:
-    """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
-    # The node, too: other nodes of the job may be on this machine.
-    identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
-    program = [sys.executable, "-I", "-S", __file__, "--guard", *identity]
-    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
-
-
-def guard(identity: list[str]) -> int:
-    """Ends all processes that carry the identity of a job's node, when its supervisor was killed or stopped.
-
-    The parent-death signal ends torchrun and its ranks then; but not what a rank has started.
-    """
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    while select.select([0], [], [], SILENCE)[0]:
-        said = os.read(0, 4096)
-        if QUIT in said:
-            return 0
-        if not said:
-            break
-    if identity:
-        _kill_all(lambda: _find_carriers({word.encode() for word in identity}))
-    return 1
-
-
-def _find_carriers(identity: set[bytes]) -> list[int]:
-    """Process ids of all living processes that have this in their environment; [] where there is no /proc."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if identity.issubset((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
-    return found
-
-
 def _read_end(path: Path, size: int) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - size))
@@ -540,4 +354,4 @@ def _read_end(path: Path, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(sys.argv[2:]) if sys.argv[1:2] == ["--guard"] else main())
+    sys.exit(main())

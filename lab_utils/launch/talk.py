@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lab_utils import LabError
 from lab_utils.launch import facts, probe, processes
 from lab_utils.launch.nodes import Node
-from lab_utils.launch.supervisor import read_lines
+from lab_utils.launch.output import read_lines
 
 # At the beginning of a line: `from lab_utils.x import (…)`, over as many lines as it takes.
 OWN_IMPORT = re.compile(r"^from (?:lab_utils|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)

@@ -1,0 +1,61 @@
+"""Ends what is left of a job on a node when its supervisor was killed or stopped.
+
+The supervisor starts ``python guard.py LAB_JOB_ID=… LAB_NODE=…``, and says on its standard input that it lives. The
+parent-death signal ends torchrun and its ranks when the supervisor is killed; but not what a rank has started.
+Standard library only: it is started by its path, with an empty environment, so that it is no part of the job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# After so many seconds of silence the supervisor was stopped; with this, it ends in order.
+SILENCE, QUIT = 15.0, b"q"
+
+
+def main(identity: list[str]) -> int:
+    """Waits for the supervisor's end; returns the exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while select.select([0], [], [], SILENCE)[0]:
+        said = os.read(0, 4096)
+        if QUIT in said:
+            return 0
+        if not said:
+            break
+    if identity:
+        kill_all(lambda: _find_carriers({word.encode() for word in identity}))
+    return 1
+
+
+def _find_carriers(identity: set[bytes]) -> list[int]:
+    """Process ids of all living processes that have this in their environment; [] where there is no /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if identity.issubset((folder / "environ").read_bytes().split(b"\0")):
+                found.append(int(folder.name))
+    return found
+
+
+def kill_all(find: Callable[[], list[int]]) -> int:
+    """Kills what is found, until nothing is; returns how many those were."""
+    killed: set[int] = set()
+    while left := find():
+        killed.update(left)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return len(killed)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

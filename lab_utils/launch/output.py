@@ -1,0 +1,151 @@
+"""The output of a job within bounds of memory, disk and time: lines, an allowance for each rank, a log that fills up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+# What one rank may print at once, and per second after that, in bytes; of what is beyond, the last part is kept.
+BURST, RATE, TAIL = 4 * 2**20, 128 * 2**10, 64 * 2**10
+# The most bytes of a line, of a log, and of what a node says of itself in one line.
+LINE, LOG, EVENT = 2**20, 64 * 2**20, 32 * 2**20
+CHUNK = 64 * 2**10
+
+
+class Lines:
+    """Splits what comes in pieces into lines, in bounded memory.
+
+    Of a line that is too long, and of one that a bar of progress writes again and again, the beginning of what was
+    written last is kept.
+
+    Args:
+        longest: The most bytes of a line.
+    """
+
+    def __init__(self, longest: int = LINE) -> None:
+        self._longest, self._rest, self._cut = longest, b"", 0
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        """Returns the lines that this piece completes, each with its end."""
+        *whole, self._rest = (self._rest + piece).split(b"\n")
+        lines = [self._close(line) for line in whole]
+        if len(self._rest) > self._longest:
+            self._rest = self._rest[self._rest.rfind(b"\r") + 1 :]
+            self._cut += max(0, len(self._rest) - self._longest)
+            self._rest = self._rest[: self._longest]
+        return lines
+
+    def end(self) -> list[bytes]:
+        """Returns what is left when nothing more will come."""
+        rest, self._rest = self._rest, b""
+        return [self._close(rest)] if rest else []
+
+    def _close(self, line: bytes) -> bytes:
+        cut, self._cut = self._cut + max(0, len(line) - self._longest), 0
+        note = f" ({cut:,} bytes of this line are left out)".encode() if cut else b""
+        return line[: self._longest] + note + b"\n"
+
+
+def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
+    """Yields the lines of a buffered stream as they come, each with its end; of longer ones only the beginning."""
+    lines = Lines(longest)
+    while piece := stream.read1(CHUNK):
+        yield from lines.feed(piece)
+    yield from lines.end()
+
+
+class Output:
+    """What one rank prints, passed on line by line as long as it keeps within its allowance.
+
+    Of what is printed beyond, nobody has to read, keep or wait for more than the last lines: they come, behind a line
+    that says how much was dropped, when the allowance has grown again, when the rank is silent, and at its end.
+
+    Args:
+        prefix: Stands before each line.
+        pass_on: Takes each line.
+    """
+
+    def __init__(self, prefix: bytes, pass_on: Callable[[bytes], None]) -> None:
+        self._prefix, self._pass_on = prefix, pass_on
+        self._lines, self._left, self._when = Lines(), float(BURST), time.monotonic()
+        self._tail, self._dropped = b"", 0
+
+    def feed(self, piece: bytes) -> None:
+        """Takes what was printed; b"" where nothing was."""
+        now = time.monotonic()
+        self._left, self._when = min(BURST, self._left + (now - self._when) * RATE), now
+        if self._tail and self._left > (BURST // 4 if piece else TAIL):
+            self._resume()
+        if self._tail or len(piece) > self._left:
+            self._drop(piece)
+        else:
+            self._left -= len(piece)
+            self._send(self._lines.feed(piece))
+
+    def end(self) -> None:
+        """Nothing more will come."""
+        if self._tail:
+            self._resume()
+        self._send(self._lines.end())
+
+    def _drop(self, piece: bytes) -> None:
+        if not self._tail:
+            self._send(self._lines.end())
+            self._lines = Lines()
+        self._tail += piece
+        self._dropped += max(0, len(self._tail) - TAIL)
+        self._tail = self._tail[-TAIL:]
+
+    def _resume(self) -> None:
+        tail, dropped, self._tail, self._dropped = self._tail, self._dropped, b"", 0
+        if dropped:
+            begun, _, rest = tail.partition(b"\n")  # the end of a line, unless there is nothing else
+            tail, dropped = (rest, dropped + len(begun) + 1) if rest else (tail, dropped)
+            self._send([f"({dropped / 2**20:,.1f} MiB were printed too fast and are left out here)\n".encode()])
+        self._left -= len(tail)
+        self._send(self._lines.feed(tail))
+
+    def _send(self, lines: list[bytes]) -> None:
+        for line in lines:
+            self._pass_on(self._prefix + line)
+
+
+class Log:
+    """A file of lines that grows to a bound; of what comes then, the last lines are added at the end.
+
+    Args:
+        path: The file, which is added to.
+        room: Its bytes from now on.
+    """
+
+    def __init__(self, path: Path, room: int = LOG) -> None:
+        # Unbuffered: a log that is read while the job runs, or after its writer was killed, has to be whole.
+        self._file, self._room = path.open("ab", buffering=0), room
+        self._tail, self._dropped = b"", 0
+
+    def write(self, line: bytes) -> None:
+        """Adds a line.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        if not self._tail and len(line) <= self._room:
+            self._room -= len(line)
+            self._file.write(line)
+            return
+        self._tail += line
+        self._dropped += max(0, len(self._tail) - TAIL)
+        self._tail = self._tail[-TAIL:]
+
+    def close(self) -> None:
+        """Adds the last lines, where the file is full.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        with self._file as file:
+            if self._dropped:
+                file.write(f"({self._dropped / 2**20:,.1f} MiB are left out here: the log is full)\n".encode())
+            file.write(self._tail)
