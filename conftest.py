@@ -25,7 +25,9 @@ SHARED = tuple(
     for name in (
         "hosts",
         "lab5",
+        "launch_bounds",
         "launch_drills",
+        "launch_exposure",
         "launch_faults",
         "launch_plans",
         "launch_script",

@@ -21,6 +21,7 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from lab_utils import LabError, checkout
+from lab_utils.notebooks import read_notebook
 from lab_utils.workspace import BEGIN, FOLDERS, STUB, make_script_stub
 
 CHECK = re.compile(r'^check\.exercise\("([\d.]+)".*$', re.MULTILINE)
@@ -92,20 +93,24 @@ def write_course(notebooks: Path, folder: Path) -> list[str]:
     if taken:
         cause, fix = "a course was written there before, and may have been changed", "name another folder"
         raise LabError("Something is there already.", where=taken[0], cause=cause, fix=fix)
-    sources = {
-        f"lab{int(path.name[:2])}": (path, make_source(nbformat.read(path, as_version=4), name=path.name))
-        for path in paths
-    }
-    for assignment, (path, source) in sources.items():
-        target = folder / "source" / assignment
-        target.mkdir(parents=True)
-        nbformat.write(source, target / path.name)
-        for name in FOLDERS:
-            shutil.copytree(notebooks / name, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
-        for script in (target / "scripts").glob("*.py"):
-            script.write_text(make_script_stub(script.read_text(encoding="utf-8"), name=script.name), encoding="utf-8")
-    (folder / "nbgrader_config.py").write_text(CONFIG.format(stub="\n".join(STUB)), encoding="utf-8")
+    sources = {f"lab{int(path.name[:2])}": (path, make_source(read_notebook(path), name=path.name)) for path in paths}
+    try:
+        for assignment, (path, source) in sources.items():
+            _write_assignment(folder / "source" / assignment, path, source)
+        (folder / "nbgrader_config.py").write_text(CONFIG.format(stub="\n".join(STUB)), encoding="utf-8")
+    except (OSError, ValueError) as error:  # a full disk, or a script that is no text
+        fix = "name another folder, in which nothing is yet"
+        raise LabError("The course cannot be written.", where=folder, cause=str(error)[:200], fix=fix) from error
     return list(sources)
+
+
+def _write_assignment(target: Path, path: Path, source: NotebookNode) -> None:
+    target.mkdir(parents=True)
+    nbformat.write(source, target / path.name)
+    for name in FOLDERS:
+        shutil.copytree(path.parent / name, target / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+    for script in (target / "scripts").glob("*.py"):
+        script.write_text(make_script_stub(script.read_text(encoding="utf-8"), name=script.name), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a crash."""
+"""Files that are there whole or not at all, also after a crash; and reading what may not be the file that was meant."""
 
 from __future__ import annotations
 
@@ -38,19 +38,6 @@ def write_atomically(path: Path, *, prefix: str | None = None, mode: int = 0o644
     sync_folder(path.parent)
 
 
-@contextlib.contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
-    """Opens a file for reading; a pipe or a device of this name is not waited for, and not read.
-
-    Raises:
-        OSError: It is not there, may not be read, or is no regular file (a link to one is).
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "Not a regular file", str(path))
-        yield file
-
-
 def sync_folder(folder: Path) -> None:
     """Sends a folder to the disk: a renamed file survives a power cut only when its folder, too, has arrived there."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -58,3 +45,49 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def open_regular(path: Path, *, follow: bool = True) -> Iterator[BinaryIO]:
+    """Opens a regular file for reading; what else may lie there is neither opened nor waited for.
+
+    Args:
+        path: The file.
+        follow: Whether the file may be behind a symbolic link.
+
+    Raises:
+        OSError: It is not there, no regular file, or cannot be read; ``strerror`` says which.
+    """
+    _refuse_other(path.stat(follow_symlinks=follow))  # opening a device may do something, if only to a tape
+    # Asked again once it is open, since it may be replaced in between; a pipe would wait for somebody to write.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
+    with os.fdopen(os.open(path, flags), "rb") as file:
+        _refuse_other(os.fstat(file.fileno()))
+        yield file
+
+
+def _refuse_other(found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "a device or a socket")
+        raise OSError(errno.EINVAL, f"it is {kind} and no regular file")
+
+
+def read_bounded(path: Path, most: int, *, follow: bool = True) -> bytes:
+    """Returns the content of a regular file of at most ``most`` bytes.
+
+    Args:
+        path: The file.
+        most: Bytes; a larger file is refused before it is read, and one that grows meanwhile after that many.
+        follow: Whether the file may be behind a symbolic link.
+
+    Raises:
+        OSError: It is not there, no regular file, too large, or cannot be read; ``strerror`` says which.
+    """
+    with open_regular(path, follow=follow) as file:
+        size = os.fstat(file.fileno()).st_size
+        content = file.read(most + 1) if size <= most else b""
+    size = max(size, len(content))
+    if size > most:
+        raise OSError(errno.EFBIG, f"it has {size / 2**20:,.1f} MB, and {most / 2**20:,.0f} is the most")
+    return content

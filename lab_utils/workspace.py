@@ -7,6 +7,7 @@ one source and a graded course can use nbgrader as it is.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import hashlib
 import json
@@ -19,7 +20,8 @@ import nbformat
 from nbformat import NotebookNode
 
 from lab_utils import LabError, checkout
-from lab_utils.files import write_atomically
+from lab_utils.files import read_bounded, write_atomically
+from lab_utils.notebooks import NOTEBOOK_BYTES, read_notebook
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
@@ -115,7 +117,11 @@ def update(notebooks: Path, workspace: Path) -> Report:
         LabError: There are no labs in ``notebooks``, or one of them cannot be read or has unbalanced markers.
     """
     generated = _generate(notebooks)
-    workspace.mkdir(parents=True, exist_ok=True)
+    try:
+        workspace.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        cause, fix = error.strerror or "", "rename what is there, then run: make workspace"
+        raise LabError("The folder for your copy cannot be made.", where=workspace, cause=cause, fix=fix) from error
     known = _read_manifest(workspace / MANIFEST)
     state = {name: _judge(workspace / name, known.get(name, []), _digest(text)) for name, text in generated.items()}
     stale = [name for name, verdict in state.items() if verdict in ("written", "refreshed")]
@@ -123,7 +129,8 @@ def update(notebooks: Path, workspace: Path) -> Report:
     fresh = {name: [_digest(text)] for name, text in generated.items()}
     _write_manifest(workspace, {**known, **{name: known.get(name, []) + fresh[name] for name in stale}})
     for leftover in {left for name in generated for left in (workspace / name).parent.glob(f"{TEMPORARY}*")}:
-        leftover.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder of that name is none of ours
+            leftover.unlink()
     for name in stale:
         _write(workspace / name, generated[name], notebooks / name)
     outdated = [name for name, verdict in state.items() if verdict == "outdated"]
@@ -134,9 +141,12 @@ def update(notebooks: Path, workspace: Path) -> Report:
 
 def _judge(path: Path, known: list[str], wanted: str) -> str:
     """Says what to do with one file, from the digests of what was generated before and of what is wanted now."""
-    if not path.exists():
+    try:
+        found = _digest(read_bounded(path, NOTEBOOK_BYTES))
+    except FileNotFoundError:
         return "written"
-    found = _digest(path.read_bytes()) if path.is_file() else ""
+    except OSError:  # a folder, say, or larger than anything of ours: not ours to replace
+        found = None
     if found == wanted:
         return "current"
     if found in known:
@@ -148,14 +158,8 @@ def _judge(path: Path, known: list[str], wanted: str) -> str:
 def _generate(notebooks: Path) -> dict[str, bytes]:
     generated = {}
     for path in sorted(notebooks.glob("*.ipynb")):
-        try:
-            notebook = nbformat.read(path, as_version=4)
-        except (ValueError, OSError, nbformat.ValidationError) as error:
-            cause = str(error).splitlines()[0][:200]
-            # This file alone: the others may hold edits that are nowhere else.
-            fix = f"git checkout -- {shlex.quote(str(path))}"
-            raise LabError(f"{path.name} cannot be read.", where=path, cause=cause, fix=fix) from error
-        generated[path.name] = (nbformat.writes(make_stub(notebook, name=path.name)) + "\n").encode()
+        stub = make_stub(read_notebook(path), name=path.name)
+        generated[path.name] = (nbformat.writes(stub) + "\n").encode()
     if not generated:
         raise LabError(
             "There are no labs here.", where=notebooks, cause="another folder was meant", fix="make workspace"
@@ -168,9 +172,13 @@ def _generate(notebooks: Path) -> dict[str, bytes]:
 
 def _copy(path: Path, name: str) -> bytes:
     # Bytes where nothing is to be replaced: a figure, or a file that is not text at all.
-    text = path.read_bytes()
-    script = name.startswith("scripts/") and path.suffix == ".py"
-    return make_script_stub(text.decode(), name=name).encode() if script else text
+    try:
+        text = path.read_bytes()
+        script = name.startswith("scripts/") and path.suffix == ".py"
+        return make_script_stub(text.decode(), name=name).encode() if script else text
+    except (OSError, ValueError) as error:
+        fix = f"git checkout -- {shlex.quote(str(path))}"
+        raise LabError(f"{name} cannot be read.", where=path, cause=str(error)[:200], fix=fix) from error
 
 
 def _digest(text: bytes) -> str:
@@ -180,9 +188,9 @@ def _digest(text: bytes) -> str:
 def _read_manifest(path: Path) -> dict[str, list[str]]:
     """Reads, per file, the digests of what was generated; {} where there is none: then all files are the learner's."""
     try:
-        files = json.loads(path.read_text())["files"]
+        files = json.loads(read_bounded(path, NOTEBOOK_BYTES))["files"]
         return {str(name): [str(digest) for digest in digests] for name, digests in files.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return {}
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import os
 import random
+import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 FUZZ = "LAB_FUZZ"
 
@@ -68,3 +70,27 @@ def _change(value: object, dice: random.Random, odd: Sequence[object]) -> object
     else:
         value[key] = _change(value[key], dice, odd)
     return value
+
+
+def make_odd_file(path: Path, kind: str, beginning: bytes = b"") -> None:
+    """Puts something in a file's place that is none, or a sparse one of 3 GB; nobody writes to the pipe."""
+    match kind:
+        case "a link to nothing":
+            path.symlink_to(path.with_name("there is no such file"))
+        case "a link to a device":
+            path.symlink_to("/dev/zero")
+        case "a folder":
+            path.mkdir()
+        case "a pipe":
+            os.mkfifo(path)
+        case "a socket":
+            folder = os.open(path.parent, os.O_RDONLY)  # a socket's name has at most 107 bytes
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(f"/proc/self/fd/{folder}/{path.name}")
+            os.close(folder)
+        case "3 GB":
+            with path.open("wb") as file:
+                file.write(beginning)
+                file.truncate(3 * 2**30)
+        case _:
+            raise ValueError(kind)

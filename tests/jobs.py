@@ -186,11 +186,11 @@ def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:
 
 
 def find_processes(job_id: str, part: str, node: int | None = None) -> list[int]:
-    """The processes of a job whose command line has this in it: "supervisor.py", "distributed.run", "launch.worker"."""
+    """The processes of a job whose command line has this in it: "supervisor.py", "launch.agent", "launch.worker"."""
     return [
         pid
         for pid, command, env in list_processes(job_id)
-        if part in command and (part != "launch.worker" or "distributed.run" not in command)
+        if part in command and (part != "launch.worker" or "launch.agent" not in command)
         if node is None or env.get("LAB_NODE") == str(node)
     ]
 

@@ -79,6 +79,15 @@ def same_reference(right, monkeypatch):
     monkeypatch.setattr(ddp_script, "_run_alone", reuse)
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x = 1\0", b"#" * 10_000_000, b"(" * 100_000], ids=range(4))
+def test_a_script_that_cannot_be_read_is_named(tmp_path, count_runs, content):
+    path = tmp_path / "train_ddp.py"
+    path.write_bytes(content)
+    with pytest.raises((LabError, SyntaxError)) as caught:
+        check.exercise("5.1", str(path))
+    assert "train_ddp.py" in str(caught.value) and not count_runs
+
+
 def test_a_script_with_gaps_is_not_run(write, count_runs):
     with pytest.raises(NotImplementedError, match=r"train_ddp.py has 5 places left to fill in"):
         check.exercise("5.1", write(stub=True))

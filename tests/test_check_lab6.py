@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 from drawn import assert_explains
+from fuzzing import make_odd_file
 
 from lab_utils import LabError, check
-from lab_utils.check import NotYetError, cards
+from lab_utils.check import NotYetError, cards, tries
 from lab_utils.check.cards.faults import FAULTS, PILES, read_job
 
 EXERCISES = {"stops": "6.1", "unmatched": "6.2", "wrong": "6.3"}
@@ -264,6 +265,34 @@ def test_what_the_learner_wrote_stays_and_what_solve_wrote_does_not(capsys):
     assert "set_epoch" not in draw("A").path.read_text()
     card.path.write_text(read_job("ddp"))  # as a learner's mend reads who puts the line back
     assert draw("A").path.read_text() == read_job("ddp")
+
+
+ODD_CARDS = {"no text": b"\xff\xfe", "10 MB": b"#" * 10_000_000, "a folder": None, "a pipe": None}
+
+
+@pytest.mark.parametrize(("kind", "content"), ODD_CARDS.items(), ids=ODD_CARDS)
+def test_a_card_s_file_that_cannot_be_read_stays_and_is_named(kind, content):
+    card = draw("A")
+    card.name("A")
+    card.path.unlink()
+    if content is None:
+        make_odd_file(card.path, kind)
+    else:
+        card.path.write_bytes(content)
+    before = card.path.lstat()
+    assert draw("A").path == card.path
+    for use in (card.solve, lambda: check.exercise("6.3", card)):
+        with pytest.raises(LabError) as caught:
+            use()
+        assert_explains(caught.value, "cards/card-3.py", "draw the card again")
+    assert card.path.lstat() == before and tries.read_source(card) == ""
+
+
+def test_a_folder_of_cards_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "cards").write_text("mine")
+    with pytest.raises(LabError) as caught:
+        cards.draw("stops")
+    assert_explains(caught.value, "cannot be written", "cards")
 
 
 def test_a_solved_card_is_not_drawn_again_until_all_are(capsys):

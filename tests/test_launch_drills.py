@@ -136,7 +136,7 @@ def test_7_an_interrupt_while_a_node_is_waited_for(order, script, start_launcher
     )
     launcher.wait_for("waiting for node1 to join: ")
     job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
-    assert find_processes(job_id, "distributed.run")
+    assert find_processes(job_id, "launch.agent")
     start = time.monotonic()
     os.killpg(launcher.process.pid, signal.SIGINT)
     launcher.process.wait(15)
@@ -305,8 +305,8 @@ def find_of(job, part, node):
     ("name", "act"),
     [
         ("supervisor", lambda job: kill(find_of(job, "supervisor.py", 1))),
-        ("torchrun", lambda job: kill(find_of(job, "distributed.run", 1))),
-        ("both", lambda job: kill([*find_of(job, "supervisor.py", 1), *find_of(job, "distributed.run", 1)])),
+        ("torchrun", lambda job: kill(find_of(job, "launch.agent", 1))),
+        ("both", lambda job: kill([*find_of(job, "supervisor.py", 1), *find_of(job, "launch.agent", 1)])),
         ("stopped worker", lambda job: kill(find_of(job, "launch.worker", 1), signal.SIGSTOP)),
     ],
 )

@@ -162,7 +162,7 @@ class FakeLink:
 def follow(link, log, show=lambda line: None):
     story = Story(["a"], ["10.0.0.1"])
     story.read("a", say("worker", rank=0, pid=57, host="a", local_rank=0, node=0, processes=1))
-    run = Run({"a": link}, story, log=log, join_timeout=5, restarts=False, say=show, stop=threading.Event())
+    run = Run({"a": link}, story, log=log, join_timeout=5, limit=60, restarts=False, say=show, stop=threading.Event())
     run.follow()
     return story, run
 

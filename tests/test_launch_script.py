@@ -69,6 +69,7 @@ def make_plan(**changes):
     """A plan without anything special."""
     plain = Plan(
         job_id="train-1",
+        rendezvous_id="5ec2e7",
         node=0,
         node_name="node0",
         nodes=2,
@@ -94,6 +95,7 @@ def draw_plan(draw, number, folder, python):
     node = draw.randrange(2)
     return make_plan(
         job_id=f"job-{number}",
+        rendezvous_id=f"{number}",
         node=node,
         node_name=draw_text(draw),
         python=str(link),
@@ -138,7 +140,7 @@ def test_a_thousand_hostile_scripts_run_what_they_say_and_nothing_else(tmp_path)
         job = Path(plan.job_folder)
         words, environ = read_words(job / "argv"), read_words(job / "environ")
         end = ["-m", "lab_utils.launch.worker", f"{plan.code_folder}/script/{plan.script}", *plan.args]
-        assert words[:2] == ["-m", "torch.distributed.run"], path
+        assert words[:2] == ["-m", "lab_utils.launch.agent"], path
         assert words[-len(end) :] == end, path
         options = words[2 : -len(end)]
         assert all(option.startswith("--") for option in options), path
@@ -237,11 +239,10 @@ def read_options(plan):
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_meeting_by_address(node):
     options = read_options(make_plan(node=node, address=f"10.0.0.{11 + node}", join_timeout=7.5))
-    assert options[:6] == [
+    assert options[:5] == [
         "--nnodes=2",
         "--nproc-per-node=1",
         "--rdzv-backend=c10d",
-        "--rdzv-id=train-1",
         "--rdzv-endpoint=10.0.0.11:29400",
         # Whole seconds, and exactly one host, whatever the hosts are called; no question waits for ever.
         f"--rdzv-conf=is_host={int(node == 0)},join_timeout=8,read_timeout=30",

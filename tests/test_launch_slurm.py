@@ -60,6 +60,7 @@ def plan(tmp_path, root):
     (base / "code" / "script" / "my train.py").write_text(SCRIPT)
     return Plan(
         job_id=f"slurm-test-{os.getpid()}",
+        rendezvous_id="5ec2e7",
         node=0,
         node_name="slurm0",
         nodes=2,
@@ -211,7 +212,7 @@ def submit_plan(plan, nodes, *, say):
     """Starts a plan as a job does: the script lies in the job's folder already."""
     folder = Path(plan.job_folder)
     folder.mkdir(parents=True)
-    (folder / "job.sbatch").write_text(write(plan, nodes, limit=600))
+    (folder / "job.sbatch").write_text(write(replace(plan, limit=600), nodes))
     return start(plan, nodes, say=say, stop=threading.Event())
 
 

@@ -119,7 +119,9 @@ def test_a_healthy_pair_is_green_within_two_seconds(pair):
     assert found.interfaces == {"node0": "lo", "node1": "lo"}
     assert 20000 <= found.port <= 32767
     assert all(abs(offset) < 0.5 for offset in found.offsets.values())
-    assert {"address", "network", "port", "versions", "disk", "GPUs", "clock"} == {v.check for v in found.verdicts}
+    assert {"address", "network", "port", "versions", "disk", "GPUs", "clock", "exposure"} == {
+        v.check for v in found.verdicts
+    }
     assert f"node0 on port {found.port}" in str(found)
 
 
@@ -178,6 +180,7 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
     another, _ = start(STUBBORN, LAB_JOB_ID="preflight-ab")
     stranger, _ = start(STUBBORN)
     found = look(pair)
+    assert found.ok, "it holds nothing that this job needs"
     assert {v.fix for v in find(found, "jobs")} == {
         f"python -m lab_utils.launch stop {job}" for job in ("preflight-a", "preflight-ab")
     }
@@ -215,8 +218,19 @@ def test_a_job_that_starts_between_two_nodes_answers_is_no_leftover():
     facts = {name: {"system": {"machine": "here"}} for name in ("node0", "node1")}
     lists = {"node0": [supervisor], "node1": [supervisor, *workers]}
     assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "note"]
+    causes = [verdict.cause for verdict in judge_jobs(facts, Wanted(), lists)]
+    assert all("another notebook" in cause for cause in causes)
     lists = {"node0": [supervisor], "node1": workers}
-    assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "red"]
+    assert "leftover" in judge_jobs(facts, Wanted(), lists)[1].cause
+
+
+@pytest.mark.parametrize(("pid", "state"), [("7", "red"), ("8", "note"), ("[N/A]", "note")])
+def test_a_leftover_is_red_only_where_it_holds_what_this_job_needs(pid, state):
+    process = {"id": "job-a", "pid": 7, "command": "python", "supervisor": False}
+    facts = {"n1": {"system": {"machine": "there"}, "gpus": {"gpus": [], "apps": [[pid, "python", "900"]]}}}
+    (verdict,) = judge_jobs(facts, Wanted(), {"n1": [process]})
+    assert verdict.state == state
+    assert verdict.fix == "python -m lab_utils.launch stop job-a n1"
 
 
 def test_a_polite_leftover_is_asked_first(pair, start):
@@ -547,12 +561,26 @@ def test_only_one_port_open_says_so():
 
 
 @pytest.mark.parametrize(
-    ("address", "count"), [("8.8.8.8", 1), ("10.0.0.1", 0), ("192.168.1.1", 0), ("100.64.0.1", 0), ("127.0.0.1", 0)]
+    ("address", "state", "words"),
+    [
+        ("8.8.8.8", "note", "PUBLIC"),
+        *((address, "ok", "no password") for address in ("10.0.0.1", "192.168.1.1", "100.64.0.1")),
+        ("127.0.0.1", "ok", "no other machine"),
+    ],
 )
-def test_a_public_address_is_warned_of(address, count):
-    verdicts = routes.judge_public(make_network(), {"n1": address})
-    assert len(verdicts) == count
-    assert all("PUBLIC" in verdict.found and "encrypt" in verdict.cause for verdict in verdicts)
+def test_it_says_what_is_open_to_whom_on_every_node(address, state, words):
+    verdicts = routes.judge_exposure(make_network(), {"n1": address, "n2": address})
+    assert [verdict.node for verdict in verdicts] == ["n1", "n2"]
+    for verdict in verdicts:
+        assert verdict.state == state and words in verdict.found
+        assert bool(verdict.fix) == (state == "note")
+
+
+def test_an_interface_with_a_public_address_beside_a_private_one_is_public():
+    network = make_network()
+    network.facts["n2"]["interfaces"]["eth0"].append("8.8.8.8")
+    states = {verdict.node: verdict.state for verdict in routes.judge_exposure(network, choose(network))}
+    assert states == {"n1": "ok", "n2": "note"}
 
 
 def test_hosts_with_one_name_are_noted():

@@ -21,6 +21,8 @@ import numpy as np
 import psutil
 import pytest
 from browser import find_chromium
+from drawn import assert_explains
+from fuzzing import make_odd_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
@@ -125,6 +127,47 @@ def test_the_notes_of_other_folders_and_living_servers_and_a_broken_folder_of_no
     shutil.rmtree(tmp_path / ".tensorboard-info")
     (tmp_path / ".tensorboard-info").write_text("not a folder")
     assert board._describe_stale(logs.resolve()) == []
+
+
+NOTES = {
+    "no text": b"\xff\xfe",
+    "deep": b"[" * 50_000,
+    "giant": b'{"pid": ' + b"7" * 5000 + b"}",
+    "10 MB": b"1" * 10**7,
+}
+
+
+@pytest.mark.parametrize("kind", [*NOTES, "a pipe", "a folder", "a link to a device", "3 GB", "a giant process id"])
+def test_a_note_of_somebody_else_that_is_none_is_passed_over(logs, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plant_note(tmp_path, logs, 10**30 if "process" in kind else os.getpid())
+    odd = tmp_path / ".tensorboard-info" / "odd.info"
+    if kind in NOTES:
+        odd.write_bytes(NOTES[kind])
+    elif "process" not in kind:
+        make_odd_file(odd, kind)
+    begun = time.monotonic()
+    assert board._describe_stale(logs.resolve()) == []
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a pipe"])
+def test_a_log_that_is_no_file_is_named(logs, runs, kind):
+    runs.mkdir()
+    make_odd_file(runs / "tensorboard.log", kind)
+    with pytest.raises(LabError) as caught:
+        board.start(logs)
+    assert_explains(caught.value, "tensorboard.log")
+
+
+def test_of_a_long_log_the_end_is_told(logs, tmp_path, monkeypatch, runs):
+    monkeypatch.setattr(board, "SERVER", tmp_path / "server.py")
+    board.SERVER.write_text(
+        "import os, sys\nos.ftruncate(2, 2**31)\nos.lseek(2, 0, 2)\nsys.exit('\\nthe last\\x1b[2J words')"
+    )
+    with pytest.raises(LabError) as caught:
+        board.start(logs, seconds=10)
+    assert caught.value.cause == "the last\ufffd[2J words"
 
 
 def test_a_cell_that_runs_twice_leaves_one_server_and_a_dead_one_is_replaced(logs):

@@ -12,6 +12,8 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
+from drawn import assert_explains
+from fuzzing import make_odd_file
 from torch import nn
 
 from lab_utils import LabError, machine, timing
@@ -299,6 +301,30 @@ def test_unreadable_lines_are_counted_not_fatal(tmp_path):
         assert [record["result"] for record in records.read()] == [0, 1]
 
 
+def test_what_is_mended_is_no_longer_told_of_and_what_is_new_is(tmp_path):
+    records = Records("lab9", tmp_path)
+    records.path.mkdir()
+    with pytest.warns(timing.UnreadableWarning, match="cannot be read: it is a folder"):
+        assert records.read() == []
+    assert len(timing.list_skipped(tmp_path)) == 1 and timing.list_skipped(tmp_path / "other") == []
+    records.path.rmdir()
+    records.add("odd {kind}", 1)
+    with pytest.warns(timing.UnreadableWarning, match="1 records of kind 'odd {kind}'"):
+        assert records.read("odd {kind}", fits=lambda result: result == 2) == []
+    assert len(records.read("odd {kind}", fits=lambda result: result == 1)) == 1
+    assert timing.list_skipped(tmp_path) == []
+
+
+def test_what_would_not_be_read_back_is_not_stored(tmp_path):
+    records, deep = Records("lab9", tmp_path), []
+    for _ in range(100):
+        deep = [deep]
+    for result in (deep, "x" * 10**7, "\ud800"):
+        with pytest.raises(LabError, match="cannot be stored"):
+            records.add("kind", result)
+    assert not records.path.exists()
+
+
 def test_four_processes_append_at_once_and_no_line_is_lost(tmp_path):
     run_forked(APPENDING, tmp_path, 4)
     found = [
@@ -328,7 +354,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 @pytest.fixture
 def in_checkout(tmp_path, monkeypatch):
     """Reference runs go to an empty folder in place of the repository's own."""
-    module = importlib.import_module("lab_utils.timing.records")
+    module = importlib.import_module("lab_utils.timing.references")
     monkeypatch.setattr(module, "checkout", lambda: tmp_path)
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     return tmp_path
@@ -382,6 +408,54 @@ def test_the_command_line_refuses_in_one_message(tmp_path):
     assert done.returncode == 1
     assert done.stderr.startswith("There are no records of no such lab")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"[" * 100_000, b'{"Timing": []}', b'{"machine": {"label": "x"}, "records": []}', b"\xff"],
+    ids=["a list", "deep", "no Timing", "half", "no text"],
+)
+def test_a_reference_run_that_is_none_is_named(in_checkout, content):
+    path = in_checkout / "data" / "reference" / "lab9.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    with pytest.raises(LabError) as caught:
+        timing.reference("lab9")
+    assert_explains(caught.value, "lab9.json")
+
+
+def test_a_reference_run_with_half_a_record_is_named(in_checkout):
+    Records("lab9").add("sweep", [1])
+    path = timing.save_reference("lab9", allow_cpu=True)
+    path.write_text(path.read_text().replace('"settings"', '"setting"'))
+    with pytest.raises(LabError):
+        timing.reference("lab9")
+    path.unlink()
+    make_odd_file(path, "a pipe")
+    with pytest.raises(LabError):
+        timing.reference("lab9")
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(LabError) as caught:
+        timing.save_reference("lab9", allow_cpu=True)
+    assert_explains(caught.value, "lab9.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seconds": "ab"}, {"seconds": ["1"]}, {"seconds": [math.nan]}, {"seconds": [-1.0]}, {"seconds": [10**400]},
+     {"cpu_seconds": 3}, {"images": 1.5}, {"images": None}, {"warmup": True}, {"device": 0}, {"peak_bytes": "1"},
+     {"name": None}, {"rank": -1}],
+    ids=str,
+)  # fmt: skip
+def test_a_timing_that_is_none_is_refused(change):
+    record = make_timing("bf16", 0.1, images=8, peak_bytes=5, rank=1).as_record()
+    assert Timing.from_record(record | {"peak_bytes": None, "rank": None}).rank is None
+    with pytest.raises(ValueError):
+        Timing.from_record(record | change)
+    for other in ({}, [], "name", None):
+        with pytest.raises(ValueError):
+            Timing.from_record(other)
 
 
 def test_saved_bytes_are_those_of_the_activations_alone():

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from fuzzing import make_odd_file
 from wandb_server import WandbServer
 
 from lab_utils import LabError, launch, wandb_runs
@@ -202,7 +203,8 @@ def recorded_file(tmp_path_factory):
     run = wandb_runs.connect(tmp_path_factory.mktemp("recorded")).start(project="labs", tags=["a", "b"])
     for step in range(1, 401):
         odd = {7: math.nan, 8: math.inf, 9: -math.inf}
-        run.log({"loss": odd.get(step, step / 3), "text": f"number {step}"}, step=step)
+        # A line ends with \\n alone, whatever else a text has in it.
+        run.log({"loss": odd.get(step, step / 3), "text": f"number {step}", "odd": "a\x85b\u2028c\x1dd"}, step=step)
     run.finish()
     return wandb_runs.read_run(run.dir).file
 
@@ -212,7 +214,7 @@ def test_a_run_reads_back_exactly(recorded_file):
     loss = recorded.curve("loss")
     assert math.isnan(loss.pop(7)) and loss.pop(8) == math.inf and loss.pop(9) == -math.inf
     assert loss == {step: step / 3 for step in range(1, 401) if step not in (7, 8, 9)}
-    assert recorded.curve("text")[400] == "number 400"
+    assert recorded.curve("text")[400] == "number 400" and recorded.curve("odd")[400] == "a\x85b\u2028c\x1dd"
     assert recorded.tags == ("a", "b") and recorded.finished and recorded.last_step == 400
 
 
@@ -253,6 +255,10 @@ def test_a_folder_without_a_run_says_so(tmp_path):
         ('{"type": "run", "run": {"run_id": "a"}}\n{"type": "history", "history": {"row": {}}}', 0),
         ('{"type": "run", "run": {"run_id": "a"}}\n{"type": "history", "history": {"item": {"loss": 1}}}', 0),
         ('{"type": "run", "run": {"run_id": "a"}}\n{"type": "artifact", "artifact": {}}', 0),
+        ('{"type": "run", "run": {"run_id": "a"}}\n{"type": "history", "history": {"item": {"_step": "1"}}}', 0),
+        ('{"type": ["run"]}', 0),
+        ("[" * 100_000, 0),
+        ("7" * 5000, 0),
     ],
 )
 def test_another_sdk_is_told_in_a_clear_word(recorded_file, monkeypatch, out, code):
@@ -263,6 +269,13 @@ def test_another_sdk_is_told_in_a_clear_word(recorded_file, monkeypatch, out, co
     assert caught.value.what == "The run's record could not be read back with this version of wandb."
     assert "wandb leet inspect --json" in caught.value.cause
     assert "pip install" in caught.value.fix and caught.value.where == str(recorded_file)
+
+
+def test_a_file_too_large_for_a_run_is_named(tmp_path):
+    make_odd_file(tmp_path / "run-a.wandb", "3 GB")
+    with pytest.raises(LabError, match="larger than any run") as caught:
+        wandb_runs.read_run(tmp_path)
+    assert caught.value.fix
 
 
 def test_unknown_records_and_fields_are_passed_over():

@@ -10,6 +10,8 @@ import time
 
 import nbformat
 import pytest
+from drawn import assert_explains
+from fuzzing import make_odd_file
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from lab_utils import LabError, workspace
@@ -227,7 +229,10 @@ def test_the_learner_s_own_files_are_left_alone(labs, copy):
     assert (copy / "notes.md").read_text() == "mine"
 
 
-@pytest.mark.parametrize("garbage", [None, "", "{", "[]", '{"files": 3}', '{"files": {"01_lab.ipynb": 4}}', "\x00\xff"])
+GARBAGE = (None, "", "{", "[]", '{"files": 3}', '{"files": {"01_lab.ipynb": 4}}', "\x00\xff", "[" * 100_000)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
 def test_without_a_manifest_what_differs_is_the_learner_s(labs, copy, garbage):
     update(labs, copy)
     (copy / "01_lab.ipynb").write_bytes(b"mine")
@@ -240,6 +245,52 @@ def test_without_a_manifest_what_differs_is_the_learner_s(labs, copy, garbage):
     nbformat.write(make_lab("A better lab"), labs / "02_lab.ipynb")
     report = update(labs, copy)
     assert (report.outdated, report.refreshed) == (FILES[:1], FILES[1:2])
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "3 GB", "a link to a device"])
+def test_a_manifest_that_is_no_file_is_none(labs, copy, kind):
+    update(labs, copy)
+    (copy / "01_lab.ipynb").write_bytes(b"mine")
+    (copy / MANIFEST).unlink()
+    make_odd_file(copy / MANIFEST, kind)
+    assert update(labs, copy) == Report(current=FILES[1:], kept=FILES[:1])
+    assert (copy / "01_lab.ipynb").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "3 GB", "a link to a device", "a folder"])
+def test_what_takes_a_lab_s_place_is_the_learner_s_and_stays(labs, copy, kind):
+    update(labs, copy)
+    (copy / "01_lab.ipynb").unlink()
+    make_odd_file(copy / "01_lab.ipynb", kind)
+    (copy / ".writing-folder").mkdir()
+    before = (copy / "01_lab.ipynb").lstat()
+    assert update(labs, copy) == Report(current=FILES[1:], kept=FILES[:1])
+    after = (copy / "01_lab.ipynb").lstat()
+    assert (after.st_ino, after.st_mode, after.st_size) == (before.st_ino, before.st_mode, before.st_size)
+
+
+def test_a_learner_s_file_that_nobody_may_read_is_kept(labs, copy, monkeypatch):
+    update(labs, copy)
+
+    def refuse(path, *_, **__):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(workspace, "read_bounded", refuse)
+    assert set(update(labs, copy).kept) == set(FILES)
+
+
+def test_a_workspace_that_is_a_file_is_named(labs, copy, capsys):
+    copy.write_text("mine")
+    assert workspace.main(["--notebooks", str(labs), "--workspace", str(copy)]) == 1
+    assert "fix:" in capsys.readouterr().err and copy.read_text() == "mine"
+
+
+def test_a_script_that_is_no_text_is_named(labs, copy):
+    (labs / "scripts" / "train.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(LabError) as caught:
+        update(labs, copy)
+    assert_explains(caught.value, "scripts/train.py cannot be read", "git checkout")
+    assert not copy.exists()
 
 
 def test_a_notebook_that_cannot_be_read_is_named(labs, copy, capsys):

@@ -12,20 +12,24 @@ import importlib.util
 import json
 import os
 import select
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab_utils import LabError, env_folder
+from lab_utils.text import clean
 
 if TYPE_CHECKING:
     from IPython.display import IFrame
 
 SERVER = Path(__file__).with_name("server.py")
 PORT = 6006
+NOTE_BYTES = 2**16  # of a note, which has some hundred, and of the end of a log
 # The servers of this process, by folder: a cell that is run twice must not leave two behind.
 _running: dict[Path, Board] = {}
 
@@ -98,6 +102,9 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
     log = env_folder("LAB_RUNS", "runs") / "tensorboard.log"
     for folder in (logdir, log.parent):
         folder.mkdir(parents=True, exist_ok=True)
+    if log.exists() and not log.is_file():  # a pipe would wait for somebody to read
+        cause, fix = "it is no regular file", "rename what is there, and run the cell again"
+        raise LabError("The log of TensorBoard cannot be written.", where=log, cause=cause, fix=fix)
     # -P: what lies beside server.py must not be imported in place of other packages. A session of its own: an interrupt
     # of the kernel goes to the kernel's whole group, and is not meant for the server.
     command = [sys.executable, "-P", str(SERVER), str(logdir), str(port), str(os.getpid())]
@@ -111,11 +118,11 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
         process.kill()
         process.wait()
         process.stdout.close()
-        said = (log.read_text(errors="replace").strip().splitlines() or ["it said nothing"])[-1]
+        said = (_read_end(log).strip().splitlines() or ["it said nothing"])[-1]
         raise LabError(
             f"TensorBoard did not start within {seconds:g} s.",
             where=logdir,
-            cause=said[:300],
+            cause=clean(said, 300),
             fix="run the cell again; if it fails again: python -m lab_utils.machine",
             log=log,
         ) from error
@@ -165,6 +172,12 @@ def _read_line(process: subprocess.Popen, seconds: float) -> bytes:
     return text
 
 
+def _read_end(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - NOTE_BYTES))
+        return file.read(NOTE_BYTES).decode(errors="replace")
+
+
 def _describe_stale(logdir: Path) -> list[str]:
     """What to say of servers of the same folder that were killed, and whose notes in .tensorboard-info remained.
 
@@ -173,7 +186,12 @@ def _describe_stale(logdir: Path) -> list[str]:
     import psutil
     from tensorboard import manager
 
-    with contextlib.suppress(OSError):  # the folder of the notes may be another user's
+    # All users share the folder of the notes. What is no note there, and makes TensorBoard wait or fail, or fills the
+    # memory, is not worth a learner's evening: then we say nothing.
+    with contextlib.suppress(Exception):
+        notes = Path(tempfile.gettempdir(), ".tensorboard-info").iterdir()
+        if not all(stat.S_ISREG(found.st_mode) and found.st_size <= NOTE_BYTES for found in map(Path.stat, notes)):
+            return []
         for info in manager.get_all():
             if info.logdir and Path(info.logdir).resolve() == logdir and not psutil.pid_exists(info.pid):
                 return [f"(The note of an earlier one, on port {info.port}, is stale: its process is gone.)"]

@@ -21,12 +21,13 @@ from pathlib import Path
 
 import lab_utils
 from lab_utils import LabError, launch
-from lab_utils.check import NotYetError, expect
+from lab_utils.check import NotYetError, expect, tries
 from lab_utils.check.checkpoint import expect_same_state, expect_saved_once
 from lab_utils.check.precautions import expect_precautions
 from lab_utils.data import shapes
 from lab_utils.data.sources import SHAPES_FINGERPRINT
 from lab_utils.data.write import write_pack
+from lab_utils.files import read_bounded
 
 RANKS, IMAGES, BATCH_SIZE, EPOCHS = 2, 96, 16, 2
 STEPS_PER_EPOCH = IMAGES // (RANKS * BATCH_SIZE)
@@ -74,7 +75,7 @@ def verify_ddp_script(path: str | Path) -> str:
     if not script.is_file():
         fix = "name it relative to the notebook's folder: scripts/train_ddp.py"
         raise LabError(f"There is no script {script.name!r}.", where=script, cause="a slip in the path", fix=fix)
-    tree = ast.parse(script.read_text(encoding="utf-8"), filename=str(script))
+    tree = _parse(script)
     gaps = sum(isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) for node in ast.walk(tree))
     if gaps:
         raise NotImplementedError(f"{path} has {gaps} place{'s' if gaps > 1 else ''} left to fill in.")
@@ -89,6 +90,19 @@ def verify_ddp_script(path: str | Path) -> str:
         expect_saved_once(runs.saved, first)
         expect_same_state(runs.saved[first], runs.saved_alone)
     return PROVED
+
+
+def _parse(script: Path) -> ast.Module:
+    """Reads the script; a SyntaxError is the learner's to see, with its line."""
+    try:
+        text = read_bounded(script, tries.SOURCE_BYTES).decode()
+        if "\0" in text:
+            raise ValueError("it holds zero bytes")
+        return ast.parse(text, filename=str(script))
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        fix = "save it as plain text in UTF-8, or rename it and run: make workspace"
+        raise LabError(f"{script.name} cannot be read.", where=script, cause=cause, fix=fix) from error
 
 
 def _run_both(script: Path, folder: Path) -> _Runs:

@@ -8,10 +8,14 @@ import statistics
 from typing import TYPE_CHECKING
 
 from lab_utils import LabError
+from lab_utils.text import clean
 from lab_utils.timing import Records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+# Questions, of which the labs have some 20; and the largest ratio, either way, that a figure has room for.
+MOST_QUESTIONS, FARTHEST = 100, 1e12
 
 
 def keep_guess(what: str, guess: float, found: float) -> None:
@@ -28,25 +32,36 @@ def keep_guess(what: str, guess: float, found: float) -> None:
 
 
 def read_guesses() -> dict[str, tuple[float, float]]:
-    """Returns guess and finding for each question, in the order in which they were first asked."""
-    records: list[dict] = []
-    with contextlib.suppress(OSError):
-        records = Records("checks").read("guess")
-    return {what: (guess, found) for what, guess, found in (record["result"] for record in records)}
+    """Returns guess and finding for each question, in the order in which they were first asked.
+
+    Of more than 100 questions those that were asked first are left out; the labs have fewer.
+    """
+    results = [record["result"] for record in Records("checks").read("guess", fits=_is_guess)]
+    kept = {what: (float(guess), float(found)) for what, guess, found in results}
+    return dict(list(kept.items())[-MOST_QUESTIONS:])
+
+
+def _is_guess(result: object) -> bool:
+    if not isinstance(result, list) or [type(part) for part in result[:1]] != [str] or len(result) != 3:
+        return False
+    # A number that no float can hold is none of ours; one that is infinite, or none, may have been measured.
+    return all(type(number) is float or (type(number) is int and abs(number) < 2**63) for number in result[1:])
 
 
 def calibration() -> Axes | None:
     """Draws by which factor each guess was off, and prints how far off they typically were.
 
-    Only a guess and a finding that are both above 0 have a ratio; others are named.
+    Only a guess and a finding that are both above 0, and neither infinite nor 10¹²-fold each other, have a ratio that
+    can be drawn; others are named.
 
     Returns:
         The Axes; None while there is no guess to draw.
     """
     from lab_utils import plots
 
-    kept = read_guesses()
+    kept = {clean(what, 200): pair for what, pair in read_guesses().items()}
     ratios = {what: guess / found for what, (guess, found) in kept.items() if guess > 0 and found > 0}
+    ratios = {what: ratio for what, ratio in ratios.items() if 1 / FARTHEST < ratio < FARTHEST}
     for what in [what for what in kept if what not in ratios]:
         print(f"{what}: guessed {kept[what][0]:g}, found {kept[what][1]:g}, which has no ratio")
     if not ratios:
@@ -56,4 +71,5 @@ def calibration() -> Axes | None:
     high = sum(ratio > 1 for ratio in ratios.values())
     count = f"{len(ratios)} guess{'es' * (len(ratios) > 1)}"
     print(f"{count}, half of them within a factor of {typical:.1f}; {high} too high, {len(ratios) - high} too low")
-    return plots.ratios(ratios)
+    # In a figure, a formula would begin.
+    return plots.ratios({what.replace("$", r"\$"): ratio for what, ratio in ratios.items()})

@@ -28,10 +28,10 @@ def verify_card(card: Card, *, pile: str) -> str:
         expected="first the cause, then the mend",
         hint="card.name(...) with the letter of the cause",
     )
-    if not card.path.is_file():
+    if not card.path.exists():
         fix = "draw the card again: it writes the job anew"
         raise LabError(f"There is no {card.path}.", where=card.path, cause="it was deleted or renamed", fix=fix)
-    text, parallel = card.path.read_text(encoding="utf-8"), card.fault.job == "ddp"
+    text, parallel = card.read(), card.fault.job == "ddp"
     if text == card.fault.break_job():
         cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
         raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import nbformat
-
 from lab_utils import LabError, checkout
+from lab_utils.notebooks import read_notebook
 from lab_utils.workspace import BEGIN
 
 
@@ -22,7 +21,7 @@ def find_solution(number: str) -> str:
     """
     folder = checkout() / "notebooks"
     for path in sorted(folder.glob(f"{int(number.partition('.')[0]):02d}_*.ipynb")):
-        for cell in nbformat.read(path, as_version=4).cells:
+        for cell in read_notebook(path).cells:
             if cell.cell_type == "code" and f'check.exercise("{number}"' in cell.source:
                 solution = _cut(cell.source, folder)
                 if BEGIN in solution:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab_utils import LabError
+from lab_utils.files import read_bounded
 from lab_utils.timing import Records
 
 if TYPE_CHECKING:
     from lab_utils.check.cards import Card
+
+SOURCE_BYTES = 2**20  # of a script or a card
 
 
 @dataclass(frozen=True)
@@ -36,10 +39,7 @@ class Standing:
 def read_standings() -> dict[str, Standing]:
     """Returns the standing of every exercise that was tried or asked for, by its number."""
     standings: dict[str, Standing] = {}
-    records: list[dict] = []
-    with contextlib.suppress(OSError):  # no folder, or not ours
-        records = Records("checks").read("exercise")
-    for record in records:
+    for record in Records("checks").read("exercise", fits=_is_try):
         number, what, answer = record["result"]
         old = standings.get(number, Standing())
         standings[number] = {
@@ -48,6 +48,10 @@ def read_standings() -> dict[str, Standing]:
             "asked": Standing(old.solved, old.wrong, old.asked + 1, old.answer),
         }.get(what, old)
     return standings
+
+
+def _is_try(result: object) -> bool:
+    return isinstance(result, list) and len(result) == 3 and all(isinstance(part, str) for part in result)
 
 
 def note(number: str, what: str, answer: str = "") -> None:
@@ -62,8 +66,8 @@ def note(number: str, what: str, answer: str = "") -> None:
 def read_source(answer: Callable | str | Card) -> str:
     """Returns the source of an answer, a function, a card or the path of a script; "" where it cannot be read."""
     try:
-        return (
-            inspect.getsource(answer) if callable(answer) else Path(getattr(answer, "path", answer)).read_text("utf-8")
-        )
+        if callable(answer):
+            return inspect.getsource(answer)
+        return read_bounded(Path(getattr(answer, "path", answer)), SOURCE_BYTES).decode()
     except (OSError, TypeError, ValueError):
         return ""

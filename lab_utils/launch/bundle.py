@@ -100,5 +100,5 @@ def _add(archive: tarfile.TarFile, target: str, content: Mapping[str, bytes] | P
         return
     for name, text in content.items():
         entry = tarfile.TarInfo(f"{target}/{name}")
-        entry.size, entry.mode = len(text), 0o644
+        entry.size, entry.mode = len(text), 0o600
         archive.addfile(entry, io.BytesIO(text))

@@ -29,9 +29,13 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
     if first and _is_own(first[0]):
         return _describe_rank(story, first[0], errors)
     limits = [part.ended["why"] for part in story.nodes.values() if part.ended and "time limit" in part.ended["why"]]
-    if limits:  # one node ends a moment before the other, whose ranks then miss the first one's
+    if limits or why == "limit":  # one node ends a moment before the other, whose ranks then miss the first one's
+        silent = [part.name for part in story.nodes.values() if why and not (part.ended or part.by_hand)]
         cause = "it had more to do, or a rank waited for something that never came"
-        return Failure("limit", f"The job ran into its {limits[0]}.", cause=cause, fix="a larger limit=, or less work")
+        if silent:
+            cause = f"the supervisor on {', '.join(silent)} was stopped (SIGSTOP), or that machine hangs"
+        what = _shorten(f"The job ran into its {limits[0] if limits else 'time limit'}.")
+        return Failure("limit", what, cause=cause, fix="a larger limit=, or less work")
     for part in story.nodes.values():
         if part.ended and "heartbeat" in part.ended["why"] and not why:
             cause = "the computer that runs this notebook slept, or the network to the node was cut"

@@ -21,7 +21,7 @@ from lab_utils.launch.plans import make_plans
 from lab_utils.launch.preflight import Preflight, check_nodes
 from lab_utils.launch.run import Run
 from lab_utils.launch.script import Plan, write_script
-from lab_utils.launch.start import copy_all, start_links
+from lab_utils.launch.start import copy_all, start_links, sweep
 from lab_utils.launch.story import Story
 
 # How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
@@ -93,6 +93,7 @@ class TorchrunJob:
         """Gives the next launch an id of its own: what is left of an earlier one must not be joined."""
         name = re.sub(r"[^A-Za-z0-9-]+", "-", self.script.stem)[:30].strip("-") or "job"
         self.id = f"{name}-{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        self.rendezvous_id = secrets.token_hex(16)
         self.folder = env_folder("LAB_RUNS", "runs") / "jobs" / self.id
 
     def preflight(self) -> Preflight:
@@ -132,12 +133,12 @@ class TorchrunJob:
 
     def _write(self, plans: Sequence[Plan]) -> list[Path]:
         if self._on_slurm:
-            texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes, limit=self.limit)}
+            texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes)}
         else:
             texts = {f"node{plan.node}.sh": write_script(plan) for plan in plans}
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, text in texts.items():
-            with write_atomically(self.folder / name, mode=0o755) as file:
+            with write_atomically(self.folder / name, mode=0o700) as file:  # the id of the rendezvous is a secret
                 file.write(text.encode(errors="surrogateescape"))
         return [self.folder / name for name in texts]
 
@@ -224,11 +225,17 @@ class TorchrunJob:
             story,
             log=self.folder / "output.log",
             join_timeout=self.join_timeout,
+            limit=self.limit,
             restarts=self.max_restarts > 0,
             say=say,
             stop=self._stop,
         )
-        run.follow()
+        try:
+            run.follow()
+        finally:
+            failed = bool(run.why or story.errors)  # else a node that was started by hand is about to end
+            parts = [(node, story.nodes[node.name]) for node in self.nodes]
+            sweep([node for node, part in parts if not part.ended and (failed or not part.by_hand)], self.id)
         seconds |= {"joined": run.joined, "total": time.monotonic() - started}
         failure = diagnose(story, why=run.why)
         size = max([len(self.nodes) * self.nproc_per_node, *(rank + 1 for rank in story.ranks)])

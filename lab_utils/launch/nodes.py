@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lab_utils import LabError
+from lab_utils.launch.supervisor import read_lines
 
 
 class Node(Protocol):
@@ -77,12 +78,12 @@ class PipeLink:
 
     def _read_errors(self) -> None:
         with contextlib.suppress(ValueError, OSError):
-            self._errors.extend(self._process.stderr)
+            self._errors.extend(read_lines(self._process.stderr, 10_000))
 
     def lines(self) -> Iterator[bytes]:
         """Yields what the supervisor prints, line by line, until it has ended."""
         with contextlib.suppress(ValueError, OSError):
-            yield from self._process.stdout
+            yield from read_lines(self._process.stdout)
         self._process.wait()
 
     def beat(self) -> None:

@@ -40,6 +40,7 @@ def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Pla
     return [
         Plan(
             job_id=job.id,
+            rendezvous_id=job.rendezvous_id,
             node=index,
             node_name=node.name,
             nodes=len(job.nodes),
@@ -58,6 +59,7 @@ def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Pla
             threads=_share_cores(job, node),
             join_timeout=job.join_timeout,
             hang_timeout=job.hang_timeout,
+            limit=job.limit,
             max_restarts=job.max_restarts,
             rank_order=job.rank_order,
             env=_choose_env(job, node),

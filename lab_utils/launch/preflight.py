@@ -135,7 +135,7 @@ def check_nodes(
     verdicts = [judge_error(name, error) for name, error in {**errors, **late}.items()]
     verdicts += routes.judge_names(network, chosen)
     verdicts += [routes.judge_address(network, name, chosen.get(name)) for name in answers]
-    verdicts += routes.judge_public(network, chosen)
+    verdicts += routes.judge_exposure(network, chosen)
     verdicts += routes.judge_routes(network, chosen, seconds=waits["connect"])
     listening = network.listening.get(network.head, {})
     job = (listening.get("busy") or {}).get("job", "")

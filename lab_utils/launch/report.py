@@ -10,6 +10,9 @@ from typing import Any
 from lab_utils import LabError
 from lab_utils.files import write_atomically
 
+# Each rank's result goes over the connection to its node in one line.
+LONGEST = 8 * 2**20
+
 
 def report(value: Any) -> None:
     """Hands this rank's result to the launcher, where it becomes ``JobResult.results[rank]``; the last call counts.
@@ -20,13 +23,16 @@ def report(value: Any) -> None:
         value: Numbers, strings, and lists and dictionaries of them.
 
     Raises:
-        LabError: JSON cannot hold the value.
+        LabError: JSON cannot hold the value, or it is longer than 8 MiB.
     """
     try:
         text = json.dumps(value)
     except (TypeError, ValueError) as error:
         fix = "turn tensors into numbers with .item() or .tolist()"
         raise LabError("This result cannot be reported.", where="launch.report", cause=str(error), fix=fix) from error
+    if len(text) > LONGEST:
+        fix = "report the few numbers that you compare, and write the rest to a file"
+        raise LabError("This result is too long to be reported.", where=f"{len(text):,} bytes as JSON", fix=fix)
     folder = os.environ.get("LAB_JOB_FOLDER")
     if not folder:
         print(f"result: {text}")

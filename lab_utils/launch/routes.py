@@ -190,15 +190,19 @@ def judge_port(network: Network, stop: str) -> list[Verdict]:
     return [Verdict(network.head, "port", "red", f"port {port} is held by {holder}", cause, fix)]
 
 
-def judge_public(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:
-    """Warns of a rendezvous that the whole Internet might talk to."""
-    address = chosen.get(network.head)
-    if not address or not ipaddress.ip_address(address).is_global:
-        return []
-    what = f"{address} is a PUBLIC address: anyone who reaches it could join or read the job"
-    cause = "torch's rendezvous and Gloo neither ask who it is nor encrypt (https://pytorch.org, SECURITY.md)"
-    fix = "use private addresses, or let the firewall admit the nodes alone"
-    return [Verdict(network.head, "address", "note", what, cause, fix)]
+def judge_exposure(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:
+    """Says what the job opens to others, and warns of an interface that the whole Internet might reach."""
+    verdicts = []
+    for name, address in chosen.items():
+        held = network.interfaces(name).get(find_interface(network, name, address) or "", [])
+        public = any(ipaddress.ip_address(each).is_global for each in (address, *held))
+        what = "listens on the loopback only: no other machine reaches the job"
+        if not address.startswith("127."):
+            what = f"torch's ports on {address}{', a PUBLIC interface,' if public else ''} will ask for no password"
+        cause = "anyone who reaches them can read or disturb the job (https://pytorch.org, SECURITY.md)"
+        fix = "use private addresses, or let the firewall admit the nodes alone"
+        verdicts.append(Verdict(name, "exposure", *(("note", what, cause, fix) if public else ("ok", what))))
+    return verdicts
 
 
 def judge_names(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:

@@ -6,12 +6,13 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from lab_utils.launch.nodes import Link
 from lab_utils.launch.story import Story
+from lab_utils.launch.supervisor import Log
 
 BEAT_SECONDS = 0.5
 COUNTDOWN_SECONDS = 5.0
@@ -20,6 +21,47 @@ SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
 # A job may print faster than a notebook can show. What waits for longer than this, with so many lines behind it, goes
 # to the log only, until no more than a few wait: a failure, or a stop, must not have to wait behind it.
 LATE_SECONDS, MANY_LINES, FEW_LINES = 1.0, 100, 10
+# What waits for the launcher beyond this waits on its node.
+WAITING_LINES = 20_000
+# A supervisor that was stopped does not keep its limit; the launcher gives it this long.
+LIMIT_MARGIN = 2.0
+# Characters of each rank's output that a result holds: its first lines, and its last.
+FIRST, LAST = 2**20, 2**18
+
+
+class Kept:
+    """The output of all ranks in the order in which it came; of a rank that prints much, the first and last lines."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: list[tuple[int, str]] = []
+        self._room: dict[str, int] = {}
+        self._last: dict[str, deque[tuple[int, str]]] = {}
+        self._size: dict[str, int] = {}
+        self._dropped: dict[str, int] = {}
+
+    def add(self, line: str) -> None:
+        """Adds a line, which begins with its rank."""
+        rank, entry = line.partition("] ")[0], (self._count, line)
+        self._count += 1
+        room = self._room.setdefault(rank, FIRST)
+        if rank not in self._last and len(line) <= room:
+            self._first.append(entry)
+            self._room[rank] = room - len(line)
+            return
+        last = self._last.setdefault(rank, deque())
+        last.append(entry)
+        self._size[rank] = self._size.get(rank, 0) + len(line)
+        while self._size[rank] > LAST and len(last) > 1:
+            self._size[rank] -= len(last.popleft()[1])
+            self._dropped[rank] = self._dropped.get(rank, 0) + 1
+
+    def list_lines(self) -> list[str]:
+        """All that was kept; a line says how many were left out."""
+        entries = [*self._first, *(entry for last in self._last.values() for entry in last)]
+        for rank, count in self._dropped.items():
+            entries.append((self._last[rank][0][0] - 1, f"{rank}] ({count:,} lines are left out here)"))
+        return [line for _, line in sorted(entries)]
 
 
 class Run:
@@ -30,6 +72,7 @@ class Run:
         story: Takes in what they say.
         log: The file that every line is added to.
         join_timeout: Seconds until the workers of all nodes must have started.
+        limit: Seconds after which the job is ended in any case.
         restarts: Whether a failure may be mended by torchrun itself.
         say: Shows a line to the learner.
         stop: Set from another thread to end the job.
@@ -42,17 +85,18 @@ class Run:
         *,
         log: Path,
         join_timeout: float,
+        limit: float,
         restarts: bool,
         say: Callable[[str], None],
         stop: threading.Event,
     ) -> None:
         self._links, self._story, self._say, self._stop = links, story, say, stop
-        self._join_timeout, self._restarts, self._log = join_timeout, restarts, log
-        self._queue: queue.SimpleQueue[tuple[str, bytes | None, float]] = queue.SimpleQueue()
+        self._join_timeout, self._limit, self._restarts, self._path = join_timeout, limit, restarts, log
+        self._queue: queue.Queue[tuple[str, bytes | None, float]] = queue.Queue(WAITING_LINES)
         self._unshown, self._cut = 0, False
         self._started = self._told = time.monotonic()
         self._failed: float | None = None
-        self.lines: list[str] = []
+        self._kept = Kept()
         self.joined: float | None = None
         self.why = ""
 
@@ -63,13 +107,12 @@ class Run:
             KeyboardInterrupt: The cell was interrupted; every node has ended, or ends by itself within its lease.
         """
         over = threading.Event()
+        self._log = Log(self._path)
         try:
             for node, link in self._links.items():
-                threading.Thread(target=self._read, args=[node, link], daemon=True).start()
+                threading.Thread(target=self._read, args=[node, link, over], daemon=True).start()
             threading.Thread(target=self._beat, args=[over], daemon=True).start()
-            # Unbuffered: a log that is read while the job runs, or after the launcher was killed, has to be whole.
-            with self._log.open("ab", buffering=0) as log:
-                self._attend(log)
+            self._attend()
         except BaseException as error:
             self.why = "interrupted" if isinstance(error, KeyboardInterrupt) else "stopped"
             if self.why == "stopped":  # what shows the lines may be what failed, and must not fail again
@@ -80,31 +123,43 @@ class Run:
                 self._end_all()
             finally:
                 over.set()
+                with contextlib.suppress(OSError):  # the disk is full, and that was said
+                    self._log.close()
                 for link in self._links.values():
                     if link.poll() is None:
                         link.kill()
 
-    def _read(self, node: str, link: Link) -> None:
+    @property
+    def lines(self) -> list[str]:
+        """The output of all ranks, as far as it is kept."""
+        return self._kept.list_lines()
+
+    def _read(self, node: str, link: Link, over: threading.Event) -> None:
         with contextlib.suppress(OSError, ValueError):
             for line in link.lines():
-                self._queue.put((node, line, time.monotonic()))
-        self._queue.put((node, None, time.monotonic()))
+                self._hand_on((node, line, time.monotonic()), over)
+        self._hand_on((node, None, time.monotonic()), over)
+
+    def _hand_on(self, entry: tuple[str, bytes | None, float], over: threading.Event) -> None:
+        while not over.is_set():
+            with contextlib.suppress(queue.Full):
+                return self._queue.put(entry, timeout=0.5)
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(BEAT_SECONDS):
             for link in self._links.values():
                 link.beat()
 
-    def _attend(self, log: BinaryIO) -> None:
+    def _attend(self) -> None:
         while not self._is_over():
-            self._take(log, timeout=0.1)
+            self._take(timeout=0.1)
             if self._stop.is_set():
                 self.why = "stopped"
                 return
             if self._must_end():
                 return
 
-    def _take(self, log: BinaryIO, timeout: float) -> None:
+    def _take(self, timeout: float) -> None:
         try:
             node, line, came = self._queue.get(timeout=timeout)
         except queue.Empty:
@@ -116,14 +171,14 @@ class Run:
                 part.refusal = self._links[node].explain()
             return
         try:
-            log.write(f"{node}: ".encode() + line)
+            self._log.write(f"{node}: ".encode() + line)
         except OSError as error:  # a full disk costs the log, and not the job
             if not self._cut:
                 self._cut = True
                 self._say(f"(from here on the log is not complete: {error.strerror})")
         shown = self._story.read(node, line)
         if shown is not None:
-            self.lines.append(shown)
+            self._kept.add(shown)
             self._show(shown, came)
 
     def _show(self, line: str, came: float) -> None:
@@ -136,7 +191,7 @@ class Run:
 
     def _confess(self) -> None:
         if self._unshown:
-            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self._log})")
+            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self._path})")
             self._unshown = 0
 
     def _is_over(self) -> bool:
@@ -145,6 +200,9 @@ class Run:
     def _must_end(self) -> bool:
         """Whether the launcher has to end the job: nodes that do not come, or a failure that nothing will mend."""
         now = time.monotonic()
+        if now - self._started > self._limit + LIMIT_MARGIN:
+            self.why = "limit"
+            return True
         if self.joined is None:
             if all(self._story.nodes[node].joined for node in self._links):
                 self.joined = now - self._started
@@ -184,9 +242,8 @@ class Run:
         for link in self._links.values():
             link.stop()
         end = time.monotonic() + END_SECONDS
-        with self._log.open("ab", buffering=0) as log:
-            while not self._is_over() and time.monotonic() < end:
-                self._take(log, timeout=0.1)
-            for _ in range(self._queue.qsize()):
-                self._take(log, timeout=0)
+        while not self._is_over() and time.monotonic() < end:
+            self._take(timeout=0.1)
+        for _ in range(self._queue.qsize()):
+            self._take(timeout=0)
         self._confess()

@@ -9,7 +9,7 @@ import shlex
 from dataclasses import dataclass, replace
 
 from lab_utils import LabError
-from lab_utils.launch.script import Plan, write_restart_setting, write_script
+from lab_utils.launch.script import Plan, write_bounds, write_restart_setting, write_script
 
 PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
 TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}")  # minutes, hours:minutes:seconds, days-hours:minutes …
@@ -54,9 +54,7 @@ class SlurmRequest:
                 )
 
 
-def write_sbatch(
-    plan: Plan, request: SlurmRequest, *, lease: float = 8.0, grace: float = 2.0, limit: float = 3600.0
-) -> str:
+def write_sbatch(plan: Plan, request: SlurmRequest, *, lease: float = 8.0, grace: float = 2.0) -> str:
     """Returns the text of a batch script, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
 
     Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
@@ -68,7 +66,6 @@ def write_sbatch(
         lease: Seconds without a touch of the launcher's file after which a node ends. More than on SSH: a shared file
             system may show a change seconds late.
         grace: Seconds between SIGTERM and SIGKILL.
-        limit: Seconds after which the supervisor ends all in any case.
 
     Raises:
         LabError: A value cannot be in a script at all.
@@ -84,7 +81,9 @@ def write_sbatch(
 # What both this script and its part on each node have to know.
 export LAB_JOB_ROOT={quote(plan.job_folder)}
 export LAB_JOB_ID={quote(plan.job_id)} LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node}
-export LAB_HANG_TIMEOUT={plan.hang_timeout:g}
+export {write_bounds(plan)}
+# torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of a node can see.
+export PET_RDZV_ID={quote(plan.rendezvous_id)}-"$SLURM_JOB_ID"
 # Where Python finds lab_utils and the training script, as they were when the job was launched.
 export PYTHONPATH={quote(f"{plan.code_folder}:{plan.code_folder}/script")}
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -132,9 +131,9 @@ run_node() {{
   # A launcher ends its job by taking this file away, and by dying; without one, that is for Slurm to do.
   [ -z "${{LAB_LEASE:-}}" ] || supervise=(
     {quote(plan.python)} -I -u {quote(f"{plan.code_folder}/lab_utils/launch/supervisor.py")}
-    --job-folder={own} --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={limit:g} --
+    --job-folder={own} --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={plan.limit:g} --
   )
-  exec "${{supervise[@]}}" {quote(plan.python)} -m torch.distributed.run "${{options[@]}}" \\
+  exec "${{supervise[@]}}" {quote(plan.python)} -m lab_utils.launch.agent "${{options[@]}}" \\
     -m lab_utils.launch.worker {quote(f"{plan.code_folder}/script/{plan.script}")} "${{arguments[@]}}"
 }}
 
@@ -191,6 +190,5 @@ def _write_rendezvous(plan: Plan) -> str:
     --rdzv-conf=timeout={math.ceil(plan.join_timeout)}     # seconds to wait for all nodes"""
     conf = f"is_host=$((SLURM_NODEID == 0)),join_timeout={math.ceil(plan.join_timeout)},read_timeout=30"
     return f"""    --rdzv-backend=c10d        # the nodes find each other, and are numbered by address
-    --rdzv-id="$LAB_JOB_ID-$SLURM_JOB_ID"
     --rdzv-endpoint="$head:{port}"  # where node 0 listens
     --rdzv-conf={conf}"""

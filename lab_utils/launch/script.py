@@ -16,7 +16,8 @@ from lab_utils import LabError
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What the script itself sets, and what bash does not let anyone set, or changes by itself.
 TAKEN = re.compile(
-    r"code|job|work|options|arguments|PYTHONPATH|LAB_(JOB_ID|JOB_FOLDER|NODE|WORLD_SIZE|HANG_TIMEOUT)|_|E?UID|PPID|PWD"
+    r"code|job|work|options|arguments|PYTHONPATH|PET_\w+|LAB_(JOB_ID|JOB_FOLDER|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
+    r"|_|E?UID|PPID|PWD"
     r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
 )
 
@@ -26,7 +27,9 @@ class Plan:
     """Everything that the script of one node says.
 
     Attributes:
-        job_id: The job, and the rendezvous' id; new at each launch, so that nothing joins the dead job of before.
+        job_id: The job; new at each launch.
+        rendezvous_id: The rendezvous; new at each launch, so that nothing joins the dead job of before, and a secret,
+            so that no stranger guesses it.
         node: Which node this is, from 0.
         node_name: What the learner calls it; stands in a comment only.
         nodes: How many nodes the job has.
@@ -44,12 +47,14 @@ class Plan:
         threads: Threads per process; None takes the node's cores, shared among its processes.
         join_timeout: Seconds to wait for all nodes.
         hang_timeout: Seconds after which a rank that does not move is said to hang.
+        limit: Seconds after which the node ends in any case.
         max_restarts: How often torchrun starts the workers anew after a failure.
         rank_order: "address": c10d, which numbers the nodes by address; "nodes": static, in the order of the list.
         env: More environment variables.
     """
 
     job_id: str
+    rendezvous_id: str
     node: int
     node_name: str
     nodes: int
@@ -67,6 +72,7 @@ class Plan:
     threads: int | None = None
     join_timeout: float = 60.0
     hang_timeout: float = 60.0
+    limit: float = 3600.0
     max_restarts: int = 0
     rank_order: str = "address"
     env: Mapping[str, str] = field(default_factory=dict)
@@ -106,21 +112,30 @@ mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
 export PYTHONPATH="$code:$code/script"
 # Lines appear when they are printed, and a crash in C code shows a traceback.
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-# What lab_utils.launch.worker has to know about the job.
+# What lab_utils.launch has to know about the job.
 export LAB_JOB_ID={quote(plan.job_id)} LAB_JOB_FOLDER="$job" LAB_NODE={plan.node}
-export LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node} LAB_HANG_TIMEOUT={plan.hang_timeout:g}
-export LAB_MEETING={plan.head_address}:{plan.port}
+export LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node} LAB_MEETING={plan.head_address}:{plan.port}
+export {write_bounds(plan)}
+# torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
+export PET_RDZV_ID={quote(plan.rendezvous_id)}
 {write_restart_setting(plan)}{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
 options=(
 {_write_options(plan)}
 )
 arguments=({"".join(f"{chr(10)}  {quote(argument)}" for argument in plan.args)}
 )
-# lab_utils.launch.worker runs the training script unchanged; around it, it keeps the error, shows where a hanging rank
-# stands, compares the nodes, and dies with torchrun.
-exec {quote(plan.python)} -m torch.distributed.run "${{options[@]}}" \\
+# lab_utils.launch.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
+# only. lab_utils.launch.worker runs the training script unchanged; around it, it keeps the error, shows where a hanging
+# rank stands, compares the nodes, and dies with torchrun.
+exec {quote(plan.python)} -m lab_utils.launch.agent "${{options[@]}}" \\
   -m lab_utils.launch.worker "$code/script/"{quote(plan.script)} "${{arguments[@]}}"
 """
+
+
+def write_bounds(plan: Plan) -> str:
+    """The seconds after which a node gives up, as assignments."""
+    bounds = {"JOIN_TIMEOUT": plan.join_timeout, "HANG_TIMEOUT": plan.hang_timeout, "LIMIT": plan.limit}
+    return " ".join(f"LAB_{name}={seconds:g}" for name, seconds in bounds.items())
 
 
 def write_restart_setting(plan: Plan) -> str:
@@ -179,7 +194,6 @@ def _list_rendezvous(plan: Plan) -> list[tuple[str, str]]:
     conf = f"is_host={int(plan.node == 0)},join_timeout={wait},read_timeout=30"
     return [
         ("--rdzv-backend=c10d", "the nodes find each other, and are numbered by address"),
-        (f"--rdzv-id={shlex.quote(plan.job_id)}", "new at each launch"),
         (f"--rdzv-endpoint={plan.head_address}:{plan.port}", "where node 0 listens"),
         (f"--rdzv-conf={conf}", "whether this node listens; seconds to wait"),
     ]
@@ -190,9 +204,10 @@ def _comment(text: str) -> str:
 
 
 def _check(plan: Plan) -> None:
-    if not re.fullmatch(r"[A-Za-z0-9_.-]+", plan.job_id):
-        fix = "letters, digits, '-', '_' and '.' only"
-        raise LabError(f"No job can be called {_comment(plan.job_id)[:60]}.", where="job_id", fix=fix)
+    for name in (plan.job_id, plan.rendezvous_id):
+        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            fix = "letters, digits, '-', '_' and '.' only"
+            raise LabError(f"No job can be called {_comment(name)[:60]}.", where="job_id", fix=fix)
     texts = [plan.python, plan.job_folder, plan.code_folder, plan.work_folder, plan.script, plan.interface or ""]
     for text in [*texts, *plan.args, *plan.env.values()]:
         _check_text(text)

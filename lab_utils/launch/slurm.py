@@ -116,9 +116,9 @@ def check_queue(nodes: Sequence[SlurmNode]) -> Preflight:
     return Preflight((verdict,), {}, {}, 0, time.monotonic() - started, {})
 
 
-def write(plan: Plan, nodes: Sequence[SlurmNode], *, limit: float) -> str:
+def write(plan: Plan, nodes: Sequence[SlurmNode]) -> str:
     """Returns the text of the batch script of a job."""
-    return write_sbatch(plan, nodes[0].request, lease=LEASE_SECONDS, limit=limit)
+    return write_sbatch(plan, nodes[0].request, lease=LEASE_SECONDS)
 
 
 def start(

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from lab_utils import LabError
 from lab_utils.launch import slurm
 from lab_utils.launch.bundle import Bundle, send
-from lab_utils.launch.local import choose_data
+from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Link, Node, PipeLink
 from lab_utils.launch.preflight import Preflight
+from lab_utils.launch.processes import stop_job
 from lab_utils.launch.script import Plan
 from lab_utils.launch.verdicts import WILL_COPY
 
@@ -84,7 +85,7 @@ def start_links(
             if node.name in by_hand:
                 say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
             else:
-                links[node.name] = _start(node, plan, limit=job.limit)
+                links[node.name] = _start(node, plan)
     except BaseException:
         for link in links.values():
             link.stop()
@@ -92,10 +93,16 @@ def start_links(
     return links
 
 
-def _start(node: Node, plan: Plan, *, limit: float) -> Link:
+def sweep(nodes: Sequence[Node], job: str) -> None:
+    """Ends what is left of a job on those of the nodes that are this machine; elsewhere its guards do."""
+    if any(isinstance(node, LocalNode) for node in nodes):
+        stop_job({"id": job})
+
+
+def _start(node: Node, plan: Plan) -> Link:
     """Starts a node's script under a supervisor there, which ends it when this process is gone."""
     supervisor = f"{plan.code_folder}/lab_utils/launch/supervisor.py"
-    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={limit}"]
+    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={plan.limit}"]
     # The id in the environment is what tells this job's processes from all others, on every node.
     identity = ["env", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
     program = [node.python, "-I", "-u", supervisor, f"--job-folder={plan.job_folder}", *bounds]

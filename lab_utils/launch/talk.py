@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from lab_utils import LabError
 from lab_utils.launch import facts, probe, processes
 from lab_utils.launch.nodes import Node
+from lab_utils.launch.supervisor import read_lines
 
 # At the beginning of a line: `from lab_utils.x import (…)`, over as many lines as it takes.
 OWN_IMPORT = re.compile(r"^from (?:lab_utils|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)
@@ -67,14 +68,14 @@ class Talk:
 
     def _read_answers(self, process: subprocess.Popen) -> None:
         with contextlib.suppress(OSError, ValueError), process.stdout as stream:
-            for line in stream:
+            for line in read_lines(stream):
                 if line.startswith(probe.MARK.encode()):
                     self._answers.put(line[1:])
         self._answers.put(None)
 
     def _read_errors(self, process: subprocess.Popen) -> None:
         with contextlib.suppress(OSError, ValueError), process.stderr as stream:
-            self._errors.extend(stream)
+            self._errors.extend(read_lines(stream, 10_000))
 
     def ask(self, request: Mapping, seconds: float) -> dict:
         """Asks one question and waits for its answer.

@@ -224,10 +224,14 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
 
 
 def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping]]) -> list[Verdict]:
-    """Judges that nothing of an earlier job runs; each process is named once where several nodes are one machine."""
+    """Names what runs of other jobs, each process once where several nodes are one machine.
+
+    Red is what holds the memory of a GPU that this job will use; a held port is judged with the port.
+    """
     verdicts, seen = [], set()
     for name, processes in jobs.items():
-        system = facts.get(name, {}).get("system", {})
+        system, gpus = facts.get(name, {}).get("system", {}), facts.get(name, {}).get("gpus", {})
+        holders = {int(row[0]) for row in gpus.get("apps", []) if row[0].isdigit()}
         by_job: dict[str, list[Mapping]] = {}
         watched = {process["id"] for process in processes if process["supervisor"]}
         for process in processes:
@@ -237,9 +241,11 @@ def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping
         for job, own in by_job.items():
             pids = ", ".join(str(process["pid"]) for process in own[:8])
             what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
-            state, cause = "red", f"a leftover, which nothing else will end: {own[0]['command']}"
+            state, cause = "note", f"a leftover, or a node that was started by hand: {own[0]['command']}"
             if job in watched:
-                state, cause = "note", "another notebook runs it; the two share the machine"
+                cause = "another notebook runs it; the two share the machine"
+            elif holders & {process["pid"] for process in own}:
+                state, what = "red", f"{what}, and holds GPU memory"
             verdicts.append(Verdict(name, "jobs", state, what, cause, stop_command(job, name, system, wanted)))
     return verdicts
 

@@ -24,6 +24,8 @@ from types import TracebackType
 
 from lab_utils.launch.outcome import has_followed, shorten_gloo
 from lab_utils.launch.roll import MismatchError, call_roll
+from lab_utils.launch.stores import guard_stores
+from lab_utils.launch.supervisor import RANKS
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
@@ -38,6 +40,7 @@ def main() -> None:
     events = Events(folder / "events.jsonl", rank)
     stacks = folder / "stacks"
     stacks.mkdir(parents=True, exist_ok=True)
+    _hand_over_output(folder, rank)
     with (stacks / f"rank{rank}.txt").open("w") as file:
         # torchrun ends a worker with SIGTERM: where it stood then is what tells which rank waited for which.
         faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
@@ -46,6 +49,7 @@ def main() -> None:
             # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at
             # each step of the training, takes time and finds none.
             gc.disable()
+            guard_stores()  # also those that the script makes, and that of a job whose workers were started anew
             call_roll(script)
             gc.freeze()
             gc.enable()
@@ -151,6 +155,28 @@ def _is_connected() -> bool:
 def _introduce() -> dict:
     facts = {"pid": os.getpid(), "host": socket.gethostname(), "local_rank": int(os.environ["LOCAL_RANK"])}
     return {**facts, "node": int(os.environ["LAB_NODE"]), "processes": int(os.environ["LOCAL_WORLD_SIZE"])}
+
+
+def _hand_over_output(folder: Path, rank: int) -> None:
+    """Has the node's supervisor read what this rank prints, which bounds it; where there is none, torchrun shows it.
+
+    torchrun would write all of it to the disk first, at the disk's speed and without end.
+    """
+    here = Path.cwd()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
+        os.chdir(folder)  # see Supervisor._open_socket
+        try:
+            link.connect(RANKS)
+        finally:
+            os.chdir(here)
+        ends = os.pipe()
+        socket.send_fds(link, [str(rank).encode()], [ends[0]])
+        link.settimeout(10.0)
+        if link.recv(1):
+            os.dup2(ends[1], 1)
+            os.dup2(ends[1], 2)
+        for end in ends:
+            os.close(end)
 
 
 def _die_with_agent() -> None:

@@ -9,16 +9,19 @@ learner's own numbers.
 from lab_utils.timing.comparison import compare
 from lab_utils.timing.measure import Timing, interleave, measure, synchronize
 from lab_utils.timing.memory import count_saved_bytes
-from lab_utils.timing.records import Records, reference, save_reference
+from lab_utils.timing.records import Records, UnreadableWarning, list_skipped
+from lab_utils.timing.references import reference, save_reference
 from lab_utils.timing.timeline import Timeline
 
 __all__ = [
     "Records",
     "Timeline",
     "Timing",
+    "UnreadableWarning",
     "compare",
     "count_saved_bytes",
     "interleave",
+    "list_skipped",
     "measure",
     "reference",
     "save_reference",

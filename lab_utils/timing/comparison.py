@@ -41,7 +41,7 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
             "ms low": 1e3 * timing.low,
             "ms high": 1e3 * timing.high,
             "images/s": timing.images_per_second,
-            "speed-up": base.median / timing.median,
+            "speed-up": base.median / timing.median if timing.median else math.nan,
             "peak MiB": math.nan if timing.peak_bytes is None else timing.peak_bytes / 2**20,
         }
         for name, timing in rows.items()

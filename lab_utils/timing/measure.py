@@ -65,7 +65,7 @@ class Timing:
     @property
     def images_per_second(self) -> float:
         """Images per second at the median step, over all ranks; NaN where the step handles no images."""
-        return self.images / self.median if self.images else math.nan
+        return self.images / self.median if self.images and self.median else math.nan
 
     def _quartiles(self) -> tuple[float, float, float]:
         if len(self.seconds) < 2:  # statistics.quantiles wants two points before Python 3.13
@@ -77,10 +77,32 @@ class Timing:
         return asdict(self) | {"seconds": list(self.seconds), "cpu_seconds": list(self.cpu_seconds)}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, object]) -> Timing:
-        """Returns the Timing that ``as_record`` was called on; fields that a newer version added are left out."""
+    def from_record(cls, record: object) -> Timing:
+        """Returns the Timing that ``as_record`` was called on; fields that a newer version added are left out.
+
+        Raises:
+            ValueError: It is no such record.
+        """
+        if not isinstance(record, Mapping):
+            raise ValueError("a Timing that is no dictionary")
         known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        return cls(**known | {key: tuple(known.get(key, ())) for key in ("seconds", "cpu_seconds")})
+        texts = [known.get("name"), known.get("device", "")]
+        lists = [known.get("seconds"), known.get("cpu_seconds", [])]
+        counts = [known[key] for key in ("images", "warmup") if key in known]
+        counts += [known[key] for key in ("peak_bytes", "rank") if known.get(key) is not None]
+        if not (
+            all(isinstance(text, str) for text in texts)
+            and all(isinstance(numbers, list | tuple) for numbers in lists)
+            and all(_is_size(number, int, float) for numbers in lists for number in numbers)
+            and all(_is_size(count, int) for count in counts)
+        ):
+            raise ValueError("a Timing whose fields are not those of as_record")
+        return cls(**known | {"seconds": tuple(lists[0]), "cpu_seconds": tuple(lists[1])})
+
+
+def _is_size(number: object, *types: type) -> bool:
+    """Whether this is a finite number from 0 on, which floats can hold."""
+    return type(number) in types and 0 <= number < 2**63
 
 
 def synchronize(device: torch.device | str) -> None:

@@ -1,25 +1,36 @@
-"""Keeps results as JSON lines under ``LAB_RUNS``, and the reference runs of named hardware under ``data/reference``."""
+"""Keeps results as JSON lines under ``LAB_RUNS``, and reads them whatever has become of the file."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import json
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lab_utils import LabError, checkout, env_folder, machine
-from lab_utils.files import write_atomically
+from lab_utils import LabError, env_folder, machine
+from lab_utils.files import open_regular
 from lab_utils.timing.measure import Timing
 
 FIELDS = ("lab", "kind", "settings", "machine", "torch", "when", "result")
+# The labs write lines of some kB. Of a larger file the end counts, since of two records the newer does.
+FILE_BYTES, LINE_BYTES = 64 * 2**20, 8 * 2**20
+MOST_LEVELS = 50  # of lists and dictionaries in each other
+
+
+# What this process has skipped, in words, by file and fault: a learner is told once of each, and the report lists all.
+_skipped: dict[tuple[Path, str], str] = {}
+
+
+class UnreadableWarning(UserWarning):
+    """Something that was kept under ``LAB_RUNS`` cannot be read and was skipped; it stays where it is."""
 
 
 class Records:
@@ -60,8 +71,8 @@ class Records:
 
     def newest(self, kind: str, **settings: object) -> dict[str, Any] | None:
         """Returns the newest record of this kind and these settings, measured on this machine with this torch."""
-        wanted = (_decode(_encode(_plain(settings))), machine.describe().label, torch.__version__)
-        fitting = [record for record in self.read(kind) if _circumstances(record) == wanted]
+        wanted = (decode(encode(_plain(settings))), machine.describe().label, torch.__version__)
+        fitting = [record for record in self.read(kind) if circumstances(record) == wanted]
         return fitting[-1] if fitting else None
 
     def add(self, kind: str, result: object, **settings: object) -> dict[str, Any]:
@@ -78,8 +89,9 @@ class Records:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             values = (self.lab, kind, _plain(settings), machine.describe().label, torch.__version__, when, result)
-            line = _encode(dict(zip(FIELDS, values, strict=True)))
-        except (TypeError, ValueError) as error:
+            line = encode(dict(zip(FIELDS, values, strict=True)))
+            record = parse_record(line)
+        except (TypeError, ValueError, RecursionError) as error:
             fix = "return Timings, numbers, strings, and lists or dictionaries of them"
             raise LabError(f"The result {kind!r} cannot be stored.", cause=str(error), fix=fix) from error
         try:
@@ -90,89 +102,86 @@ class Records:
             raise LabError(
                 f"The result {kind!r} could not be stored.", where=self.path, cause=str(error), fix=fix
             ) from error
-        return _decode(line)
+        return record
 
-    def read(self, kind: str | None = None) -> list[dict[str, Any]]:
-        """Returns the records of a kind, or all, oldest first; warns with the count of lines that cannot be read."""
-        try:
-            *lines, rest = self.path.read_bytes().split(b"\n")
-        except FileNotFoundError:
-            return []
-        # What follows the last newline was torn off when its writer was killed: nobody has relied on it yet.
-        del rest
-        records, unreadable = [], 0
+    def read(self, kind: str | None = None, *, fits: Callable[[Any], bool] | None = None) -> list[dict[str, Any]]:
+        """Returns the records of a kind, or all, oldest first; warns of what cannot be read, once in a process.
+
+        Args:
+            kind: What was done.
+            fits: Says whether a result of this kind has the form that the caller needs; others are skipped.
+        """
+        lines, found = self._read_lines(), []
         for line in lines:
-            try:
-                record = _decode(line)
-                if record.keys() >= set(FIELDS):
-                    records.append(record)
-                    continue
-            except (ValueError, TypeError, AttributeError):
-                pass
-            unreadable += bool(line.strip())
-        if unreadable:
-            warnings.warn(f"{unreadable} unreadable lines of {self.path.name} were skipped", stacklevel=2)
-        return [record for record in records if kind in (None, record["kind"])]
+            with contextlib.suppress(ValueError):
+                found.append(parse_record(line))
+        self._tell("lines", f"unreadable lines of {self.path.name} were skipped", len(lines) - len(found))
+        records = [record for record in found if kind in (None, record["kind"])]
+        fitting = [record for record in records if fits is None or fits(record["result"])]
+        words = f"records of kind {kind!r} in {self.path.name} have another form and were skipped"
+        self._tell(f"form {kind}", words, len(records) - len(fitting))
+        return fitting
+
+    def _read_lines(self) -> list[bytes]:
+        """The lines that are not blank; without what follows the last newline, torn off when its writer was killed."""
+        size, lines, why = 0, [], ""
+        try:
+            with open_regular(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - FILE_BYTES))
+                *lines, _ = file.read(FILE_BYTES).split(b"\n")
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            why = error.strerror
+        self._tell("file", why and f"{self.path.name} cannot be read: {why}")
+        words = f"{self.path.name} has more than {FILE_BYTES // 2**20} MB, and its beginning was skipped"
+        self._tell("size", words if size > FILE_BYTES else "")
+        # Of the first one only the end may be there.
+        return [line for line in lines[size > FILE_BYTES :] if line.strip()]
+
+    def _tell(self, fault: str, words: str, count: int | None = None) -> None:
+        """Warns of what was skipped, unless it is nothing, or the same as before."""
+        words = "" if count == 0 else f"{count} {words}" if count else words
+        if not words:
+            _skipped.pop((self.path, fault), None)
+        elif _skipped.get((self.path, fault)) != words:
+            _skipped[self.path, fault] = words
+            warnings.warn(words, UnreadableWarning, stacklevel=2)
 
 
-def reference(lab: str) -> dict[str, Any] | None:
-    """Returns the recorded reference run of a lab, or None where none has been recorded.
-
-    Returns:
-        ``lab``, ``machine`` (the facts of the machine card, with ``label``), ``when`` (UTC) and ``records``, whose
-        results hold Timings.
-    """
-    path = _reference_path(lab)
-    try:
-        return _decode(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise LabError(
-            "The reference run cannot be read.", where=path, cause=str(error), fix="make reference"
-        ) from error
+def list_skipped(folder: Path) -> list[str]:
+    """Returns what this process has skipped among the records in a folder, a sentence for each."""
+    return [words for (path, _), words in _skipped.items() if path.parent == folder]
 
 
-def save_reference(lab: str, *, allow_cpu: bool = False) -> Path:
-    """Writes this machine's newest record per kind and settings to ``data/reference/<lab>.json``.
-
-    Args:
-        lab: The lab, such as ``lab1``.
-        allow_cpu: Accepts a machine without a GPU.
+def parse_record(line: bytes) -> dict[str, Any]:
+    """Returns a record from its line.
 
     Raises:
-        LabError: There is no GPU, or no record of this machine and this version of torch.
+        ValueError: It is none, or larger or nested more deeply than any, or holds halves of characters.
     """
-    here, records = machine.describe(), Records(lab)
-    if not here.gpus and not allow_cpu:
-        raise LabError(
-            "A reference run is recorded on a GPU, and this machine has none.",
-            where=here.label,
-            fix="run `make reference` on a machine with a GPU (or add --allow-cpu)",
-        )
-    newest = {
-        _encode([record["kind"], record["settings"]]): record
-        for record in records.read()
-        if _circumstances(record)[1:] == (here.label, torch.__version__)
-    }
-    if not newest:
-        raise LabError(
-            f"There are no records of {lab} from this machine.",
-            where=records.path.name,
-            cause="the lab has not been run here with this version of torch",
-            fix="run the lab's notebook first, or `make reference`, which does both",
-        )
-    content = {
-        "lab": lab,
-        "machine": asdict(here) | {"label": here.label},
-        "when": max(record["when"] for record in newest.values()),
-        "records": list(newest.values()),
-    }
-    path = _reference_path(lab)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with write_atomically(path) as file:
-        file.write(_encode(content, indent=1) + b"\n")
-    return path
+    if len(line) > LINE_BYTES:
+        raise ValueError(f"it has {len(line) / 2**20:.0f} MB")
+    record = decode(line)
+    if b"\\u" in line:
+        encode(record)  # refuses a lone surrogate, which nothing can print
+    check_record(record)
+    return record
+
+
+def check_record(record: Any) -> None:
+    """Raises ValueError where something that JSON held is no record."""
+    if not isinstance(record, dict) or not record.keys() >= set(FIELDS) or not isinstance(record["settings"], dict):
+        raise ValueError("it is no record")
+    if not all(isinstance(record[name], str) for name in ("lab", "kind", "machine", "torch", "when")):
+        raise ValueError("a field that is a text in all records is none")
+    level = [record]
+    for _ in range(MOST_LEVELS):
+        parts = (part.values() if isinstance(part, dict) else part for part in level)
+        level = [part for inner in parts for part in inner if isinstance(part, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 
 def _append(path: Path, line: bytes) -> None:
@@ -198,15 +207,14 @@ def _plain(settings: dict[str, object]) -> dict[str, object]:
     return {key: digest(value) if inspect.isfunction(value) else value for key, value in settings.items()}
 
 
-def _circumstances(record: dict[str, Any]) -> tuple[Any, Any, Any]:
+def circumstances(record: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Settings, machine and torch of a record."""
     return record["settings"], record["machine"], record["torch"]
 
 
-def _reference_path(lab: str) -> Path:
-    return checkout() / "data" / "reference" / f"{lab}.json"
+def encode(value: object, *, indent: int | None = None) -> bytes:
+    """Returns Timings and what JSON can hold as JSON."""
 
-
-def _encode(value: object, *, indent: int | None = None) -> bytes:
     def tag(other: object) -> object:
         if isinstance(other, Timing):
             return {"Timing": other.as_record()}
@@ -215,8 +223,17 @@ def _encode(value: object, *, indent: int | None = None) -> bytes:
     return json.dumps(value, default=tag, sort_keys=True, ensure_ascii=False, indent=indent).encode()
 
 
-def _decode(text: bytes) -> Any:
+def decode(text: bytes) -> Any:
+    """Returns what ``encode`` was given.
+
+    Raises:
+        ValueError: It is no JSON, nested too deeply to be read, or holds a Timing that is none.
+    """
+
     def untag(found: dict[str, Any]) -> object:
         return Timing.from_record(found["Timing"]) if found.keys() == {"Timing"} else found
 
-    return json.loads(text, object_hook=untag)
+    try:
+        return json.loads(text, object_hook=untag)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error

@@ -13,7 +13,10 @@ from lab_utils import LabError
 from lab_utils.wandb_runs.records import Recorded, collect
 
 SETTLE_SECONDS, TRIES = 1.5, 5  # a record that does not end, and was written to just now, is read again
+FILE_BYTES = 2**28  # the labs' runs have less than 1 MB; as JSON, a record is some times larger
 HEADER_BYTES = 7  # how a .wandb file begins
+# What it raises when something else is printed than in the version that this was written for.
+OTHER_FORM = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError, subprocess.TimeoutExpired)
 
 
 def read_run(path: Path | str) -> Recorded:
@@ -31,6 +34,9 @@ def read_run(path: Path | str) -> Recorded:
         LabError: There is no record, or the installed SDK cannot read it or shows it in another form.
     """
     file = _find_record(Path(path))
+    if file.stat().st_size > FILE_BYTES:
+        cause, fix = f"it has {file.stat().st_size / 1e9:.1f} GB", "look at the run with: wandb sync"
+        raise LabError("The record is larger than any run of the labs.", where=file, cause=cause, fix=fix)
     try:
         for _ in range(TRIES):
             recorded = collect(_inspect(file), file)
@@ -38,7 +44,7 @@ def read_run(path: Path | str) -> Recorded:
             if recorded.finished or time.time() - file.stat().st_mtime > SETTLE_SECONDS:
                 break
             time.sleep(SETTLE_SECONDS / TRIES)
-    except (ValueError, KeyError, TypeError, AttributeError, subprocess.TimeoutExpired) as error:
+    except OTHER_FORM as error:
         raise LabError(
             "The run's record could not be read back with this version of wandb.",
             where=file,
@@ -54,7 +60,7 @@ def _inspect(file: Path) -> list[dict[str, Any]]:
     child = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     if child.returncode or (not child.stdout and file.stat().st_size > HEADER_BYTES):
         raise ValueError((child.stderr.strip() or "it printed nothing").splitlines()[-1])
-    return [json.loads(line) for line in child.stdout.splitlines()]
+    return [json.loads(line) for line in child.stdout.split("\n") if line]
 
 
 def _find_record(path: Path) -> Path:

@@ -84,7 +84,7 @@ def collect(records: Iterable[Mapping[str, Any]], file: Path) -> Recorded:
             finished = True
     if rows and run is None:
         raise ValueError("no record opens the run")
-    if not all("_step" in row for row in rows):
+    if not all(type(row.get("_step")) is int for row in rows):
         raise ValueError("a row without its step")
     if run is None:  # killed before anything had reached the disk
         run = {"run_id": file.stem.removeprefix("run-")}

@@ -7,6 +7,7 @@ the cause; ``check.exercise("6.1", card)`` runs what the learner made of the fil
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import hashlib
 import itertools
@@ -19,7 +20,7 @@ from pathlib import Path
 from lab_utils import LabError, launch
 from lab_utils.check import expect, tries
 from lab_utils.check.cards.faults import FAULTS, PILES, Fault, read_job
-from lab_utils.files import write_atomically
+from lab_utils.files import read_bounded, write_atomically
 
 RANKS = 2
 # Longer than an operation of these jobs takes on a busy laptop.
@@ -99,7 +100,7 @@ class Card:
 
         What the learner had changed is kept beside it, under another name.
         """
-        found, right = self.path.read_text(encoding="utf-8"), read_job(self.fault.job) + SHOWN
+        found, right = self.read(), read_job(self.fault.job) + SHOWN
         for line in difflib.ndiff(found.splitlines(), right.splitlines()):
             if line[0] in "+-" and line[2:].strip():
                 print(line)
@@ -109,6 +110,18 @@ class Card:
             _write(kept, found)
             print(f"Yours is kept: {kept}")
         _write(self.path, right)
+
+    def read(self) -> str:
+        """Returns the job as it stands in the file.
+
+        Raises:
+            LabError: The file cannot be read, or is no text, or none that a job has.
+        """
+        try:
+            return read_bounded(self.path, tries.SOURCE_BYTES).decode()
+        except (OSError, ValueError) as error:
+            cause, fix = getattr(error, "strerror", None) or str(error), "rename it, and draw the card again"
+            raise LabError(f"{self.path} cannot be read.", where=self.path, cause=cause, fix=fix) from error
 
     def note_solved(self) -> None:
         """Keeps that this card is solved, so that the next draw takes another."""
@@ -137,7 +150,9 @@ def draw(pile: str, *, seed: int = 0) -> Card:
     solved = {card.number for card in cards if standings.get(f"card {card.number}", tries.Standing()).solved}
     card = next((card for card in cards if card.number not in solved), cards[0])
     # What solve() wrote is ours; a learner's mend may read exactly like the right job, and stays.
-    shown = card.path.exists() and card.path.read_text(encoding="utf-8") == read_job(card.fault.job) + SHOWN
+    shown = False
+    with contextlib.suppress(LabError):  # what cannot be read is not ours either
+        shown = card.path.exists() and card.read() == read_job(card.fault.job) + SHOWN
     if not card.path.exists() or (shown and card.number not in solved):
         _write(card.path, card.fault.break_job())
     left = f"{len(cards) - len(solved)} of {len(cards)} left in this pile" if len(solved) < len(cards) else "all solved"
@@ -163,6 +178,10 @@ def _shorten(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with write_atomically(path) as file:
-        file.write(text.encode())
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with write_atomically(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        cause, fix = error.strerror or "", f"free some space, or rename what is at {path.parent}"
+        raise LabError("The card cannot be written.", where=path, cause=cause, fix=fix) from error

@@ -1,0 +1,94 @@
+"""Makes torch's stores harder to reach and to misuse: one address in place of all, and data in place of code.
+
+A ``TCPStore`` listens on every address of its machine, also where it was told 127.0.0.1 (torch 2.11 to 2.14), and the
+state of the c10d rendezvous in it is unpickled, which runs what the pickle says. Neither asks for a password.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import io
+import pickle
+import socket
+from datetime import datetime, timedelta, timezone
+
+RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+# All that the state of a rendezvous is made of.
+STATE = {(RENDEZVOUS, name) for name in ("_RendezvousState", "_NodeDesc")}
+STATE |= {(kind.__module__, kind.__name__) for kind in (datetime, timedelta, timezone, set)}
+
+
+class StatePickle:
+    """What the rendezvous needs of the module ``pickle``, for its own classes alone."""
+
+    PickleError = pickle.PickleError
+    dumps = staticmethod(pickle.dumps)
+
+    @staticmethod
+    def loads(content: bytes) -> object:
+        """Unpickles the state of a rendezvous.
+
+        Raises:
+            pickle.UnpicklingError: It is damaged, or names anything else; nothing of that has run.
+        """
+        try:
+            return _StateUnpickler(io.BytesIO(content)).load()
+        except pickle.UnpicklingError:
+            raise
+        except Exception as error:  # a damaged pickle raises what it likes, and the rendezvous expects one kind
+            raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
+
+
+class _StateUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) not in STATE:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of the state of a rendezvous")
+        return super().find_class(module, name)
+
+
+def guard_stores() -> None:
+    """Has every store of this process listen at the address that it was given, and the rendezvous read data only.
+
+    torch has no setting for either (2.14): its ``TCPStore`` takes a socket that was bound before, and the rendezvous
+    takes ``pickle`` from its own module.
+    """
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    dynamic_rendezvous.pickle = StatePickle
+    make_store = TCPStore.__init__
+    if hasattr(make_store, "__wrapped__"):
+        return
+
+    @functools.wraps(make_store)
+    def make_bound_store(
+        self: TCPStore, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest, **more
+    ) -> None:
+        # `rest` goes on with timeout, wait_for_workers, multi_tenant, master_listen_fd.
+        if is_master and len(rest) < 4 and more.get("master_listen_fd") is None:
+            more["master_listen_fd"], port = _bind(host_name, port)
+        make_store(self, host_name, port, world_size, is_master, *rest, **more)
+
+    TCPStore.__init__ = make_bound_store
+
+
+def _bind(host: str, port: int) -> tuple[int, int]:
+    """A socket that is bound to this address only, as a descriptor for its new owner; and its port.
+
+    Raises:
+        torch.distributed.DistNetworkError: The port is in use, or the address is not this machine's.
+    """
+    from torch.distributed import DistNetworkError
+
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's own: TIME_WAIT holds no port
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        name = errno.errorcode.get(error.errno, "")
+        raise DistNetworkError(f"The server cannot listen on {host} port {port}: {name}, {error.strerror}") from error
+    bound = listener.getsockname()[1]
+    return listener.detach(), bound

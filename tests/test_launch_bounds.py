@@ -1,0 +1,310 @@
+"""What a job may cost and how long it may stay: output without end, supervisors that are stopped or killed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from jobs import TROUBLE, Heard, assert_gone, check_error, find_processes, run_badly, wait_for
+
+from lab_utils import LabError, launch
+from lab_utils.launch import TorchrunJob, local_nodes
+from lab_utils.launch.run import FIRST, LAST, Kept
+from lab_utils.launch.supervisor import BURST, LINE, LOG, TAIL, Lines, Log, Output
+
+pytestmark = pytest.mark.usefixtures("runs")
+MIB = 2**20
+
+# One rank prints as fast as it can: lines for three seconds, or one line of 450 MB. The other says one line.
+FLOOD = """
+import os, sys, time
+from lab_utils import launch
+if os.environ["RANK"] == "1":
+    print("first words", flush=True)
+    block = b"y" * 99 + (b"\\n" if sys.argv[1] == "lines" else b"y")
+    end, sent = time.monotonic() + 3, 0
+    while (sent < 450e6 if sys.argv[1] == "line" else time.monotonic() < end):
+        sent += os.write(1, block * 5000)
+    print("\\nlast words", flush=True)
+else:
+    print("calm", flush=True)
+launch.report(7)
+"""
+# Runs it in a process of its own, whose memory tells what the launcher took.
+MEASURE = """
+import json, resource, sys, time
+from lab_utils.launch import TorchrunJob, local_nodes
+job = TorchrunJob(sys.argv[1], [sys.argv[2]], nodes=local_nodes(2))
+job.preflight()
+def peak():  # Linux: KiB, and of this process alone, where ru_maxrss begins with that of its parent
+    return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
+before, start = peak(), time.monotonic()
+result = job.run(show=False)
+facts = {"seconds": time.monotonic() - start, "memory": peak() - before, "results": result.results}
+lines = [line if len(line) < 200 else line[:200] for line in result.lines if line.startswith("[rank 1]")]
+said = [line for line in lines if "yyyy" not in line]
+print(json.dumps({**facts, "count": len(lines), "said": said, "calm": [l for l in result.lines if "calm" in l]}))
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("kind", ["lines", "line"])
+def test_a_rank_that_prints_without_end_costs_little(kind, write, runs):
+    script = write("flood.py", FLOOD)
+    command = [sys.executable, "-c", MEASURE, str(script), kind]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    facts = json.loads(done.stdout)
+    assert facts["results"] == [7, 7] and facts["calm"] == ["[rank 0] calm"]
+    assert facts["said"][0] == "[rank 1] first words" and facts["said"][-1] == "[rank 1] last words", facts["said"]
+    assert any(re.search(r"[\d.]+ MiB were printed too fast", line) for line in facts["said"]), facts["said"]
+    assert facts["memory"] < 64, "MiB of the launcher"
+    written = sum(path.stat().st_size for path in runs.rglob("*") if path.is_file()) / MIB
+    assert written < 4 * BURST / MIB, f"{written} MiB: what was passed on, in the logs of the node and of the launcher"
+    assert facts["seconds"] < 60, "three of them printing, on a machine that does other things, too"
+
+
+def feed(pieces, output_of):
+    lines = []
+    output = output_of(lines.append)
+    for piece in pieces:
+        output.feed(piece)
+    output.end()
+    return lines
+
+
+def test_what_keeps_within_the_allowance_is_passed_on_whole():
+    text = b"".join(b"line %d\n" % number for number in range(100_000)) + b"unfinished"
+    pieces = [text[at : at + 777] for at in range(0, len(text), 777)]
+    lines = feed(pieces, lambda pass_on: Output(b"> ", pass_on))
+    assert b"".join(line.removeprefix(b"> ") for line in lines) == text + b"\n"
+    assert all(line.startswith(b"> ") and line.endswith(b"\n") for line in lines)
+
+
+def test_of_what_is_beyond_the_last_lines_come_behind_a_count():
+    pieces = [b"line %07d\n" % number * 100 for number in range(6000)]
+    lines = feed(pieces, lambda pass_on: Output(b"", pass_on))
+    note = next(n for n, line in enumerate(lines) if b"too fast" in line)
+    passed, kept = b"".join(lines[:note]), b"".join(lines[note + 1 :])
+    dropped = float(re.search(rb"\(([\d.]+) MiB", lines[note])[1])
+    assert passed + kept in (b"".join(pieces), passed + kept)
+    assert BURST * 0.99 < len(passed) < BURST * 1.2 and TAIL * 0.9 < len(kept) <= TAIL
+    assert b"".join(pieces).endswith(kept) and b"".join(pieces).startswith(passed)
+    assert dropped == pytest.approx((len(b"".join(pieces)) - len(passed) - len(kept)) / MIB, abs=0.1)
+
+
+def test_a_rank_that_is_silent_again_shows_its_last_lines(monkeypatch):
+    clock, lines = [0.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    output = Output(b"", lines.append)
+    output.feed(b"much\n" * (BURST // 5 - 1))
+    output.feed(b"more\n" * 1000 + b"last\n")
+    assert lines[-1] == b"much\n"
+    clock[0] += 2.0
+    output.feed(b"")
+    assert lines[-1] == b"last\n"
+    clock[0] += 3600.0
+    count = len(lines)
+    output.feed(b"much\n" * (BURST // 5))
+    assert len(lines) == count + BURST // 5, "after a while all of it is passed on again"
+
+
+@pytest.mark.parametrize("size", [1, 777, 65536])
+def test_a_long_line_is_cut_and_a_bar_of_progress_is_not(size):
+    def split(text):
+        lines = Lines(longest=1000)
+        found = [line for at in range(0, len(text), size) for line in lines.feed(text[at : at + size])]
+        return found + lines.end()
+
+    assert split(b"a\n" + b"x" * 5000 + b"\nb") == [
+        b"a\n",
+        b"x" * 1000 + b" (4,000 bytes of this line are left out)\n",
+        b"b\n",
+    ]
+    bar = b"".join(b"\r%5d it" % number for number in range(5000))
+    (line,) = split(bar)
+    assert line.endswith(b" 4999 it\n") and len(line) < 1100 if size < 65536 else True
+
+
+def test_a_log_is_bounded_and_keeps_its_end(tmp_path):
+    path = tmp_path / "output.log"
+    path.write_bytes(b"earlier\n")
+    log = Log(path, room=10_000)
+    for number in range(20_000):
+        log.write(b"line %05d\n" % number)
+    assert path.stat().st_size <= 10_008, "while the job runs, too"
+    log.close()
+    text = path.read_bytes()
+    assert text.startswith(b"earlier\nline 00000\n") and text.endswith(b"line 19999\n")
+    assert b"MiB are left out here: the log is full" in text
+    assert len(text) < 10_008 + TAIL + 100 and LOG > BURST
+
+
+def test_a_result_keeps_the_first_and_last_lines_of_each_rank():
+    kept = Kept()
+    for number in range(200_000):
+        kept.add(f"[rank 0] line {number}")
+        if number % 50_000 == 0:
+            kept.add(f"[rank 1] calm {number}")
+    lines = kept.list_lines()
+    own = [line for line in lines if line.startswith("[rank 0]")]
+    assert own[0] == "[rank 0] line 0" and own[-1] == "[rank 0] line 199999"
+    assert sum("lines are left out here" in line for line in own) == 1
+    assert sum(map(len, own)) <= FIRST + LAST + 100
+    assert [line for line in lines if "calm" in line] == [f"[rank 1] calm {n}" for n in range(0, 200_000, 50_000)]
+    places = [lines.index(f"[rank 1] calm {number}") for number in (0, 50_000)]
+    assert lines[places[0] - 1] == "[rank 0] line 0", "in the order in which they came"
+
+
+def test_a_result_that_is_too_long_is_refused():
+    with pytest.raises(LabError) as caught:
+        launch.report("x" * (9 * MIB))
+    assert "too long" in caught.value.what and caught.value.fix and LINE < 9 * MIB
+
+
+# Supervisors that are stopped or killed.
+
+FAMILY = """
+import os, subprocess, sys, time
+import torch.distributed as dist
+from lab_utils import launch
+dist.init_process_group("gloo")
+for words in (["sleep", "300"], [sys.executable, "-c", "import time; time.sleep(300)"]):
+    subprocess.Popen(words, start_new_session=True)
+subprocess.Popen("sleep 300 & sleep 300", shell=True)
+dist.barrier()
+print("connected", flush=True)
+time.sleep(300)
+"""
+
+
+def when_both_are_connected(action):
+    """Does it as soon as both ranks have said that they are connected; and a list of when that was."""
+    seen, times = [], []
+
+    def count(line):
+        seen.append(line)
+        if len(seen) == 2:
+            times.append(time.time())
+            action()
+
+    heard = Heard()
+    heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
+    return heard, times
+
+
+def signal_all(pids, number):
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("nodes", [[1], [0, 1]])
+def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, write):
+    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2), limit=8)
+    job_id, start = job.id, time.time()
+
+    def stop():
+        signal_all([pid for node in nodes for pid in find_processes(job_id, "supervisor.py", node)], signal.SIGSTOP)
+
+    heard, _ = when_both_are_connected(stop)
+    error = run_badly(job, heard, seconds=8 + 2 + 5 + 5, since=lambda: start)
+    assert error.result.failure.kind == "limit", error
+    assert "time limit" in error.what
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("where", ["local", "hosts"])
+def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where, write, request):
+    """The guard on the node: nobody else is left who could."""
+    launcher, job_id = start_job(write, where, request)
+    signal_all(find_processes(job_id, "supervisor.py"), signal.SIGSTOP)
+    launcher.kill()
+    launcher.wait()
+    assert_gone(job_id, 15 + 5)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize(("where", "launcher_too"), [("local", False), ("local", True), ("hosts", True)])
+def test_43_supervisors_that_are_killed_leave_no_grandchildren(where, launcher_too, write, request):
+    launcher, job_id = start_job(write, where, request)
+    assert len(find_processes(job_id, "sleep")) >= 8
+    signal_all(find_processes(job_id, "supervisor.py"), signal.SIGKILL)
+    if launcher_too:
+        launcher.kill()
+    assert_gone(job_id, 10)
+    launcher.wait(20)
+
+
+def start_job(write, where, request):
+    """Starts a launcher whose ranks have children, in sessions of their own, too; returns it and the job's id."""
+    nodes = "local_nodes(2)"
+    if where == "hosts":
+        config = str(request.getfixturevalue("hosts").ssh_config)
+        nodes = f"ssh_nodes(['n1', 'n2'], config={config!r}, folder='/node/labs')"
+    script = write("family.py", FAMILY)
+    code = f"""
+from lab_utils.launch import *
+job = TorchrunJob({str(script)!r}, nodes={nodes})
+print("id", job.id, "id", flush=True)
+job.run()
+"""
+    log = script.with_name("launcher.log")
+    with log.open("wb") as file:
+        launcher = subprocess.Popen([sys.executable, "-uc", code], stdout=file, stderr=file, start_new_session=True)
+    wait_for(lambda: log.read_text().count("] connected") == 2)
+    return launcher, re.search(r"id (\S+) id", log.read_text())[1]
+
+
+@pytest.mark.drill
+def test_44_a_node_that_was_started_by_hand_and_never_joins_ends_by_itself(write):
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(3), join_timeout=3)
+    job_id = job.id
+    script = job.write()[2]
+    _copy_code(job)
+    with subprocess.Popen(["bash", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as node:
+        wait_for(lambda: find_processes(job_id, "launch.agent"))
+        start = time.monotonic()
+        # A later job is told of it, and runs all the same.
+        later = TorchrunJob(write("later.py", "print('hello')"), nodes=local_nodes(1))
+        found = later.preflight()
+        assert found.ok and f"job {job_id} still runs here" in str(found)
+        assert f"python -m lab_utils.launch stop {job_id}" in str(found)
+        assert later.run(show=False).ok
+        _, said = node.communicate(timeout=3 + 10 + 5 + 10)
+    assert node.returncode != 0
+    print(f"it ended after {time.monotonic() - start:.1f} s")
+    assert "the other nodes did not come" in said or "Rendezvous" in said, said
+    assert_gone(job_id, 1)
+
+
+def _copy_code(job):
+    """What a launch copies before it starts."""
+    from lab_utils.launch.start import copy_all
+
+    copy_all(job, job._collect())
+
+
+def test_43_a_guard_is_no_part_of_the_job_and_goes_with_it(write):
+    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2))
+    job_id, guards = job.id, []
+
+    def look():
+        for folder in Path("/proc").glob("[0-9]*"):
+            words = (folder / "cmdline").read_bytes().split(b"\0") if (folder / "cmdline").exists() else []
+            if b"--guard" in words and f"LAB_JOB_ID={job_id}".encode() in words:
+                guards.append(folder)
+        job.stop()
+
+    heard, _ = when_both_are_connected(look)
+    with pytest.raises(launch.JobError) as caught:
+        job.run(show=heard)
+    check_error(caught.value)
+    assert len(guards) == 2
+    wait_for(lambda: not any(folder.exists() for folder in guards), 5)
+    assert_gone(job_id, 5)

@@ -1,0 +1,209 @@
+"""What a job of the launcher opens to others: looked at from another network namespace, and attacked."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from jobs import TROUBLE, Heard, assert_gone, find_processes, wait_for
+
+from lab_utils import launch
+from lab_utils.launch import TorchrunJob, local_nodes, ssh_nodes
+
+pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
+
+# A local job of two nodes, started by a program of its own, which can be put into another namespace.
+LAUNCHER = """
+import sys
+from lab_utils.launch import TorchrunJob, local_nodes
+script, order, restarts = sys.argv[1:]
+job = TorchrunJob(script, ["stubborn"], nodes=local_nodes(2), rank_order=order, max_restarts=int(restarts), limit=60)
+print("id", job.id, "id", flush=True)
+job.run()
+"""
+# Who listens, as address and port, by the processes that have this in their environment: $1.
+LISTENERS = """
+import glob, ipaddress, os, re, sys
+mark, held, found = sys.argv[1].encode(), set(), set()
+for folder in glob.glob("/proc/[0-9]*"):
+    try:
+        if mark in open(folder + "/environ", "rb").read().split(b"\\0"):
+            held |= {os.readlink(link) for link in glob.glob(folder + "/fd/*") if os.path.exists(link) or True}
+    except OSError:
+        continue
+for table in ("tcp", "tcp6"):
+    for row in open("/proc/net/" + table).read().splitlines()[1:]:
+        cells = row.split()
+        if cells[3] == "0A" and f"socket:[{cells[9]}]" in held:
+            address, port = cells[1].split(":")
+            raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+            found.add((str(ipaddress.ip_address(raw)), int(port, 16)))
+for address, port in sorted(found):
+    print(address, port)
+"""
+# Connects to every port that is named, at one address; prints those that answer.
+KNOCK = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), timeout=2).close()
+        print(port)
+    except OSError:
+        pass
+"""
+# Puts a pickle in the place of every rendezvous' state in a store; what it says is to leave a mark.
+ATTACK = """
+import base64, os, pickle, sys
+from datetime import timedelta
+from torch.distributed import TCPStore
+class Mark:
+    def __reduce__(self):
+        return os.system, (f"touch {sys.argv[3]}",)
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=10))
+keys = [key for key in store.list_keys() if "rendezvous" in key]
+for key in keys:
+    store.set(key.removeprefix("/"), base64.b64encode(pickle.dumps(Mark())))
+print("attacked", *keys)
+"""
+
+
+@pytest.fixture
+def script(write):
+    return write("train.py", TROUBLE)
+
+
+def list_listeners(job_id: str, enter: list[str] = []) -> set[tuple[str, int]]:  # noqa: B006
+    """Address and port of all that the processes of a job listen on."""
+    command = [*enter, sys.executable, "-ISc", LISTENERS, f"LAB_JOB_ID={job_id}"]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    return {(address, int(port)) for address, _, port in (row.partition(" ") for row in rows if row)}
+
+
+@pytest.mark.parametrize(("order", "restarts"), [("address", 0), ("nodes", 0), ("address", 1)])
+def test_a_local_job_cannot_be_reached_from_another_host(order, restarts, script, hosts, tmp_path):
+    log = tmp_path / "launcher.log"
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as file:
+        command = [sys.executable, "-c", LAUNCHER, str(script), order, str(restarts)]
+        launcher = hosts.popen_in_n0(command, env, stdout=file, stderr=file, start_new_session=True)
+    try:
+        wait_for(lambda: log.read_text().count("connected") == 2)
+        job_id = re.search(r"id (\S+) id", log.read_text())[1]
+        heard = list_listeners(job_id, hosts._enter("n0"))
+        assert len(heard) >= 3, heard  # the rendezvous, and Gloo on both ranks
+        assert all(address.startswith("127.") for address, _ in heard), heard
+        ports = [str(port) for _, port in heard]
+        knock = [sys.executable, "-ISc", KNOCK]
+        assert hosts.run_on("n1", [*knock, hosts.address("n0"), *ports]) == ""
+        inside = hosts.run_on("n0", [*knock, "127.0.0.1", *ports])
+        assert inside.split(), "nothing answers within n0 either: the knocking is broken"
+    finally:
+        os.kill(launcher.pid, signal.SIGINT)
+        launcher.wait(30)
+    assert_gone(job_id, 5)
+
+
+def find_endpoint(folder) -> tuple[str, int]:
+    found = re.search(r"rdzv-endpoint=([\d.]+):(\d+)", (folder / "node0.sh").read_text())
+    return found[1], int(found[2])
+
+
+def run_attacked(job: TorchrunJob, attack, wait) -> Heard:
+    """Starts a job of which node 1 never comes, and has it attacked while node 0 asks the store again and again."""
+    heard, errors = Heard(), []
+
+    def run():
+        try:
+            job.run(show=heard, by_hand=[job.nodes[1].name])
+        except launch.JobError as error:
+            errors.append(error)
+
+    folder, job_id = job.folder, job.id
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_for(lambda: (folder / "node0.sh").exists())
+        endpoint = find_endpoint(folder)
+        wait(endpoint)
+        attack(endpoint)
+        thread.join(40)
+    finally:
+        job.stop()
+        thread.join(20)
+    assert not thread.is_alive() and errors
+    assert_gone(job_id, 5)
+    return errors[0]
+
+
+def test_what_a_stranger_writes_into_the_store_is_not_run(script, tmp_path):
+    """The state of torch's rendezvous is a pickle: what one of these calls when it is read would run as the learner."""
+    mark = tmp_path / "mark"
+    job = TorchrunJob(script, ["ok"], nodes=local_nodes(2), join_timeout=12)
+
+    def attack(endpoint):
+        command = [sys.executable, "-c", ATTACK, endpoint[0], str(endpoint[1]), str(mark)]
+        wait_for(lambda: "rendezvous" in subprocess.run(command, capture_output=True, text=True).stdout)
+
+    job_id = job.id
+    error = run_attacked(job, attack, lambda endpoint: wait_for(lambda: endpoint in list_listeners(job_id)))
+    assert not mark.exists()
+    assert "no part of the state of a rendezvous" in (error.result.folder / "output.log").read_text()
+
+
+def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(script, hosts, tmp_path):
+    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
+    seen = {}
+
+    def look(line):
+        seen.update({node: list_listeners(job_id, hosts._enter(node)) for node in ("n1", "n2")})
+        job.stop()
+
+    job = TorchrunJob(script, ["loop"], nodes=nodes)
+    job_id = job.id
+    heard = Heard()
+    heard.when = {"[rank 0] connected": lambda line: None, "connected": look}
+    with pytest.raises(launch.JobError):
+        job.run(show=heard)
+    for node, listeners in seen.items():
+        assert listeners, node
+        assert {address for address, _ in listeners} == {hosts.address(node)}, seen
+    mark = tmp_path / "mark"
+
+    def attack(endpoint):
+        command = [*hosts._enter("n0"), sys.executable, "-c", ATTACK, endpoint[0], str(endpoint[1]), str(mark)]
+        wait_for(lambda: "rendezvous" in subprocess.run(command, capture_output=True, text=True).stdout)
+
+    job = TorchrunJob(script, ["ok"], nodes=nodes, join_timeout=12)
+    assert nodes[0].name == "n1"
+    error = run_attacked(job, attack, lambda endpoint: None)
+    assert not mark.exists()
+    assert "no part of the state of a rendezvous" in (error.result.folder / "output.log").read_text()
+    nodes[0].close()
+
+
+def test_the_id_of_the_rendezvous_is_a_secret(script):
+    job = TorchrunJob(script, ["loop"], nodes=local_nodes(2))
+    job_id, secret, folder = job.id, job.rendezvous_id, job.folder
+    assert re.fullmatch(r"[0-9a-f]{32}", secret)
+    shown = []
+
+    def look(line):
+        for pid in find_processes(job_id, "launch.agent"):
+            shown.append(Path(f"/proc/{pid}/cmdline").read_text())
+        job.stop()
+
+    heard = Heard()
+    heard.when = {"connected": look}
+    with pytest.raises(launch.JobError):
+        job.run(show=heard)
+    assert shown and not [line for line in shown if secret in line], "every user of the machine sees a command line"
+    scripts = [*folder.glob("node*.sh"), *folder.parents[1].glob(f"nodes/*/jobs/{job_id}/node*.sh")]
+    assert len(scripts) >= 4
+    for path in scripts:
+        assert secret in path.read_text()
+        assert not path.stat().st_mode & 0o077, path
+    assert job.rendezvous_id != secret
