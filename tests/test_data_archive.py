@@ -43,6 +43,17 @@ def add_raw(tar, count, kind, content=b""):
     tar.offset += len(block) * count
 
 
+def add_sparse(tar, blocks):
+    """Adds a header whose list of holes goes on for many blocks, all of which tarfile would keep."""
+    header = tarfile.TarInfo("train/cat/x.png")
+    header.type = tarfile.GNUTYPE_SPARSE
+    block = bytearray(header.tobuf(tarfile.GNU_FORMAT))
+    block[482], block[148:156] = 1, b" " * 8
+    block[148:156] = b"%06o\0 " % sum(block)
+    tar.fileobj.write(bytes(block) + (b"\1" * 512) * blocks)
+    tar.offset += 512 * (1 + blocks)
+
+
 def make_hostile(archive, file, change):
     """Copies an archive, and lets ``change(tar)`` add to it."""
     with tarfile.open(archive) as old, tarfile.open(file, "w:gz", compresslevel=1) as new:
@@ -148,6 +159,7 @@ HOSTILE = {
         "a pax header",
         "",
     ),
+    "sparse without end": (lambda tar: add_sparse(tar, 1000), "neither file nor folder", "x.png"),
     "two tops": (lambda tar: add(tar, "other/train/cat/x.png", content=b"x"), "outside train|valid|test", "other"),
 }
 

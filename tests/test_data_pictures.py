@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from drawn import assert_explains, make_archive, make_folder
-from fuzzing import choose_seeds, mutate_bytes
+from fuzzing import mutate_bytes
 from PIL import Image
 
 from lab_utils import LabError, data
@@ -245,7 +245,7 @@ def test_mutated_pictures_are_decoded_or_refused():
     originals = [save("PNG"), save("JPEG"), save("BMP"), save("WEBP"), save("PNG", PICTURE.convert("P"))]
     originals += [ODD["WEBP of several frames"], ODD["PNG of several frames"], ODD["JPEG of several pictures"]]
     refused = 0
-    for seed in choose_seeds(many=2000, few=200):
+    for seed in range(300):
         dice = random.Random(seed)
         content = mutate_bytes(dice.choice(originals), dice)
         try:

@@ -46,7 +46,7 @@ def import_archive(
         with open_regular(file) as stream:
             md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
             size = stream.tell()
-            listing = _survey(stream, size, caps or Caps())
+            listing = _survey(stream, file, size=size, caps=caps or Caps())
             check_listing(listing, file, CLASS_NAMES)
             verified = "CINIC-10.tar.gz, checksum verified" if md5 == MD5 else "an archive in CINIC-10's layout"
             source = {"kind": "archive", "words": f"imported from {verified}", "fingerprint": f"md5 {md5}"}
@@ -76,10 +76,10 @@ def refuse_data_set(root: Path) -> None:
         )
 
 
-def _survey(stream: BinaryIO, size: int, caps: Caps) -> Listing:
+def _survey(stream: BinaryIO, file: Path, *, size: int, caps: Caps) -> Listing:
     """Reads the whole archive once, judges every member, and lists the images."""
     found: set[tuple[str, str, str]] = set()
-    for _, place in _read_members(stream, size, caps, "looking through"):
+    for _, place in _read_members(stream, file, size=size, caps=caps, verb="looking through"):
         if place in found:
             raise RefusedError("the same file twice", "/".join(place))
         found.add(place)
@@ -101,7 +101,7 @@ def _pack(
             positions |= {place: position for position, place in enumerate(places)}
             draft.labels[split][:] = [CLASS_NAMES.index(class_name) for _, class_name, _ in places]
         bad: list[str] = []
-        for image, place in _read_members(stream, source["bytes"], caps, "packing"):
+        for image, place in _read_members(stream, file, size=source["bytes"], caps=caps, verb="packing"):
             if (position := positions.pop(place, None)) is None:
                 raise RefusedError("changed while it was read", "/".join(place))
             try:
@@ -117,7 +117,9 @@ def _pack(
     return pack
 
 
-def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterator[tuple[bytes, tuple[str, str, str]]]:
+def _read_members(
+    stream: BinaryIO, file: Path, *, size: int, caps: Caps, verb: str
+) -> Iterator[tuple[bytes, tuple[str, str, str]]]:
     """Goes through the archive from its start, and yields each image with its split, class and file name.
 
     Raises:
@@ -151,7 +153,7 @@ def _read_members(stream: BinaryIO, size: int, caps: Caps, verb: str) -> Iterato
     except (tarfile.TarError, OSError, EOFError, zlib.error, ValueError, IndexError) as error:
         raise LabError(
             "The archive is cut short or damaged.",
-            where=clean_name(getattr(stream, "name", "")),
+            where=clean_name(file),
             cause=f"the download or copy ended early, or it is no .tar.gz file ({clean_name(error, 200)})",
             fix=f"{make_command('fetch cinic10')}, or copy the file again",
         ) from error

@@ -12,7 +12,7 @@ import numpy as np
 
 from lab_utils import LabError
 from lab_utils.data.system import make_command, quote
-from lab_utils.files import open_regular
+from lab_utils.files import read_bounded
 from lab_utils.text import clean_name
 
 if TYPE_CHECKING:
@@ -63,14 +63,9 @@ def read_image(path: Path) -> bytes:
     """Reads an image file.
 
     Raises:
-        OSError: It is not there, may not be read, or is no regular file.
-        ValueError: It is larger than an image of a data set can be.
+        OSError: It is not there, may not be read, is no regular file, or larger than an image of a data set can be.
     """
-    with open_regular(path) as file:
-        content = file.read(IMAGE_BYTES + 1)
-    if len(content) > IMAGE_BYTES:
-        raise ValueError(f"has more than {IMAGE_BYTES:,} bytes")
-    return content
+    return read_bounded(path, IMAGE_BYTES)
 
 
 def describe_bad(name: str, error: ValueError | OSError) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 
 from lab_utils import LabError
 from lab_utils.data.system import hold_lock
-from lab_utils.files import open_regular, sync_folder
+from lab_utils.files import open_regular, read_bounded, sync_folder
 from lab_utils.text import clean_name
 
 SPLITS = ("train", "valid", "test")
@@ -148,8 +148,7 @@ def read_manifest(folder: Path) -> dict | None:
     Somebody else may have written it: what is returned has all that the labs use, with names that are safe to print.
     """
     try:
-        with open_regular(folder / MANIFEST) as file:
-            manifest = json.loads(file.read(MANIFEST_BYTES).decode("utf-8"))
+        manifest = json.loads(read_bounded(folder / MANIFEST, MANIFEST_BYTES).decode("utf-8"))
         if not _is_sound(manifest):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
