@@ -1,4 +1,4 @@
-"""The output of a job within bounds of memory, disk and time: lines, an allowance for each rank, a log that fills up."""
+"""The output of a job within bounds of memory, disk and time: lines, an allowance per rank, a log that fills up."""
 
 from __future__ import annotations
 
