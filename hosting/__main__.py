@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from hosting import classes, commands, hub
+from hosting.collect import collect
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import read_status, show_status
@@ -51,8 +52,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
     todo.add_parser("status", help="how each team stands")
     todo.add_parser("down", help="end all containers; the teams' work stays")
-    collect = todo.add_parser("collect", help="fetch every team's report and work")
-    collect.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
+    fetch = todo.add_parser("collect", help="fetch every team's report and work")
+    fetch.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
     for name, words in (
         ("rotate", "give a team a new token; its kernels end"),
         ("reset", "give a team a fresh copy of the labs; the old one is kept"),
@@ -82,8 +83,8 @@ def run(chosen: argparse.Namespace) -> None:
         variant.down(found)
         print("all containers have ended; the teams' work stays in their volumes")
     elif chosen.command == "collect":
-        for collected in commands.collect(found, found.teams, chosen.into):
-            print(collected)
+        for one in collect(found, found.teams, chosen.into):
+            print(one.describe())
     elif chosen.command == "rotate":
         renewed = classes.open_class(folder, engine=engine, renew=team.name)
         print(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")

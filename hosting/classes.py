@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hosting.engine import Engine, find_engine
-from hosting.files import name_container, write_files
+from hosting.files import LABS, name_container, write_files
 from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
@@ -47,8 +47,12 @@ class Class:
         raise LabError(what, where=self.settings.teams, cause="a typing error", fix=f"one of: {known}")
 
     def ask(self, team: Team, *command: str, node: int = 0, timeout: float = 60.0) -> tuple[int, str]:
-        """Runs a command in a team's container; returns its exit status and what it printed."""
-        asked = self.engine.ask("exec", name_container(self.settings, team, node), *command, timeout=timeout)
+        """Runs a command in a team's container; returns its exit status and what it printed.
+
+        It runs in our own folder: in the team's, programs can find files of the team in place of ours.
+        """
+        container = name_container(self.settings, team, node)
+        asked = self.engine.ask("exec", "-w", LABS, container, *command, timeout=timeout)
         return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
 
 

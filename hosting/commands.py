@@ -8,13 +8,13 @@ import socket
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from hosting.classes import Class
 from hosting.engine import LOG, Engine
-from hosting.files import HOME, PORT, name_container
+from hosting.files import HOME, PORT, PYTHON, name_container
 from hosting.handout import write_handout
 from hosting.settings import Settings, save_settings
 from hosting.teams import Team
@@ -55,7 +55,7 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     _end_orphans(found)
     end = time.monotonic() + seconds
     for team in found.teams:
-        _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, "python3", "-c", ALIVE)
+        _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, *PYTHON, ALIVE)
         if settings.nodes > 1:
             reach = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "node1", "true")
             _wait_for(found, team, f"node0 of team {team.name} does not reach its node1.", end, *reach)
@@ -186,7 +186,7 @@ def reset(found: Class, team: Team) -> str:
     """
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     kept = f"{HOME}/work/labs-{stamp}"
-    move = f"mv {HOME}/work/labs {kept} && python -m lab_utils.workspace --workspace {HOME}/work/labs"
+    move = f"mv {HOME}/work/labs {kept} && python -I -m lab_utils.workspace --workspace {HOME}/work/labs"
     status, said = found.ask(team, "sh", "-c", move, timeout=120)
     if status:
         raise LabError(
@@ -196,41 +196,6 @@ def reset(found: Class, team: Team) -> str:
             fix="python3 -m hosting status",
         )
     return kept
-
-
-def collect(found: Class, teams: Sequence[Team], target: Path) -> list[Path]:
-    """Fetches each team's report and all its work into a folder of its own; returns those folders.
-
-    Raises:
-        LabError: A team's container does not run, or its report cannot be made; the other teams' folders are there.
-    """
-    folders, failed, target = [], {}, target.resolve()  # the engine is called from another folder
-    for team in teams:
-        folder = target / team.name
-        folder.mkdir(parents=True, exist_ok=True)
-        container = name_container(found.settings, team, 0)
-        report = f"{HOME}/work/report.html"
-        make = ["python", "-m", "lab_utils.report", f"--team={team.name}", f"--workspace={HOME}/work/labs"]
-        status, said = found.ask(team, *make, f"--output={report}", timeout=300)
-        try:
-            # Also where no report can be made of it.
-            found.engine.run("cp", f"{container}:{HOME}/work", str(folder))
-            if not status:
-                found.engine.run("cp", f"{container}:{report}", str(folder / "report.html"))
-        except LabError as error:
-            status, said = 1, said if status else error.cause
-            with suppress(OSError):
-                folder.rmdir()  # one that is empty
-        if status:
-            failed[team.name] = said[-300:]
-        else:
-            folders.append(folder)
-    if failed:
-        what = f"{len(failed)} of {len(teams)} teams could not be collected whole: {', '.join(failed)}."
-        # A hub ends the containers that nobody uses; both variants work on the same volumes.
-        fix = f"python3 -m hosting up{' --no-hub' if found.settings.hub else ''}, and `collect` again"
-        raise LabError(what, where=target, cause=next(iter(failed.values())), fix=fix, log=found.engine.folder / LOG)
-    return folders
 
 
 def restart(found: Class, team: Team) -> None:

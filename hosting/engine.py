@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from lab_utils import LabError, checkout
+from lab_utils.text import clean
 
 LOG = "engine.log"
+# Bytes of an answer that are read. A team's container can answer without end.
+LONGEST_ANSWER = 1 << 20
+LONGEST_LINE = 1 << 16
+# What the engine said last arrives within this, in seconds, when it has ended.
+LOG_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -59,37 +69,120 @@ class Engine:
         self._call([self.program, *arguments], cwd=cwd or self.folder, env=dict(os.environ))
 
     def ask(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """What the engine answers, whatever it is: for questions whose refusal is an answer, too."""
-        command = [self.program, *arguments]
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
-            return subprocess.CompletedProcess(command, 124, "", f"no answer within {timeout:g} s")
+        """What the engine answers, whatever it is: for questions whose refusal is an answer, too.
+
+        An answer that takes too long, or is longer than ``LONGEST_ANSWER`` bytes, has the status 124.
+        """
+        command, said = [self.program, *arguments], {}
+        with _start(command, timeout, stderr=subprocess.PIPE) as (process, late):
+            pipes = {"stdout": process.stdout, "stderr": process.stderr}
+            readers = [
+                threading.Thread(target=_read_answer, args=(pipe, said, name, process), daemon=True)
+                for name, pipe in pipes.items()
+            ]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            status = process.wait()
+        refusal = ""
+        if late.is_set():
+            refusal = f"no answer within {timeout:g} s"
+        elif any(len(answer) > LONGEST_ANSWER for answer in said.values()):
+            refusal = f"an answer of more than {LONGEST_ANSWER} bytes"
+        if refusal:
+            return subprocess.CompletedProcess(command, 124, "", refusal)
+        texts = {name: answer.decode(errors="replace") for name, answer in said.items()}
+        return subprocess.CompletedProcess(command, status, **texts)
+
+    @contextmanager
+    def stream(self, *arguments: str, timeout: float) -> Iterator[BinaryIO]:
+        """Gives what a command of the engine prints, as it comes; it ends with the block, or after ``timeout`` s."""
+        with _start([self.program, *arguments], timeout, stderr=subprocess.DEVNULL) as (process, _):
+            yield process.stdout
 
     def has_image(self, name: str) -> bool:
         """Whether an image is there without being fetched."""
         return self.ask("image", "inspect", name).returncode == 0
 
     def _call(self, command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
-        log = self.folder / LOG
+        log, said = self.folder / LOG, []
         with log.open("a", encoding="utf-8") as file:
             file.write(f"$ {' '.join(command)}\n")
-            file.flush()
-            begin = file.tell()
-            ended = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        if ended.returncode:
-            with log.open("rb") as file:
-                file.seek(begin)
-                said = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=cwd, env=env, **options)
+        writer = threading.Thread(target=_write_log, args=(process.stdout, log, said), daemon=True)
+        writer.start()
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        # Not for ever: what the engine leaves running may hold the pipe.
+        writer.join(LOG_SECONDS)
+        if status:
             raise LabError(
-                f"{Path(command[0]).name} failed (exit status {ended.returncode}).",
+                f"{Path(command[0]).name} failed (exit status {status}).",
                 where=" ".join(command[:3]),
-                cause=" / ".join(said[-3:])[-600:],
+                cause=" / ".join(said)[-600:],
                 fix=f"tail -n 40 {log}",
                 log=log,
             )
+
+
+@contextmanager
+def _start(
+    command: Sequence[str], seconds: float, *, stderr: int
+) -> Iterator[tuple[subprocess.Popen, threading.Event]]:
+    """Runs a command while the block lasts; ends it, with all that it started, with the block or after a time.
+
+    Gives the process, and an event that says whether the time was over first.
+    """
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    late = threading.Event()
+    # A group of its own: what it started may hold its pipes open when it has ended.
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+
+        def end() -> None:
+            late.set()
+            _kill(process)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield process, late
+        finally:
+            timer.cancel()
+            if process.poll() is None:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ends a process that was started in a group of its own, and that group."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read_answer(pipe: BinaryIO, said: dict[str, bytes], name: str, process: subprocess.Popen) -> None:
+    """Reads a pipe to its end; ends the process where the answer is too long."""
+    said[name] = pipe.read(LONGEST_ANSWER + 1)
+    if len(said[name]) > LONGEST_ANSWER:
+        _kill(process)
+
+
+def _write_log(pipe: BinaryIO, log: Path, said: list[str]) -> None:
+    """Adds what a program says to the log, and keeps the last three lines of it in ``said``."""
+    with log.open("a", encoding="utf-8") as file:
+        while line := pipe.readline(LONGEST_LINE):
+            # Others' names and texts are in it, and somebody will read the log in a terminal.
+            text = clean(line.decode(errors="replace").rstrip("\r\n"))
+            file.write(f"{text}\n")
+            file.flush()
+            if text.strip():
+                said[:] = [*said, text][-3:]
 
 
 def find_engine(folder: Path, *, wanted: str = "") -> Engine:

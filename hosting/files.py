@@ -17,6 +17,10 @@ from lab_utils.files import write_atomically
 
 BASE, NODES, GPUS, CADDY = "compose.json", "compose.nodes.json", "compose.gpu.json", "Caddyfile"
 HOME = "/home/learner"
+# Where our own files are in a team's container; the team cannot write there.
+LABS = "/srv/labs"
+# A program of ours in a team's container: nothing of the team's own folders is imported in place of what it names.
+PYTHON = ("python", "-I", "-c")
 PORT, FRONT_PORT = 8888, 8443
 
 

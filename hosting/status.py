@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from hosting.classes import Class
 from hosting.commands import is_served
-from hosting.files import HOME
+from hosting.files import HOME, PYTHON
 from hosting.teams import Team
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
@@ -65,7 +65,7 @@ def _read_team(found: Class, team: Team, devices: dict[str, str]) -> Standing:
         states.append(asked.stdout.strip() if asked.returncode == 0 else "absent")
     gpus = tuple(devices[gpu] for gpu in team.gpus if gpu in devices)
     standing = Standing(team, tuple(states), is_served(found.settings, team), gpus)
-    status, said = found.ask(team, "python", "-c", ASK)
+    status, said = found.ask(team, *PYTHON, ASK)
     if status:
         return standing
     facts = json.loads(said.splitlines()[-1])

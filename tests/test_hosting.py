@@ -10,7 +10,7 @@ import sys
 import pytest
 from drawn import assert_explains
 
-from hosting import classes, commands, handout, teams
+from hosting import classes, handout, teams
 from hosting.__main__ import main
 from hosting.engine import Engine, find_engine
 from hosting.files import (
@@ -285,30 +285,6 @@ def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path)
                 refused()
         mend()
     assert classes.open_class(tmp_path, engine="docker") == started, "the token is as it was"
-
-
-def test_collect_goes_on_after_a_team_that_it_cannot_collect(tmp_path):
-    """No container of the first team runs; the second's report cannot be made; the third is well."""
-    program = tmp_path / "engine"
-    program.write_text(
-        """#!/bin/sh
-case "$1 $*" in
-  *-absent-*) echo "no such container" >&2; exit 1;;
-  exec*-broken-*) echo "no report here" >&2; exit 1;;
-  cp*) touch "$3/$(basename "$2")" 2> /dev/null || touch "$3";;
-esac"""
-    )
-    program.chmod(0o755)
-    three = [Team(name, ()) for name in ("absent", "broken", "well")]
-    engine = Engine(str(program), (), tmp_path)
-    for hub, words in ((False, "hosting up, and"), (True, "hosting up --no-hub, and")):
-        found = classes.Class(tmp_path, Settings(hub=hub), three, {}, engine)
-        with pytest.raises(LabError) as caught:
-            commands.collect(found, three, tmp_path / "in")
-        assert_explains(caught.value, "2 of 3 teams", "absent, broken", "no such container", words, "engine.log")
-    kept = {str(path.relative_to(tmp_path / "in")) for path in (tmp_path / "in").rglob("*")}
-    assert kept == {"broken", "broken/work", "well", "well/work", "well/report.html"}
-    assert commands.collect(found, three[2:], tmp_path / "in") == [tmp_path / "in" / "well"]
 
 
 def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):

@@ -333,6 +333,57 @@ def test_status_and_collect_say_how_the_teams_stand(hosted, tmp_path):
     assert (tmp_path / "in" / "red" / "work" / "labs" / "ours.txt").read_text() == "handed in\n"
 
 
+# What a team leaves behind for whoever collects its work. %s is a file of the instructor's.
+TRAP = """
+cd /home/learner && mkdir -p lab_utils work/labs/deep && touch lab_utils/__init__.py
+cat > lab_utils/report.py <<'EOF'
+import pathlib
+ran, report = pathlib.Path("/home/learner/work/ran"), pathlib.Path("/home/learner/work/report.html")
+if ran.exists():  # by now the link has been collected
+    report.unlink()
+    report.write_text("the team's key")
+ran.write_text("the team's code")
+EOF
+mkdir -p $(dirname %s) && echo "the team's key" > %s
+cp -r lab_utils work/labs/; cp -r lab_utils work/
+echo 'raise SystemExit("a shadow")' > work/labs/json.py
+ln -sfn %s work/report.html
+ln -sfn %s work/labs/notes.txt
+ln -sfn / work/labs/root
+mkfifo work/labs/pipe
+truncate -s 3G work/labs/sparse.bin
+touch "work/labs/$(printf '\033[2Jx\nred')" "work/labs/$(printf '\377odd')"
+ln -f work/labs/00_start_here.ipynb work/labs/twice.ipynb
+"""
+
+
+def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
+    """The team replaces its report by a link to the instructor's file, and ours by a program that leaves it there."""
+    victim, into = tmp_path / "authorized_keys", tmp_path / "in"
+    victim.write_text("the instructor's")
+    hosted.podman.ask("labtest-red-node0", "sh", "-c", TRAP.replace("%s", str(victim)))
+    try:
+        said = [hosted.host("collect", "--into", into, check=False).stdout for _ in range(2)]
+    finally:
+        hosted.podman.ask("labtest-red-node0", "sh", "-c", f"rm -rf {HOME}/lab_utils {HOME}/work/labs/sparse.bin")
+    assert victim.read_text() == "the instructor's"
+    assert "the team's code" not in hosted.podman.ask("labtest-red-node0", "cat", "work/ran", check=False)
+    red = into / "red"
+    assert "<title>Distributed Training Labs: red</title>" in (red / "report.html").read_text()
+    collected = [path for path in into.rglob("*") if not path.is_dir() or path.is_symlink()]
+    assert all(path.is_file() and not path.is_symlink() for path in collected)
+    assert max(path.stat().st_size for path in collected) < 2**30
+    left_out = (red / "left-out.txt").read_text()
+    for name in ("report.html", "labs/notes.txt", "labs/root", "labs/pipe", "labs/sparse.bin", "labs/twice.ipynb"):
+        assert name in left_out, left_out
+    assert all("\33" not in text for text in (left_out, *said, *map(str, collected)))
+    assert (red / "work" / "labs" / "00_start_here.ipynb").is_file()
+    assert len([path for path in into.iterdir() if path.name.startswith("red")]) == 2, (
+        "what was collected before is kept"
+    )
+    assert not (red / "work" / "labs" / "root").exists()
+
+
 @pytest.fixture
 def page(hosted, chromium, tmp_path):
     """A browser that has logged in as team red, whose JupyterLab shows its application to the tests."""
