@@ -14,6 +14,7 @@ from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import read_status, show_status
 from lab_utils import LabError, checkout
+from lab_utils.text import clean
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -51,6 +52,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     build.add_argument("--image", help="its name")
 
     todo.add_parser("status", help="how each team stands")
+    logs = todo.add_parser("logs", help="what a container has printed lately")
+    logs.add_argument("container", help="its name, such as labs-red-node0 or labs-front")
     todo.add_parser("down", help="end all containers; the teams' work stays")
     fetch = todo.add_parser("collect", help="fetch every team's report and work")
     fetch.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
@@ -73,27 +76,34 @@ def run(chosen: argparse.Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             return commands.build(find_engine(folder, wanted=engine), settings, base=chosen.base, torch=chosen.torch)
         found = classes.read_class(folder, settings, engine=engine)
-        return (hub if settings.hub else commands).up(found)
+        return (hub if settings.hub else commands).up(found, say=say)
     found = classes.open_class(folder, engine=engine)
     variant = hub if found.settings.hub else commands
     team = found.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
-        print(show_status(read_status(found)))
+        say(show_status(read_status(found)))
     elif chosen.command == "down":
         variant.down(found)
-        print("all containers have ended; the teams' work stays in their volumes")
+        say("all containers have ended; the teams' work stays in their volumes")
     elif chosen.command == "collect":
         for one in collect(found, found.teams, chosen.into):
-            print(one.describe())
+            say(one.describe())
+    elif chosen.command == "logs":
+        say(commands.read_logs(found, chosen.container))
     elif chosen.command == "rotate":
         renewed = classes.open_class(folder, engine=engine, renew=team.name)
-        print(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
+        say(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
     elif chosen.command == "reset":
-        print(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
+        say(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
     elif chosen.command == "restart":
         commands.restart(found, team)
-        print(f"team {team.name} was started anew; its files are as they were")
+        say(f"team {team.name} was started anew; its files are as they were")
     return None
+
+
+def say(text: str) -> None:
+    """Prints what a command has to say. Names and answers of teams are in it, and a terminal must not obey them."""
+    print(clean(text), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -101,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(parse_arguments(arguments))
     except LabError as error:
-        print(error, file=sys.stderr)
+        print(clean(error), file=sys.stderr)
         return 1
     return 0
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import re
 import socket
 import ssl
 import time
-import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from hosting.classes import Class
@@ -21,6 +21,9 @@ from hosting.teams import Team
 from lab_utils import LabError, checkout
 
 START_SECONDS = 180.0
+LOG_LINES = 40
+# Of an answer through the front, which may be a team's own.
+PAGE_SECONDS, LONGEST_PAGE = 5.0, 1 << 16
 # Asked in a team's container: whether JupyterLab answers there.
 ALIVE = f"""
 import os, urllib.request
@@ -71,7 +74,7 @@ def _wait_for(found: Class, team: Team, what: str, end: float, *command: str) ->
         if time.monotonic() > end:
             container = name_container(found.settings, team, 0)
             cause = answer[1].splitlines()[-1][:300] if answer[1] else "it is still starting"
-            fix = f"{found.engine.program} logs --tail 40 {container}"
+            fix = f"python3 -m hosting logs {container}"
             raise LabError(what, where=container, cause=cause, fix=fix, log=found.engine.folder / LOG)
         time.sleep(0.5)
 
@@ -84,7 +87,7 @@ def wait_for_front(found: Class, end: float) -> None:
     """
     while not is_served(found.settings, found.teams[0]):
         if time.monotonic() > end:
-            fix = f"{found.engine.program} logs --tail 40 {found.settings.project}-front"
+            fix = f"python3 -m hosting logs {found.settings.project}-front"
             raise LabError("The front does not answer.", where=found.settings.url, cause="see its log", fix=fix)
         time.sleep(0.5)
 
@@ -152,16 +155,44 @@ def _check_port(settings: Settings) -> None:
 
 def is_served(settings: Settings, team: Team) -> bool:
     """Whether a team's JupyterLab answers through the front. No token is sent, so that no certificate is asked for."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.bind, settings.bind)
-    scheme = settings.url.partition(":")[0]
-    unchecked = ssl._create_unverified_context()
+    scheme, _, host = settings.url.partition("://")
     path = "hub/api" if settings.hub else f"{team.name}/api"
-    request = urllib.request.Request(
-        f"{scheme}://{host}:{settings.port}/{path}", headers={"Host": settings.url.partition("://")[2]}
-    )
-    with suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=5, context=unchecked) as answer:
-        return "version" in json.load(answer)
-    return False
+    try:
+        page = _read_page(
+            settings, f"GET /{path} HTTP/1.0\r\nHost: {host}\r\nAccept: */*\r\n\r\n", tls=scheme == "https"
+        )
+        head, _, body = page.partition(b"\r\n\r\n")
+        answer = json.loads(body) if re.match(rb"HTTP/1\.\d 200 ", head) else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(answer, dict) and "version" in answer
+
+
+def _read_page(settings: Settings, request: str, *, tls: bool) -> bytes:
+    """What the front answers, up to ``LONGEST_PAGE`` bytes and for ``PAGE_SECONDS``; a redirection is not followed.
+
+    The answer is the team's own: it may be of any length, come drop by drop, or lead elsewhere.
+
+    Raises:
+        OSError: The front does not answer, or not in time.
+    """
+    end, page = time.monotonic() + PAGE_SECONDS, b""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.bind, settings.bind)
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(socket.create_connection((host, settings.port), timeout=PAGE_SECONDS))
+        if tls:
+            unchecked = ssl._create_unverified_context()
+            link = stack.enter_context(unchecked.wrap_socket(link, server_hostname=settings.address))
+        link.sendall(request.encode())
+        while len(page) < LONGEST_PAGE:
+            link.settimeout(max(0.01, end - time.monotonic()))
+            part = link.recv(LONGEST_PAGE)
+            if not part:
+                break
+            page += part
+            if time.monotonic() > end:
+                raise TimeoutError
+    return page
 
 
 def down(found: Class) -> None:
@@ -196,6 +227,24 @@ def reset(found: Class, team: Team) -> str:
             fix="python3 -m hosting status",
         )
     return kept
+
+
+def read_logs(found: Class, container: str) -> str:
+    """What a container of the class has printed lately; a team can print there what it wants.
+
+    Raises:
+        LabError: There is no such container.
+    """
+    asked = found.engine.ask("logs", "--tail", str(LOG_LINES), container) if _is_ours(found, container) else None
+    if not asked or asked.returncode:
+        known = ", ".join(name_container(found.settings, team, 0) for team in found.teams)
+        cause = asked.stderr[-300:] if asked else "a typing error"
+        raise LabError(f"There is no log of {ascii(container)[:60]}.", cause=cause, fix=f"one of: {known}")
+    return (asked.stdout + asked.stderr).rstrip()
+
+
+def _is_ours(found: Class, container: str) -> bool:
+    return bool(re.fullmatch(rf"{found.settings.project}-[a-z0-9-]+", container))
 
 
 def restart(found: Class, team: Team) -> None:

@@ -71,7 +71,8 @@ class Engine:
     def ask(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
         """What the engine answers, whatever it is: for questions whose refusal is an answer, too.
 
-        An answer that takes too long, or is longer than ``LONGEST_ANSWER`` bytes, has the status 124.
+        Where an answer takes too long, the status is 124. Where it is longer than ``LONGEST_ANSWER`` bytes, the command
+        is killed, and the status is that of the signal, below zero: no command in a container has such a one.
         """
         command, said = [self.program, *arguments], {}
         with _start(command, timeout, stderr=subprocess.PIPE) as (process, late):
@@ -85,13 +86,11 @@ class Engine:
             for reader in readers:
                 reader.join()
             status = process.wait()
-        refusal = ""
         if late.is_set():
-            refusal = f"no answer within {timeout:g} s"
-        elif any(len(answer) > LONGEST_ANSWER for answer in said.values()):
+            return subprocess.CompletedProcess(command, 124, "", f"no answer within {timeout:g} s")
+        if any(len(answer) > LONGEST_ANSWER for answer in said.values()):
             refusal = f"an answer of more than {LONGEST_ANSWER} bytes"
-        if refusal:
-            return subprocess.CompletedProcess(command, 124, "", refusal)
+            return subprocess.CompletedProcess(command, -signal.SIGKILL, "", refusal)
         texts = {name: answer.decode(errors="replace") for name, answer in said.items()}
         return subprocess.CompletedProcess(command, status, **texts)
 

@@ -142,7 +142,7 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     while (asked := engine.ask("exec", name, "python3", "-c", ALIVE, timeout=20)).returncode:
         if time.monotonic() > end:
             cause = (asked.stderr.strip().splitlines() or [""])[-1][:300]
-            fix = f"{engine.program} logs --tail 40 {name}"
+            fix = f"python3 -m hosting logs {name}"
             raise LabError("The hub does not answer.", where=name, cause=cause, fix=fix)
         time.sleep(0.5)
     wait_for_front(found, end)

@@ -1,16 +1,21 @@
 """Hosting without an engine: what is refused before anything starts, and what Compose and Caddy are given."""
 
+import contextlib
 import json
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 from drawn import assert_explains
 
-from hosting import classes, handout, teams
+from hosting import __main__ as hosting_main
+from hosting import classes, commands, handout, teams
 from hosting.__main__ import main
 from hosting.engine import Engine, find_engine
 from hosting.files import (
@@ -26,7 +31,7 @@ from hosting.files import (
     write_files,
 )
 from hosting.settings import Settings, check_settings, load_settings, save_settings
-from hosting.status import Standing, show_status
+from hosting.status import Standing, read_status, show_status
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
 from lab_utils import LabError
@@ -441,6 +446,166 @@ def test_the_status_is_a_line_per_team():
     assert "0:3/3 2:1/3" in red and "97 %" in red
     assert "NO" in blue and "none yet" in blue and blue.endswith("none")
     assert header.index("containers") == red.index("running") == blue.index("absent")
+
+
+GOOD = {"used": 12_000_000, "free": 9_000_000_000, "labs": [[3, 3], [0, 4]]}
+ANSWERS = {
+    "a list": "[]",
+    "an object": "{}",
+    "nothing": "",
+    "a number": "5",
+    "null": "null",
+    "text": '"well"',
+    "no JSON": "Traceback (most recent call last):",
+    "terminal escapes": "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m",
+    "10,000 deep": "[" * 10_000 + "]" * 10_000,
+    "deep in its place": json.dumps(GOOD)[:-1] + ', "labs": ' + "[" * 10_000 + "]" * 10_000 + "}",
+    "no labs": json.dumps(GOOD | {"labs": None}),
+    "labs of one number": json.dumps(GOOD | {"labs": [3]}),
+    "labs of three": json.dumps(GOOD | {"labs": [[1, 2, 3]]}),
+    "labs as text": json.dumps(GOOD | {"labs": "33"}),
+    "a lab of text": json.dumps(GOOD | {"labs": ["33"]}),
+    "numbers as text": json.dumps(GOOD | {"labs": [["\x1b[2J", 3]]}),
+    "more solved than there are": json.dumps(GOOD | {"labs": [[4, 3]]}),
+    "fewer than none": json.dumps(GOOD | {"labs": [[-1, 3]]}),
+    "a thousand labs": json.dumps(GOOD | {"labs": [[1, 3]] * 1000}),
+    "used as text": json.dumps(GOOD | {"used": "\x1b[2J"}),
+    "used as a list": json.dumps(GOOD | {"used": [1]}),
+    "not a number": json.dumps(GOOD | {"free": float("nan")}),
+    "infinity": json.dumps(GOOD | {"free": float("inf")}),
+    "true": json.dumps(GOOD | {"used": True}),
+    "too large": json.dumps(GOOD | {"used": 10**400}),
+    "thousands of digits": json.dumps(GOOD).replace("12000000", "9" * 5000),
+    "negative": json.dumps(GOOD | {"free": -1}),
+    "without end": "endless",
+    "half a character": '{"used": "\\ud800"}',
+    "no text": "\x00\x9b",
+}
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """A class of two teams; what red's container prints is in the file ``answer``, and blue's answers well."""
+    program = tmp_path / "engine"
+    program.write_text(f"""#!/bin/sh
+case "$*" in
+  inspect*) echo running;;
+  *labs-red-*) if grep -q '^endless' {tmp_path}/answer; then yes '['; else cat {tmp_path}/answer; fi;;
+  *) echo '{json.dumps(GOOD)}';;
+esac""")
+    program.chmod(0o755)
+    monkeypatch.setattr("hosting.status.is_served", lambda settings, team: True)
+    return classes.Class(tmp_path, Settings(), [Team("red"), Team("blue")], {}, Engine(str(program), (), tmp_path))
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_a_team_s_odd_answer_is_named_and_the_others_are_shown(two, tmp_path, answer):
+    (tmp_path / "answer").write_text(answer, errors="surrogatepass")
+    standings = read_status(two)
+    said = show_status(standings)
+    red, blue = said.splitlines()[1:]
+    assert "odd answer" in red and "running" in red and blue.startswith("blue") and "12 MB (9 GB free)" in blue
+    assert "odd" not in blue and "0:3/3" in blue
+    assert all(line.isprintable() for line in said.splitlines()) and max(map(len, said.splitlines())) < 200
+
+
+def test_answers_are_read_up_to_a_bound_of_bytes_and_time(tmp_path):
+    program = tmp_path / "engine"
+    program.write_text("#!/bin/sh\n$1 600 &\n$1 600\n")
+    program.chmod(0o755)
+    engine, begun = Engine(str(program), (), tmp_path), time.monotonic()
+    said = engine.ask("yes", timeout=60)
+    assert said.returncode == -9 and not said.stdout and "bytes" in said.stderr
+    said = engine.ask("sleep", timeout=0.5)
+    assert said.returncode == 124 and "no answer within 0.5 s" in said.stderr
+    assert time.monotonic() - begun < 20
+
+
+def test_what_a_terminal_would_obey_is_not_printed(two, tmp_path, monkeypatch, capsys):
+    """In an error, in what went well, and in the log that an error names."""
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+
+    def fail(chosen):
+        raise LabError("It failed.", where=evil, cause=evil, fix=evil)
+
+    monkeypatch.setattr("hosting.__main__.run", fail)
+    assert main(["status"]) == 1
+    said = capsys.readouterr()
+    assert "It failed." in said.err and "\x1b" not in said.err and "\u202e" not in said.err
+    (tmp_path / "answer").write_text(f"{evil} in the log\n" * 3)
+    assert evil in commands.read_logs(two, "labs-red-node0"), "it is cleaned where it is printed"
+    hosting_main.say(commands.read_logs(two, "labs-red-node0"))
+    said = capsys.readouterr().out
+    assert said.count("in the log") == 3 and "\x1b" not in said and "\u202e" not in said
+    for name in ("--follow", "labs-../x", "other"):
+        with pytest.raises(LabError, match="no log of"):
+            commands.read_logs(two, name)
+    two.engine.run("logs", "labs-red-node0")
+    log = (tmp_path / "engine.log").read_text()
+    assert log.count("in the log") == 3 and "\x1b" not in log and "\u202e" not in log
+
+
+PAGES = {
+    "no JSON": b"HTTP/1.1 200 OK\r\n\r\nwell",
+    "a number": b"HTTP/1.1 200 OK\r\n\r\n5",
+    "a list": b'HTTP/1.1 200 OK\r\n\r\n["version"]',
+    "10,000 deep": b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 10_000,
+    "nothing": b"",
+    "no status": b"\r\n\r\n",
+    "no HTTP": b"\x1b[2J",
+    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:%d/hit\r\n\r\n",
+    "an error": b'HTTP/1.1 500 Oops\r\n\r\n{"version": "1"}',
+    "without end": b"endless",
+    "drop by drop": b"drip",
+}
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, page):
+    """A team can put any server in JupyterLab's place; `status` and `up` ask it through the front."""
+    monkeypatch.setattr("hosting.commands.PAGE_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, asked, ended = server.getsockname()[1], [], threading.Event()
+        server.settimeout(20)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while not ended.is_set():
+                    connection, _ = server.accept()
+                    with connection, contextlib.suppress(OSError):
+                        asked.append(connection.recv(4096))
+                        connection.sendall(
+                            page.replace(b"%d", b"%d" % port) if len(page) > 9 else b"HTTP/1.1 200 OK\r\n\r\n"
+                        )
+                        while page in (b"endless", b"drip") and not ended.wait(0.2 if page == b"drip" else 0):
+                            connection.sendall(b"x" * (1 if page == b"drip" else 1 << 16))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        try:
+            assert commands.is_served(Settings(tls="none", port=port), Team("red")) is False
+            assert time.monotonic() - begun < 5
+            assert len(asked) == 1 and asked[0].startswith(b"GET /red/api "), "it is not sent elsewhere"
+        finally:
+            ended.set()
+            socket.create_connection(("127.0.0.1", port)).close()
+            thread.join()
+
+
+def test_a_team_s_server_that_is_well_is_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"version": "2.21"}')
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert commands.is_served(Settings(tls="none", port=server.getsockname()[1]), Team("red"))
+        thread.join()
 
 
 def test_the_most_teams_fit_the_networks_of_docker():
