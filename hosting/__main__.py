@@ -12,7 +12,7 @@ from hosting import classes, commands, hub
 from hosting.collect import collect
 from hosting.engine import find_engine
 from hosting.settings import Settings
-from hosting.status import read_status, show_status
+from hosting.status import check_guard, read_status, show_status
 from lab_utils import LabError, checkout
 from lab_utils.text import clean
 
@@ -37,7 +37,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     up.add_argument("--nodes", type=int, help="containers per team, 1 or 2 (2)")
     up.add_argument("--data", help="folder with data sets, read-only for all teams")
-    up.add_argument("--shm", help="size of /dev/shm of each container (16gb)")
+    up.add_argument("--memory", help="memory of each team (auto: the machine's, divided by the teams)")
+    up.add_argument("--cpus", help="CPUs of each team (auto: the machine's, divided by the teams)")
+    up.add_argument("--shm", help="size of /dev/shm of each container (auto: half of its memory, at most 16gb)")
     up.add_argument("--image", help="the teams' image")
     up.add_argument("--front", help="the image with Caddy")
     up.add_argument("--project", help="what all names begin with (labs)")
@@ -82,6 +84,7 @@ def run(chosen: argparse.Namespace) -> None:
     team = found.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
         say(show_status(read_status(found)))
+        say("\n".join(["", *commands.describe_bounds(found), *check_guard(found)]))
     elif chosen.command == "down":
         variant.down(found)
         say("all containers have ended; the teams' work stays in their volumes")

@@ -10,12 +10,15 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from hosting.classes import Class
 from hosting.engine import LOG, Engine
 from hosting.files import HOME, PORT, PYTHON, name_container
+from hosting.guard import REMEDY, can_guard, start_guard, stop_guard
 from hosting.handout import write_handout
+from hosting.limits import describe_limits, forget_shares
 from hosting.settings import Settings, save_settings
 from hosting.teams import Team
 from lab_utils import LabError, checkout
@@ -52,10 +55,11 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     Raises:
         LabError: The port is taken, Compose failed, or a team's JupyterLab does not answer in time.
     """
+    found = prepare(found, say)
     settings = found.settings
-    prepare(found, say)
-    found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans, tokens=found.variables)
+    found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans)
     _end_orphans(found)
+    guard(found)
     end = time.monotonic() + seconds
     for team in found.teams:
         _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, *PYTHON, ALIVE)
@@ -92,8 +96,11 @@ def wait_for_front(found: Class, end: float) -> None:
         time.sleep(0.5)
 
 
-def prepare(found: Class, say: Callable[[str], None]) -> None:
-    """What both variants need before they start: the other one ended, the port, and the image.
+def prepare(found: Class, say: Callable[[str], None]) -> Class:
+    """What both variants need before they start: the other one ended, the port, the image, and what can be guarded.
+
+    Returns:
+        The class, whose settings say whether the teams' containers can be kept from the cloud's metadata.
 
     Raises:
         LabError: The port is taken, or the image cannot be built.
@@ -111,7 +118,27 @@ def prepare(found: Class, say: Callable[[str], None]) -> None:
     if not found.engine.has_image(settings.image):
         say(f"building {settings.image}; the first time takes some minutes (log: {found.engine.folder / LOG})")
         build(found.engine, settings)
-    save_settings(settings, found.folder)
+    found = replace(found, settings=replace(settings, guarded=can_guard(found.engine, settings)))
+    save_settings(found.settings, found.folder)
+    for line in describe_bounds(found):
+        say(line)
+    return found
+
+
+def guard(found: Class) -> None:
+    """Starts the guard before the teams' networks, which are there by now, or ends it where it can do nothing."""
+    if found.settings.guarded:
+        start_guard(found.engine, found.settings, found.teams, image_id=found.image_id)
+    else:
+        stop_guard(found.engine, found.settings)
+
+
+def describe_bounds(found: Class) -> list[str]:
+    """What the teams are held to, in lines for a terminal."""
+    lines = describe_limits(found.shares, found.machine)
+    if found.settings.guarded:
+        return [*lines, "the cloud's metadata service: kept from the teams"]
+    return [*lines, f"the cloud's metadata service: NOT kept from the teams, this engine may not; {REMEDY}"]
 
 
 def _list_composed(found: Class) -> list[str]:
@@ -197,7 +224,14 @@ def _read_page(settings: Settings, request: str, *, tls: bool) -> bytes:
 
 def down(found: Class) -> None:
     """Ends all containers and networks; what the teams saved stays in their volumes."""
-    found.engine.run_compose(found.write(), "down", "--remove-orphans", tokens=found.variables)
+    found.engine.run_compose(found.write(), "down", "--remove-orphans")
+    end_bounds(found)
+
+
+def end_bounds(found: Class) -> None:
+    """Ends the guard and forgets the teams' shares, once their containers are gone."""
+    stop_guard(found.engine, found.settings)
+    forget_shares(found.folder)
 
 
 def rotate(found: Class, team: Team) -> Path:
@@ -205,7 +239,7 @@ def rotate(found: Class, team: Team) -> Path:
 
     Its kernels end with it: that is what shuts out whoever had the old token.
     """
-    found.engine.run_compose(found.write(), "up", "-d", f"{team.name}-node0", tokens=found.variables)
+    found.engine.run_compose(found.write(), "up", "-d", f"{team.name}-node0")
     return write_handout(found.folder, found.teams, found.tokens, found.settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,27 @@ LONGEST_ANSWER = 1 << 20
 LONGEST_LINE = 1 << 16
 # What the engine said last arrives within this, in seconds, when it has ended.
 LOG_SECONDS = 5.0
+
+
+# What holds containers to their limits; an engine without root may have fewer of them.
+CONTROLLERS = frozenset({"memory", "cpu", "cpuset", "pids"})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the engine can give to containers.
+
+    Attributes:
+        memory: Bytes.
+        cpus: The numbers of its CPUs.
+        processes: Processes and threads that it can have in all.
+        limits: Of ``CONTROLLERS``, those with which the engine can limit a container.
+    """
+
+    memory: int
+    cpus: tuple[int, ...]
+    processes: int = 32768
+    limits: frozenset[str] = CONTROLLERS
 
 
 @dataclass(frozen=True)
@@ -51,14 +73,14 @@ class Engine:
         """
         return () if self.compose == ("podman-compose",) else ("--remove-orphans",)
 
-    def run_compose(self, files: Sequence[Path], *arguments: str, tokens: Mapping[str, str]) -> None:
-        """Runs Compose on its files, with the tokens in its environment; what it says goes into the log.
+    def run_compose(self, files: Sequence[Path], *arguments: str, variables: Mapping[str, str] | None = None) -> None:
+        """Runs Compose on its files; what it says goes into the log.
 
         Raises:
             LabError: Compose failed; ends with what it said last.
         """
         given = [part for file in files for part in ("-f", str(file))]
-        self._call([*self.compose, *given, *arguments], cwd=self.folder, env={**os.environ, **tokens})
+        self._call([*self.compose, *given, *arguments], cwd=self.folder, env={**os.environ, **(variables or {})})
 
     def run(self, *arguments: str, cwd: Path | None = None) -> None:
         """Runs the engine itself; what it says goes into the log.
@@ -100,6 +122,29 @@ class Engine:
         with _start([self.program, *arguments], timeout, stderr=subprocess.DEVNULL) as (process, _):
             yield process.stdout
 
+    def measure(self) -> Machine:
+        """What the engine says of its machine, which need not be this one: Docker Desktop has a smaller one of its own.
+
+        Where it says nothing, this machine is what counts.
+        """
+        told: dict = {}
+        with suppress(ValueError, RecursionError):
+            told = json.loads(self.ask("info", "--format", "{{json .}}").stdout)
+        told = told if isinstance(told, dict) else {}
+        host = told.get("host") or {}  # Podman's words; Docker's are one level up
+        memory, count = (
+            told.get(docker) or host.get(podman) for docker, podman in (("MemTotal", "memTotal"), ("NCPU", "cpus"))
+        )
+        here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+        # The engine counts those that it may use. They may be some in the middle.
+        cpus = here if count in (None, len(here)) else range(count)
+        if host:
+            limits = CONTROLLERS.intersection(host.get("cgroupControllers", CONTROLLERS))
+        else:
+            words = {"MemoryLimit": "memory", "CpuCfsQuota": "cpu", "CPUSet": "cpuset", "PidsLimit": "pids"}
+            limits = frozenset(name for word, name in words.items() if told.get(word, True))
+        return Machine(memory or _measure_memory(), tuple(cpus), _measure_processes(), limits)
+
     def has_image(self, name: str) -> bool:
         """Whether an image is there without being fetched."""
         return self.ask("image", "inspect", name).returncode == 0
@@ -128,6 +173,19 @@ class Engine:
                 fix=f"tail -n 40 {log}",
                 log=log,
             )
+
+
+def _measure_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _measure_processes() -> int:
+    """How many processes and threads the kernel has room for."""
+    found = []
+    for name in ("pid_max", "threads-max"):
+        with suppress(OSError, ValueError):
+            found.append(int(Path("/proc/sys/kernel", name).read_text()))
+    return min(found, default=Machine.processes)
 
 
 @contextmanager

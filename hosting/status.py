@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hosting.classes import Class
 from hosting.commands import is_served
 from hosting.files import HOME, PYTHON
+from hosting.guard import is_guarded
 from hosting.teams import Team
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
@@ -103,6 +104,13 @@ def _check_count(value: object, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
         raise ValueError("not a count")
     return value
+
+
+def check_guard(found: Class) -> list[str]:
+    """What is wrong with the guard, in a line for a terminal; nothing where it runs, or cannot."""
+    if not found.settings.guarded or is_guarded(found.engine, found.settings):
+        return []
+    return ["The guard does NOT run: the teams' containers can reach the cloud's metadata. fix: python3 -m hosting up"]
 
 
 def read_gpus() -> dict[str, str]:

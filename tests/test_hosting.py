@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from containers import MACHINE, make_setup
 from drawn import assert_explains
 
 from hosting import __main__ as hosting_main
@@ -213,6 +214,13 @@ def test_a_bad_token_is_refused(tmp_path, line, words):
         ({"nodes": 3}, "one or two"),
         ({"data": "/nowhere/at/all"}, "not there"),
         ({"shm": "lots"}, "no size"),
+        ({"memory": "8"}, "no size"),
+        ({"memory": "-8gb"}, "no size"),
+        ({"memory": "100mb"}, "less than JupyterLab needs"),
+        ({"cpus": "0"}, "no number"),
+        ({"cpus": "0-3"}, "no number"),
+        ({"cpus": "nan"}, "no number"),
+        ({"cpus": "1e9"}, "no number"),
         ({"project": "../labs"}, "odd name"),
     ],
 )
@@ -300,33 +308,40 @@ def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
 
 
 def test_each_team_has_its_own_network_volume_token_and_path():
-    base = make_base([RED, BLUE], Settings(), "caddy", podman=False)
+    base = make_base([RED, BLUE], Settings(), "caddy", make_setup([RED, BLUE]))
     red, blue, front = (base["services"][name] for name in ("red-node0", "blue-2-node0", "front"))
     assert red["networks"] == {"red": {"aliases": ["node0"]}} and list(blue["networks"]) == ["blue-2"]
-    assert red["volumes"] == ["red-work:/home/learner/work"]
-    assert red["environment"]["JUPYTER_TOKEN"] == "${TOKEN_RED:?no token for team red}"
+    assert red["volumes"] == ["red-work:/home/learner/work", "./tokens/red:/srv/token:ro"]
+    assert red["environment"]["JUPYTER_TOKEN_FILE"] == "/srv/token"
+    assert TOKENS["red"] not in json.dumps(base), "podman-compose puts what is in there on a command line"
+    assert "env_file" not in json.dumps(base)
     assert red["environment"]["LAB_BASE_URL"] == "/red/"
     assert front["networks"] == ["red", "blue-2"]
     for lab in (red, blue):
         assert "ports" not in lab, "only the front is published"
         assert not any("docker.sock" in volume for volume in lab["volumes"])
-        assert lab["cap_drop"] == ["ALL"] and lab["shm_size"] == "16gb"
+        assert lab["cap_drop"] == ["ALL"] and "cap_add" not in lab
         assert "privileged" not in lab and "network_mode" not in lab and "ipc" not in lab
     assert front["ports"] == ["127.0.0.1:8443:8443"]
+    assert front["cap_drop"] == ["ALL"] and front["cap_add"] == ["NET_BIND_SERVICE"]
     names = [network["name"] for network in base["networks"].values()]
     assert names == ["labs-red", "labs-blue-2"]
     assert all("driver_opts" not in network for network in base["networks"].values())
-    podman = make_base([RED], Settings(), "caddy", podman=True)
+    podman = make_base([RED], Settings(), "caddy", make_setup([RED], podman=True))
     assert podman["networks"]["red"]["driver_opts"] == {"isolate": "true"}
 
 
 def test_no_token_is_in_any_file_but_the_one_of_tokens(tmp_path):
     tokens = keep_tokens(tmp_path, [RED, BLUE])
-    write_files(tmp_path, [RED, BLUE], Settings(), image_id="one", podman=False)
+    write_files(tmp_path, [RED, BLUE], Settings(), make_setup([RED, BLUE], tokens=tokens))
     save_settings(Settings(), tmp_path)
     sheet = handout.write_handout(tmp_path, [RED, BLUE], tokens, Settings())
-    holders = {path.name for path in tmp_path.iterdir() for token in tokens.values() if token in path.read_text()}
-    assert holders == {"tokens.env", "handout.html"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    holders = {path for path in files for token in tokens.values() if token in path.read_text()}
+    names = {"tokens.env", "handout.html", "tokens/red", "tokens/blue-2"}
+    assert {str(path.relative_to(tmp_path)) for path in holders} == names
+    # The container's user has to read its own; nobody else gets so far.
+    assert stat.S_IMODE((tmp_path / "tokens").stat().st_mode) == 0o700
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     assert "https://localhost:8443/blue-2/" in sheet.read_text() and "2 GPUs; two nodes" in sheet.read_text()
 
@@ -344,32 +359,33 @@ def test_gpus_are_given_by_their_ids_and_only_to_their_team():
 
 
 def test_the_second_node_shares_keys_with_its_own_team_alone():
-    overlay = make_nodes([RED, BLUE], Settings())
+    overlay = make_nodes([RED, BLUE], Settings(), make_setup([RED, BLUE]))
     for team in ("red", "blue-2"):
         labs, other = (overlay["services"][f"{team}-node{node}"] for node in (0, 1))
         assert labs["volumes"] == other["volumes"] == [f"{team}-keys:/srv/keys"]
         assert labs["environment"] == {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
         assert list(other["networks"]) == [team] and other["hostname"] == "node1"
-        assert "JUPYTER_TOKEN" not in other["environment"]
+        assert "JUPYTER_TOKEN_FILE" not in other["environment"]
 
 
 def test_files_are_written_when_they_change_and_no_other(tmp_path):
     def write(teams, settings=None, image_id="one"):
-        found = write_files(tmp_path, teams, settings or Settings(), image_id=image_id, podman=False)
-        return [path.name for path in found], {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        found = write_files(tmp_path, teams, settings or Settings(), make_setup(teams, settings, image_id=image_id))
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return [path.name for path in found], {path.name: path.stat().st_mtime_ns for path in files}
 
     names, times = write([RED, BLUE])
     assert names == [BASE, NODES, GPUS]
     assert write([RED, BLUE]) == (names, times)
     assert write([RED, BLUE], image_id="another")[1] != times, "an image that was built anew"
     names, fewer = write([BLUE], Settings(nodes=1))
-    assert names == [BASE] and set(fewer) == {BASE, CADDY}, "an overlay of before does not stay"
+    assert names == [BASE] and set(fewer) == {BASE, CADDY, "blue-2"}, "nothing of before stays, no token either"
 
 
 def test_the_front_starts_anew_when_its_file_changes():
     def label(teams):
         caddy = make_caddyfile(teams, Settings())
-        return make_base(teams, Settings(), caddy, podman=False)["services"]["front"]["labels"]
+        return make_base(teams, Settings(), caddy, make_setup(teams))["services"]["front"]["labels"]
 
     assert label([RED]) == label([RED]) != label([RED, BLUE])
 
@@ -404,15 +420,14 @@ def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatc
 
 def test_what_compose_said_is_told_and_logged(tmp_path):
     program = tmp_path / "compose"
-    program.write_text('#!/bin/sh\necho "$TOKEN_RED" | wc -c\necho "no space left on device" >&2\nexit 17\n')
+    program.write_text('#!/bin/sh\necho "$PROJECT"\necho "no space left on device" >&2\nexit 17\n')
     program.chmod(0o755)
     engine = Engine("docker", (str(program),), tmp_path)
     with pytest.raises(LabError) as caught:
-        engine.run_compose([tmp_path / BASE], "up", "-d", tokens={"TOKEN_RED": TOKENS["red"]})
+        engine.run_compose([tmp_path / BASE], "up", "-d", variables={"PROJECT": "by the environment"})
     assert_explains(caught.value, "exit status 17", "no space left on device", "engine.log")
     log = (tmp_path / "engine.log").read_text()
-    assert "49\n" in log, "the token came by the environment"
-    assert TOKENS["red"] not in log and "-f" in log
+    assert "by the environment\n" in log and "-f" in log
 
 
 def test_the_command_line_refuses_before_it_starts_anything(write, tmp_path, capsys):
@@ -495,7 +510,8 @@ case "$*" in
 esac""")
     program.chmod(0o755)
     monkeypatch.setattr("hosting.status.is_served", lambda settings, team: True)
-    return classes.Class(tmp_path, Settings(), [Team("red"), Team("blue")], {}, Engine(str(program), (), tmp_path))
+    engine = Engine(str(program), (), tmp_path)
+    return classes.Class(tmp_path, Settings(), [Team("red"), Team("blue")], {}, engine, MACHINE, {})
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
@@ -610,4 +626,5 @@ def test_a_team_s_server_that_is_well_is_up(monkeypatch):
 
 def test_the_most_teams_fit_the_networks_of_docker():
     assert teams.MOST_TEAMS <= 30
-    json.dumps(make_base([Team(f"t{n}") for n in range(30)], Settings(), "", podman=False))
+    thirty = [Team(f"t{n}") for n in range(30)]
+    json.dumps(make_base(thirty, Settings(), "", make_setup(thirty)))

@@ -12,6 +12,7 @@ import threading
 import time
 
 import pytest
+from containers import MACHINE
 from drawn import assert_explains, list_all
 from fuzzing import choose_seeds, mutate_bytes
 
@@ -56,7 +57,7 @@ def fetch(tmp_path):
         teams = [Team(name) for name in names]
         for team in teams:
             (tmp_path / f"labs-{team.name}-node0" / "labs").mkdir(parents=True, exist_ok=True)
-        found = classes.Class(tmp_path, Settings(hub=hub), teams, {}, Engine(str(program), (), tmp_path))
+        found = classes.Class(tmp_path, Settings(hub=hub), teams, {}, Engine(str(program), (), tmp_path), MACHINE, {})
         with pytest.raises(LabError) as caught:
             collect(found, teams, tmp_path / "in", bounds=bounds)
         return caught.value

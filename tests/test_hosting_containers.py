@@ -56,7 +56,7 @@ def hosted(podman, tmp_path_factory) -> Iterator[Hosted]:
 
 def test_one_command_brings_the_teams_up_in_minutes(hosted):
     assert hosted.seconds < UP_SECONDS
-    assert set(hosted.started()) == {"labtest-front", *NODES}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", *NODES}
     sheet = (hosted.state / "handout.html").read_text()
     for team in ("red", "blue"):
         assert f"https://localhost:{hosted.port}/{team}/" in sheet and hosted.token(team) in sheet
@@ -98,7 +98,8 @@ def test_a_foreign_origin_is_refused(hosted):
 def test_a_team_can_neither_see_nor_reach_another(hosted):
     podman = hosted.podman
     assert_apart(hosted, "red", "blue", others=["blue-node0", "blue-node1"])
-    everything = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+    read = "cat /proc/*/environ /proc/*/cmdline /srv/token | tr '\\0' '\\n'"
+    everything = podman.ask("labtest-red-node0", "sh", "-c", read)
     assert hosted.token("red") in everything and hosted.token("blue") not in everything
     cmdlines = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
     assert "jupyter-lab" in cmdlines and hosted.token("red") not in cmdlines
@@ -229,7 +230,7 @@ def test_after_a_power_cut_the_machine_brings_the_teams_back(hosted):
     hosted.podman.call(*command.split(), "--filter", "name=^labtest-")
     wait_for(lambda: answers(hosted, "red"), 60.0)
     assert read_work(hosted) == "kept"
-    assert set(hosted.started()) == {"labtest-front", *NODES}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", *NODES}
     reach = ["ssh", "-o", "BatchMode=yes", "node1", "true"]
     wait_for(lambda: not hosted.podman.call("exec", "labtest-red-node0", *reach, check=False).returncode, 60.0)
     test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted)

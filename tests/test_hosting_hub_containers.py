@@ -80,18 +80,18 @@ def visitors(hosted) -> dict[str, Visitor]:
 
 
 def test_nobody_has_a_container_before_the_first_login(hosted):
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"}
     status, where, page = visit(hosted).get("/")
     assert status == 200 and where.startswith("/hub/login") and "Username: the name of your team." in page
     for team, token in (("red", ""), ("red", hosted.token("blue")), ("green", hosted.token("red")), ("admin", "admin")):
         status, _, page = visit(hosted).log_in(team, token)
         assert status == 403 and "Invalid username or password" in page
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"}
 
 
 def test_each_team_gets_its_container_and_refuses_the_other(hosted, visitors):
     nodes = {f"labtest-{team}-node0" for team in ("red", "blue")}
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"} | nodes
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"} | nodes
     for team, other in (("red", "blue"), ("blue", "red")):
         visitor = visitors[team]
         status, _, body = visitor.get(f"/user/{team}/api/contents/labs")
@@ -145,7 +145,7 @@ def test_work_is_the_same_with_accounts_and_without(hosted, visitors):
     assert hosted.podman.ask("labtest-red-node0", "cat", WORK) == "kept"
     assert "labtest-hub" not in hosted.started()
     hosted.host("up", "--hub")
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"}
     red = visit(hosted)
     red.log_in("red", hosted.token("red"))
     red.wait_for_lab("red")
