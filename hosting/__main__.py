@@ -43,6 +43,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     up.add_argument("--image", help="the teams' image")
     up.add_argument("--front", help="the image with Caddy")
     up.add_argument("--project", help="what all names begin with (labs)")
+    up.add_argument(
+        "--subdomains", action=argparse.BooleanOptionalAction, help="a host name for each team: red.labs.example.org"
+    )
     up.add_argument("--share-gpus", action=argparse.BooleanOptionalAction, help="let two teams have one GPU")
     up.add_argument(
         "--hub", action=argparse.BooleanOptionalAction, help="with accounts: JupyterHub (hosting/hub/README.md)"

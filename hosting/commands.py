@@ -182,12 +182,12 @@ def _check_port(settings: Settings) -> None:
 
 def is_served(settings: Settings, team: Team) -> bool:
     """Whether a team's JupyterLab answers through the front. No token is sent, so that no certificate is asked for."""
-    scheme, _, host = settings.url.partition("://")
-    path = "hub/api" if settings.hub else f"{team.name}/api"
+    url = f"{settings.url}/hub/" if settings.hub else settings.find_url(team.name)
+    scheme, _, rest = url.partition("://")
+    host, _, path = f"{rest}api".partition("/")
     try:
-        page = _read_page(
-            settings, f"GET /{path} HTTP/1.0\r\nHost: {host}\r\nAccept: */*\r\n\r\n", tls=scheme == "https"
-        )
+        request = f"GET /{path} HTTP/1.0\r\nHost: {host}\r\nAccept: */*\r\n\r\n"
+        page = _read_page(settings, request, name=host.partition(":")[0] if scheme == "https" else "")
         head, _, body = page.partition(b"\r\n\r\n")
         answer = json.loads(body) if re.match(rb"HTTP/1\.\d 200 ", head) else None
     except (OSError, ValueError, RecursionError):
@@ -195,10 +195,15 @@ def is_served(settings: Settings, team: Team) -> bool:
     return isinstance(answer, dict) and "version" in answer
 
 
-def _read_page(settings: Settings, request: str, *, tls: bool) -> bytes:
+def _read_page(settings: Settings, request: str, *, name: str) -> bytes:
     """What the front answers, up to ``LONGEST_PAGE`` bytes and for ``PAGE_SECONDS``; a redirection is not followed.
 
     The answer is the team's own: it may be of any length, come drop by drop, or lead elsewhere.
+
+    Args:
+        settings: Of the class.
+        request: In full.
+        name: Of the host that TLS is to be for; "" without TLS.
 
     Raises:
         OSError: The front does not answer, or not in time.
@@ -207,9 +212,9 @@ def _read_page(settings: Settings, request: str, *, tls: bool) -> bytes:
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.bind, settings.bind)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(socket.create_connection((host, settings.port), timeout=PAGE_SECONDS))
-        if tls:
+        if name:
             unchecked = ssl._create_unverified_context()
-            link = stack.enter_context(unchecked.wrap_socket(link, server_hostname=settings.address))
+            link = stack.enter_context(unchecked.wrap_socket(link, server_hostname=name))
         link.sendall(request.encode())
         while len(page) < LONGEST_PAGE:
             link.settimeout(max(0.01, end - time.monotonic()))

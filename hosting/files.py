@@ -201,28 +201,31 @@ def make_gpus(teams: Sequence[Team], settings: Settings) -> dict:
 
 
 def make_caddyfile(teams: Sequence[Team], settings: Settings) -> str:
-    """The front: TLS, and each team's path to that team's JupyterLab; every other path is nobody's."""
+    """The front: TLS, and each team's path to that team's JupyterLab; other paths and hosts are nobody's."""
     # Port 80 is closed: asked for proof there, Caddy loses time and one of the authority's few attempts.
     auto = "\ttls {\n\t\tissuer acme {\n\t\t\tdisable_http_challenge\n\t\t}\n\t}\n"
     tls = {"auto": auto, "internal": "\ttls internal\n", "none": ""}.get(
         settings.tls, "\ttls /certificate/cert.pem /certificate/key.pem\n"
     )
     scheme, other = ("http", "https") if settings.tls == "none" else ("https", "http")
-    routes = "".join(
-        f"\tredir /{team.name} /{team.name}/\n"
+    routes = {
+        team.name: f"\tredir /{team.name} /{team.name}/\n"
         f"\thandle /{team.name}/* {{\n\t\treverse_proxy {team.name}-node0:{PORT}\n\t}}\n"
         for team in teams
-    )
+    }
+    if settings.subdomains:
+        sites = {settings.address: ""} | {f"{name}.{settings.address}": route for name, route in routes.items()}
+    else:
+        sites = {settings.address: "".join(routes.values())}
+    # The address of a page with a token in it must not be told to other sites.
+    headers = '\theader Referrer-Policy same-origin\n\theader Strict-Transport-Security "max-age=86400"\n'
     return (
         "{\n\tadmin off\n\tauto_https disable_redirects\n\tskip_install_trust\n\tstorage file_system /data\n"
         # Both inside the container; only the first is published, as the port of the URLs.
         f"\t{scheme}_port {FRONT_PORT}\n\t{other}_port 8080\n"
         # A computer that calls the front by its address sends no name.
         f"\tdefault_sni {settings.address}\n}}\n"
-        f"{scheme}://{settings.address} {{\n{tls}"
-        # The address of a page with a token in it must not be told to other sites.
-        '\theader Referrer-Policy same-origin\n\theader Strict-Transport-Security "max-age=86400"\n'
-        f"{routes}\trespond 404\n}}\n"
+        + "".join(f"{scheme}://{host} {{\n{tls}{headers}{route}\trespond 404\n}}\n" for host, route in sites.items())
     )
 
 

@@ -31,7 +31,7 @@ def write_handout(folder: Path, teams: Sequence[Team], tokens: Mapping[str, str]
     steps = "".join(f"<li>{html.escape(step)}</li>" for step in FIRST)
     cards = "\n".join(
         f"<section><h2>Team {html.escape(team.name)}</h2><dl>"
-        f"<dt>URL</dt><dd><code>{settings.url}/{team.name}/</code></dd>"
+        f"<dt>URL</dt><dd><code>{settings.find_url(team.name)}</code></dd>"
         f"<dt>Token</dt><dd><code>{tokens[team.name]}</code></dd>"
         f"<dt>You have</dt><dd>{describe_team(team, settings)}</dd></dl><ol>{steps}</ol></section>"
         for team in teams

@@ -40,6 +40,8 @@ class Settings:
         image: The teams' image.
         front: The image with Caddy.
         project: What names of containers, networks and volumes begin with.
+        subdomains: Whether each team has a host name of its own, such as red.labs.example.org: a browser then keeps the
+            teams' pages apart, as it does with those of strangers.
         share_gpus: Whether two teams may be given one GPU.
         hub: Whether JupyterHub stands before the teams (hosting/hub.py), in place of a JupyterLab each.
         guarded: Whether the teams' containers are kept from the cloud's metadata (hosting/guard.py); `up` finds out.
@@ -58,6 +60,7 @@ class Settings:
     image: str = "localhost/distributed-training-labs:latest"
     front: str = "docker.io/library/caddy:2"
     project: str = "labs"
+    subdomains: bool = False
     share_gpus: bool = False
     hub: bool = False
     guarded: bool = False
@@ -65,8 +68,15 @@ class Settings:
     @property
     def url(self) -> str:
         """What every team's URL begins with, without a slash at the end."""
+        return self._make_url(self.address)
+
+    def find_url(self, team: str) -> str:
+        """A team's URL, at which its JupyterLab is."""
+        return self._make_url(f"{team}.{self.address}" if self.subdomains else self.address) + f"/{team}/"
+
+    def _make_url(self, host: str) -> str:
         scheme, usual = ("http", 80) if self.tls == "none" else ("https", 443)
-        return f"{scheme}://{self.address}" + ("" if self.port == usual else f":{self.port}")
+        return f"{scheme}://{host}" + ("" if self.port == usual else f":{self.port}")
 
 
 def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
@@ -123,6 +133,13 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
             f"The folder of the certificate has no {' and no '.join(absent)}.",
             "another folder, or other names",
             f"--tls {'|'.join(TLS)}, or a folder with cert.pem and key.pem",
+        ),
+        (
+            not settings.subdomains or (not settings.hub and not re.fullmatch(r"[\d.]+", name)),
+            name,
+            "The teams cannot have host names of their own here.",
+            "an address without a name, or the variant with accounts, which has one address",
+            "--no-subdomains, or --no-hub and --address labs.example.org",
         ),
         (1 <= settings.port <= 65535, settings.port, "There is no such port.", "ports go up to 65535", "--port 443"),
         (settings.nodes in (1, 2), settings.nodes, "A team has one or two nodes.", "no lab uses more", "--nodes 2"),

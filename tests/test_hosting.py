@@ -402,6 +402,25 @@ def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
     assert text.count("{") == text.count("}")
 
 
+def test_each_team_can_have_a_host_name_of_its_own():
+    """Then a browser keeps the teams' pages apart, which it does by scheme, host and port."""
+    settings = check_settings(Settings(address="labs.example.org", subdomains=True, port=443))
+    assert settings.find_url("red") == "https://red.labs.example.org/red/"
+    assert Settings().find_url("red") == "https://localhost:8443/red/"
+    text = make_caddyfile([RED, BLUE], settings)
+    sites = dict(re.findall(r"^https://(\S+) \{\n(.*?)^\}", text, re.M | re.S))
+    assert list(sites) == ["labs.example.org", "red.labs.example.org", "blue-2.labs.example.org"]
+    assert "reverse_proxy" not in sites["labs.example.org"]
+    for name, other in (("red", "blue-2"), ("blue-2", "red")):
+        site = sites[f"{name}.labs.example.org"]
+        assert f"reverse_proxy {name}-node0:8888" in site and f"{other}-node0" not in site and "tls internal" in site
+        assert "respond 404" in site and "Referrer-Policy" in site
+    assert text.count("{") == text.count("}")
+    for bad in ({"address": "10.0.0.1"}, {"hub": True}):
+        with pytest.raises(LabError, match="host names of their own"):
+            check_settings(Settings(subdomains=True, **bad))
+
+
 def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError, match="docker is not installed; podman is not installed"):

@@ -21,7 +21,7 @@ import nbformat
 import pytest
 import websocket
 from browser import Browser
-from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, run
+from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, insecure, run
 from drawn import make_pack
 from jobs import wait_for
 
@@ -293,6 +293,25 @@ def test_a_certificate_of_one_s_own_and_none_at_all(hosted, tmp_path):
             assert page.status == 200
     finally:
         hosted.host("up", "--tls", "internal")
+    assert {name: when for name, when in hosted.started().items() if name in NODES} == nodes
+
+
+def test_with_host_names_of_their_own_no_team_s_page_has_another_s_origin(hosted):
+    token, port = hosted.token("red"), hosted.port
+    nodes = {name: when for name, when in hosted.started().items() if name in NODES}
+    try:
+        hosted.host("up", "--subdomains")
+        assert hosted.ask("/red/api/contents", token=token, Host=f"red.localhost:{port}")[0] == 200
+        for host in (f"blue.localhost:{port}", f"localhost:{port}"):
+            assert hosted.ask("/red/api/contents", token=token, Host=host)[0] == 404
+        assert f"https://red.localhost:{port}/red/" in (hosted.state / "handout.html").read_text()
+        assert re.search(r"^red +running running +yes", hosted.host("status").stdout, re.M)
+        context = insecure()
+        plain = socket.create_connection(("localhost", port))
+        with context.wrap_socket(plain, server_hostname="red.localhost") as link:
+            assert b"red.localhost" in link.getpeercert(binary_form=True)
+    finally:
+        hosted.host("up", "--no-subdomains")
     assert {name: when for name, when in hosted.started().items() if name in NODES} == nodes
 
 

@@ -276,6 +276,11 @@ def test_a_team_gets_two_gpus_and_sees_no_others(answer):
     assert resources["limits"]["nvidia.com/gpu"] == resources["requests"]["nvidia.com/gpu"] == "2"
 
 
+def test_a_team_cannot_fill_its_node_s_disk_or_take_its_cpus(answer):
+    resources = find_container(answer["pod"])["resources"]
+    assert resources["limits"]["ephemeral-storage"] == "20Gi" and float(resources["limits"]["cpu"]) == 16
+
+
 def test_a_team_gets_shared_memory_within_its_limit(answer):
     pod = answer["pod"]
     volume = find_mount(pod, "/dev/shm")

@@ -7,18 +7,22 @@ set -uo pipefail
 places=(169.254.0.0/16 100.100.100.200/32 168.63.129.16/32)
 places6=(fd00:ec2::254/128)
 
-# Names are asked for at the same addresses on some clouds, and stay allowed: these rules come first.
+# Adds or deletes all rules; fails where one cannot be.
 rules() {
-  local place protocol network
+  local place protocol network fault=0
+  # Names are asked for at the same addresses on some clouds, and stay allowed, by UDP (17) and TCP (6).
   for place in "${places[@]}"; do
-    for protocol in udp tcp; do ip rule "$1" pref 5101 to "$place" ipproto $protocol dport 53 lookup main; done
+    for protocol in 17 6; do
+      ip rule "$1" pref 5101 to "$place" ipproto $protocol dport 53 lookup main || fault=1
+    done
   done
   for network in "${networks[@]}"; do
     case "$network" in
-      *:*) for place in "${places6[@]}"; do ip -6 rule "$1" pref 5102 from "$network" to "$place" prohibit; done ;;
-      *) for place in "${places[@]}"; do ip rule "$1" pref 5102 from "$network" to "$place" prohibit; done ;;
+      *:*) for place in "${places6[@]}"; do ip -6 rule "$1" pref 5102 from "$network" to "$place" prohibit || fault=1; done ;;
+      *) for place in "${places[@]}"; do ip rule "$1" pref 5102 from "$network" to "$place" prohibit || fault=1; done ;;
     esac
   done
+  return $fault
 }
 
 if [ "$1" = try ]; then
