@@ -598,7 +598,7 @@ PAGES = {
 @pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
 def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, page):
     """A team can put any server in JupyterLab's place; `status` and `up` ask it through the front."""
-    monkeypatch.setattr("hosting.commands.PAGE_SECONDS", 1.0)
+    monkeypatch.setattr("hosting.commands.PAGE_SECONDS", 2.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port, asked, ended = server.getsockname()[1], [], threading.Event()
         server.settimeout(20)
@@ -612,7 +612,7 @@ def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, pag
                         connection.sendall(
                             page.replace(b"%d", b"%d" % port) if len(page) > 9 else b"HTTP/1.1 200 OK\r\n\r\n"
                         )
-                        while page in (b"endless", b"drip") and not ended.wait(0.2 if page == b"drip" else 0):
+                        while page in (b"endless", b"drip") and not ended.wait(0.002 if page == b"drip" else 0):
                             connection.sendall(b"x" * (1 if page == b"drip" else 1 << 16))
 
         thread = threading.Thread(target=serve)
@@ -620,7 +620,8 @@ def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, pag
         begun = time.monotonic()
         try:
             assert commands.is_served(Settings(tls="none", port=port), Team("red")) is False
-            assert time.monotonic() - begun < 5
+            # What comes fast is given up at its length, and what comes slowly at its time.
+            assert time.monotonic() - begun < (5 if page == b"drip" else 1.5)
             assert len(asked) == 1 and asked[0].startswith(b"GET /red/api "), "it is not sent elsewhere"
         finally:
             ended.set()

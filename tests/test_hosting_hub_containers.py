@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from containers import HUB_BASE, Hosted, assert_apart, bring_up, insecure
+from containers import HUB_BASE, Hosted, assert_apart, bring_up, insecure, run
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 WORK = "/home/learner/work/labs/ours.txt"
@@ -105,6 +105,26 @@ def test_each_team_gets_its_container_and_refuses_the_other(hosted, visitors):
     assert stranger.get("/user/red/api/contents")[0] == 403
     assert stranger.get("/user/red/lab")[1].startswith("/hub/login")
     assert_apart(hosted, "red", "blue")
+
+
+def test_a_team_s_container_is_held_to_its_share_and_kept_from_the_metadata(hosted, visitors):
+    shares = json.loads((hosted.state / "shares.json").read_text())["teams"]
+    for team in visitors:
+        found = hosted.podman.inspect(f"labtest-{team}-node0")
+        (share,) = shares[team]
+        host = found["HostConfig"]
+        assert host["Memory"] == share["memory"] > 1 << 30 and host["PidsLimit"] == share["processes"]
+        assert host["LogConfig"]["Size"] == "10MB" and "LAB_GUARDED=1" in found["Config"]["Env"]
+        network = found["NetworkSettings"]["Networks"][f"labtest-{team}"]
+        rule = f"from {network['IPAddress'].rpartition('.')[0]}.0/{network['IPPrefixLen']} to 169.254.0.0/16 prohibit"
+        assert rule in run("ip", "rule").stdout
+
+
+def test_no_secret_of_the_hub_was_on_a_command_line(hosted):
+    """podman-compose puts there what it finds in variables and files of variables."""
+    kept = (hosted.state / "hub" / "secrets.env").read_text().split()
+    told = json.dumps(hosted.podman.inspect("labtest-hub"))
+    assert len(kept) == 2 and not any(line.partition("=")[2] in told for line in kept)
 
 
 def test_tensorboard_is_at_the_teams_path(visitors):
