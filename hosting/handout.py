@@ -22,6 +22,7 @@ FIRST = (
     "Open notebooks from the top of the list: 00_start_here first. Run each cell with Shift+Enter.",
     "Save with Ctrl+S. Your work stays when the machine is started anew.",
     "The token is your team's alone: whoever has it can run programs in your name.",
+    "Open no link to another team's page while you work here: such a page could run programs in your name.",
 )
 
 
