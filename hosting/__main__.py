@@ -9,10 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from hosting import classes, commands, hub
+from hosting.collect import collect
 from hosting.engine import find_engine
 from hosting.settings import Settings
-from hosting.status import read_status, show_status
+from hosting.status import check_guard, read_status, show_status
 from lab_utils import LabError, checkout
+from lab_utils.text import clean
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -35,10 +37,15 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     up.add_argument("--nodes", type=int, help="containers per team, 1 or 2 (2)")
     up.add_argument("--data", help="folder with data sets, read-only for all teams")
-    up.add_argument("--shm", help="size of /dev/shm of each container (16gb)")
+    up.add_argument("--memory", help="memory of each team (auto: the machine's, divided by the teams)")
+    up.add_argument("--cpus", help="CPUs of each team (auto: the machine's, divided by the teams)")
+    up.add_argument("--shm", help="size of /dev/shm of each container (auto: half of its memory, at most 16gb)")
     up.add_argument("--image", help="the teams' image")
     up.add_argument("--front", help="the image with Caddy")
     up.add_argument("--project", help="what all names begin with (labs)")
+    up.add_argument(
+        "--subdomains", action=argparse.BooleanOptionalAction, help="a host name for each team: red.labs.example.org"
+    )
     up.add_argument("--share-gpus", action=argparse.BooleanOptionalAction, help="let two teams have one GPU")
     up.add_argument(
         "--hub", action=argparse.BooleanOptionalAction, help="with accounts: JupyterHub (hosting/hub/README.md)"
@@ -50,9 +57,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     build.add_argument("--image", help="its name")
 
     todo.add_parser("status", help="how each team stands")
+    logs = todo.add_parser("logs", help="what a container has printed lately")
+    logs.add_argument("container", help="its name, such as labs-red-node0 or labs-front")
     todo.add_parser("down", help="end all containers; the teams' work stays")
-    collect = todo.add_parser("collect", help="fetch every team's report and work")
-    collect.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
+    fetch = todo.add_parser("collect", help="fetch every team's report and work")
+    fetch.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
     for name, words in (
         ("rotate", "give a team a new token; its kernels end"),
         ("reset", "give a team a fresh copy of the labs; the old one is kept"),
@@ -72,27 +81,35 @@ def run(chosen: argparse.Namespace) -> None:
             folder.mkdir(parents=True, exist_ok=True)
             return commands.build(find_engine(folder, wanted=engine), settings, base=chosen.base, torch=chosen.torch)
         found = classes.read_class(folder, settings, engine=engine)
-        return (hub if settings.hub else commands).up(found)
+        return (hub if settings.hub else commands).up(found, say=say)
     found = classes.open_class(folder, engine=engine)
     variant = hub if found.settings.hub else commands
     team = found.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
-        print(show_status(read_status(found)))
+        say(show_status(read_status(found)))
+        say("\n".join(["", *commands.describe_bounds(found), *check_guard(found)]))
     elif chosen.command == "down":
         variant.down(found)
-        print("all containers have ended; the teams' work stays in their volumes")
+        say("all containers have ended; the teams' work stays in their volumes")
     elif chosen.command == "collect":
-        for collected in commands.collect(found, found.teams, chosen.into):
-            print(collected)
+        for one in collect(found, found.teams, chosen.into):
+            say(one.describe())
+    elif chosen.command == "logs":
+        say(commands.read_logs(found, chosen.container))
     elif chosen.command == "rotate":
         renewed = classes.open_class(folder, engine=engine, renew=team.name)
-        print(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
+        say(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
     elif chosen.command == "reset":
-        print(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
+        say(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
     elif chosen.command == "restart":
         commands.restart(found, team)
-        print(f"team {team.name} was started anew; its files are as they were")
+        say(f"team {team.name} was started anew; its files are as they were")
     return None
+
+
+def say(text: str) -> None:
+    """Prints what a command has to say. Names and answers of teams are in it, and a terminal must not obey them."""
+    print(clean(text), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run(parse_arguments(arguments))
     except LabError as error:
-        print(error, file=sys.stderr)
+        print(clean(error), file=sys.stderr)
         return 1
     return 0
 

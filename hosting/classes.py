@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hosting.engine import Engine, find_engine
-from hosting.files import name_container, write_files
+from hosting.engine import Engine, Machine, find_engine
+from hosting.files import LABS, Setup, name_container, write_files
+from hosting.limits import Share, check_shares, keep_shares
 from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
@@ -22,16 +23,23 @@ class Class:
     teams: list[Team]
     tokens: dict[str, str]
     engine: Engine
+    machine: Machine
+    shares: dict[str, tuple[Share, ...]]
 
     @property
-    def variables(self) -> dict[str, str]:
-        """What Compose finds in its environment."""
-        return {team.variable: self.tokens[team.name] for team in self.teams}
+    def image_id(self) -> str:
+        """Of the teams' image; its name stays the same when it is built anew."""
+        return self.engine.ask("image", "inspect", "-f", "{{.Id}}", self.settings.image).stdout.strip()
+
+    @property
+    def setup(self) -> Setup:
+        """What was decided beside the settings, for the files."""
+        guarded, podman = self.settings.guarded, self.engine.podman
+        return Setup(self.tokens, self.shares, self.machine, self.image_id, podman=podman, guarded=guarded)
 
     def write(self) -> list[Path]:
         """Writes Compose's files, where they have changed."""
-        image_id = self.engine.ask("image", "inspect", "-f", "{{.Id}}", self.settings.image).stdout.strip()
-        return write_files(self.folder, self.teams, self.settings, image_id=image_id, podman=self.engine.podman)
+        return write_files(self.folder, self.teams, self.settings, self.setup)
 
     def find(self, name: str) -> Team:
         """Returns the team of that name.
@@ -47,8 +55,12 @@ class Class:
         raise LabError(what, where=self.settings.teams, cause="a typing error", fix=f"one of: {known}")
 
     def ask(self, team: Team, *command: str, node: int = 0, timeout: float = 60.0) -> tuple[int, str]:
-        """Runs a command in a team's container; returns its exit status and what it printed."""
-        asked = self.engine.ask("exec", name_container(self.settings, team, node), *command, timeout=timeout)
+        """Runs a command in a team's container; returns its exit status and what it printed.
+
+        It runs in our own folder: in the team's, programs can find files of the team in place of ours.
+        """
+        container = name_container(self.settings, team, node)
+        asked = self.engine.ask("exec", "-w", LABS, container, *command, timeout=timeout)
         return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
 
 
@@ -70,8 +82,13 @@ def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str
     if starts and any(team.gpus for team in teams):
         check_gpus(teams, find_gpus(), path=path, share=settings.share_gpus)
     found = find_engine(folder, wanted=engine)
+    machine = found.measure()
+    if starts:
+        check_shares(machine, teams, settings)
     _make_private(folder)
-    return Class(folder, settings, teams, keep_tokens(folder, teams, renew=renew), found)
+    tokens = keep_tokens(folder, teams, renew=renew)
+    shares = keep_shares(folder, machine, teams, settings, save=starts)
+    return Class(folder, settings, teams, tokens, found, machine, shares)
 
 
 def open_class(folder: Path, *, engine: str = "", renew: str = "") -> Class:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import re
 import socket
 import ssl
 import time
-import urllib.request
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from hosting.classes import Class
 from hosting.engine import LOG, Engine
-from hosting.files import HOME, PORT, name_container
+from hosting.files import HOME, PORT, PYTHON, name_container
+from hosting.guard import REMEDY, can_guard, start_guard, stop_guard
 from hosting.handout import write_handout
+from hosting.limits import describe_limits, forget_shares
 from hosting.settings import Settings, save_settings
 from hosting.teams import Team
 from lab_utils import LabError, checkout
 
 START_SECONDS = 180.0
+LOG_LINES = 40
+# Of an answer through the front, which may be a team's own.
+PAGE_SECONDS, LONGEST_PAGE = 5.0, 1 << 16
 # Asked in a team's container: whether JupyterLab answers there.
 ALIVE = f"""
 import os, urllib.request
@@ -49,13 +55,14 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     Raises:
         LabError: The port is taken, Compose failed, or a team's JupyterLab does not answer in time.
     """
+    found = prepare(found, say)
     settings = found.settings
-    prepare(found, say)
-    found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans, tokens=found.variables)
+    found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans)
     _end_orphans(found)
+    guard(found)
     end = time.monotonic() + seconds
     for team in found.teams:
-        _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, "python3", "-c", ALIVE)
+        _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, *PYTHON, ALIVE)
         if settings.nodes > 1:
             reach = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "node1", "true")
             _wait_for(found, team, f"node0 of team {team.name} does not reach its node1.", end, *reach)
@@ -71,7 +78,7 @@ def _wait_for(found: Class, team: Team, what: str, end: float, *command: str) ->
         if time.monotonic() > end:
             container = name_container(found.settings, team, 0)
             cause = answer[1].splitlines()[-1][:300] if answer[1] else "it is still starting"
-            fix = f"{found.engine.program} logs --tail 40 {container}"
+            fix = f"python3 -m hosting logs {container}"
             raise LabError(what, where=container, cause=cause, fix=fix, log=found.engine.folder / LOG)
         time.sleep(0.5)
 
@@ -84,13 +91,16 @@ def wait_for_front(found: Class, end: float) -> None:
     """
     while not is_served(found.settings, found.teams[0]):
         if time.monotonic() > end:
-            fix = f"{found.engine.program} logs --tail 40 {found.settings.project}-front"
+            fix = f"python3 -m hosting logs {found.settings.project}-front"
             raise LabError("The front does not answer.", where=found.settings.url, cause="see its log", fix=fix)
         time.sleep(0.5)
 
 
-def prepare(found: Class, say: Callable[[str], None]) -> None:
-    """What both variants need before they start: the other one ended, the port, and the image.
+def prepare(found: Class, say: Callable[[str], None]) -> Class:
+    """What both variants need before they start: the other one ended, the port, the image, and what can be guarded.
+
+    Returns:
+        The class, whose settings say whether the teams' containers can be kept from the cloud's metadata.
 
     Raises:
         LabError: The port is taken, or the image cannot be built.
@@ -108,7 +118,27 @@ def prepare(found: Class, say: Callable[[str], None]) -> None:
     if not found.engine.has_image(settings.image):
         say(f"building {settings.image}; the first time takes some minutes (log: {found.engine.folder / LOG})")
         build(found.engine, settings)
-    save_settings(settings, found.folder)
+    found = replace(found, settings=replace(settings, guarded=can_guard(found.engine, settings)))
+    save_settings(found.settings, found.folder)
+    for line in describe_bounds(found):
+        say(line)
+    return found
+
+
+def guard(found: Class) -> None:
+    """Starts the guard before the teams' networks, which are there by now, or ends it where it can do nothing."""
+    if found.settings.guarded:
+        start_guard(found.engine, found.settings, found.teams, image_id=found.image_id)
+    else:
+        stop_guard(found.engine, found.settings)
+
+
+def describe_bounds(found: Class) -> list[str]:
+    """What the teams are held to, in lines for a terminal."""
+    lines = describe_limits(found.shares, found.machine)
+    if found.settings.guarded:
+        return [*lines, "the cloud's metadata service: kept from the teams"]
+    return [*lines, f"the cloud's metadata service: NOT kept from the teams, this engine may not; {REMEDY}"]
 
 
 def _list_composed(found: Class) -> list[str]:
@@ -152,21 +182,61 @@ def _check_port(settings: Settings) -> None:
 
 def is_served(settings: Settings, team: Team) -> bool:
     """Whether a team's JupyterLab answers through the front. No token is sent, so that no certificate is asked for."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(settings.bind, settings.bind)
-    scheme = settings.url.partition(":")[0]
-    unchecked = ssl._create_unverified_context()
-    path = "hub/api" if settings.hub else f"{team.name}/api"
-    request = urllib.request.Request(
-        f"{scheme}://{host}:{settings.port}/{path}", headers={"Host": settings.url.partition("://")[2]}
-    )
-    with suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=5, context=unchecked) as answer:
-        return "version" in json.load(answer)
-    return False
+    url = f"{settings.url}/hub/" if settings.hub else settings.find_url(team.name)
+    scheme, _, rest = url.partition("://")
+    host, _, path = f"{rest}api".partition("/")
+    try:
+        request = f"GET /{path} HTTP/1.0\r\nHost: {host}\r\nAccept: */*\r\n\r\n"
+        page = _read_page(settings, request, name=host.partition(":")[0] if scheme == "https" else "")
+        head, _, body = page.partition(b"\r\n\r\n")
+        answer = json.loads(body) if re.match(rb"HTTP/1\.\d 200 ", head) else None
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(answer, dict) and "version" in answer
+
+
+def _read_page(settings: Settings, request: str, *, name: str) -> bytes:
+    """What the front answers, up to ``LONGEST_PAGE`` bytes and for ``PAGE_SECONDS``; a redirection is not followed.
+
+    The answer is the team's own: it may be of any length, come drop by drop, or lead elsewhere.
+
+    Args:
+        settings: Of the class.
+        request: In full.
+        name: Of the host that TLS is to be for; "" without TLS.
+
+    Raises:
+        OSError: The front does not answer, or not in time.
+    """
+    end, page = time.monotonic() + PAGE_SECONDS, b""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.bind, settings.bind)
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(socket.create_connection((host, settings.port), timeout=PAGE_SECONDS))
+        if name:
+            unchecked = ssl._create_unverified_context()
+            link = stack.enter_context(unchecked.wrap_socket(link, server_hostname=name))
+        link.sendall(request.encode())
+        while len(page) < LONGEST_PAGE:
+            link.settimeout(max(0.01, end - time.monotonic()))
+            part = link.recv(LONGEST_PAGE)
+            if not part:
+                break
+            page += part
+            if time.monotonic() > end:
+                raise TimeoutError
+    return page
 
 
 def down(found: Class) -> None:
     """Ends all containers and networks; what the teams saved stays in their volumes."""
-    found.engine.run_compose(found.write(), "down", "--remove-orphans", tokens=found.variables)
+    found.engine.run_compose(found.write(), "down", "--remove-orphans")
+    end_bounds(found)
+
+
+def end_bounds(found: Class) -> None:
+    """Ends the guard and forgets the teams' shares, once their containers are gone."""
+    stop_guard(found.engine, found.settings)
+    forget_shares(found.folder)
 
 
 def rotate(found: Class, team: Team) -> Path:
@@ -174,7 +244,7 @@ def rotate(found: Class, team: Team) -> Path:
 
     Its kernels end with it: that is what shuts out whoever had the old token.
     """
-    found.engine.run_compose(found.write(), "up", "-d", f"{team.name}-node0", tokens=found.variables)
+    found.engine.run_compose(found.write(), "up", "-d", f"{team.name}-node0")
     return write_handout(found.folder, found.teams, found.tokens, found.settings)
 
 
@@ -186,7 +256,7 @@ def reset(found: Class, team: Team) -> str:
     """
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     kept = f"{HOME}/work/labs-{stamp}"
-    move = f"mv {HOME}/work/labs {kept} && python -m lab_utils.workspace --workspace {HOME}/work/labs"
+    move = f"mv {HOME}/work/labs {kept} && python -I -m lab_utils.workspace --workspace {HOME}/work/labs"
     status, said = found.ask(team, "sh", "-c", move, timeout=120)
     if status:
         raise LabError(
@@ -198,39 +268,22 @@ def reset(found: Class, team: Team) -> str:
     return kept
 
 
-def collect(found: Class, teams: Sequence[Team], target: Path) -> list[Path]:
-    """Fetches each team's report and all its work into a folder of its own; returns those folders.
+def read_logs(found: Class, container: str) -> str:
+    """What a container of the class has printed lately; a team can print there what it wants.
 
     Raises:
-        LabError: A team's container does not run, or its report cannot be made; the other teams' folders are there.
+        LabError: There is no such container.
     """
-    folders, failed, target = [], {}, target.resolve()  # the engine is called from another folder
-    for team in teams:
-        folder = target / team.name
-        folder.mkdir(parents=True, exist_ok=True)
-        container = name_container(found.settings, team, 0)
-        report = f"{HOME}/work/report.html"
-        make = ["python", "-m", "lab_utils.report", f"--team={team.name}", f"--workspace={HOME}/work/labs"]
-        status, said = found.ask(team, *make, f"--output={report}", timeout=300)
-        try:
-            # Also where no report can be made of it.
-            found.engine.run("cp", f"{container}:{HOME}/work", str(folder))
-            if not status:
-                found.engine.run("cp", f"{container}:{report}", str(folder / "report.html"))
-        except LabError as error:
-            status, said = 1, said if status else error.cause
-            with suppress(OSError):
-                folder.rmdir()  # one that is empty
-        if status:
-            failed[team.name] = said[-300:]
-        else:
-            folders.append(folder)
-    if failed:
-        what = f"{len(failed)} of {len(teams)} teams could not be collected whole: {', '.join(failed)}."
-        # A hub ends the containers that nobody uses; both variants work on the same volumes.
-        fix = f"python3 -m hosting up{' --no-hub' if found.settings.hub else ''}, and `collect` again"
-        raise LabError(what, where=target, cause=next(iter(failed.values())), fix=fix, log=found.engine.folder / LOG)
-    return folders
+    asked = found.engine.ask("logs", "--tail", str(LOG_LINES), container) if _is_ours(found, container) else None
+    if not asked or asked.returncode:
+        known = ", ".join(name_container(found.settings, team, 0) for team in found.teams)
+        cause = asked.stderr[-300:] if asked else "a typing error"
+        raise LabError(f"There is no log of {ascii(container)[:60]}.", cause=cause, fix=f"one of: {known}")
+    return (asked.stdout + asked.stderr).rstrip()
+
+
+def _is_ours(found: Class, container: str) -> bool:
+    return bool(re.fullmatch(rf"{found.settings.project}-[a-z0-9-]+", container))
 
 
 def restart(found: Class, team: Team) -> None:

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from lab_utils import LabError, checkout
+from lab_utils.text import clean
 
 LOG = "engine.log"
+# Bytes of an answer that are read. A team's container can answer without end.
+LONGEST_ANSWER = 1 << 20
+LONGEST_LINE = 1 << 16
+# What the engine said last arrives within this, in seconds, when it has ended.
+LOG_SECONDS = 5.0
+
+
+# What holds containers to their limits; an engine without root may have fewer of them.
+CONTROLLERS = frozenset({"memory", "cpu", "cpuset", "pids"})
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the engine can give to containers.
+
+    Attributes:
+        memory: Bytes.
+        cpus: The numbers of its CPUs.
+        processes: Processes and threads that it can have in all.
+        limits: Of ``CONTROLLERS``, those with which the engine can limit a container.
+    """
+
+    memory: int
+    cpus: tuple[int, ...]
+    processes: int = 32768
+    limits: frozenset[str] = CONTROLLERS
 
 
 @dataclass(frozen=True)
@@ -41,14 +73,14 @@ class Engine:
         """
         return () if self.compose == ("podman-compose",) else ("--remove-orphans",)
 
-    def run_compose(self, files: Sequence[Path], *arguments: str, tokens: Mapping[str, str]) -> None:
-        """Runs Compose on its files, with the tokens in its environment; what it says goes into the log.
+    def run_compose(self, files: Sequence[Path], *arguments: str, variables: Mapping[str, str] | None = None) -> None:
+        """Runs Compose on its files; what it says goes into the log.
 
         Raises:
             LabError: Compose failed; ends with what it said last.
         """
         given = [part for file in files for part in ("-f", str(file))]
-        self._call([*self.compose, *given, *arguments], cwd=self.folder, env={**os.environ, **tokens})
+        self._call([*self.compose, *given, *arguments], cwd=self.folder, env={**os.environ, **(variables or {})})
 
     def run(self, *arguments: str, cwd: Path | None = None) -> None:
         """Runs the engine itself; what it says goes into the log.
@@ -59,37 +91,155 @@ class Engine:
         self._call([self.program, *arguments], cwd=cwd or self.folder, env=dict(os.environ))
 
     def ask(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """What the engine answers, whatever it is: for questions whose refusal is an answer, too."""
-        command = [self.program, *arguments]
-        try:
-            return subprocess.run(
-                command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL, timeout=timeout
-            )
-        except subprocess.TimeoutExpired:
+        """What the engine answers, whatever it is: for questions whose refusal is an answer, too.
+
+        Where an answer takes too long, the status is 124. Where it is longer than ``LONGEST_ANSWER`` bytes, the command
+        is killed, and the status is that of the signal, below zero: no command in a container has such a one.
+        """
+        command, said = [self.program, *arguments], {}
+        with _start(command, timeout, stderr=subprocess.PIPE) as (process, late):
+            pipes = {"stdout": process.stdout, "stderr": process.stderr}
+            readers = [
+                threading.Thread(target=_read_answer, args=(pipe, said, name, process), daemon=True)
+                for name, pipe in pipes.items()
+            ]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            status = process.wait()
+        if late.is_set():
             return subprocess.CompletedProcess(command, 124, "", f"no answer within {timeout:g} s")
+        if any(len(answer) > LONGEST_ANSWER for answer in said.values()):
+            refusal = f"an answer of more than {LONGEST_ANSWER} bytes"
+            return subprocess.CompletedProcess(command, -signal.SIGKILL, "", refusal)
+        texts = {name: answer.decode(errors="replace") for name, answer in said.items()}
+        return subprocess.CompletedProcess(command, status, **texts)
+
+    @contextmanager
+    def stream(self, *arguments: str, timeout: float) -> Iterator[BinaryIO]:
+        """Gives what a command of the engine prints, as it comes; it ends with the block, or after ``timeout`` s."""
+        with _start([self.program, *arguments], timeout, stderr=subprocess.DEVNULL) as (process, _):
+            yield process.stdout
+
+    def measure(self) -> Machine:
+        """What the engine says of its machine, which need not be this one: Docker Desktop has a smaller one of its own.
+
+        Where it says nothing, this machine is what counts.
+        """
+        told: dict = {}
+        with suppress(ValueError, RecursionError):
+            told = json.loads(self.ask("info", "--format", "{{json .}}").stdout)
+        told = told if isinstance(told, dict) else {}
+        host = told.get("host") or {}  # Podman's words; Docker's are one level up
+        memory, count = (
+            told.get(docker) or host.get(podman) for docker, podman in (("MemTotal", "memTotal"), ("NCPU", "cpus"))
+        )
+        here = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+        # The engine counts those that it may use. They may be some in the middle.
+        cpus = here if count in (None, len(here)) else range(count)
+        if host:
+            limits = CONTROLLERS.intersection(host.get("cgroupControllers", CONTROLLERS))
+        else:
+            words = {"MemoryLimit": "memory", "CpuCfsQuota": "cpu", "CPUSet": "cpuset", "PidsLimit": "pids"}
+            limits = frozenset(name for word, name in words.items() if told.get(word, True))
+        return Machine(memory or _measure_memory(), tuple(cpus), _measure_processes(), limits)
 
     def has_image(self, name: str) -> bool:
         """Whether an image is there without being fetched."""
         return self.ask("image", "inspect", name).returncode == 0
 
     def _call(self, command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
-        log = self.folder / LOG
+        log, said = self.folder / LOG, []
         with log.open("a", encoding="utf-8") as file:
             file.write(f"$ {' '.join(command)}\n")
-            file.flush()
-            begin = file.tell()
-            ended = subprocess.run(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        if ended.returncode:
-            with log.open("rb") as file:
-                file.seek(begin)
-                said = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, cwd=cwd, env=env, **options)
+        writer = threading.Thread(target=_write_log, args=(process.stdout, log, said), daemon=True)
+        writer.start()
+        try:
+            status = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        # Not for ever: what the engine leaves running may hold the pipe.
+        writer.join(LOG_SECONDS)
+        if status:
             raise LabError(
-                f"{Path(command[0]).name} failed (exit status {ended.returncode}).",
+                f"{Path(command[0]).name} failed (exit status {status}).",
                 where=" ".join(command[:3]),
-                cause=" / ".join(said[-3:])[-600:],
+                cause=" / ".join(said)[-600:],
                 fix=f"tail -n 40 {log}",
                 log=log,
             )
+
+
+def _measure_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _measure_processes() -> int:
+    """How many processes and threads the kernel has room for."""
+    found = []
+    for name in ("pid_max", "threads-max"):
+        with suppress(OSError, ValueError):
+            found.append(int(Path("/proc/sys/kernel", name).read_text()))
+    return min(found, default=Machine.processes)
+
+
+@contextmanager
+def _start(
+    command: Sequence[str], seconds: float, *, stderr: int
+) -> Iterator[tuple[subprocess.Popen, threading.Event]]:
+    """Runs a command while the block lasts; ends it, with all that it started, with the block or after a time.
+
+    Gives the process, and an event that says whether the time was over first.
+    """
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    late = threading.Event()
+    # A group of its own: what it started may hold its pipes open when it has ended.
+    with subprocess.Popen(command, **pipes, start_new_session=True) as process:
+
+        def end() -> None:
+            late.set()
+            _kill(process)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield process, late
+        finally:
+            timer.cancel()
+            if process.poll() is None:
+                _kill(process)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """Ends a process that was started in a group of its own, and that group."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read_answer(pipe: BinaryIO, said: dict[str, bytes], name: str, process: subprocess.Popen) -> None:
+    """Reads a pipe to its end; ends the process where the answer is too long."""
+    said[name] = pipe.read(LONGEST_ANSWER + 1)
+    if len(said[name]) > LONGEST_ANSWER:
+        _kill(process)
+
+
+def _write_log(pipe: BinaryIO, log: Path, said: list[str]) -> None:
+    """Adds what a program says to the log, and keeps the last three lines of it in ``said``."""
+    with log.open("a", encoding="utf-8") as file:
+        while line := pipe.readline(LONGEST_LINE):
+            # Others' names and texts are in it, and somebody will read the log in a terminal.
+            text = clean(line.decode(errors="replace").rstrip("\r\n"))
+            file.write(f"{text}\n")
+            file.flush()
+            if text.strip():
+                said[:] = [*said, text][-3:]
 
 
 def find_engine(folder: Path, *, wanted: str = "") -> Engine:

@@ -1,41 +1,72 @@
 """Writes what Compose and Caddy read: one service per team and node, and the front before them.
 
-The files are JSON, which every YAML parser reads. No token is in any of them: Compose puts it in from ``tokens.env``.
+The files are JSON, which every YAML parser reads. No token is in any of them. A team's container has the token as a
+file: podman-compose puts every variable on the command line of podman, which every user of the machine can read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from hosting.engine import Machine
+from hosting.limits import FRONT_MEMORY, FRONT_PROCESSES, SMALLEST_SHM, Share, Shares, limit
 from hosting.settings import Settings
 from hosting.teams import Team
 from lab_utils.files import write_atomically
 
 BASE, NODES, GPUS, CADDY = "compose.json", "compose.nodes.json", "compose.gpu.json", "Caddyfile"
+# The folder of the teams' tokens beside them, and where a container finds its own.
+TOKENS, TOKEN = "tokens", "/srv/token"
 HOME = "/home/learner"
+# Where our own files are in a team's container; the team cannot write there.
+LABS = "/srv/labs"
+# A program of ours in a team's container: nothing of the team's own folders is imported in place of what it names.
+PYTHON = ("python", "-I", "-c")
 PORT, FRONT_PORT = 8888, 8443
 
 
-def write_files(folder: Path, teams: Sequence[Team], settings: Settings, *, image_id: str, podman: bool) -> list[Path]:
+@dataclass(frozen=True)
+class Setup:
+    """What was decided for a class beside its settings.
+
+    Attributes:
+        tokens: The teams' tokens by their names.
+        shares: What each team's containers may use.
+        machine: What the engine can give, and hold them to.
+        image_id: Of the image that the teams' containers are made from, which has the same name after it was built
+            anew; podman-compose looks at the name alone.
+        podman: Whether Podman runs the containers: its networks reach each other unless they are told not to.
+        guarded: Whether the guard (hosting/guard.py) can keep the containers from the cloud's metadata.
+    """
+
+    tokens: Mapping[str, str]
+    shares: Shares
+    machine: Machine
+    image_id: str = ""
+    podman: bool = False
+    guarded: bool = False
+
+
+def write_files(folder: Path, teams: Sequence[Team], settings: Settings, setup: Setup) -> list[Path]:
     """Writes Compose's and Caddy's files; returns those that Compose is to be given, in their order.
 
     Args:
         folder: Where they go.
         teams: Of the class.
         settings: Of the class.
-        image_id: Of the image that the teams' containers are made from, which has the same name after it was built
-            anew; podman-compose looks at the name alone.
-        podman: Whether Podman runs the containers: its networks reach each other unless they are told not to.
+        setup: What was decided beside them.
     """
+    write_tokens(folder / TOKENS, setup.tokens)
     caddy = make_caddyfile(teams, settings)
     write_changed(folder / CADDY, caddy)
-    parts = {BASE: make_base(teams, settings, caddy, podman=podman, image_id=image_id)}
+    parts = {BASE: make_base(teams, settings, caddy, setup)}
     if settings.nodes > 1:
-        parts[NODES] = make_nodes(teams, settings, image_id=image_id)
+        parts[NODES] = make_nodes(teams, settings, setup)
     if any(team.gpus for team in teams):
         parts[GPUS] = make_gpus(teams, settings)
     for name in {NODES, GPUS} - set(parts):
@@ -50,9 +81,22 @@ def name_container(settings: Settings, team: Team, node: int) -> str:
     return f"{settings.project}-{team.name}-node{node}"
 
 
-def make_base(teams: Sequence[Team], settings: Settings, caddy: str, *, podman: bool, image_id: str = "") -> dict:
+def write_tokens(folder: Path, tokens: Mapping[str, str]) -> None:
+    """Writes each team's token into a file of its own.
+
+    The container's user has to read it, who is another than the one here. Others cannot: the folder is its owner's.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in tokens:
+            path.unlink()
+    for name, token in tokens.items():
+        write_changed(folder / name, token)
+
+
+def make_base(teams: Sequence[Team], settings: Settings, caddy: str, setup: Setup) -> dict:
     """The front and a node with JupyterLab for each team, each team on a network of its own."""
-    options = {"driver_opts": {"isolate": "true"}} if podman else {}
+    options = {"driver_opts": {"isolate": "true"}} if setup.podman else {}
     front: dict = {
         "image": settings.front,
         "container_name": f"{settings.project}-front",
@@ -62,14 +106,19 @@ def make_base(teams: Sequence[Team], settings: Settings, caddy: str, *, podman: 
         "ports": [f"{_quote_host(settings.bind)}:{settings.port}:{FRONT_PORT}"],
         "volumes": [f"./{CADDY}:/etc/caddy/{CADDY}:ro", "front-data:/data"],
         "networks": [team.name for team in teams],
+        # Caddy's program asks for the first, and does not start without it.
+        "cap_drop": ["ALL"],
+        "cap_add": ["NET_BIND_SERVICE"],
         "security_opt": ["no-new-privileges"],
         "restart": "always",
-    }
+    } | limit(Share(FRONT_MEMORY, SMALLEST_SHM, FRONT_PROCESSES, float(len(setup.machine.cpus))), setup.machine)
     if settings.tls not in ("auto", "internal", "none"):
         front["volumes"].append(f"{Path(settings.tls).resolve()}:/certificate:ro")
+        # The key is readable for its owner alone, who need not be root.
+        front["cap_add"].append("DAC_OVERRIDE")
     return {
         "name": settings.project,
-        "services": {"front": front} | {f"{team.name}-node0": _make_lab(team, settings, image_id) for team in teams},
+        "services": {"front": front} | {f"{team.name}-node0": _make_lab(team, settings, setup) for team in teams},
         "networks": {team.name: {"name": f"{settings.project}-{team.name}"} | options for team in teams},
         "volumes": {
             "front-data": {"name": f"{settings.project}-front-data"},
@@ -78,40 +127,44 @@ def make_base(teams: Sequence[Team], settings: Settings, caddy: str, *, podman: 
     }
 
 
-def _make_node(team: Team, settings: Settings, node: int, image_id: str) -> dict:
+def _make_node(team: Team, settings: Settings, node: int, setup: Setup) -> dict:
     """What both nodes of a team have in common."""
+    share = setup.shares[team.name][node]
     made: dict = {
         "image": settings.image,
         "container_name": name_container(settings, team, node),
-        "labels": {"labs.image": image_id},
+        "labels": {"labs.image": setup.image_id},
         "hostname": f"node{node}",
-        "environment": {"LAB_TEAM": team.name},
+        "environment": {"LAB_TEAM": team.name} | make_environment(share, guarded=setup.guarded),
         "networks": {team.name: {"aliases": [f"node{node}"]}},
-        # The default of 64 MB is too small for DataLoader's workers and for NCCL.
-        "shm_size": settings.shm,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
-        "pids_limit": 8192,
         "restart": "always",
-    }
+    } | limit(share, setup.machine)
     if settings.data:
         made["volumes"] = [f"{Path(settings.data).resolve()}:/srv/data:ro"]
     return made
 
 
-def _make_lab(team: Team, settings: Settings, image_id: str) -> dict:
-    lab = _make_node(team, settings, 0, image_id)
+def make_environment(share: Share, *, guarded: bool) -> dict[str, str]:
+    """What a container is told of its share, and whether it waits for the guard."""
+    # JupyterLab shows the memory beside its limit.
+    told = {"MEM_LIMIT": str(share.memory)} | ({"LAB_GUARDED": "1"} if guarded else {})
+    # PyTorch starts a thread for each CPU that it sees; here it sees more than it may use.
+    return told if share.cpuset else told | {"OMP_NUM_THREADS": str(max(1, int(share.cpus)))}
+
+
+def _make_lab(team: Team, settings: Settings, setup: Setup) -> dict:
+    lab = _make_node(team, settings, 0, setup)
     lab["command"] = ["lab"]
-    lab["volumes"] = [f"{team.name}-work:{HOME}/work", *lab.get("volumes", [])]
-    lab["environment"] |= {
-        # Not on the command line, which every user of the machine can read.
-        "JUPYTER_TOKEN": f"${{{team.variable}:?no token for team {team.name}}}",
-        "LAB_BASE_URL": f"/{team.name}/",
-    }
+    lab["volumes"] = [f"{team.name}-work:{HOME}/work", f"./{TOKENS}/{team.name}:{TOKEN}:ro", *lab.get("volumes", [])]
+    lab["environment"] |= {"JUPYTER_TOKEN_FILE": TOKEN, "LAB_BASE_URL": f"/{team.name}/"}
+    # Another token makes Compose start the container anew.
+    lab["labels"]["labs.token"] = hashlib.sha256(setup.tokens[team.name].encode()).hexdigest()[:16]
     return lab
 
 
-def make_nodes(teams: Sequence[Team], settings: Settings, *, image_id: str = "") -> dict:
+def make_nodes(teams: Sequence[Team], settings: Settings, setup: Setup) -> dict:
     """The overlay that gives each team a second node, and both nodes the keys that they make for each other."""
     services = {}
     # The data sets are in both nodes: nothing of them has to be copied.
@@ -119,7 +172,7 @@ def make_nodes(teams: Sequence[Team], settings: Settings, *, image_id: str = "")
     for team in teams:
         keys = f"{team.name}-keys:/srv/keys"
         services[f"{team.name}-node0"] = {"environment": usual, "volumes": [keys]}
-        other = _make_node(team, settings, 1, image_id)
+        other = _make_node(team, settings, 1, setup)
         services[f"{team.name}-node1"] = other | {"command": ["node"], "volumes": [keys, *other.get("volumes", [])]}
     volumes = {f"{team.name}-keys": {"name": f"{settings.project}-{team.name}-keys"} for team in teams}
     return {"services": services, "volumes": volumes}
@@ -148,28 +201,31 @@ def make_gpus(teams: Sequence[Team], settings: Settings) -> dict:
 
 
 def make_caddyfile(teams: Sequence[Team], settings: Settings) -> str:
-    """The front: TLS, and each team's path to that team's JupyterLab; every other path is nobody's."""
+    """The front: TLS, and each team's path to that team's JupyterLab; other paths and hosts are nobody's."""
     # Port 80 is closed: asked for proof there, Caddy loses time and one of the authority's few attempts.
     auto = "\ttls {\n\t\tissuer acme {\n\t\t\tdisable_http_challenge\n\t\t}\n\t}\n"
     tls = {"auto": auto, "internal": "\ttls internal\n", "none": ""}.get(
         settings.tls, "\ttls /certificate/cert.pem /certificate/key.pem\n"
     )
     scheme, other = ("http", "https") if settings.tls == "none" else ("https", "http")
-    routes = "".join(
-        f"\tredir /{team.name} /{team.name}/\n"
+    routes = {
+        team.name: f"\tredir /{team.name} /{team.name}/\n"
         f"\thandle /{team.name}/* {{\n\t\treverse_proxy {team.name}-node0:{PORT}\n\t}}\n"
         for team in teams
-    )
+    }
+    if settings.subdomains:
+        sites = {settings.address: ""} | {f"{name}.{settings.address}": route for name, route in routes.items()}
+    else:
+        sites = {settings.address: "".join(routes.values())}
+    # The address of a page with a token in it must not be told to other sites.
+    headers = '\theader Referrer-Policy same-origin\n\theader Strict-Transport-Security "max-age=86400"\n'
     return (
         "{\n\tadmin off\n\tauto_https disable_redirects\n\tskip_install_trust\n\tstorage file_system /data\n"
         # Both inside the container; only the first is published, as the port of the URLs.
         f"\t{scheme}_port {FRONT_PORT}\n\t{other}_port 8080\n"
         # A computer that calls the front by its address sends no name.
         f"\tdefault_sni {settings.address}\n}}\n"
-        f"{scheme}://{settings.address} {{\n{tls}"
-        # The address of a page with a token in it must not be told to other sites.
-        '\theader Referrer-Policy same-origin\n\theader Strict-Transport-Security "max-age=86400"\n'
-        f"{routes}\trespond 404\n}}\n"
+        + "".join(f"{scheme}://{host} {{\n{tls}{headers}{route}\trespond 404\n}}\n" for host, route in sites.items())
     )
 
 

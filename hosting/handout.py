@@ -22,6 +22,7 @@ FIRST = (
     "Open notebooks from the top of the list: 00_start_here first. Run each cell with Shift+Enter.",
     "Save with Ctrl+S. Your work stays when the machine is started anew.",
     "The token is your team's alone: whoever has it can run programs in your name.",
+    "Open no link to another team's page while you work here: such a page could run programs in your name.",
 )
 
 
@@ -31,7 +32,7 @@ def write_handout(folder: Path, teams: Sequence[Team], tokens: Mapping[str, str]
     steps = "".join(f"<li>{html.escape(step)}</li>" for step in FIRST)
     cards = "\n".join(
         f"<section><h2>Team {html.escape(team.name)}</h2><dl>"
-        f"<dt>URL</dt><dd><code>{settings.url}/{team.name}/</code></dd>"
+        f"<dt>URL</dt><dd><code>{settings.find_url(team.name)}</code></dd>"
         f"<dt>Token</dt><dd><code>{tokens[team.name]}</code></dd>"
         f"<dt>You have</dt><dd>{describe_team(team, settings)}</dd></dl><ol>{steps}</ol></section>"
         for team in teams

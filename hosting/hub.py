@@ -10,13 +10,14 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hosting.classes import Class
-from hosting.commands import START_SECONDS, end_spawned, prepare, wait_for_front
-from hosting.files import CADDY, make_base, make_caddyfile, write_changed
+from hosting.commands import START_SECONDS, end_bounds, end_spawned, guard, prepare, wait_for_front
+from hosting.files import CADDY, Setup, make_base, make_caddyfile, make_environment, write_changed
 from hosting.handout import write_handout
+from hosting.limits import limit
 from hosting.settings import Settings
 from hosting.teams import Team
 from lab_utils import LabError, checkout
@@ -31,40 +32,46 @@ HUB_PORT = 8000
 ALIVE = f'import urllib.request; urllib.request.urlopen("http://127.0.0.1:{HUB_PORT}/hub/health", timeout=5)'
 
 
-def write_hub(
-    folder: Path, teams: Sequence[Team], tokens: Mapping[str, str], settings: Settings, *, podman: bool
-) -> list[Path]:
+def write_hub(folder: Path, teams: Sequence[Team], settings: Settings, setup: Setup) -> list[Path]:
     """Writes what the hub and its front read; returns the files for Compose, in their order.
 
     Args:
         folder: The class's; all goes into its folder ``hub``.
         teams: Of ``read_teams``.
-        tokens: Of ``keep_tokens``. Only their hashes are written.
         settings: Of the class.
-        podman: Whether Podman runs the containers.
+        setup: What was decided beside them. Of the tokens, only their hashes are written.
 
     Raises:
         LabError: A team has the name of one of the hub's own paths, or others can read its secrets.
     """
-    for team in teams:
-        if team.name in TAKEN:
-            what = f"Team {team.name} would have a path that JupyterHub needs itself."
-            cause = "its pages lie below the same address"
-            raise LabError(what, where=settings.teams, cause=cause, fix=f"any name but {', '.join(TAKEN)}")
+    _check_names(teams, settings)
     folder = folder / FOLDER
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _keep_secrets(folder / SECRETS)
-    known = {
-        team.name: {"sha256": hashlib.sha256(tokens[team.name].encode()).hexdigest(), "gpus": list(team.gpus)}
-        for team in teams
-    }
+    known = {team.name: _describe_team(team, setup) for team in teams}
     caddy = make_front(teams, settings)
     write_changed(folder / TEAMS, json.dumps(known, indent=2) + "\n", mode=0o600)
     write_changed(folder / CADDY, caddy)
-    write_changed(
-        folder / CLASS, json.dumps(make_compose(folder, teams, settings, caddy, podman=podman), indent=2) + "\n"
-    )
+    write_changed(folder / CLASS, json.dumps(make_compose(folder, teams, settings, caddy, setup), indent=2) + "\n")
     return [checkout() / "hosting" / "hub" / BASE, folder / CLASS]
+
+
+def _describe_team(team: Team, setup: Setup) -> dict:
+    """What the hub has to know of a team. The limits are those of Compose, in the words of the engine's own API."""
+    (share,) = setup.shares[team.name]
+    made = limit(share, setup.machine)
+    host = {name: made[name] for name in ("mem_limit", "memswap_limit", "pids_limit") if name in made}
+    host |= {"shm_size": share.shm, "log_config": {"type": "json-file", "config": made["logging"]["options"]}}
+    if "cpuset" in made:
+        host["cpuset_cpus"] = made["cpuset"]
+    if "cpus" in made:
+        host["nano_cpus"] = int(made["cpus"] * 1e9)
+    return {
+        "sha256": hashlib.sha256(setup.tokens[team.name].encode()).hexdigest(),
+        "gpus": list(team.gpus),
+        "host_config": host,
+        "environment": make_environment(share, guarded=setup.guarded),
+    }
 
 
 def make_front(teams: Sequence[Team], settings: Settings) -> str:
@@ -75,22 +82,21 @@ def make_front(teams: Sequence[Team], settings: Settings) -> str:
     return make_caddyfile([], settings).replace("\trespond 404\n", f"{routes}\treverse_proxy hub:{HUB_PORT}\n")
 
 
-def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy: str, *, podman: bool) -> dict:
+def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy: str, setup: Setup) -> dict:
     """What of the front and the hub depends on the class; the teams' containers are started by the hub.
 
     The project and the teams' networks have the same names as without accounts: ``up`` of one variant ends the other,
     so that two servers never work on one volume.
     """
-    plain = make_base(teams, settings, caddy, podman=podman)
-    options = {"driver_opts": {"isolate": "true"}} if podman else {}
+    plain = make_base(teams, settings, caddy, setup)
+    options = {"driver_opts": {"isolate": "true"}} if setup.podman else {}
     usual = plain["services"]["front"]
-    front = {key: usual[key] for key in ("image", "container_name", "labels", "ports")}
+    front = {key: value for key, value in usual.items() if key not in ("volumes", "networks")}
     certificate = [volume for volume in usual["volumes"] if volume.endswith(":/certificate:ro")]
     front["volumes"] = [f"{folder}/{CADDY}:/etc/caddy/{CADDY}:ro", *certificate]
     environment = {
         "HUB_PROJECT": settings.project,
         "HUB_IMAGE": settings.image,
-        "HUB_SHM": settings.shm,
         "HUB_DATA": str(Path(settings.data).resolve()) if settings.data else "",
         "HUB_TLS": settings.tls,
     }
@@ -98,7 +104,6 @@ def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy:
         "image": f"localhost/{settings.project}-hub:latest",
         "container_name": f"{settings.project}-hub",
         "environment": environment,
-        "env_file": [str(folder / SECRETS)],
         "volumes": [f"{folder}:/srv/hub:ro"],
         "networks": [team.name for team in teams],
     }
@@ -110,6 +115,14 @@ def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy:
     }
     services = {"front": front, "hub": hub}
     return {"name": settings.project, "services": services, "networks": networks, "volumes": volumes}
+
+
+def _check_names(teams: Sequence[Team], settings: Settings) -> None:
+    for team in teams:
+        if team.name in TAKEN:
+            what = f"Team {team.name} would have a path that JupyterHub needs itself."
+            cause = "its pages lie below the same address"
+            raise LabError(what, where=settings.teams, cause=cause, fix=f"any name but {', '.join(TAKEN)}")
 
 
 def _keep_secrets(path: Path) -> None:
@@ -134,15 +147,17 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     Raises:
         LabError: The port is taken, Compose failed, or the hub does not answer in time.
     """
+    _check_names(found.teams, found.settings)
+    found = prepare(found, say)
     settings, engine = found.settings, found.engine
-    files = write_hub(found.folder, found.teams, found.tokens, settings, podman=engine.podman)
-    prepare(found, say)
+    files = write_hub(found.folder, found.teams, settings, found.setup)
     _run_compose(found, files, "up", "-d", "--build", *engine.orphans)
+    guard(found)
     end, name = time.monotonic() + seconds, f"{settings.project}-hub"
     while (asked := engine.ask("exec", name, "python3", "-c", ALIVE, timeout=20)).returncode:
         if time.monotonic() > end:
             cause = (asked.stderr.strip().splitlines() or [""])[-1][:300]
-            fix = f"{engine.program} logs --tail 40 {name}"
+            fix = f"python3 -m hosting logs {name}"
             raise LabError("The hub does not answer.", where=name, cause=cause, fix=fix)
         time.sleep(0.5)
     wait_for_front(found, end)
@@ -153,17 +168,18 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
 
 def _run_compose(found: Class, files: Sequence[Path], *arguments: str) -> None:
     """Runs Compose on the hub's files, in the class's project: podman-compose reads the first file's name only."""
-    found.engine.run_compose(files, *arguments, tokens={"COMPOSE_PROJECT_NAME": found.settings.project})
+    found.engine.run_compose(files, *arguments, variables={"COMPOSE_PROJECT_NAME": found.settings.project})
 
 
 def down(found: Class) -> None:
     """Ends the teams' containers, the hub and the front; the teams' work stays in their volumes."""
     end_spawned(found)
-    files = write_hub(found.folder, found.teams, found.tokens, found.settings, podman=found.engine.podman)
+    files = write_hub(found.folder, found.teams, found.settings, found.setup)
     _run_compose(found, files, "down", "--remove-orphans")
+    end_bounds(found)
 
 
 def rotate(found: Class, team: Team) -> Path:
     """Tells the hub the team's new token, at which the old one's logins end; returns the new hand-out."""
-    write_hub(found.folder, found.teams, found.tokens, found.settings, podman=found.engine.podman)
+    write_hub(found.folder, found.teams, found.settings, found.setup)
     return write_handout(found.folder, found.teams, found.tokens, found.settings)

@@ -16,6 +16,9 @@ from lab_utils.files import write_atomically
 NAME = "settings.json"
 HOST = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")
 TLS = ("auto", "internal", "none")
+# Decided from the machine's size and the number of teams (hosting/limits.py).
+AUTO = "auto"
+SIZE = re.compile(r"([1-9]\d{0,6})(mb|gb|m|g)")
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,17 @@ class Settings:
             folder with ``cert.pem`` and ``key.pem``.
         nodes: Containers of each team, 1 or 2.
         data: A folder with data sets for all teams, read-only; "" for the drawn one in the image.
-        shm: Size of each container's /dev/shm.
+        memory: Memory of each team, for all its containers.
+        cpus: CPUs of each team.
+        shm: Size of each container's /dev/shm, which is a part of its memory.
         image: The teams' image.
         front: The image with Caddy.
         project: What names of containers, networks and volumes begin with.
+        subdomains: Whether each team has a host name of its own, such as red.labs.example.org: a browser then keeps the
+            teams' pages apart, as it does with those of strangers.
         share_gpus: Whether two teams may be given one GPU.
         hub: Whether JupyterHub stands before the teams (hosting/hub.py), in place of a JupyterLab each.
+        guarded: Whether the teams' containers are kept from the cloud's metadata (hosting/guard.py); `up` finds out.
     """
 
     teams: str = "hosting/teams.csv"
@@ -46,18 +54,29 @@ class Settings:
     tls: str = "internal"
     nodes: int = 2
     data: str = ""
-    shm: str = "16gb"
+    memory: str = AUTO
+    cpus: str = AUTO
+    shm: str = AUTO
     image: str = "localhost/distributed-training-labs:latest"
     front: str = "docker.io/library/caddy:2"
     project: str = "labs"
+    subdomains: bool = False
     share_gpus: bool = False
     hub: bool = False
+    guarded: bool = False
 
     @property
     def url(self) -> str:
         """What every team's URL begins with, without a slash at the end."""
+        return self._make_url(self.address)
+
+    def find_url(self, team: str) -> str:
+        """A team's URL, at which its JupyterLab is."""
+        return self._make_url(f"{team}.{self.address}" if self.subdomains else self.address) + f"/{team}/"
+
+    def _make_url(self, host: str) -> str:
         scheme, usual = ("http", 80) if self.tls == "none" else ("https", 443)
-        return f"{scheme}://{self.address}" + ("" if self.port == usual else f":{self.port}")
+        return f"{scheme}://{host}" + ("" if self.port == usual else f":{self.port}")
 
 
 def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
@@ -115,14 +134,35 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
             "another folder, or other names",
             f"--tls {'|'.join(TLS)}, or a folder with cert.pem and key.pem",
         ),
+        (
+            not settings.subdomains or (not settings.hub and not re.fullmatch(r"[\d.]+", name)),
+            name,
+            "The teams cannot have host names of their own here.",
+            "an address without a name, or the variant with accounts, which has one address",
+            "--no-subdomains, or --no-hub and --address labs.example.org",
+        ),
         (1 <= settings.port <= 65535, settings.port, "There is no such port.", "ports go up to 65535", "--port 443"),
         (settings.nodes in (1, 2), settings.nodes, "A team has one or two nodes.", "no lab uses more", "--nodes 2"),
         (
-            re.fullmatch(r"[1-9]\d*(?:mb|gb|m|g)", settings.shm),
+            settings.shm == AUTO or SIZE.fullmatch(settings.shm),
             ascii(settings.shm)[:60],
             "The size of /dev/shm is no size.",
             "a number without its unit",
-            "--shm 16gb",
+            f"--shm 2gb, or --shm {AUTO}",
+        ),
+        (
+            settings.memory == AUTO or (SIZE.fullmatch(settings.memory) and parse_size(settings.memory) >= 512 << 20),
+            ascii(settings.memory)[:60],
+            "The memory of a team is no size, or less than JupyterLab needs.",
+            "a number without its unit",
+            f"--memory 8gb, or --memory {AUTO}",
+        ),
+        (
+            settings.cpus == AUTO or re.fullmatch(r"0?\.[1-9]\d?|[1-9]\d{0,3}(?:\.\d{1,2})?", settings.cpus),
+            ascii(settings.cpus)[:60],
+            "The CPUs of a team are no number.",
+            "zero, a word, or a range",
+            f"--cpus 2, or --cpus {AUTO}",
         ),
         (
             re.fullmatch(r"[a-z][a-z0-9]{0,15}", settings.project),
@@ -137,6 +177,12 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
     if starts and settings.data:
         _check_data(Path(settings.data))
     return settings
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``16gb`` or ``512m``."""
+    number, unit = SIZE.fullmatch(text).groups()
+    return int(number) << {"m": 20, "g": 30}[unit[0]]
 
 
 def _check_data(folder: Path) -> None:

@@ -6,11 +6,13 @@ import csv
 import json
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from hosting.classes import Class
 from hosting.commands import is_served
-from hosting.files import HOME
+from hosting.files import HOME, PYTHON
+from hosting.guard import is_guarded
 from hosting.teams import Team
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
@@ -25,6 +27,11 @@ for lab in check.LABS:
 used = subprocess.run(["du", "-sb", "{HOME}/work"], capture_output=True, text=True).stdout.split()[0]
 print(json.dumps({{"used": int(used), "free": shutil.disk_usage("{HOME}/work").free, "labs": labs}}))
 """
+# Where an answer breaks these, its team made it: no container has so much.
+MOST_LABS, MOST_EXERCISES, MOST_BYTES = 100, 1000, 10**15
+ODD = "odd answer"
+# Teams that are asked at a time. One that does not answer holds up the others no longer than itself.
+AT_A_TIME = 8
 QUERY = "index,uuid,utilization.gpu,memory.used,memory.total"
 
 
@@ -40,6 +47,7 @@ class Standing:
         used: Bytes in its work volume; None where its container does not answer.
         free: Bytes that are free on the volume's disk.
         labs: For each lab, how many of its exercises are solved, and of how many.
+        fault: What is wrong with what its container answered.
     """
 
     team: Team
@@ -49,12 +57,14 @@ class Standing:
     used: int | None = None
     free: int | None = None
     labs: tuple[tuple[int, int], ...] = ()
+    fault: str = ""
 
 
 def read_status(found: Class) -> list[Standing]:
     """Asks every team's containers how they stand."""
     devices = read_gpus()
-    return [_read_team(found, team, devices) for team in found.teams]
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        return list(pool.map(lambda team: _read_team(found, team, devices), found.teams))
 
 
 def _read_team(found: Class, team: Team, devices: dict[str, str]) -> Standing:
@@ -65,12 +75,42 @@ def _read_team(found: Class, team: Team, devices: dict[str, str]) -> Standing:
         states.append(asked.stdout.strip() if asked.returncode == 0 else "absent")
     gpus = tuple(devices[gpu] for gpu in team.gpus if gpu in devices)
     standing = Standing(team, tuple(states), is_served(found.settings, team), gpus)
-    status, said = found.ask(team, "python", "-c", ASK)
+    status, said = found.ask(team, *PYTHON, ASK)
     if status:
-        return standing
-    facts = json.loads(said.splitlines()[-1])
-    labs = tuple((solved, exercises) for solved, exercises in facts["labs"])
-    return Standing(team, tuple(states), standing.answers, gpus, facts["used"], facts["free"], labs)
+        return replace(standing, fault=ODD) if status < 0 else standing
+    try:
+        used, free, labs = parse_facts(said)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return replace(standing, fault=ODD)
+    return replace(standing, used=used, free=free, labs=labs)
+
+
+def parse_facts(said: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
+    """Returns what a team's container answered: bytes that are used, that are free, and solved exercises of each lab.
+
+    The team can make its container answer anything.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: The answer is another than ``ASK`` prints.
+    """
+    facts = json.loads(said.splitlines()[-1] if said else "")
+    labs = [(_check_count(solved, of), _check_count(of, MOST_EXERCISES)) for solved, of in facts["labs"]]
+    if len(labs) > MOST_LABS:
+        raise ValueError("more labs than there are")
+    return _check_count(facts["used"], MOST_BYTES), _check_count(facts["free"], MOST_BYTES), tuple(labs)
+
+
+def _check_count(value: object, most: int) -> int:
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError("not a count")
+    return value
+
+
+def check_guard(found: Class) -> list[str]:
+    """What is wrong with the guard, in a line for a terminal; nothing where it runs, or cannot."""
+    if not found.settings.guarded or is_guarded(found.engine, found.settings):
+        return []
+    return ["The guard does NOT run: the teams' containers can reach the cloud's metadata. fix: python3 -m hosting up"]
 
 
 def read_gpus() -> dict[str, str]:
@@ -92,7 +132,7 @@ def show_status(standings: Sequence[Standing]) -> str:
     rows = [("team", "containers", "URL answers", "work", "labs solved", "GPUs")]
     for one in standings:
         labs = " ".join(f"{number}:{solved}/{of}" for number, (solved, of) in enumerate(one.labs) if solved)
-        work = "?" if one.used is None else f"{one.used / 1e6:.0f} MB ({one.free / 1e9:.0f} GB free)"
+        work = (one.fault or "?") if one.used is None else f"{one.used / 1e6:.0f} MB ({one.free / 1e9:.0f} GB free)"
         gpus = "; ".join(one.gpus) or (f"{', '.join(one.team.gpus)} (no nvidia-smi)" if one.team.gpus else "none")
         alive = "yes" if one.answers else "NO"
         rows.append((one.team.name, " ".join(one.nodes), alive, work, labs or "none yet", gpus))

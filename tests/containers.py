@@ -21,7 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from hosting.engine import Machine
+from hosting.files import Setup
+from hosting.limits import divide
+from hosting.settings import Settings
+from hosting.teams import Team
+
 ROOT = Path(__file__).resolve().parents[1]
+# Of a class without an engine.
+MACHINE = Machine(64 << 30, tuple(range(8)))
 PROJECT = "labtest"
 PROGRAMS = ("podman", "runc", "mmdebstrap")
 BASE, HUB_BASE, IMAGE, FRONT = (f"localhost/labs-test-{name}:latest" for name in ("base", "hub-base", "labs", "front"))
@@ -124,6 +132,14 @@ class Podman:
         run("mmdebstrap", "--variant=minbase", f"--include={packages}", suite, archive, *sources)
         self.call("import", archive, name)
         archive.unlink()
+
+
+def make_setup(
+    teams: Sequence[Team], settings: Settings | None = None, *, tokens: dict | None = None, **given
+) -> Setup:
+    """What would have been decided for a class on ``MACHINE``."""
+    shares = divide(MACHINE, teams, settings or Settings())
+    return Setup(tokens or {team.name: team.name[0] * 48 for team in teams}, shares, MACHINE, **given)
 
 
 def run(*command: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
@@ -261,6 +277,8 @@ def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]
         port = probe.getsockname()[1]
     remove(podman)
     usual = ["--port", port, "--image", IMAGE, "--front", FRONT, "--project", PROJECT, "--shm", "512m"]
+    # All that there are: on a machine with few, a team that works would otherwise wait.
+    usual += ["--cpus", os.cpu_count()]
     begun = time.monotonic()
     podman.host("up", teams, *usual, *options, state=folder / "state")
     found = Hosted(podman, folder / "state", teams, port, time.monotonic() - begun)
@@ -268,6 +286,7 @@ def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]
         yield found
         found.host("down")
         assert not found.started(), "down ends all containers"
+        assert "prohibit" not in run("ip", "rule").stdout, "and takes away what the guard laid"
     finally:
         remove(podman)
 

@@ -1,15 +1,21 @@
 """Hosting without an engine: what is refused before anything starts, and what Compose and Caddy are given."""
 
+import contextlib
 import json
 import re
 import shutil
+import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
+from containers import MACHINE, make_setup
 from drawn import assert_explains
 
+from hosting import __main__ as hosting_main
 from hosting import classes, commands, handout, teams
 from hosting.__main__ import main
 from hosting.engine import Engine, find_engine
@@ -26,7 +32,7 @@ from hosting.files import (
     write_files,
 )
 from hosting.settings import Settings, check_settings, load_settings, save_settings
-from hosting.status import Standing, show_status
+from hosting.status import Standing, read_status, show_status
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
 from lab_utils import LabError
@@ -208,6 +214,13 @@ def test_a_bad_token_is_refused(tmp_path, line, words):
         ({"nodes": 3}, "one or two"),
         ({"data": "/nowhere/at/all"}, "not there"),
         ({"shm": "lots"}, "no size"),
+        ({"memory": "8"}, "no size"),
+        ({"memory": "-8gb"}, "no size"),
+        ({"memory": "100mb"}, "less than JupyterLab needs"),
+        ({"cpus": "0"}, "no number"),
+        ({"cpus": "0-3"}, "no number"),
+        ({"cpus": "nan"}, "no number"),
+        ({"cpus": "1e9"}, "no number"),
         ({"project": "../labs"}, "odd name"),
     ],
 )
@@ -287,30 +300,6 @@ def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path)
     assert classes.open_class(tmp_path, engine="docker") == started, "the token is as it was"
 
 
-def test_collect_goes_on_after_a_team_that_it_cannot_collect(tmp_path):
-    """No container of the first team runs; the second's report cannot be made; the third is well."""
-    program = tmp_path / "engine"
-    program.write_text(
-        """#!/bin/sh
-case "$1 $*" in
-  *-absent-*) echo "no such container" >&2; exit 1;;
-  exec*-broken-*) echo "no report here" >&2; exit 1;;
-  cp*) touch "$3/$(basename "$2")" 2> /dev/null || touch "$3";;
-esac"""
-    )
-    program.chmod(0o755)
-    three = [Team(name, ()) for name in ("absent", "broken", "well")]
-    engine = Engine(str(program), (), tmp_path)
-    for hub, words in ((False, "hosting up, and"), (True, "hosting up --no-hub, and")):
-        found = classes.Class(tmp_path, Settings(hub=hub), three, {}, engine)
-        with pytest.raises(LabError) as caught:
-            commands.collect(found, three, tmp_path / "in")
-        assert_explains(caught.value, "2 of 3 teams", "absent, broken", "no such container", words, "engine.log")
-    kept = {str(path.relative_to(tmp_path / "in")) for path in (tmp_path / "in").rglob("*")}
-    assert kept == {"broken", "broken/work", "well", "well/work", "well/report.html"}
-    assert commands.collect(found, three[2:], tmp_path / "in") == [tmp_path / "in" / "well"]
-
-
 def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
     make_data(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
@@ -319,33 +308,40 @@ def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
 
 
 def test_each_team_has_its_own_network_volume_token_and_path():
-    base = make_base([RED, BLUE], Settings(), "caddy", podman=False)
+    base = make_base([RED, BLUE], Settings(), "caddy", make_setup([RED, BLUE]))
     red, blue, front = (base["services"][name] for name in ("red-node0", "blue-2-node0", "front"))
     assert red["networks"] == {"red": {"aliases": ["node0"]}} and list(blue["networks"]) == ["blue-2"]
-    assert red["volumes"] == ["red-work:/home/learner/work"]
-    assert red["environment"]["JUPYTER_TOKEN"] == "${TOKEN_RED:?no token for team red}"
+    assert red["volumes"] == ["red-work:/home/learner/work", "./tokens/red:/srv/token:ro"]
+    assert red["environment"]["JUPYTER_TOKEN_FILE"] == "/srv/token"
+    assert TOKENS["red"] not in json.dumps(base), "podman-compose puts what is in there on a command line"
+    assert "env_file" not in json.dumps(base)
     assert red["environment"]["LAB_BASE_URL"] == "/red/"
     assert front["networks"] == ["red", "blue-2"]
     for lab in (red, blue):
         assert "ports" not in lab, "only the front is published"
         assert not any("docker.sock" in volume for volume in lab["volumes"])
-        assert lab["cap_drop"] == ["ALL"] and lab["shm_size"] == "16gb"
+        assert lab["cap_drop"] == ["ALL"] and "cap_add" not in lab
         assert "privileged" not in lab and "network_mode" not in lab and "ipc" not in lab
     assert front["ports"] == ["127.0.0.1:8443:8443"]
+    assert front["cap_drop"] == ["ALL"] and front["cap_add"] == ["NET_BIND_SERVICE"]
     names = [network["name"] for network in base["networks"].values()]
     assert names == ["labs-red", "labs-blue-2"]
     assert all("driver_opts" not in network for network in base["networks"].values())
-    podman = make_base([RED], Settings(), "caddy", podman=True)
+    podman = make_base([RED], Settings(), "caddy", make_setup([RED], podman=True))
     assert podman["networks"]["red"]["driver_opts"] == {"isolate": "true"}
 
 
 def test_no_token_is_in_any_file_but_the_one_of_tokens(tmp_path):
     tokens = keep_tokens(tmp_path, [RED, BLUE])
-    write_files(tmp_path, [RED, BLUE], Settings(), image_id="one", podman=False)
+    write_files(tmp_path, [RED, BLUE], Settings(), make_setup([RED, BLUE], tokens=tokens))
     save_settings(Settings(), tmp_path)
     sheet = handout.write_handout(tmp_path, [RED, BLUE], tokens, Settings())
-    holders = {path.name for path in tmp_path.iterdir() for token in tokens.values() if token in path.read_text()}
-    assert holders == {"tokens.env", "handout.html"}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    holders = {path for path in files for token in tokens.values() if token in path.read_text()}
+    names = {"tokens.env", "handout.html", "tokens/red", "tokens/blue-2"}
+    assert {str(path.relative_to(tmp_path)) for path in holders} == names
+    # The container's user has to read its own; nobody else gets so far.
+    assert stat.S_IMODE((tmp_path / "tokens").stat().st_mode) == 0o700
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
     assert "https://localhost:8443/blue-2/" in sheet.read_text() and "2 GPUs; two nodes" in sheet.read_text()
 
@@ -363,32 +359,33 @@ def test_gpus_are_given_by_their_ids_and_only_to_their_team():
 
 
 def test_the_second_node_shares_keys_with_its_own_team_alone():
-    overlay = make_nodes([RED, BLUE], Settings())
+    overlay = make_nodes([RED, BLUE], Settings(), make_setup([RED, BLUE]))
     for team in ("red", "blue-2"):
         labs, other = (overlay["services"][f"{team}-node{node}"] for node in (0, 1))
         assert labs["volumes"] == other["volumes"] == [f"{team}-keys:/srv/keys"]
         assert labs["environment"] == {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
         assert list(other["networks"]) == [team] and other["hostname"] == "node1"
-        assert "JUPYTER_TOKEN" not in other["environment"]
+        assert "JUPYTER_TOKEN_FILE" not in other["environment"]
 
 
 def test_files_are_written_when_they_change_and_no_other(tmp_path):
     def write(teams, settings=None, image_id="one"):
-        found = write_files(tmp_path, teams, settings or Settings(), image_id=image_id, podman=False)
-        return [path.name for path in found], {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+        found = write_files(tmp_path, teams, settings or Settings(), make_setup(teams, settings, image_id=image_id))
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        return [path.name for path in found], {path.name: path.stat().st_mtime_ns for path in files}
 
     names, times = write([RED, BLUE])
     assert names == [BASE, NODES, GPUS]
     assert write([RED, BLUE]) == (names, times)
     assert write([RED, BLUE], image_id="another")[1] != times, "an image that was built anew"
     names, fewer = write([BLUE], Settings(nodes=1))
-    assert names == [BASE] and set(fewer) == {BASE, CADDY}, "an overlay of before does not stay"
+    assert names == [BASE] and set(fewer) == {BASE, CADDY, "blue-2"}, "nothing of before stays, no token either"
 
 
 def test_the_front_starts_anew_when_its_file_changes():
     def label(teams):
         caddy = make_caddyfile(teams, Settings())
-        return make_base(teams, Settings(), caddy, podman=False)["services"]["front"]["labels"]
+        return make_base(teams, Settings(), caddy, make_setup(teams))["services"]["front"]["labels"]
 
     assert label([RED]) == label([RED]) != label([RED, BLUE])
 
@@ -403,6 +400,25 @@ def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
     ports = dict(re.findall(r"(https?)_port (\d+)", text))
     assert ports.pop("http" if tls == "none" else "https") == str(FRONT_PORT) not in ports.values()
     assert text.count("{") == text.count("}")
+
+
+def test_each_team_can_have_a_host_name_of_its_own():
+    """Then a browser keeps the teams' pages apart, which it does by scheme, host and port."""
+    settings = check_settings(Settings(address="labs.example.org", subdomains=True, port=443))
+    assert settings.find_url("red") == "https://red.labs.example.org/red/"
+    assert Settings().find_url("red") == "https://localhost:8443/red/"
+    text = make_caddyfile([RED, BLUE], settings)
+    sites = dict(re.findall(r"^https://(\S+) \{\n(.*?)^\}", text, re.M | re.S))
+    assert list(sites) == ["labs.example.org", "red.labs.example.org", "blue-2.labs.example.org"]
+    assert "reverse_proxy" not in sites["labs.example.org"]
+    for name, other in (("red", "blue-2"), ("blue-2", "red")):
+        site = sites[f"{name}.labs.example.org"]
+        assert f"reverse_proxy {name}-node0:8888" in site and f"{other}-node0" not in site and "tls internal" in site
+        assert "respond 404" in site and "Referrer-Policy" in site
+    assert text.count("{") == text.count("}")
+    for bad in ({"address": "10.0.0.1"}, {"hub": True}):
+        with pytest.raises(LabError, match="host names of their own"):
+            check_settings(Settings(subdomains=True, **bad))
 
 
 def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatch, tmp_path):
@@ -423,15 +439,14 @@ def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatc
 
 def test_what_compose_said_is_told_and_logged(tmp_path):
     program = tmp_path / "compose"
-    program.write_text('#!/bin/sh\necho "$TOKEN_RED" | wc -c\necho "no space left on device" >&2\nexit 17\n')
+    program.write_text('#!/bin/sh\necho "$PROJECT"\necho "no space left on device" >&2\nexit 17\n')
     program.chmod(0o755)
     engine = Engine("docker", (str(program),), tmp_path)
     with pytest.raises(LabError) as caught:
-        engine.run_compose([tmp_path / BASE], "up", "-d", tokens={"TOKEN_RED": TOKENS["red"]})
+        engine.run_compose([tmp_path / BASE], "up", "-d", variables={"PROJECT": "by the environment"})
     assert_explains(caught.value, "exit status 17", "no space left on device", "engine.log")
     log = (tmp_path / "engine.log").read_text()
-    assert "49\n" in log, "the token came by the environment"
-    assert TOKENS["red"] not in log and "-f" in log
+    assert "by the environment\n" in log and "-f" in log
 
 
 def test_the_command_line_refuses_before_it_starts_anything(write, tmp_path, capsys):
@@ -467,6 +482,169 @@ def test_the_status_is_a_line_per_team():
     assert header.index("containers") == red.index("running") == blue.index("absent")
 
 
+GOOD = {"used": 12_000_000, "free": 9_000_000_000, "labs": [[3, 3], [0, 4]]}
+ANSWERS = {
+    "a list": "[]",
+    "an object": "{}",
+    "nothing": "",
+    "a number": "5",
+    "null": "null",
+    "text": '"well"',
+    "no JSON": "Traceback (most recent call last):",
+    "terminal escapes": "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m",
+    "10,000 deep": "[" * 10_000 + "]" * 10_000,
+    "deep in its place": json.dumps(GOOD)[:-1] + ', "labs": ' + "[" * 10_000 + "]" * 10_000 + "}",
+    "no labs": json.dumps(GOOD | {"labs": None}),
+    "labs of one number": json.dumps(GOOD | {"labs": [3]}),
+    "labs of three": json.dumps(GOOD | {"labs": [[1, 2, 3]]}),
+    "labs as text": json.dumps(GOOD | {"labs": "33"}),
+    "a lab of text": json.dumps(GOOD | {"labs": ["33"]}),
+    "numbers as text": json.dumps(GOOD | {"labs": [["\x1b[2J", 3]]}),
+    "more solved than there are": json.dumps(GOOD | {"labs": [[4, 3]]}),
+    "fewer than none": json.dumps(GOOD | {"labs": [[-1, 3]]}),
+    "a thousand labs": json.dumps(GOOD | {"labs": [[1, 3]] * 1000}),
+    "used as text": json.dumps(GOOD | {"used": "\x1b[2J"}),
+    "used as a list": json.dumps(GOOD | {"used": [1]}),
+    "not a number": json.dumps(GOOD | {"free": float("nan")}),
+    "infinity": json.dumps(GOOD | {"free": float("inf")}),
+    "true": json.dumps(GOOD | {"used": True}),
+    "too large": json.dumps(GOOD | {"used": 10**400}),
+    "thousands of digits": json.dumps(GOOD).replace("12000000", "9" * 5000),
+    "negative": json.dumps(GOOD | {"free": -1}),
+    "without end": "endless",
+    "half a character": '{"used": "\\ud800"}',
+    "no text": "\x00\x9b",
+}
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """A class of two teams; what red's container prints is in the file ``answer``, and blue's answers well."""
+    program = tmp_path / "engine"
+    program.write_text(f"""#!/bin/sh
+case "$*" in
+  inspect*) echo running;;
+  *labs-red-*) if grep -q '^endless' {tmp_path}/answer; then yes '['; else cat {tmp_path}/answer; fi;;
+  *) echo '{json.dumps(GOOD)}';;
+esac""")
+    program.chmod(0o755)
+    monkeypatch.setattr("hosting.status.is_served", lambda settings, team: True)
+    engine = Engine(str(program), (), tmp_path)
+    return classes.Class(tmp_path, Settings(), [Team("red"), Team("blue")], {}, engine, MACHINE, {})
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+def test_a_team_s_odd_answer_is_named_and_the_others_are_shown(two, tmp_path, answer):
+    (tmp_path / "answer").write_text(answer, errors="surrogatepass")
+    standings = read_status(two)
+    said = show_status(standings)
+    red, blue = said.splitlines()[1:]
+    assert "odd answer" in red and "running" in red and blue.startswith("blue") and "12 MB (9 GB free)" in blue
+    assert "odd" not in blue and "0:3/3" in blue
+    assert all(line.isprintable() for line in said.splitlines()) and max(map(len, said.splitlines())) < 200
+
+
+def test_answers_are_read_up_to_a_bound_of_bytes_and_time(tmp_path):
+    program = tmp_path / "engine"
+    program.write_text("#!/bin/sh\n$1 600 &\n$1 600\n")
+    program.chmod(0o755)
+    engine, begun = Engine(str(program), (), tmp_path), time.monotonic()
+    said = engine.ask("yes", timeout=60)
+    assert said.returncode == -9 and not said.stdout and "bytes" in said.stderr
+    said = engine.ask("sleep", timeout=0.5)
+    assert said.returncode == 124 and "no answer within 0.5 s" in said.stderr
+    assert time.monotonic() - begun < 20
+
+
+def test_what_a_terminal_would_obey_is_not_printed(two, tmp_path, monkeypatch, capsys):
+    """In an error, in what went well, and in the log that an error names."""
+    evil = "\x1b[2J\x1b]0;owned\x07\u202e"
+
+    def fail(chosen):
+        raise LabError("It failed.", where=evil, cause=evil, fix=evil)
+
+    monkeypatch.setattr("hosting.__main__.run", fail)
+    assert main(["status"]) == 1
+    said = capsys.readouterr()
+    assert "It failed." in said.err and "\x1b" not in said.err and "\u202e" not in said.err
+    (tmp_path / "answer").write_text(f"{evil} in the log\n" * 3)
+    assert evil in commands.read_logs(two, "labs-red-node0"), "it is cleaned where it is printed"
+    hosting_main.say(commands.read_logs(two, "labs-red-node0"))
+    said = capsys.readouterr().out
+    assert said.count("in the log") == 3 and "\x1b" not in said and "\u202e" not in said
+    for name in ("--follow", "labs-../x", "other"):
+        with pytest.raises(LabError, match="no log of"):
+            commands.read_logs(two, name)
+    two.engine.run("logs", "labs-red-node0")
+    log = (tmp_path / "engine.log").read_text()
+    assert log.count("in the log") == 3 and "\x1b" not in log and "\u202e" not in log
+
+
+PAGES = {
+    "no JSON": b"HTTP/1.1 200 OK\r\n\r\nwell",
+    "a number": b"HTTP/1.1 200 OK\r\n\r\n5",
+    "a list": b'HTTP/1.1 200 OK\r\n\r\n["version"]',
+    "10,000 deep": b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 10_000,
+    "nothing": b"",
+    "no status": b"\r\n\r\n",
+    "no HTTP": b"\x1b[2J",
+    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:%d/hit\r\n\r\n",
+    "an error": b'HTTP/1.1 500 Oops\r\n\r\n{"version": "1"}',
+    "without end": b"endless",
+    "drop by drop": b"drip",
+}
+
+
+@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
+def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, page):
+    """A team can put any server in JupyterLab's place; `status` and `up` ask it through the front."""
+    monkeypatch.setattr("hosting.commands.PAGE_SECONDS", 2.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, asked, ended = server.getsockname()[1], [], threading.Event()
+        server.settimeout(20)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while not ended.is_set():
+                    connection, _ = server.accept()
+                    with connection, contextlib.suppress(OSError):
+                        asked.append(connection.recv(4096))
+                        connection.sendall(
+                            page.replace(b"%d", b"%d" % port) if len(page) > 9 else b"HTTP/1.1 200 OK\r\n\r\n"
+                        )
+                        while page in (b"endless", b"drip") and not ended.wait(0.002 if page == b"drip" else 0):
+                            connection.sendall(b"x" * (1 if page == b"drip" else 1 << 16))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        begun = time.monotonic()
+        try:
+            assert commands.is_served(Settings(tls="none", port=port), Team("red")) is False
+            # What comes fast is given up at its length, and what comes slowly at its time.
+            assert time.monotonic() - begun < (5 if page == b"drip" else 1.5)
+            assert len(asked) == 1 and asked[0].startswith(b"GET /red/api "), "it is not sent elsewhere"
+        finally:
+            ended.set()
+            socket.create_connection(("127.0.0.1", port)).close()
+            thread.join()
+
+
+def test_a_team_s_server_that_is_well_is_up(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"version": "2.21"}')
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert commands.is_served(Settings(tls="none", port=server.getsockname()[1]), Team("red"))
+        thread.join()
+
+
 def test_the_most_teams_fit_the_networks_of_docker():
     assert teams.MOST_TEAMS <= 30
-    json.dumps(make_base([Team(f"t{n}") for n in range(30)], Settings(), "", podman=False))
+    thirty = [Team(f"t{n}") for n in range(30)]
+    json.dumps(make_base(thirty, Settings(), "", make_setup(thirty)))

@@ -21,7 +21,7 @@ import nbformat
 import pytest
 import websocket
 from browser import Browser
-from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, run
+from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, insecure, run
 from drawn import make_pack
 from jobs import wait_for
 
@@ -56,7 +56,7 @@ def hosted(podman, tmp_path_factory) -> Iterator[Hosted]:
 
 def test_one_command_brings_the_teams_up_in_minutes(hosted):
     assert hosted.seconds < UP_SECONDS
-    assert set(hosted.started()) == {"labtest-front", *NODES}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", *NODES}
     sheet = (hosted.state / "handout.html").read_text()
     for team in ("red", "blue"):
         assert f"https://localhost:{hosted.port}/{team}/" in sheet and hosted.token(team) in sheet
@@ -98,7 +98,8 @@ def test_a_foreign_origin_is_refused(hosted):
 def test_a_team_can_neither_see_nor_reach_another(hosted):
     podman = hosted.podman
     assert_apart(hosted, "red", "blue", others=["blue-node0", "blue-node1"])
-    everything = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/environ /proc/*/cmdline | tr '\\0' '\\n'")
+    read = "cat /proc/*/environ /proc/*/cmdline /srv/token | tr '\\0' '\\n'"
+    everything = podman.ask("labtest-red-node0", "sh", "-c", read)
     assert hosted.token("red") in everything and hosted.token("blue") not in everything
     cmdlines = podman.ask("labtest-red-node0", "sh", "-c", "cat /proc/*/cmdline | tr '\\0' ' '")
     assert "jupyter-lab" in cmdlines and hosted.token("red") not in cmdlines
@@ -229,7 +230,7 @@ def test_after_a_power_cut_the_machine_brings_the_teams_back(hosted):
     hosted.podman.call(*command.split(), "--filter", "name=^labtest-")
     wait_for(lambda: answers(hosted, "red"), 60.0)
     assert read_work(hosted) == "kept"
-    assert set(hosted.started()) == {"labtest-front", *NODES}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", *NODES}
     reach = ["ssh", "-o", "BatchMode=yes", "node1", "true"]
     wait_for(lambda: not hosted.podman.call("exec", "labtest-red-node0", *reach, check=False).returncode, 60.0)
     test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted)
@@ -295,6 +296,25 @@ def test_a_certificate_of_one_s_own_and_none_at_all(hosted, tmp_path):
     assert {name: when for name, when in hosted.started().items() if name in NODES} == nodes
 
 
+def test_with_host_names_of_their_own_no_team_s_page_has_another_s_origin(hosted):
+    token, port = hosted.token("red"), hosted.port
+    nodes = {name: when for name, when in hosted.started().items() if name in NODES}
+    try:
+        hosted.host("up", "--subdomains")
+        assert hosted.ask("/red/api/contents", token=token, Host=f"red.localhost:{port}")[0] == 200
+        for host in (f"blue.localhost:{port}", f"localhost:{port}"):
+            assert hosted.ask("/red/api/contents", token=token, Host=host)[0] == 404
+        assert f"https://red.localhost:{port}/red/" in (hosted.state / "handout.html").read_text()
+        assert re.search(r"^red +running running +yes", hosted.host("status").stdout, re.M)
+        context = insecure()
+        plain = socket.create_connection(("localhost", port))
+        with context.wrap_socket(plain, server_hostname="red.localhost") as link:
+            assert b"red.localhost" in link.getpeercert(binary_form=True)
+    finally:
+        hosted.host("up", "--no-subdomains")
+    assert {name: when for name, when in hosted.started().items() if name in NODES} == nodes
+
+
 def test_a_new_token_shuts_the_old_one_out_and_the_other_team_does_not_notice(hosted):
     old, others = hosted.token("red"), hosted.token("blue")
     blue = {name: when for name, when in hosted.started().items() if "blue" in name or "front" in name}
@@ -331,6 +351,57 @@ def test_status_and_collect_say_how_the_teams_stand(hosted, tmp_path):
             f"<title>Distributed Training Labs: {team}</title>" in (tmp_path / "in" / team / "report.html").read_text()
         )
     assert (tmp_path / "in" / "red" / "work" / "labs" / "ours.txt").read_text() == "handed in\n"
+
+
+# What a team leaves behind for whoever collects its work. %s is a file of the instructor's.
+TRAP = """
+cd /home/learner && mkdir -p lab_utils work/labs/deep && touch lab_utils/__init__.py
+cat > lab_utils/report.py <<'EOF'
+import pathlib
+ran, report = pathlib.Path("/home/learner/work/ran"), pathlib.Path("/home/learner/work/report.html")
+if ran.exists():  # by now the link has been collected
+    report.unlink()
+    report.write_text("the team's key")
+ran.write_text("the team's code")
+EOF
+mkdir -p $(dirname %s) && echo "the team's key" > %s
+cp -r lab_utils work/labs/; cp -r lab_utils work/
+echo 'raise SystemExit("a shadow")' > work/labs/json.py
+ln -sfn %s work/report.html
+ln -sfn %s work/labs/notes.txt
+ln -sfn / work/labs/root
+mkfifo work/labs/pipe
+truncate -s 3G work/labs/sparse.bin
+touch "work/labs/$(printf '\033[2Jx\nred')" "work/labs/$(printf '\377odd')"
+ln -f work/labs/00_start_here.ipynb work/labs/twice.ipynb
+"""
+
+
+def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
+    """The team replaces its report by a link to the instructor's file, and ours by a program that leaves it there."""
+    victim, into = tmp_path / "authorized_keys", tmp_path / "in"
+    victim.write_text("the instructor's")
+    hosted.podman.ask("labtest-red-node0", "sh", "-c", TRAP.replace("%s", str(victim)))
+    try:
+        said = [hosted.host("collect", "--into", into, check=False).stdout for _ in range(2)]
+    finally:
+        hosted.podman.ask("labtest-red-node0", "sh", "-c", f"rm -rf {HOME}/lab_utils {HOME}/work/labs/sparse.bin")
+    assert victim.read_text() == "the instructor's"
+    assert "the team's code" not in hosted.podman.ask("labtest-red-node0", "cat", "work/ran", check=False)
+    red = into / "red"
+    assert "<title>Distributed Training Labs: red</title>" in (red / "report.html").read_text()
+    collected = [path for path in into.rglob("*") if not path.is_dir() or path.is_symlink()]
+    assert all(path.is_file() and not path.is_symlink() for path in collected)
+    assert max(path.stat().st_size for path in collected) < 2**30
+    left_out = (red / "left-out.txt").read_text()
+    for name in ("report.html", "labs/notes.txt", "labs/root", "labs/pipe", "labs/sparse.bin", "labs/twice.ipynb"):
+        assert name in left_out, left_out
+    assert all("\33" not in text for text in (left_out, *said, *map(str, collected)))
+    assert (red / "work" / "labs" / "00_start_here.ipynb").is_file()
+    assert len([path for path in into.iterdir() if path.name.startswith("red")]) == 2, (
+        "what was collected before is kept"
+    )
+    assert not (red / "work" / "labs" / "root").exists()
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import ssl
 from pathlib import Path
 
 import pytest
-from containers import FRONT, PROJECT
+from containers import FRONT, PROJECT, make_setup
 from jobs import wait_for
 
 from hosting.files import CADDY, FRONT_PORT, make_base, make_caddyfile
@@ -57,7 +57,7 @@ def test_a_certificate_comes_by_port_443_alone(podman, gateway, tmp_path):
     settings = check_settings(Settings(address=NAME, port=443, bind="0.0.0.0", tls="auto"))
     team = Team("red", ())
     text = make_caddyfile([team], settings)
-    command = make_base([team], settings, text, podman=True)["services"]["front"]["command"]
+    command = make_base([team], settings, text, make_setup([team], podman=True))["services"]["front"]["command"]
     ask = f"\tacme_ca https://authority:9443/acme/local/directory\n\tacme_ca_root /authority/{SIGNER}\n"
     data = tmp_path / "data"
     for name, written in (("authority", AUTHORITY), ("front", text.replace("{\n", "{\n" + ask, 1)), ("data", "")):

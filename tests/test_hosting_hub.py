@@ -7,7 +7,7 @@ import re
 import subprocess
 
 import pytest
-from containers import install
+from containers import install, make_setup
 
 from hosting.hub import TAKEN, make_compose, make_front, write_hub
 from hosting.settings import Settings
@@ -17,6 +17,7 @@ from lab_utils import LabError
 
 pytestmark = pytest.mark.hosting
 
+ONE = Settings(nodes=1)
 CLASS = "team,gpus\nred,0 1\nblue,\nteam-3,2\n"
 # JupyterHub with the configuration, up to where it would listen: teams log in, and the engine, which is not there, is
 # asked for their containers.
@@ -90,7 +91,7 @@ def make_class(folder):
     (folder / "teams.csv").write_text(CLASS)
     teams = read_teams(folder / "teams.csv")
     tokens = keep_tokens(folder, teams)
-    return folder, teams, tokens, write_hub(folder, teams, tokens, Settings(), podman=False)
+    return folder, teams, tokens, write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
 
 
 @pytest.fixture
@@ -110,10 +111,10 @@ def test_the_teams_file_has_hashes_and_only_its_owner_reads_it(hosted):
     assert not any(token in written for token in tokens.values())
     # A file that others could read is made private, and one that is right is left alone.
     path.chmod(0o644)
-    write_hub(folder, teams, tokens, Settings(), podman=False)
+    write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
     assert path.stat().st_mode & 0o777 == 0o600
     before = path.stat().st_ino
-    write_hub(folder, teams, tokens, Settings(), podman=False)
+    write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
     assert path.stat().st_ino == before
 
 
@@ -122,23 +123,23 @@ def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
     path = folder / "hub" / "secrets.env"
     kept = path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600 and len(set(kept.split())) == 2
-    write_hub(folder, teams, tokens, Settings(), podman=False)
+    write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
     assert path.read_text() == kept
     path.chmod(0o640)
     with pytest.raises(LabError) as caught:
-        write_hub(folder, teams, tokens, Settings(), podman=False)
+        write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
     assert_says(caught.value, "Others can read", "chmod 600", str(path))
     path.write_text(kept.splitlines()[0] + "\nJUPYTERHUB_CRYPT_KEY=short\n")
     path.chmod(0o600)
     with pytest.raises(LabError) as caught:
-        write_hub(folder, teams, tokens, Settings(), podman=False)
+        write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
     assert_says(caught.value, "JUPYTERHUB_CRYPT_KEY", f"rm {path}")
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_team_with_the_name_of_one_of_the_hubs_paths_is_refused(name, tmp_path):
     with pytest.raises(LabError) as caught:
-        write_hub(tmp_path, [Team(name)], {name: "x" * 48}, Settings(), podman=False)
+        write_hub(tmp_path, [Team(name)], ONE, make_setup([Team(name)], ONE))
     assert_says(caught.value, f"Team {name} ", "any name but", "teams.csv")
     assert not (tmp_path / "hub").exists()
 
@@ -147,15 +148,18 @@ def test_a_team_with_the_name_of_one_of_the_hubs_paths_is_refused(name, tmp_path
 def test_the_hub_alone_has_the_socket_and_the_front_alone_a_port(podman, hosted):
     folder, teams, _, files = hosted
     certificate = folder / "certificate"
-    settings = Settings(project="course", tls=str(certificate))
+    settings = Settings(project="course", tls=str(certificate), nodes=1)
     fixed = json.loads(files[0].read_text())["services"]
-    made = make_compose(folder / "hub", teams, settings, "", podman=podman)
+    made = make_compose(folder / "hub", teams, settings, "", make_setup(teams, settings, podman=podman))
     services = {name: (fixed[name], made["services"][name]) for name in ("front", "hub")}
     assert set(fixed) == set(made["services"]) == set(services)
     text = {name: json.dumps(parts) for name, parts in services.items()}
     assert "docker.sock" in text["hub"] and "docker.sock" not in text["front"]
     assert '"ports"' in text["front"] and '"ports"' not in text["hub"]
     assert "secrets.env" in text["hub"] and "secrets.env" not in text["front"]
+    assert "env_file" not in text["hub"], "podman-compose would put what is in it on a command line"
+    front = made["services"]["front"]
+    assert front["cap_drop"] == ["ALL"] and front["security_opt"] == ["no-new-privileges"] and front["mem_limit"]
     assert f"{certificate}:/certificate:ro" in text["front"] and 'privileged": true' not in json.dumps(text)
     # The hub is on each team's network; the front is on none.
     assert made["services"]["hub"]["networks"] == ["red", "blue", "team-3"]
@@ -191,14 +195,14 @@ def load(python, root):
 
     def run(hosted, logins, idle):
         folder, teams, _, _ = hosted
-        made = make_compose(folder / "hub", teams, Settings(data=str(folder)), "", podman=False)
-        secrets = dict(line.split("=") for line in (folder / "hub" / "secrets.env").read_text().split())
+        made = make_compose(folder / "hub", teams, Settings(data=str(folder), nodes=1), "", make_setup(teams, ONE))
         fixed = json.loads((root / "hosting/hub/compose.json").read_text())["services"]["hub"]["environment"]
         state, known = folder / "hub-state", folder / "hub" / "teams.json"
         here = {"HUB_STATE": str(state), "HUB_TEAMS": str(known), "HUB_IDLE_SECONDS": idle}
+        here["HUB_SECRETS"] = str(folder / "hub" / "secrets.env")
         assert set(here) <= set(fixed), "what the test sets is what Compose sets"
         state.mkdir()
-        env = {"PATH": os.environ["PATH"], **secrets, **made["services"]["hub"]["environment"], **here}
+        env = {"PATH": os.environ["PATH"], **made["services"]["hub"]["environment"], **here}
         command = [python, "-c", LOAD, root / "hosting/hub/jupyterhub_config.py", json.dumps(logins), known]
         done = subprocess.run(command, cwd=state, env=env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0 and "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
@@ -248,6 +252,7 @@ def test_the_first_login_with_a_new_token_ends_those_with_the_old_one(loaded):
 
 def test_a_teams_container_has_its_own_gpus_volume_and_network(loaded):
     folder, tokens, found = loaded
+    teams = read_teams(folder / "teams.csv")
     assert set(found["containers"]) == {"labs-red-node0", "labs-blue-node0", "labs-team-3-node0"}
     assert found["networks"] == {name: f"labs-{name}" for name in ("red", "blue", "team-3")}
     for name in found["networks"]:
@@ -257,7 +262,11 @@ def test_a_teams_container_has_its_own_gpus_volume_and_network(loaded):
         assert made["Cmd"] == ["hub"] and not made.get("Entrypoint") and made["Hostname"] == "node0"
         assert made["Image"] == Settings().image and made["Labels"] == {"labs.hub": "labs"}
         assert host["NetworkMode"] == f"labs-{name}" and host["AutoRemove"] is True
-        assert host["ShmSize"] == 16 * 2**30 and host["PidsLimit"] == 8192
+        (share,) = make_setup(teams, ONE).shares[name]
+        assert host["ShmSize"] == share.shm and host["PidsLimit"] == share.processes
+        assert host["Memory"] == host["MemorySwap"] == share.memory
+        assert host["CpusetCpus"] == share.cpuset and share.cpuset in ("0,1", "2,3", "4,5")
+        assert host["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "10m"}}
         assert host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
         assert not host.get("Privileged") and not host.get("PortBindings")
         # The names of the variant without accounts, also where a name has a hyphen; and no socket.

@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from containers import HUB_BASE, Hosted, assert_apart, bring_up, insecure
+from containers import HUB_BASE, Hosted, assert_apart, bring_up, insecure, run
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 WORK = "/home/learner/work/labs/ours.txt"
@@ -80,18 +80,18 @@ def visitors(hosted) -> dict[str, Visitor]:
 
 
 def test_nobody_has_a_container_before_the_first_login(hosted):
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"}
     status, where, page = visit(hosted).get("/")
     assert status == 200 and where.startswith("/hub/login") and "Username: the name of your team." in page
     for team, token in (("red", ""), ("red", hosted.token("blue")), ("green", hosted.token("red")), ("admin", "admin")):
         status, _, page = visit(hosted).log_in(team, token)
         assert status == 403 and "Invalid username or password" in page
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"}
 
 
 def test_each_team_gets_its_container_and_refuses_the_other(hosted, visitors):
     nodes = {f"labtest-{team}-node0" for team in ("red", "blue")}
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"} | nodes
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"} | nodes
     for team, other in (("red", "blue"), ("blue", "red")):
         visitor = visitors[team]
         status, _, body = visitor.get(f"/user/{team}/api/contents/labs")
@@ -105,6 +105,26 @@ def test_each_team_gets_its_container_and_refuses_the_other(hosted, visitors):
     assert stranger.get("/user/red/api/contents")[0] == 403
     assert stranger.get("/user/red/lab")[1].startswith("/hub/login")
     assert_apart(hosted, "red", "blue")
+
+
+def test_a_team_s_container_is_held_to_its_share_and_kept_from_the_metadata(hosted, visitors):
+    shares = json.loads((hosted.state / "shares.json").read_text())["teams"]
+    for team in visitors:
+        found = hosted.podman.inspect(f"labtest-{team}-node0")
+        (share,) = shares[team]
+        host = found["HostConfig"]
+        assert host["Memory"] == share["memory"] > 1 << 30 and host["PidsLimit"] == share["processes"]
+        assert host["LogConfig"]["Size"] == "10MB" and "LAB_GUARDED=1" in found["Config"]["Env"]
+        network = found["NetworkSettings"]["Networks"][f"labtest-{team}"]
+        rule = f"from {network['IPAddress'].rpartition('.')[0]}.0/{network['IPPrefixLen']} to 169.254.0.0/16 prohibit"
+        assert rule in run("ip", "rule").stdout
+
+
+def test_no_secret_of_the_hub_was_on_a_command_line(hosted):
+    """podman-compose puts there what it finds in variables and files of variables."""
+    kept = (hosted.state / "hub" / "secrets.env").read_text().split()
+    told = json.dumps(hosted.podman.inspect("labtest-hub"))
+    assert len(kept) == 2 and not any(line.partition("=")[2] in told for line in kept)
 
 
 def test_tensorboard_is_at_the_teams_path(visitors):
@@ -145,7 +165,7 @@ def test_work_is_the_same_with_accounts_and_without(hosted, visitors):
     assert hosted.podman.ask("labtest-red-node0", "cat", WORK) == "kept"
     assert "labtest-hub" not in hosted.started()
     hosted.host("up", "--hub")
-    assert set(hosted.started()) == {"labtest-front", "labtest-hub"}
+    assert set(hosted.started()) == {"labtest-front", "labtest-guard", "labtest-hub"}
     red = visit(hosted)
     red.log_in("red", hosted.token("red"))
     red.wait_for_lab("red")

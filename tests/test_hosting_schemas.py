@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from containers import find_docker_compose, install
+from containers import find_docker_compose, install, make_setup
 
 from hosting import hub
 from hosting.files import make_base, make_caddyfile, make_gpus, make_nodes
@@ -35,9 +35,10 @@ def tool(tmp_path_factory):
 def test_compose_s_own_schema_accepts_the_files_and_refuses_a_slip(tool, tmp_path, podman):
     settings = Settings(tls="internal", data=str(tmp_path))
     caddy = make_caddyfile(TEAMS, settings)
+    setup = make_setup(TEAMS, settings, podman=podman, image_id="one", guarded=True)
     parts = {
-        "base": make_base(TEAMS, settings, caddy, podman=podman, image_id="one"),
-        "nodes": make_nodes(TEAMS, settings, image_id="one"),
+        "base": make_base(TEAMS, settings, caddy, setup),
+        "nodes": make_nodes(TEAMS, settings, setup),
         "gpus": make_gpus(TEAMS, settings),
     }
     check = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec"]
@@ -59,24 +60,24 @@ def compose(tmp_path_factory):
         pytest.skip("NOT TESTED HERE: docker compose is not installed, and cannot be fetched")
     command = find_docker_compose(tmp_path_factory.mktemp("compose"))
 
-    def run(files, *arguments, **tokens):
+    def run(files, *arguments):
         given = [part for file in files for part in ("-f", file)]
-        env = {"PATH": os.environ["PATH"], "HOME": str(files[0].parent), **tokens}
+        env = {"PATH": os.environ["PATH"], "HOME": str(files[0].parent)}
         ended = subprocess.run([*command, *given, "config", *arguments], env=env, capture_output=True, text=True)
         return ended.returncode, ended.stdout + ended.stderr
 
     return run
 
 
-def test_docker_s_compose_merges_the_files_and_asks_for_the_tokens(compose, tmp_path):
+def test_docker_s_compose_merges_the_files_and_takes_the_limits(compose, tmp_path):
     settings = Settings(tls="internal", project="course")
-    parts = [make_base(TEAMS, settings, make_caddyfile(TEAMS, settings), podman=False, image_id="one")]
-    parts += [make_nodes(TEAMS, settings, image_id="one"), make_gpus(TEAMS, settings)]
+    setup = make_setup(TEAMS, settings, image_id="one")
+    parts = [make_base(TEAMS, settings, make_caddyfile(TEAMS, settings), setup)]
+    parts += [make_nodes(TEAMS, settings, setup), make_gpus(TEAMS, settings)]
     files = [tmp_path / f"{number}.json" for number in range(3)]
     for file, part in zip(files, parts, strict=True):
         file.write_text(json.dumps(part))
-    tokens = {team.variable: "x" * 48 for team in TEAMS}
-    status, said = compose(files, "--format=json", **tokens)
+    status, said = compose(files, "--format=json")
     assert status == 0, said
     made = json.loads(said)
     assert made["name"] == "course"
@@ -84,16 +85,20 @@ def test_docker_s_compose_merges_the_files_and_asks_for_the_tokens(compose, tmp_
     red = made["services"]["red-node0"]
     (device,) = red["deploy"]["resources"]["reservations"]["devices"]
     assert device["device_ids"] == ["0", "1"] and "count" not in device
-    assert red["environment"]["JUPYTER_TOKEN"] == "x" * 48 and red["environment"]["LAB_NODES"] == "node0,node1"
+    assert red["environment"]["LAB_NODES"] == "node0,node1"
+    (token,) = (volume for volume in red["volumes"] if volume["target"] == "/srv/token")
+    assert (token["type"], token["source"], token["read_only"]) == ("bind", str(tmp_path / "tokens/red"), True)
+    share = setup.shares["red"][0]
+    assert int(red["mem_limit"]) == int(red["memswap_limit"]) == share.memory and int(red["shm_size"]) == share.shm
+    assert red["pids_limit"] == share.processes and red["cpuset"] == share.cpuset == "0,1,2,3"
+    assert red["logging"] == {"driver": "json-file", "options": {"max-size": "10m"}}
     assert list(red["networks"]) == ["red"] and red["restart"] == "always"
     assert "deploy" not in made["services"]["blue-2-node0"]
-    status, said = compose(files, "-q", **{name: "" for name in tokens})
-    assert status and "no token for team" in said
 
 
 def test_docker_s_compose_takes_the_hub_s_files(compose, tmp_path):
-    tokens = {team.name: "x" * 48 for team in TEAMS}
-    status, said = compose(hub.write_hub(tmp_path, TEAMS, tokens, Settings(), podman=False), "--format=json")
+    settings = Settings(nodes=1)
+    status, said = compose(hub.write_hub(tmp_path, TEAMS, settings, make_setup(TEAMS, settings)), "--format=json")
     assert status == 0, said
     services = json.loads(said)["services"]
     assert [name for name, service in services.items() if "engine.sock" in json.dumps(service)] == ["hub"]

@@ -17,6 +17,10 @@ from jupyterhub.utils import new_token
 
 c = get_config()  # noqa: F821 - JupyterHub puts it there
 
+# Not by Compose's env_file: podman-compose puts what is in there on a command line, which others can read.
+for line in Path(os.environ["HUB_SECRETS"]).read_text(encoding="utf-8").split():
+    name, _, secret = line.partition("=")
+    os.environ[name] = secret
 PROJECT, STATE = os.environ["HUB_PROJECT"], Path(os.environ["HUB_STATE"])
 WORK = "/home/learner/work"
 
@@ -88,14 +92,9 @@ c.Authenticator.auth_refresh_strict = True
 
 def make_host_config(spawner):
     """What the engine gives a team's container: as in the variant without accounts (hosting/files.py)."""
-    gpus = read_teams()[spawner.user.name]["gpus"]
-    made = {
-        # The default of 64 MB is too small for DataLoader's workers and for NCCL.
-        "shm_size": os.environ["HUB_SHM"],
-        "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges"],
-        "pids_limit": 8192,
-    }
+    team = read_teams()[spawner.user.name]
+    gpus = team["gpus"]
+    made = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], **team["host_config"]}
     if gpus:
         # No other GPU is in the container; with CUDA_VISIBLE_DEVICES, a team could take what it wants.
         made["device_requests"] = [DeviceRequest(driver="nvidia", device_ids=gpus, capabilities=[["gpu"]])]
@@ -105,9 +104,10 @@ def make_host_config(spawner):
     return made
 
 
-def choose_network(spawner):
+def prepare_container(spawner):
     """Puts a team's container on the team's own network, where the hub is, too, and no other team."""
     spawner.network_name = f"{PROJECT}-{spawner.user.name}"
+    spawner.environment = {"LAB_TEAM": spawner.user.name, **read_teams()[spawner.user.name]["environment"]}
 
 
 c.JupyterHub.spawner_class = "docker"
@@ -124,8 +124,7 @@ c.DockerSpawner.remove = True
 c.DockerSpawner.use_internal_ip = True
 c.DockerSpawner.extra_create_kwargs = {"hostname": "node0", "labels": {"labs.hub": PROJECT}}
 c.DockerSpawner.extra_host_config = make_host_config
-c.Spawner.pre_spawn_hook = choose_network
-c.Spawner.environment = {"LAB_TEAM": lambda spawner: spawner.user.name}
+c.Spawner.pre_spawn_hook = prepare_container
 c.Spawner.notebook_dir = WORK
 c.Spawner.default_url = "/lab/tree/labs"
 c.Spawner.start_timeout = c.Spawner.http_timeout = 180

@@ -1,4 +1,4 @@
-"""JupyterLab of a team: behind the front, at the team's path, with the token that the environment holds."""
+"""JupyterLab of a team: behind the front, at the team's path, with the token in the file that the environment names."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,9 @@ c = get_config()  # noqa: F821 - Jupyter puts it there
 # Under JupyterHub the hub says where the server listens, and who may come in.
 if "JUPYTERHUB_API_TOKEN" not in os.environ:
     # Without one the server would make a token that nobody knows, and print it.
-    if not os.environ.get("JUPYTER_TOKEN"):
-        raise SystemExit("JUPYTER_TOKEN is not set: this container starts with a token only.")
+    token = Path(os.environ.get("JUPYTER_TOKEN_FILE") or "no file")
+    if not token.is_file() or not token.read_text().strip():
+        raise SystemExit("JUPYTER_TOKEN_FILE names no token: this container starts with a token only.")
     c.ServerApp.ip = "0.0.0.0"
     c.ServerApp.port = 8888
     c.ServerApp.port_retries = 0

@@ -1,0 +1,86 @@
+"""Keeps the teams' containers from the cloud's metadata service, which hands out the machine's own credentials.
+
+A firewall in a container would need a capability that its team could use, too. So one container of ours, the guard, has
+this machine's network and lays rules into its routing: what comes from a team's network is not forwarded to those
+addresses. It starts with the machine, as the teams' containers do, and these wait for it (start.sh). It works with
+Docker and with Podman, and whoever may start containers may start it. An engine without root cannot: `up` says so then.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Sequence
+
+from hosting.engine import Engine
+from hosting.settings import Settings
+from hosting.teams import Team
+from lab_utils import LabError
+
+PROGRAM = "/srv/labs/hosting/image/guard.sh"
+START_SECONDS = 20.0
+# The clouds' own way, which needs no rule on the machine.
+REMEDY = (
+    "use the cloud's own setting: on AWS `aws ec2 modify-instance-metadata-options --http-tokens required"
+    " --http-put-response-hop-limit 1 --instance-id ID`; elsewhere give the machine no role or service account"
+)
+
+
+def name_guard(settings: Settings) -> str:
+    """The name of the guard's container."""
+    return f"{settings.project}-guard"
+
+
+def can_guard(engine: Engine, settings: Settings) -> bool:
+    """Whether the engine's containers may change this machine's routing; the image has to be there."""
+    command = ["run", "--rm", *_make_options(settings, f"{name_guard(settings)}-trial"), "try"]
+    return engine.ask(*command, timeout=60).returncode == 0
+
+
+def start_guard(engine: Engine, settings: Settings, teams: Sequence[Team], *, image_id: str) -> None:
+    """Starts the guard for the teams' networks, which have to be there, where it does not run for them yet.
+
+    Raises:
+        LabError: It does not start.
+    """
+    name, networks = name_guard(settings), find_networks(engine, settings, teams)
+    told = hashlib.sha256(" ".join([image_id, *networks]).encode()).hexdigest()[:16]
+    shape = '{{.State.Running}} {{index .Config.Labels "labs.guard"}}'
+    if engine.ask("inspect", "-f", shape, name).stdout.split() == ["true", told]:
+        return
+    stop_guard(engine, settings)
+    options = ["-d", "--restart=always", f"--label=labs.guard={told}"]
+    begun = engine.ask("run", *options, *_make_options(settings, name), *networks, timeout=60)
+    end = time.monotonic() + START_SECONDS
+    while begun.returncode or "guarded" not in (logs := engine.ask("logs", name)).stdout:
+        if begun.returncode or time.monotonic() > end:
+            cause = (begun.stderr if begun.returncode else logs.stdout + logs.stderr)[-300:]
+            what = "The teams' containers cannot be kept from the cloud's metadata service."
+            raise LabError(what, where=name, cause=cause or "it says nothing", fix=f"python3 -m hosting logs {name}")
+        time.sleep(0.2)
+
+
+def stop_guard(engine: Engine, settings: Settings) -> None:
+    """Ends the guard, which takes its rules away."""
+    engine.ask("stop", "-t", "10", name_guard(settings), timeout=60)
+    engine.ask("rm", "-f", name_guard(settings), timeout=60)
+
+
+def is_guarded(engine: Engine, settings: Settings) -> bool:
+    """Whether the guard runs."""
+    return engine.ask("inspect", "-f", "{{.State.Running}}", name_guard(settings)).stdout.strip() == "true"
+
+
+def find_networks(engine: Engine, settings: Settings, teams: Sequence[Team]) -> list[str]:
+    """The addresses of the teams' networks, as Docker or Podman names them, such as ``10.89.0.0/24``."""
+    names = [f"{settings.project}-{team.name}" for team in teams]
+    said = engine.ask("network", "inspect", *names).stdout
+    return sorted(set(re.findall(r'"[Ss]ubnet":\s*"([0-9a-fA-F:.]+/\d+)"', said)))
+
+
+def _make_options(settings: Settings, name: str) -> list[str]:
+    """How the guard is run: with this machine's network, the one capability that it needs, and nothing to write to."""
+    limits = ["--memory=64m", "--pids-limit=32", "--read-only", "--log-driver=json-file", "--log-opt=max-size=1m"]
+    may = ["--network=host", "--user=0:0", "--cap-drop=ALL", "--cap-add=NET_ADMIN", "--security-opt=no-new-privileges"]
+    return [f"--name={name}", *may, *limits, settings.image, PROGRAM]

@@ -1,0 +1,90 @@
+"""The guard without an engine: which networks it is told, and what is said where there can be none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+from containers import MACHINE, make_setup
+from drawn import assert_explains
+
+from hosting import classes, commands, guard
+from hosting.engine import Engine
+from hosting.settings import Settings
+from hosting.status import check_guard
+from hosting.teams import Team
+from lab_utils import LabError
+
+TEAMS = [Team("red"), Team("blue")]
+NETWORKS = {
+    "Docker": [
+        {"Name": "labs-red", "IPAM": {"Config": [{"Subnet": "172.18.0.0/16", "Gateway": "172.18.0.1"}]}},
+        {"Name": "labs-blue", "IPAM": {"Config": [{"Subnet": "172.19.0.0/16"}, {"Subnet": "fd01::/64"}]}},
+    ],
+    "Podman": [
+        {"name": "labs-red", "subnets": [{"subnet": "172.18.0.0/16", "gateway": "172.18.0.1"}]},
+        {"name": "labs-blue", "subnets": [{"subnet": "172.19.0.0/16"}, {"subnet": "fd01::/64"}]},
+    ],
+}
+
+
+@pytest.fixture
+def found(tmp_path):
+    """A class of two teams with an engine that answers what is in files, and notes what it was asked."""
+    program = tmp_path / "engine"
+    program.write_text(f"""#!/bin/sh
+echo "$*" >> {tmp_path}/asked
+cat {tmp_path}/$1 2> /dev/null || true
+""")
+    program.chmod(0o755)
+    settings = Settings(guarded=True)
+    shares = make_setup(TEAMS).shares
+    return classes.Class(tmp_path, settings, TEAMS, {}, Engine(str(program), (), tmp_path), MACHINE, shares)
+
+
+@pytest.mark.parametrize("said", NETWORKS.values(), ids=NETWORKS)
+def test_the_guard_is_told_the_teams_networks(found, tmp_path, said):
+    (tmp_path / "network").write_text(json.dumps(said, indent=2))
+    (tmp_path / "logs").write_text("guarded\n")
+    guard.start_guard(found.engine, found.settings, TEAMS, image_id="one")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    (begun,) = (line for line in asked if line.startswith("run "))
+    assert begun.endswith(f"{guard.PROGRAM} 172.18.0.0/16 172.19.0.0/16 fd01::/64")
+    assert "--network=host" in begun and "--cap-drop=ALL --cap-add=NET_ADMIN" in begun and "--restart=always" in begun
+    assert "network inspect labs-red labs-blue" in asked
+    label = begun.partition("labs.guard=")[2].split()[0]
+    (tmp_path / "inspect").write_text(f"true {label}\n")
+    guard.start_guard(found.engine, found.settings, TEAMS, image_id="one")
+    assert (tmp_path / "asked").read_text().count("\nrun ") == 1, "one that runs for these networks stays"
+    guard.start_guard(found.engine, found.settings, TEAMS, image_id="another")
+    assert (tmp_path / "asked").read_text().count("\nrun ") == 2
+
+
+def test_a_guard_that_does_not_start_is_told(found, tmp_path, monkeypatch):
+    monkeypatch.setattr(guard, "START_SECONDS", 0.5)
+    (tmp_path / "logs").write_text("RTNETLINK answers: Operation not permitted\n")
+    with pytest.raises(LabError) as caught:
+        guard.start_guard(found.engine, found.settings, TEAMS, image_id="one")
+    assert_explains(caught.value, "Operation not permitted", "python3 -m hosting logs labs-guard")
+
+
+def test_where_there_can_be_no_guard_the_cloud_s_own_setting_is_named(found, tmp_path):
+    assert any("kept from the teams" in line for line in commands.describe_bounds(found))
+    without = replace(found, settings=replace(found.settings, guarded=False))
+    (said,) = (line for line in commands.describe_bounds(without) if "metadata" in line)
+    assert "NOT kept" in said and "--http-put-response-hop-limit 1" in said
+    assert check_guard(without) == []
+    (said,) = check_guard(found)
+    assert "does NOT run" in said and "fix: python3 -m hosting up" in said
+    (tmp_path / "inspect").write_text("true\n")
+    assert check_guard(found) == []
+
+
+def test_the_guard_s_script_is_read_by_bash_and_refuses_what_it_may_not(root):
+    script = root / "hosting" / "image" / "guard.sh"
+    assert not subprocess.run(["bash", "-n", script]).returncode
+    # Without the right to change the routing, as in an engine without root.
+    drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", "bash", script, "try"]
+    assert subprocess.run(drop, capture_output=True).returncode

@@ -1,0 +1,164 @@
+"""How a machine is divided among the teams, and what the engine is told of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from containers import MACHINE, make_setup
+from drawn import assert_explains
+
+from hosting.engine import CONTROLLERS, Engine, Machine
+from hosting.files import make_base, make_nodes
+from hosting.limits import NAME, check_shares, describe_limits, divide, forget_shares, keep_shares, limit
+from hosting.settings import Settings
+from hosting.teams import Team
+from lab_utils import LabError
+
+GIB = 1 << 30
+
+
+def make_teams(count):
+    return [Team(f"t{number}") for number in range(count)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
+@pytest.mark.parametrize("machine", [Machine(4 * GIB, (0,)), Machine(24 * GIB, (2, 3), 4000), MACHINE])
+def test_all_teams_together_have_no_more_than_the_machine(machine, count, nodes):
+    shares = divide(machine, make_teams(count), Settings(nodes=nodes))
+    everything = [share for team in shares.values() for share in team]
+    assert len(shares) == count and len(everything) == count * nodes
+    assert sum(share.memory for share in everything) <= machine.memory * 0.9, "something is left for the machine"
+    assert sum(share.memory for share in everything) > machine.memory * 0.4, "and most of it is given out"
+    assert len({team for team in shares.values()}) == (count if everything[0].cpuset else 1), "equal shares"
+    for share in everything:
+        assert 64 << 20 <= share.shm <= max(64 << 20, share.memory // 2) and share.shm <= 16 * GIB
+        assert 256 <= share.processes <= 4096 and 0 < share.cpus <= len(machine.cpus)
+    if count <= len(machine.cpus):
+        own = [set(team[0].cpuset.split(",")) for team in shares.values()]
+        assert sum(map(len, own)) == len(set.union(*own)) <= len(machine.cpus), "no CPU has two teams"
+        assert set.union(*own) <= set(map(str, machine.cpus))
+        assert all(len({share.cpuset for share in team}) == 1 for team in shares.values()), "both nodes have the same"
+    else:
+        assert sum(team[0].cpus for team in shares.values()) <= len(machine.cpus) + 0.01 * count
+    if machine.processes * 3 // 4 >= 256 * count * nodes:
+        assert sum(share.processes for share in everything) <= machine.processes
+
+
+def test_every_container_is_told_its_limits():
+    teams = make_teams(2)
+    setup = make_setup(teams)
+    base, nodes = make_base(teams, Settings(), "", setup), make_nodes(teams, Settings(), setup)
+    for team in teams:
+        for number, part in ((0, base), (1, nodes)):
+            made, share = part["services"][f"{team.name}-node{number}"], setup.shares[team.name][number]
+            assert made["mem_limit"] == made["memswap_limit"] == f"{share.memory}b" and share.memory > 8 * GIB
+            assert made["shm_size"] == f"{share.shm}b" and made["pids_limit"] == 4096
+            assert made["cpuset"] in ("0,1,2,3", "4,5,6,7") and "OMP_NUM_THREADS" not in made["environment"]
+            assert made["logging"] == {"driver": "json-file", "options": {"max-size": "10m"}}
+            assert made["environment"]["MEM_LIMIT"] == str(share.memory)
+    front = base["services"]["front"]
+    assert front["mem_limit"] and front["pids_limit"] and front["logging"]["options"]["max-size"]
+
+
+def test_what_is_told_goes_before_what_is_decided():
+    teams = make_teams(2)
+    told = Settings(memory="6gb", cpus="1.5", shm="1gb", nodes=1)
+    check_shares(MACHINE, teams, told)
+    (share,) = divide(MACHINE, teams, told)["t0"]
+    assert (share.memory, share.shm, share.cpus, share.cpuset) == (6 * GIB, GIB, 1.5, "")
+    made = make_base(teams, told, "", make_setup(teams, told))["services"]["t0-node0"]
+    assert made["cpus"] == 1.5 and "cpuset" not in made and made["environment"]["OMP_NUM_THREADS"] == "1"
+    assert [nodes[0].cpuset for nodes in divide(MACHINE, teams, Settings(cpus="3")).values()] == ["0,1,2", "3,4,5"]
+    assert [nodes[0].cpuset for nodes in divide(MACHINE, teams, Settings(cpus="8")).values()] == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "told, words",
+    [
+        ({"memory": "40gb"}, "2 teams with 40gb"),
+        ({"shm": "40gb"}, "larger than the memory"),
+        ({"memory": "4gb", "shm": "2gb"}, "larger than the memory"),  # of node1, which has a third
+        ({"cpus": "9"}, "more CPUs"),
+    ],
+)
+def test_more_than_the_machine_has_is_refused(told, words):
+    with pytest.raises(LabError) as caught:
+        check_shares(MACHINE, make_teams(2), Settings(**told))
+    assert words in caught.value.what
+    assert_explains(caught.value, "--" + list(told)[-1])
+
+
+def test_a_team_that_comes_later_changes_no_other_s_limits(tmp_path):
+    two, three = make_teams(2), make_teams(3)
+    first = keep_shares(tmp_path, MACHINE, two, Settings(), save=True)
+    assert keep_shares(tmp_path, MACHINE, three, Settings(), save=False) | first == keep_shares(
+        tmp_path, MACHINE, three, Settings(), save=True
+    )
+    later = keep_shares(tmp_path, MACHINE, three, Settings(), save=False)
+    assert {name: later[name] for name in first} == first
+    assert sum(share.memory for share in later["t2"]) < sum(share.memory for share in first["t0"])
+    assert not later["t2"][0].cpuset, "all CPUs are somebody's: it shares them"
+    assert any("a team came later" in line.replace("\n", " ") for line in describe_limits(later, MACHINE))
+    assert keep_shares(tmp_path, MACHINE, two, Settings(memory="4gb"), save=False) != first, "told otherwise"
+    forget_shares(tmp_path)
+    even = keep_shares(tmp_path, MACHINE, three, Settings(), save=True)
+    assert len({nodes[0].memory for nodes in even.values()}) == 1
+    assert not any("came later" in line for line in describe_limits(even, MACHINE))
+
+
+BROKEN = ["", "[]", "{}", '{"told": 1}', '{"told": ["auto", "auto", "auto", 2], "teams": {"t0": [5]}}']
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_file_of_shares_has_the_machine_divided_anew(tmp_path, text):
+    (tmp_path / NAME).write_text(text)
+    assert keep_shares(tmp_path, MACHINE, make_teams(2), Settings(), save=True) == divide(
+        MACHINE, make_teams(2), Settings()
+    )
+
+
+HOST = {"memTotal": 8 * GIB, "cpus": 4096}
+INFOS = {
+    "Docker": ({"MemTotal": 8 * GIB, "NCPU": 4096, "MemoryLimit": True, "CPUSet": False}, CONTROLLERS - {"cpuset"}),
+    "Docker without root": (
+        {"MemTotal": 8 * GIB, "NCPU": 4096, "CpuCfsQuota": False, "CPUSet": False, "PidsLimit": True},
+        {"memory", "pids"},
+    ),
+    "Podman": ({"host": HOST | {"cgroupControllers": ["cpuset", "cpu", "io", "memory", "pids"]}}, CONTROLLERS),
+    "Podman without root": ({"host": HOST | {"cgroupControllers": ["memory", "pids"]}}, {"memory", "pids"}),
+    "Podman without any": ({"host": HOST | {"cgroupControllers": []}}, set()),
+}
+
+
+@pytest.mark.parametrize("told, limits", INFOS.values(), ids=INFOS)
+def test_the_engine_says_what_it_has_and_what_it_can_limit(tmp_path, told, limits):
+    program = tmp_path / "engine"
+    program.write_text(f"#!/bin/sh\necho '{json.dumps(told)}'\n")
+    program.chmod(0o755)
+    machine = Engine(str(program), (), tmp_path).measure()
+    assert machine.memory == 8 * GIB and machine.cpus == tuple(range(4096)) and machine.limits == limits
+    shares = divide(machine, make_teams(2), Settings())
+    made = limit(shares["t0"][0], machine)
+    assert ("mem_limit" in made) == ("memory" in limits) and ("pids_limit" in made) == ("pids" in limits)
+    assert ("cpuset" in made) == ("cpuset" in limits)
+    assert ("cpus" in made) == ("cpu" in limits and "cpuset" not in limits)
+    said = "\n".join(describe_limits(shares, machine))
+    assert ("NOT limited, because the engine cannot here" in said) == (not limits >= {"cpu", "memory", "pids"})
+    assert "disk: NOT limited" in said
+
+
+@pytest.mark.parametrize("said", ["", "[]", "5", "no JSON", "[" * 10_000])
+def test_where_the_engine_says_nothing_this_machine_counts(tmp_path, said):
+    program = tmp_path / "engine"
+    program.write_text(f"#!/bin/sh\necho '{said}'\n")
+    program.chmod(0o755)
+    machine = Engine(str(program), (), tmp_path).measure()
+    assert machine.memory > 1 << 28 and machine.cpus and machine.limits == CONTROLLERS
+
+
+def test_a_machine_that_is_too_small_is_told():
+    machine = Machine(8 * GIB, (0, 1))
+    assert any("2.5 GB" in line for line in describe_limits(divide(machine, make_teams(4), Settings()), machine))
+    assert not any("2.5 GB" in line for line in describe_limits(divide(machine, make_teams(2), Settings()), machine))
