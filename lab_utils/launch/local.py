@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab_utils import LabError, env_folder
+from lab_utils.launch import kinds, values
 
 if TYPE_CHECKING:
     from lab_utils.launch.nodes import Node
@@ -33,6 +34,10 @@ class LocalNode:
     data: str | None = None
     index: int = 0
     together: int = 1
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        kinds.settle(self, values.LOCAL_NODE, owner="local_nodes")
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program in a session of its own, so that an interrupt in the terminal reaches the launcher alone."""
@@ -67,11 +72,11 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
         folder: Where their folders go; ``LAB_RUNS/nodes`` where None.
 
     Raises:
-        LabError: ``count`` is not from 1 to 16.
+        LabError: ``count`` is not from 1 to 16, or ``folder`` is no path.
     """
-    if not 1 <= count <= 16:
-        raise LabError(f"{count} nodes on one machine are not for this lab.", where="local_nodes", fix="local_nodes(2)")
-    base = Path(folder).resolve() if folder else env_folder("LAB_RUNS", "runs") / "nodes"
+    given = kinds.check_values("local_nodes", values.LOCAL_NODES, {"count": count, "folder": folder})
+    count = given["count"]
+    base = given["folder"] or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")
     return [
         LocalNode(
