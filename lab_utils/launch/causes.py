@@ -12,6 +12,11 @@ from lab_utils.text import clean
 # By what a message contains: the likely cause, and what to do.
 KNOWN = (
     (
+        r"unable to (write to|open|mmap) file </?torch_|</torch_\d",
+        "the shared memory (/dev/shm) is full, in which a DataLoader's workers hand over their batches",
+        "num_workers=0, or start the container with --shm-size=2g",
+    ),
+    (
         r"appears not to match sizes of the same param",
         "the ranks built different models",
         "build the model from the same arguments on every rank",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from lab_utils import LabError, env_folder
 from lab_utils.launch import kinds, values
+from lab_utils.launch.ends import explain_end
 
 if TYPE_CHECKING:
     from lab_utils.launch.nodes import Node
@@ -45,7 +46,9 @@ class LocalNode:
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
     def explain(self, returncode: int, stderr: str) -> LabError:
-        """Says why a program could not be run here."""
+        """Says why a program could not be run here, or ended."""
+        if end := explain_end(self.name, self.folder, returncode, stderr):
+            return end
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
         return LabError(
             f"A program could not be run on {self.name}.",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lab_utils import LabError, env_folder
 from lab_utils.launch import kinds, values
+from lab_utils.launch.ends import explain_end
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
 from lab_utils.launch.script import Plan
@@ -65,6 +66,8 @@ class SlurmNode:
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """Says why a program could not be run here."""
+        if end := explain_end("this machine", self.folder, returncode, stderr):
+            return end
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
         return LabError(
             "The nodes' shared folder could not be prepared.",

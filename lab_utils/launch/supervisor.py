@@ -233,7 +233,8 @@ class Supervisor:
         self._pass_events()
         self._hand_over()
         why = self._why[0] if self._why else ""
-        self._say("ended", returncode=process.returncode, why=why, killed=killed, memory=self._memory)
+        facts = {"returncode": process.returncode, "why": why, "killed": killed, "memory": self._memory}
+        self._say("ended", **facts, folder=str(self._folder), room=_measure_room(self._folder))
         self._out.put(None)
         self._wait_for(writer, started)
         with contextlib.suppress(OSError):
@@ -423,6 +424,15 @@ class Supervisor:
             self._guard.wait()
 
 
+def _measure_room(folder: Path) -> int | None:
+    """The free bytes of a folder's disk."""
+    try:
+        usage = os.statvfs(folder)
+    except OSError:
+        return None
+    return usage.f_bavail * usage.f_frsize if usage.f_favail or not usage.f_files else 0
+
+
 def _set_process(option: int, value: int) -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(option, value)
@@ -499,12 +509,15 @@ QUIT = b"q"
 
 def _start_guard() -> subprocess.Popen:
     """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
-    program = [sys.executable, "-I", "-S", __file__, "--guard", os.environ.get("LAB_JOB_ID", "")]
+    identity = [os.environ.get(name, "") for name in ("LAB_JOB_ID", "LAB_NODE")]
+    program = [sys.executable, "-I", "-S", __file__, "--guard", *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 
-def guard(job: str) -> int:
-    """Ends all processes of a job, the supervisor too, when that was killed or stopped.
+def guard(job: str, node: str) -> int:
+    """Ends all processes of a node of a job, the supervisor too, when that was killed or stopped.
+
+    Those of another node on the same machine have a supervisor of their own, which then says what it knows.
 
     The parent-death signal ends torchrun and its ranks then; but not what a rank has started.
     """
@@ -517,16 +530,16 @@ def guard(job: str) -> int:
         if not said:
             break
     if job:
-        _kill_all(lambda: _find_job(job))
+        _kill_all(lambda: _find_job(job, node))
     return 1
 
 
-def _find_job(job: str) -> list[int]:
-    """Process ids of all living processes of a job of this user; [] where there is no /proc."""
-    identity, found = f"LAB_JOB_ID={job}".encode(), []
+def _find_job(job: str, node: str) -> list[int]:
+    """Process ids of all living processes of a node of a job of this user; [] where there is no /proc."""
+    identity, found = {f"LAB_JOB_ID={job}".encode(), *([f"LAB_NODE={node}".encode()] if node else [])}, []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if identity in (folder / "environ").read_bytes().split(b"\0"):
+            if identity <= {*(folder / "environ").read_bytes().split(b"\0")}:
                 found.append(int(folder.name))
     return found
 
@@ -538,4 +551,4 @@ def _read_end(path: Path, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.exit(guard(sys.argv[2]) if sys.argv[1:2] == ["--guard"] else main())
+    sys.exit(guard(*sys.argv[2:4]) if sys.argv[1:2] == ["--guard"] else main())
