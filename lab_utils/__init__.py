@@ -44,8 +44,15 @@ def env_folder(variable: str, default: str) -> Path:
 
     Relative ones count from the repository's root and not from the current folder, so that ``make`` there and a
     notebook in ``workspace/`` mean the same.
+
+    Raises:
+        LabError: The variable begins with a user's home that is not known, or leads in a circle.
     """
-    return (checkout() / Path(os.environ.get(variable) or default).expanduser()).resolve()
+    try:
+        return (checkout() / Path(os.environ.get(variable) or default).expanduser()).resolve()
+    except RuntimeError as error:
+        what, fix = f"{variable} leads nowhere.", f"export {variable}=/a/folder/of/yours, then start JupyterLab again"
+        raise LabError(what, where=os.environ.get(variable, default)[:300], cause=str(error)[:300], fix=fix) from error
 
 
 def choose_repair() -> str:

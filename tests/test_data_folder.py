@@ -1,8 +1,6 @@
 import errno
-import multiprocessing
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from drawn import PER_CLASS, assert_explains, list_all, make_folder
+from forked import drop_root_rights, fork, forked, run_forked
 from PIL import Image
 
 from lab_utils import LabError, checkout, data
@@ -17,8 +16,6 @@ from lab_utils.data import pack as pack_module
 from lab_utils.data import shapes, sources, write
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD
 from lab_utils.data.pack import find_damage, read_manifest
-
-forked = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -158,47 +155,6 @@ def test_a_root_that_is_the_data_set_stays_untouched(root, spare):
     assert len(data.load(root=root / "other-cinic10").train) == 10
     assert len(data.load(root=root / "cinic10").train) == 40
     assert len(find_packs(spare)) == 2
-
-
-def fork(function, *arguments):
-    """Starts a function in a forked process. Each gets a tqdm lock of its own: a killed one may hold it."""
-
-    def work():
-        from tqdm.auto import tqdm
-
-        tqdm.set_lock(threading.RLock())
-        function(*arguments)
-
-    process = forked.Process(target=work, daemon=True)
-    process.start()
-    return process
-
-
-def drop_root_rights():
-    """Gives up root's right to pass over file modes, for this process; without root there is nothing to give up."""
-    import ctypes
-
-    header, nothing = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    ctypes.CDLL(None).capset(header, nothing)
-
-
-def run_forked(function, *arguments):
-    """Runs a function in a process of its own and returns what it returns, or raises its LabError."""
-
-    def work():
-        try:
-            results.put((function(*arguments), None))
-        except LabError as error:
-            results.put((None, (error.what, error.where, error.cause, error.fix)))
-
-    results = forked.SimpleQueue()
-    process = fork(work)
-    process.join(timeout=30)
-    assert process.exitcode == 0
-    value, failure = results.get()
-    if failure:
-        raise LabError(failure[0], where=failure[1], cause=failure[2], fix=failure[3])
-    return value
 
 
 def load_without_rights(root):

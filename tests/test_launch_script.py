@@ -1,15 +1,22 @@
 """The bash script of a node: it is valid, runs what it says, and nothing that stands in it as data becomes code."""
 
+import itertools
 import os
 import random
 import subprocess
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drawn import assert_explains
+from fuzzing import ODD_VALUES
 
 from lab_utils import LabError
+from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from lab_utils.launch.bundle import Bundle
+from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
 from lab_utils.launch.script import Plan, write_script
 
 # What each would do, if it were code: make a file `canary`, or remove the file `precious`.
@@ -53,6 +60,51 @@ pwd -P > "$LAB_JOB_FOLDER/pwd"
 exec /usr/bin/env -0 > "$LAB_JOB_FOLDER/environ"
 """
 EACH = 'for script; do bash -n "$script" && bash "$script" || echo "failed: $script"; done'
+
+
+class LyingNumber(int):
+    """A number that turns into a command where it is printed."""
+
+    def __str__(self):
+        return "29500 $(touch canary)"
+
+    __repr__ = __str__
+
+    def __format__(self, how):
+        return str(self)
+
+
+class LyingText(str):
+    """A text that turns into a command where it is printed."""
+
+    def __str__(self):
+        return "$(touch canary)"
+
+    def __format__(self, how):
+        return str(self)
+
+
+class Broken:
+    """An object that cannot be looked at."""
+
+    def _refuse(self, *_):
+        raise ZeroDivisionError("not to be looked at")
+
+    __repr__ = __str__ = __len__ = __iter__ = __index__ = __float__ = __eq__ = __hash__ = __fspath__ = _refuse
+
+
+# What a field may be given that was meant for something else: commands, and values of other types.
+ODD = [
+    *ODD_VALUES, False, True, 1, 2, 2.0, 0.5, 1e9, -0.0, float("inf"), -(10**400), 10**5000, 80000, 2**63,
+    "1", "29500", "29500 $(touch canary)", "1; touch canary", "1\ntouch canary", "²", "٣", "4,2", "nan", "None", "\0",
+    np.int64(2), np.float64("nan"), np.True_, np.array([1, 2]), np.str_("$(touch canary)"), 1j, range(10**30), object,
+    b"1", b"$(touch canary)", bytearray(b"1"), memoryview(b"1"), Path("; touch canary"), Path("a\0b"), lambda: None,
+    itertools.count(), iter("ab"), {"A": None}, {"A": b"1"}, {b"A": "1"}, {1: "1"}, {"A": "$(touch canary)"}, ...,
+    {"A;touch canary": "1"}, {"OMP_NUM_THREADS": "1; touch canary"}, {"OMP_NUM_THREADS": "4,2"}, {"touch", "canary"},
+    ["a", b"b"], ["a", None], [["$(touch canary)"]], ("$(touch canary)", 1), ["x" * 200_000], "x" * 5000,
+    "~nobody-has-this-name/x", LyingNumber(1), LyingText("a"), {"A": LyingText("a")}, [LyingText("a")], Broken(),
+    [Broken()],
+]  # fmt: skip
 
 
 def draw_text(draw):
@@ -123,10 +175,8 @@ def test_a_thousand_hostile_scripts_run_what_they_say_and_nothing_else(tmp_path)
     (tmp_path / "precious").touch()
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "precious").touch()
-    stand_in = tmp_path / "stand-in"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
-    plans = [draw_plan(draw, number, tmp_path, stand_in) for number in range(1000)]
+    python = stand_in(tmp_path)
+    plans = [draw_plan(draw, number, tmp_path, python) for number in range(1000)]
     paths = []
     for number, plan in enumerate(plans):
         paths.append(tmp_path / "scripts" / f"{number}.sh")
@@ -161,13 +211,156 @@ def test_a_thousand_hostile_scripts_run_what_they_say_and_nothing_else(tmp_path)
     assert (tmp_path / "work" / "precious").exists()
     # Nothing was made but the folders that the scripts name.
     made = {path.name for path in tmp_path.iterdir()}
-    assert made == {"bin", "scripts", "precious", "work", "stand-in", "jobs"}
+    assert made == {"bin", "scripts", "precious", "work", "tools", "jobs"}
+
+
+@pytest.fixture
+def ground(tmp_path, monkeypatch):
+    """A folder to run scripts in, with a file that must stay; no script reads the package anew."""
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("SLURM_NODEID", "SLURM_NNODES", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr("lab_utils.launch.job.collect_files", lambda *_: Bundle({}, "abc"))
+    monkeypatch.setattr("lab_utils.launch.plans.find_gpus", dict)
+    (tmp_path / "train.py").touch()
+    stand_in(tmp_path)
+    for name, text in {"srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"', "scontrol": STUB}.items():
+        (tmp_path / "tools" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "tools" / name).chmod(0o755)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "precious").touch()
+    monkeypatch.chdir(tmp_path / "here")  # where relative paths count from
+    return tmp_path
+
+
+STUB = "[ $2 = node ] && echo NodeName=$3 NodeAddr=127.0.0.1 X=1 || printf 'n1\\nn2\\n'"
+
+
+def stand_in(folder):
+    """A program in torchrun's place, which notes what it was given."""
+    (folder / "tools").mkdir()
+    path = folder / "tools" / "python"
+    path.write_text(STAND_IN)
+    path.chmod(0o755)
+    return str(path)
+
+
+def write_job(ground, nodes=None, later=(), **options):
+    """The scripts of a job; ``later`` is set after the construction."""
+    python = str(ground / "tools" / "python")
+    given = {"script": ground / "train.py", "nodes": [replace(local_nodes(1)[0], python=python)], "port": 29500}
+    job = TorchrunJob(**{**given, **({} if nodes is None else {"nodes": nodes}), **options})
+    for name, value in later:
+        setattr(job, name, value)
+    return [path.read_bytes() for path in job.write()]
+
+
+def write_local(ground, **options):
+    node = replace(local_nodes(1)[0], python=str(ground / "tools" / "python"))
+    return write_job(ground, [replace(node, **options)])
+
+
+def write_ssh(ground, names="host", **options):
+    own = {"folder": f"{ground}/far", "python": str(ground / "tools" / "python")}
+    nodes = ssh_nodes(names, **{**own, "interface": "lo", **options})
+    given = {**own, **options}
+    if not all(isinstance(given[name], str) and given[name].startswith("/") for name in own):
+        return []  # the host would have to be asked
+    return write_job(ground, [replace(node, address="127.0.0.1") for node in nodes])
+
+
+def write_slurm(ground, count=2, **options):
+    python = str(ground / "tools" / "python")
+    texts = write_job(ground, slurm_nodes(count, **{"python": python, "folder": ground / "shared", **options}))
+    return texts if "python" not in options or options["python"] else []  # else this Python would run the job
+
+
+def write_request(ground, **options):
+    folders = {name: f"{ground}/{name}" for name in ("job_folder", "code_folder", "work_folder")}
+    plan = make_plan(python=str(ground / "tools" / "python"), **folders)
+    return [write_sbatch(plan, SlurmRequest(**{"count": 2, **options})).encode()]
+
+
+def write_plan(ground, **options):
+    own = {name: f"{ground}/{name}" for name in ("job_folder", "code_folder", "work_folder")}
+    plan = make_plan(**{"python": str(ground / "tools" / "python"), **own, **options})
+    return [write_script(plan).encode(errors="surrogateescape")]
+
+
+SSH = ("names", "python", "folder", "interface", "data", "config")
+SLURM = ("count", "partition", "folder", "time_limit", "python", "interface", "extra")
+OWNERS: dict[str, tuple[Callable, list[str]]] = {
+    "TorchrunJob": (write_job, [field.name for field in fields(TorchrunJob)]),
+    "job.x = …": (lambda ground, **options: write_job(ground, later=options.items()), None),
+    "LocalNode": (write_local, ["name", "folder", "address", "interface", "python", "data", "index", "together"]),
+    "local_nodes": (lambda ground, **options: [] * len(local_nodes(**{"count": 1, **options})), ["count", "folder"]),
+    "ssh_nodes": (write_ssh, list(SSH)),
+    "slurm_nodes": (write_slurm, list(SLURM)),
+    "SlurmRequest": (write_request, [field.name for field in fields(SlurmRequest)]),
+    "Plan": (write_plan, [field.name for field in fields(Plan)]),
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_every_field_takes_no_odd_value_or_does_no_harm_with_it(ground, owner):
+    """Every field with every odd value: a LabError, or a script in which it is data."""
+    make, names = OWNERS[owner]
+    texts, refused = {}, 0
+    for first, name in enumerate(names or OWNERS["TorchrunJob"][1]):
+        for number, value in enumerate([*ODD, *BREAKOUTS[first % 4 :: 4]]):  # each is in the test above, too
+            try:
+                for text in make(ground, **{name: value}):
+                    texts[name, number] = text
+            except LabError as error:
+                refused += 1
+                check_refusal(error)
+    assert refused > 10 * len(names or OWNERS["TorchrunJob"][1])
+    run_all(ground, texts)
+
+
+@pytest.mark.parametrize("name", ["LAB_NODES", "LAB_SSH_CONFIG", "LAB_NODES_DATA", "OMP_NUM_THREADS", "LAB_SCALE"])
+def test_every_variable_takes_no_odd_value_or_does_no_harm_with_it(ground, monkeypatch, name):
+    odd = [text for text in (*ODD, *BREAKOUTS) if isinstance(text, str) and "\0" not in text and text != "\ud800"]
+    odd += ["local:", "local: ", "slurm:", "local:²", "local:٣", "local:1_0", "slurm:" + "9" * 5000, "a,,b", "a\nb"]
+    texts = {}
+    for number, value in enumerate(odd):
+        monkeypatch.setenv(name, value)
+        monkeypatch.setenv("LAB_NODES", value if name == "LAB_NODES" else "a,b")
+        try:
+            nodes = [node for node in choose_nodes() if not hasattr(node, "connections")]
+            if len(nodes) == len(choose_nodes()):
+                assert value in ("", " ", "\t", "\r", "\n", "\n\n", "\v\f", "\u2028"), value
+            for text in write_job(ground):
+                texts[name, number] = text
+        except LabError as error:
+            check_refusal(error)
+    run_all(ground, texts)
+
+
+def check_refusal(error):
+    assert error.what and error.where and error.fix, str(error)
+    assert len(error.what) <= 120 and "\n" not in error.what, error.what
+    assert len(str(error)) < 1500, str(error)[:2000]
+    assert all(c.isprintable() or c == "\n" for c in str(error)), str(error)
+
+
+def run_all(ground, texts):
+    """Runs the scripts and asserts that none of them did what stands in them as data."""
+    paths = []
+    for (name, number), text in texts.items():
+        paths.append(ground / f"{name}-{number}.sh")
+        paths[-1].write_bytes(text)
+    env = {**os.environ, "PATH": f"{ground}/tools:{os.environ['PATH']}"}
+    command = ["bash", "-c", 'for script; do bash "$script" < /dev/null; done', "each", *paths]
+    here = ground / "here"
+    subprocess.run(command, cwd=here, env=env, capture_output=True, timeout=120, check=False)
+    assert not [path for path in ground.rglob("*") if path.name == "canary"], "something escaped"
+    assert (here / "precious").exists()
 
 
 def test_every_variable_arrives_or_is_refused(tmp_path):
-    stand_in = tmp_path / "stand-in"
-    stand_in.write_text(STAND_IN)
-    stand_in.chmod(0o755)
+    python = stand_in(tmp_path)
     # All that bash knows, in upper and lower case, and what the script itself uses.
     listed = subprocess.run(["bash", "-c", "compgen -v"], capture_output=True, text=True, check=True).stdout.split()
     text = write_script(make_plan())
@@ -179,7 +372,7 @@ def test_every_variable_arrives_or_is_refused(tmp_path):
         job = tmp_path / f"job {number}"
         where = {"job_folder": str(job), "work_folder": str(tmp_path / "work"), "code_folder": str(tmp_path / "code")}
         try:
-            text = write_script(make_plan(python=str(stand_in), env={name: value}, **where))
+            text = write_script(make_plan(python=python, env={name: value}, **where))
         except LabError as error:
             assert_explains(error, name)
             refused.add(name)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import shlex
+import stat
 import subprocess
 import sys
 import tarfile
@@ -14,13 +17,16 @@ from pathlib import Path
 
 import lab_utils
 from lab_utils import LabError
-from lab_utils.launch.facts import hash_files
+from lab_utils.launch.facts import SKIPPED, hash_files
 from lab_utils.launch.nodes import Node
+from lab_utils.text import clean
 
 RECEIVER = Path(__file__).with_name("receive.py")
 
 # What stands beside a script is found before all that is installed, also by torchrun.
 TAKEN = sys.stdlib_module_names | {"lab_utils", "numpy", "torch", "torchvision"}
+# Of one file of a job: all of them are kept in memory, and sent to each node.
+LARGEST = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -35,23 +41,56 @@ def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
     """Reads the package, the training script and other files that it imports.
 
     Raises:
-        LabError: A file is not there, or two have the same name.
+        LabError: A file is not there, cannot be read, is no regular file or too large, or two have the same name.
     """
     package = Path(lab_utils.__file__).parent
-    files = {f"lab_utils/{path.relative_to(package).as_posix()}": path for path in package.rglob("*.py")}
+    own = {path.relative_to(package): path for path in package.rglob("*.py")}
+    # What Jupyter leaves, and an editor's lock, which is a link to nowhere, are no code.
+    files = {
+        f"lab_utils/{name.as_posix()}": path
+        for name, path in own.items()
+        if not {*SKIPPED} & {*name.parts} and not name.name.startswith(".")
+    }
     for path in (script, *extra):
-        if not path.is_file():
-            fix = "give its path, relative to the notebook's folder or absolute"
-            raise LabError(f"There is no file {path.name!r} to run.", where=path, cause="a slip in the path", fix=fix)
+        shown, where = clean(repr(path.name), 60), clean(path, 300)
         if path.stem in TAKEN:
             cause = f"torchrun itself would import it in place of the module {path.stem!r}"
-            raise LabError(f"A file of a job cannot be called {path.name!r}.", where=path, cause=cause, fix="rename it")
+            raise LabError(f"A file of a job cannot be called {shown}.", where=where, cause=cause, fix="rename it")
         if f"script/{path.name}" in files:
-            fix = "rename one of them"
-            raise LabError(f"Two files of the job are called {path.name!r}.", where=path, fix=fix)
+            raise LabError(f"Two files of the job are called {shown}.", where=where, fix="rename one of them")
         files[f"script/{path.name}"] = path
-    contents = {name: path.read_bytes() for name, path in files.items()}
+    contents = {name: _read_file(path) for name, path in files.items()}
     return Bundle(contents, hash_files(contents))
+
+
+def _read_file(path: Path) -> bytes:
+    """Reads a file of a job.
+
+    Raises:
+        LabError: It is not there, cannot be read, is no regular file, or is too large.
+    """
+    shown, where = clean(repr(path.name), 60), clean(path, 300)
+    try:
+        # A FIFO would hold us until somebody writes into it, and a device may act upon being opened.
+        kind = path.stat().st_mode
+        if stat.S_ISREG(kind):
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
+                content = file.read(LARGEST + 1)
+                size = os.fstat(file.fileno()).st_size
+            if len(content) <= LARGEST:
+                return content
+            what = f"The file {shown} is too large for a job: {size / 2**20:,.0f} MiB of {LARGEST >> 20}."
+            cause = "the files of a job are copied to each node at each launch"
+            raise LabError(what, where=where, cause=cause, fix="name data by dataset=, or by a path in args=")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        fix = "give its path, relative to the notebook's folder or absolute"
+        cause = "a typo in the path, or a link whose target is gone"
+        raise LabError(f"There is no file {shown} to run.", where=where, cause=cause, fix=fix) from error
+    except OSError as error:
+        fix = f"chmod u+r {shlex.quote(where)}, or copy it to a folder of yours"
+        raise LabError(f"The file {shown} cannot be read.", where=where, cause=str(error.strerror), fix=fix) from error
+    cause = "it is a folder" if stat.S_ISDIR(kind) else "it is a pipe, a socket or a device"
+    raise LabError(f"{shown} is no regular file.", where=where, cause=cause, fix="give the path of the script itself")
 
 
 def send(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from lab_utils import LabError
 from lab_utils.launch.local import local_nodes
@@ -22,10 +23,10 @@ def choose_nodes() -> list[Node]:
         LabError: ``LAB_NODES`` says something else.
     """
     text = os.environ.get("LAB_NODES", "").strip() or "local:2"
-    kind, _, rest = text.partition(":")
-    if kind in ("local", "slurm") and rest:
-        count, *extra = rest.split()
-        if not count.isdigit() or int(count) < 1 or (extra and kind == "local"):
+    kind, colon, rest = text.partition(":")
+    if kind in ("local", "slurm") and colon:
+        count, *extra = rest.split() or [""]
+        if not re.fullmatch(r"[1-9][0-9]{0,5}", count) or (extra and kind == "local"):
             fix = "export LAB_NODES=local:2"
             raise LabError(f"{rest[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
         return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count), extra=extra)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from lab_utils.launch.causes import look_up
+from lab_utils.launch.disks import explain_disk, explain_full_disk
+from lab_utils.launch.ends import EndError, explain_signal, find_signalled, name_signal
 from lab_utils.launch.outcome import Failure, has_followed, shorten_gloo
-from lab_utils.launch.story import NodeStory, Story
+from lab_utils.launch.story import Story
 
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
 DEAD_MEMORY = "out of memory, as a rule: Linux ends the process that takes most (sudo dmesg | tail says so)"
@@ -42,6 +44,8 @@ def diagnose(story: Story, *, why: str = "") -> Failure | None:
             fix = "run the cell again; a checkpoint lets the job go on where it was"
             what = _shorten(f"{part.name} ended the job: {part.ended['why']}.")
             return Failure("lost", what, node=part.name, cause=cause, fix=fix)
+    if not why and (ended := find_signalled(story)):
+        return _describe_signal(story, *ended, errors)
     if errors:
         return _describe_waiting(story, errors)
     if why:
@@ -78,14 +82,20 @@ def _describe_rank(story: Story, error: dict, errors: list[dict]) -> Failure:
     rank, kind, message = error["rank"], error["kind"], error["message"]
     cause, fix = look_up(f"{message}\n{error['traceback']}")
     cause, fix = error.get("cause") or cause, error.get("fix") or fix
-    if kind == "signal" and error["code"] == -9:
+    if full := explain_full_disk(story, error):
+        cause, fix = full
+    elif kind == "signal" and error["code"] == -9:
         peak = story.memory.get(rank)
         size = f"; its memory had reached {peak / 2**20:,.0f} MiB" if peak else ""
         cause, fix = DEAD_MEMORY + size, "a smaller batch, fewer processes on the node, or a node with more memory"
+    elif kind == "signal":
+        cause, fix = explain_signal(-error["code"])
     elif kind == "mismatch":
         cause, fix = "a script was changed or started by hand with other arguments", "start all nodes with job.run()"
     elif kind == "exit":
         cause, fix = "the script ended itself with this status", "look at the last lines of this rank"
+        if error.get("silent"):
+            cause = f"it ended before the script began: {story.last_lines.get(rank, 'it said nothing')[:200]}"
     said = message.strip().splitlines()[0] if message.strip() else kind
     verb = "was " if kind == "signal" else "failed first: "
     return Failure(
@@ -115,8 +125,6 @@ def _describe_waiting(story: Story, errors: list[dict]) -> Failure:
     for part in story.nodes.values():
         if part.gone and part.ended is None:
             return _describe_lost(story, part.name, noise={error["rank"]: _say_noise(error) for error in errors})
-        if part.ended and part.ended["returncode"] < 0 and not part.ended["why"]:
-            return _describe_killed(part, noise={error["rank"]: _say_noise(error) for error in errors})
     if early:
         return Failure(
             "exit",
@@ -149,6 +157,19 @@ def _describe_waiting(story: Story, errors: list[dict]) -> Failure:
     )
 
 
+def _describe_signal(story: Story, node: str, program: str, number: int, errors: list[dict]) -> Failure:
+    cause, fix = explain_signal(number)
+    what = f"{program} on {node} was ended by signal {number} ({name_signal(number)})."
+    return Failure(
+        "lost" if program == "the supervisor" else "torchrun",
+        _shorten(what.replace("the supervisor", "The supervisor", 1)),
+        node=node,
+        cause=cause,
+        fix=fix,
+        noise={error["rank"]: _say_noise(error) for error in errors},
+    )
+
+
 def _describe_end(story: Story, why: str) -> Failure:
     if why == "join":
         absent = [part.name for part in story.nodes.values() if not part.joined]
@@ -168,7 +189,7 @@ def _describe_end(story: Story, why: str) -> Failure:
 
 def _describe_lost(story: Story, node: str, noise: dict[int, str] | None = None) -> Failure:
     refusal = story.nodes[node].refusal
-    if refusal and not story.nodes[node].started:
+    if refusal and (isinstance(refusal, EndError) or not story.nodes[node].started):
         return Failure("lost", refusal.what, node=node, message=str(refusal), cause=refusal.cause, fix=refusal.fix)
     return Failure(
         "lost",
@@ -181,21 +202,8 @@ def _describe_lost(story: Story, node: str, noise: dict[int, str] | None = None)
     )
 
 
-def _describe_killed(part: NodeStory, noise: dict[int, str]) -> Failure:
-    return Failure(
-        "torchrun",
-        _shorten(f"torchrun on {part.name} was killed by signal {-part.ended['returncode']}."),
-        node=part.name,
-        cause="somebody, or Linux for want of memory, ended it (sudo dmesg | tail says so)",
-        fix="run the cell again; a checkpoint lets the job go on where it was",
-        noise=noise,
-    )
-
-
 def _describe_torchrun(story: Story, node: str) -> Failure:
     part = story.nodes[node]
-    if part.ended and part.ended["returncode"] < 0 and not part.ended["why"]:
-        return _describe_killed(part, noise={})
     text = "\n".join(part.tail)
     errors = [line for line in part.tail if re.search(r"(Error|Exception|error)\b.*", line)]
     said = errors[-1].strip() if errors else f"exit status {part.ended['returncode'] if part.ended else 'unknown'}"
@@ -203,6 +211,7 @@ def _describe_torchrun(story: Story, node: str) -> Failure:
     if re.search(r"Rendezvous\w*Error|DistStoreError|TimeoutError|EADDRINUSE", text):
         cause = "the nodes could not meet at node 0's address and port"
         fix = "job.preflight() says in seconds which way is closed"
+    cause, fix = explain_disk(part) or (cause, fix)
     return Failure(
         "torchrun",
         _shorten(f"torchrun ended on {node}: {said}"),

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lab_utils import LabError, env_folder
 from lab_utils.files import write_atomically
-from lab_utils.launch import slurm
+from lab_utils.launch import kinds, slurm, values
 from lab_utils.launch.bundle import Bundle, collect_files
+from lab_utils.launch.causes import explain_folder
 from lab_utils.launch.diagnosis import diagnose, find_first
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.outcome import JobError, JobResult
@@ -67,23 +68,14 @@ class TorchrunJob:
     pack: Path | None = None
     copy_data: bool = False
 
+    def __setattr__(self, name: str, value: object) -> None:
+        """Checks a field as it is set, also after the construction: its value stands in scripts that bash runs."""
+        if name in values.JOB:
+            value = kinds.check_value("TorchrunJob", name, value, values.JOB[name])
+        super().__setattr__(name, value)
+
     def __post_init__(self) -> None:
-        """Checks what can be checked at once."""
-        self.nodes = list(self.nodes)
-        if not self.nodes or self.nproc_per_node < 1:
-            fix = "TorchrunJob('train.py', nodes=launch.local_nodes(2))"
-            raise LabError("A job needs at least one node and one process on it.", where="TorchrunJob", fix=fix)
-        if self.rank_order not in ("address", "nodes"):
-            fix = "rank_order='address'"
-            raise LabError(f"There is no rank order {self.rank_order!r:.40}.", where="TorchrunJob", fix=fix)
-        if len({node.name for node in self.nodes}) < len(self.nodes):
-            fix = "name each node once; several processes on one node are nproc_per_node"
-            raise LabError("A node of this job is in the list twice.", where=self.nodes[0].name, fix=fix)
-        if callable(self.script):
-            fix = "put it into a file (%%writefile train.py on a cell's first line) and give the file's name"
-            cause = "the nodes start Python anew, where nothing of this notebook exists"
-            raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
-        self.script = Path(self.script).resolve()
+        """Finds the pack, and begins the first launch."""
         self.pack = self.pack or env_folder("LAB_DATA", "data") / "packed" / str(self.dataset)
         self._preflight: Preflight | None = None
         self._checked, self._stop = 0.0, threading.Event()
@@ -127,7 +119,8 @@ class TorchrunJob:
             One path per node, in the order of ``nodes``; on Slurm one batch script.
 
         Raises:
-            LabError: A value cannot be in a script, or a node that has to be asked does not answer.
+            LabError: A value cannot be in a script, a node that has to be asked does not answer, or the folder cannot
+                be written.
         """
         return self._write(self._plan(self._collect()))
 
@@ -136,10 +129,13 @@ class TorchrunJob:
             texts = {slurm.SCRIPT: slurm.write(plans[0], self.nodes)}
         else:
             texts = {f"node{plan.node}.sh": write_script(plan) for plan in plans}
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with write_atomically(self.folder / name, mode=0o700) as file:  # the id of the rendezvous is a secret
-                file.write(text.encode(errors="surrogateescape"))
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, text in texts.items():
+                with write_atomically(self.folder / name, mode=0o700) as file:  # the id of the rendezvous is a secret
+                    file.write(text.encode(errors="surrogateescape"))
+        except OSError as error:
+            raise explain_folder(self.folder, error) from error
         return [self.folder / name for name in texts]
 
     def run(
@@ -169,6 +165,7 @@ class TorchrunJob:
         if by_hand and self._on_slurm:
             fix = "leave by_hand away, or read the script that job.write() leaves"
             raise LabError("Slurm starts all nodes of a job or none.", where="by_hand", fix=fix)
+        by_hand = kinds.check_value("TorchrunJob.run", "by_hand", by_hand, values.NAMES)
         if unknown := set(by_hand) - {node.name for node in self.nodes}:
             fix = f"by_hand takes names of {', '.join(node.name for node in self.nodes)[:80]}"
             raise LabError(f"No node of this job is called {min(unknown)[:60]!r}.", where="by_hand", fix=fix)
@@ -196,7 +193,7 @@ class TorchrunJob:
         self._stop.set()
 
     def _collect(self) -> Bundle:
-        return collect_files(self.script, tuple(Path(path).resolve() for path in self.files))
+        return collect_files(self.script, self.files)
 
     @property
     def _on_slurm(self) -> bool:

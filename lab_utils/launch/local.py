@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lab_utils import LabError, env_folder
+from lab_utils.launch import kinds, values
+from lab_utils.launch.ends import explain_end
 
 if TYPE_CHECKING:
     from lab_utils.launch.nodes import Node
@@ -34,13 +36,19 @@ class LocalNode:
     index: int = 0
     together: int = 1
 
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        kinds.settle(self, values.LOCAL_NODE, owner="local_nodes")
+
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program in a session of its own, so that an interrupt in the terminal reaches the launcher alone."""
         pipe = subprocess.PIPE
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
     def explain(self, returncode: int, stderr: str) -> LabError:
-        """Says why a program could not be run here."""
+        """Says why a program could not be run here, or ended."""
+        if end := explain_end(self.name, self.folder, returncode, stderr):
+            return end
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
         return LabError(
             f"A program could not be run on {self.name}.",
@@ -67,11 +75,11 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
         folder: Where their folders go; ``LAB_RUNS/nodes`` where None.
 
     Raises:
-        LabError: ``count`` is not from 1 to 16.
+        LabError: ``count`` is not from 1 to 16, or ``folder`` is no path.
     """
-    if not 1 <= count <= 16:
-        raise LabError(f"{count} nodes on one machine are not for this lab.", where="local_nodes", fix="local_nodes(2)")
-    base = Path(folder).resolve() if folder else env_folder("LAB_RUNS", "runs") / "nodes"
+    given = kinds.check_values("local_nodes", values.LOCAL_NODES, {"count": count, "folder": folder})
+    count = given["count"]
+    base = given["folder"] or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")
     return [
         LocalNode(

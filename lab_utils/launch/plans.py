@@ -11,6 +11,7 @@ from lab_utils.launch.nodes import Node
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.script import Plan
 from lab_utils.launch.slurm import SlurmNode
+from lab_utils.launch.values import read_threads
 
 if TYPE_CHECKING:
     from lab_utils.launch.job import TorchrunJob
@@ -51,7 +52,7 @@ def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Pla
             code_folder=f"{node.folder}/code/{code}",
             work_folder=f"{node.folder}/work",
             script=job.script.name,
-            args=tuple(str(argument) for argument in job.args),
+            args=job.args,
             address=addresses[node.name],
             head_address=addresses[names[0]],
             port=job.port or (found.port if found else 0),
@@ -70,9 +71,9 @@ def make_plans(job: TorchrunJob, code: str, found: Preflight | None) -> list[Pla
 
 def _share_cores(job: TorchrunJob, node: Node) -> int | None:
     """Threads per process on this machine, whose cores its nodes share; None leaves the sum to the other host."""
-    wanted = job.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
-    if wanted:
-        return int(wanted)
+    for where, found in (("env", job.env), ("the variable OMP_NUM_THREADS", os.environ)):
+        if wanted := read_threads(found.get("OMP_NUM_THREADS", ""), where=where):
+            return wanted
     if not isinstance(node, LocalNode):
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,7 +84,7 @@ def _choose_env(job: TorchrunJob, node: Node) -> dict[str, str]:
     env = {"LAB_DATA": choose_data(node), "LAB_RUNS": f"{node.folder}/runs"}
     env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
     env |= _share_gpus(job, node)
-    return {name: str(value) for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}
+    return {name: value for name, value in (env | dict(job.env)).items() if name != "OMP_NUM_THREADS"}
 
 
 def _share_gpus(job: TorchrunJob, node: Node) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lab_utils import LabError
 from lab_utils.launch import facts as own_facts
-from lab_utils.launch import routes, table
+from lab_utils.launch import kinds, routes, table, values
 from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.talk import Talk, ask_all, open_talks
@@ -115,8 +115,13 @@ def check_nodes(
         nproc_per_node: Processes on each node.
         job_id: The job's own id.
         timeout: Seconds for everything; a second more in the worst case.
+
+    Raises:
+        LabError: The port or the number of processes is none.
     """
     start = time.monotonic()
+    own = {"port": port, "nproc_per_node": nproc_per_node}
+    kinds.check_values("preflight", {name: values.JOB[name] for name in own}, own)
     by_name = {node.name: node for node in nodes}
     # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from lab_utils import LabError
+from lab_utils.launch.ends import explain_end
 from lab_utils.text import clean
 
 
@@ -26,6 +27,9 @@ def explain_refusal(name: str, returncode: int, stderr: str, *, python: str, con
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line.startswith(noise)]
     ssh = f"ssh {f'-F {shlex.quote(str(config))} ' if config else ''}{shlex.quote(name)}"
     if returncode != 255:
+        # A signal ended ssh here; what that means for the program there is not known.
+        if end := explain_end(name, "its folder there", max(returncode, 0), stderr):
+            return end
         return _explain_program(name, returncode, lines, python, ssh)
     for pattern, explain in (
         (r"HOST IDENTIFICATION HAS CHANGED", _explain_changed_key),

@@ -9,10 +9,11 @@ import shlex
 from dataclasses import dataclass, replace
 
 from lab_utils import LabError
+from lab_utils.launch import kinds, values
 from lab_utils.launch.script import Plan, write_bounds, write_restart_setting, write_script
 
 PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
-TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}")  # minutes, hours:minutes:seconds, days-hours:minutes …
+TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}", re.ASCII)  # minutes, hours:minutes:seconds …
 # An option as it may stand in a line of #SBATCH, where a space or a quote would begin something else.
 OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
 LOOPBACK = "127.0.0.1"
@@ -36,8 +37,7 @@ class SlurmRequest:
 
     def __post_init__(self) -> None:
         """Checks what stands in the lines of #SBATCH, which no quotes protect."""
-        if not 1 <= self.count <= 1000:
-            raise LabError(f"{self.count} nodes cannot be asked for.", where="slurm_nodes", fix="slurm_nodes(2)")
+        kinds.settle(self, values.SLURM_REQUEST, owner="slurm_nodes")
         if self.partition is not None and not PARTITION.fullmatch(self.partition):
             what = f"{json.dumps(self.partition)[:60]} is no name of a partition."
             raise LabError(what, where="slurm_nodes", fix="sinfo shows the partitions' names")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import math
@@ -12,14 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lab_utils import LabError
-
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What the script itself sets, and what bash does not let anyone set, or changes by itself.
-TAKEN = re.compile(
-    r"code|job|work|options|arguments|PYTHONPATH|PET_\w+|LAB_(JOB_ID|JOB_FOLDER|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
-    r"|_|E?UID|PPID|PWD"
-    r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
-)
+from lab_utils.launch import kinds, values
 
 
 @dataclass(frozen=True)
@@ -76,6 +68,10 @@ class Plan:
     max_restarts: int = 0
     rank_order: str = "address"
     env: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks the type and the range of every field: what is no text stands in the script without quotes."""
+        kinds.settle(self, values.PLAN, owner="Plan")
 
 
 def write_script(plan: Plan) -> str:
@@ -208,9 +204,6 @@ def _check(plan: Plan) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             fix = "letters, digits, '-', '_' and '.' only"
             raise LabError(f"No job can be called {_comment(name)[:60]}.", where="job_id", fix=fix)
-    texts = [plan.python, plan.job_folder, plan.code_folder, plan.work_folder, plan.script, plan.interface or ""]
-    for text in [*texts, *plan.args, *plan.env.values()]:
-        _check_text(text)
     if plan.max_restarts and plan.rank_order == "nodes":
         raise LabError(
             "Restarts need a rendezvous that can meet again.",
@@ -218,13 +211,6 @@ def _check(plan: Plan) -> None:
             cause="torchrun's static rendezvous keeps the addresses of the workers that died",
             fix="leave rank_order as it is, or max_restarts=0",
         )
-    for name in plan.env:
-        if not VARIABLE.fullmatch(name):
-            fix = "letters, digits and _ only, for example LAB_DATA"
-            raise LabError(f"No variable can be called {_comment(name)[:60]}.", where="env", fix=fix)
-        if TAKEN.fullmatch(name):
-            cause = "the script of the node, or bash itself, uses a variable of this name"
-            raise LabError(f"{name[:60]} cannot be set for a job.", where="env", cause=cause, fix="choose another name")
     for text in (plan.address, plan.head_address):
         _check_address(text)
     if ":" in plan.code_folder:
@@ -236,21 +222,9 @@ def _check(plan: Plan) -> None:
         )
 
 
-def _check_text(text: str) -> None:
-    with contextlib.suppress(UnicodeEncodeError):  # half a character, which only Python's own strings can hold
-        if b"\0" not in text.encode(errors="surrogateescape"):
-            return
-    raise LabError(
-        "A NUL byte or half a character cannot be part of an argument or a path.",
-        where=_comment(text)[:80],
-        cause="no program can be given one: in C, NUL ends the text",
-        fix="leave it out, or pass the data in a file",
-    )
-
-
-def _check_address(text: str) -> None:
+def _check_address(text: str | None) -> None:
     try:
-        ipaddress.IPv4Address(text)
+        ipaddress.IPv4Address(text or "")
     except ValueError as error:
         fix = "give the node's IPv4 address, for example 10.0.0.11 (ip -4 addr shows it)"
         raise LabError(f"{_comment(text)[:60]} is not an IPv4 address.", where="address of a node", fix=fix) from error

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab_utils import LabError, env_folder
+from lab_utils.launch import kinds, values
+from lab_utils.launch.ends import explain_end
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
 from lab_utils.launch.script import Plan
@@ -53,6 +55,10 @@ class SlurmNode:
     interface: str | None = None
     data: str | None = None
 
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        kinds.settle(self, values.SLURM_NODE, owner="slurm_nodes")
+
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program on this machine, which sees the nodes' files; on the nodes only the job runs."""
         pipe = subprocess.PIPE
@@ -60,6 +66,8 @@ class SlurmNode:
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """Says why a program could not be run here."""
+        if end := explain_end("this machine", self.folder, returncode, stderr):
+            return end
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
         return LabError(
             "The nodes' shared folder could not be prepared.",
@@ -93,11 +101,13 @@ def slurm_nodes(
     Raises:
         LabError: A value cannot stand in a batch script.
     """
-    request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=tuple(extra))
-    place = Path(folder).expanduser().resolve() if folder else env_folder("LAB_RUNS", "runs") / "slurm"
+    request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=extra)
+    given = kinds.check_values("slurm_nodes", values.SLURM_NODES, {"folder": folder, "python": python})
+    place = given["folder"] or env_folder("LAB_RUNS", "runs") / "slurm"
+    python = given["python"] or sys.executable
     return [
-        SlurmNode(f"slurm{index}", str(place), request, python=python or sys.executable, interface=interface)
-        for index in range(count)
+        SlurmNode(f"slurm{index}", str(place), request, python=python, interface=interface)
+        for index in range(request.count)
     ]
 
 

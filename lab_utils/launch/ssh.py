@@ -21,7 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lab_utils import LabError
+from lab_utils.launch import kinds, values
 from lab_utils.launch.refusals import explain_refusal
+from lab_utils.text import clean
 
 # BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=2", "ServerAliveCountMax=3")
@@ -59,7 +61,8 @@ class Connections:
         if self._folder is None or not self._folder.exists():
             # A socket's path has to fit into some 100 characters, which macOS's own folder and ssh's suffix do not.
             short = "/tmp" if Path("/tmp").is_dir() else None
-            self._folder = Path(tempfile.mkdtemp(prefix="lab-", dir=short))  # 0700: a socket there is a way in
+            self._folder = Path(tempfile.mkdtemp(prefix="lab-", dir=short))
+            self._folder.chmod(0o700)  # a socket there is a way in; and a umask may have left no way in for us
             self._close = weakref.finalize(self, _close_connections, self._folder)
         return self._folder
 
@@ -102,6 +105,10 @@ class SshNode:
     wanted_python: str | None = None
     wanted_folder: str = FOLDER
     connections: Connections = field(default_factory=lambda: Connections(None), repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        kinds.settle(self, values.SSH_NODE, owner="ssh_nodes")
 
     @property
     def python(self) -> str:
@@ -192,8 +199,8 @@ def ssh_nodes(
     Raises:
         LabError: A name is no name, or comes twice; the configuration is not there.
     """
-    if isinstance(names, str):
-        names = [names]
+    names = [names] if isinstance(names, str) else kinds.check_value("ssh_nodes", "names", names, values.HOSTS)
+    given = kinds.check_values("ssh_nodes", values.SSH_NODES, {"python": python, "folder": folder, "config": config})
     for name in names:
         if not name or name.startswith("-") or not name.isprintable() or " " in name or len(name) > 255:
             raise LabError(
@@ -209,17 +216,18 @@ def ssh_nodes(
             cause="the list is empty, or a name is in it twice",
             fix="name each host once; several processes on one host are nproc_per_node",
         )
-    path = Path(config).expanduser().resolve() if config else None
+    path = given["config"]
     if path and not path.is_file():
-        raise LabError("The configuration of ssh is not there.", where=path, fix="give the path of a file to config=")
+        where = clean(path, 300)
+        raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
     shared = Connections(path)
     return [
         SshNode(
             name,
             interface=interface,
             data=data,
-            wanted_python=python,
-            wanted_folder=str(folder),
+            wanted_python=given["python"],
+            wanted_folder=str(given["folder"]),
             connections=shared,
         )
         for name in names

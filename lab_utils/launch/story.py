@@ -11,6 +11,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lab_utils import LabError
+from lab_utils.launch.disks import FULL
+from lab_utils.launch.ends import name_signal
 from lab_utils.launch.outcome import Rank
 from lab_utils.launch.supervisor import MARK
 
@@ -18,6 +20,10 @@ SILENT = ("exit", "signal")  # kinds of errors of which a rank itself has said n
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+# What it says at its own end, line by line, of each worker that failed; that it was told to end; and by which signal.
+FAILED_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)$")
+FAILED_EXIT = re.compile(r"^\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
+SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
 @dataclass
@@ -33,6 +39,8 @@ class NodeStory:
         started: Whether the supervisor itself has started.
         ranks: Of the workers that have started.
         by_hand: Whether the learner starts it, so that nothing is heard of it.
+        told: Which of its programs a signal told to end, with the signal and when: "torchrun" or "the supervisor".
+        full: What its ranks and its torchrun said of a full disk.
     """
 
     name: str
@@ -45,6 +53,9 @@ class NodeStory:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     ranks: set[int] = field(default_factory=set)
     by_hand: bool = False
+    told: tuple[str, int, float] | None = None
+    full: str = ""
+    failed_rank: int | None = None
 
 
 class Story:
@@ -74,30 +85,50 @@ class Story:
         # First of all, for it may stand behind a rank's unfinished line, such as a bar of progress.
         if found := FAILED.search(text):
             self._read_exit(part, code=int(found[1]), pid=int(found[2]))
+        if not part.full and FULL.search(text):
+            part.full = text[:2000]
         rank, _, rest = text.removeprefix("[rank ").partition("] ")
         if text.startswith("[rank ") and rank.isdigit():
             if rest.strip():
                 self.last_lines[int(rank)] = rest
             return text
         part.tail.append(text)
+        self._read_torchrun(part, text)
         return None
 
-    def _read_exit(self, part: NodeStory, *, code: int, pid: int) -> None:
+    def _read_torchrun(self, part: NodeStory, text: str) -> None:
+        """Takes in a line of torchrun about its end."""
+        if found := FAILED_RANK.search(text):
+            part.failed_rank = int(found[1])
+        elif (found := FAILED_EXIT.search(text)) and part.failed_rank is not None:
+            # Of a rank that ended before it had said who it is, this is all that is heard.
+            self._read_exit(part, code=int(found[1]), pid=int(found[2]), rank=part.failed_rank)
+        elif found := SIGNALLED.search(text):
+            self._note_signal(part, "torchrun", int(found[1]))
+
+    def _note_signal(self, part: NodeStory, program: str, number: int) -> None:
+        if part.told is None and self.asked is None:  # else it is the launcher that ends the job
+            part.told = program, number, time.monotonic()
+
+    def _read_exit(self, part: NodeStory, *, code: int, pid: int, rank: int | None = None) -> None:
         """Notes a worker that ended without a word of its own: killed, or by os._exit."""
-        rank = self.pids.get((part.name, pid))
+        silent = (part.name, pid) not in self.pids
+        rank = self.pids.get((part.name, pid), rank)
         if rank is None or any(error["rank"] == rank for error in self.errors):
             return
         if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
             return
-        message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({_name_signal(-code)})"
+        message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({name_signal(-code)})"
         kind = "exit" if code >= 0 else "signal"
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
-        self.errors.append({**facts, "node": part.name, "at": time.monotonic()})
+        self.errors.append({**facts, "node": part.name, "at": time.monotonic(), "silent": silent})
 
     def _read_event(self, part: NodeStory, event: dict) -> None:
         kind = event["event"]
         if kind == "started":
             part.started = True
+        elif kind == "stopping" and (found := re.fullmatch(r"signal (\d+)", event["why"])):
+            self._note_signal(part, "the supervisor", int(found[1]))
         elif kind == "worker":
             self._read_worker(part, event)
         elif kind in ("error", "hang"):
@@ -133,10 +164,3 @@ class Story:
     def joined(self) -> bool:
         """Whether the workers of every node have started."""
         return all(part.joined for part in self.nodes.values())
-
-
-def _name_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

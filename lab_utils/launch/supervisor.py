@@ -90,7 +90,8 @@ class Supervisor:
         self._pass_events()
         self._hand_over()
         why = self._why[0] if self._why else ""
-        self._say("ended", returncode=process.returncode, why=why, killed=killed, memory=self._memory)
+        facts = {"returncode": process.returncode, "why": why, "killed": killed, "memory": self._memory}
+        self._say("ended", **facts, folder=str(self._folder), room=_measure_room(self._folder))
         self._out.put(None)
         self._wait_for(writer, started)
         with contextlib.suppress(OSError):
@@ -286,6 +287,15 @@ def _start_guard() -> subprocess.Popen:
     identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
     program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
+
+
+def _measure_room(folder: Path) -> int | None:
+    """The free bytes of a folder's disk."""
+    try:
+        usage = os.statvfs(folder)
+    except OSError:
+        return None
+    return usage.f_bavail * usage.f_frsize if usage.f_favail or not usage.f_files else 0
 
 
 def _set_process(option: int, value: int) -> None:

@@ -22,6 +22,7 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
+from lab_utils.launch.disks import find_full_disk
 from lab_utils.launch.outcome import has_followed, shorten_gloo
 from lab_utils.launch.roll import MismatchError, call_roll
 from lab_utils.launch.stores import guard_stores
@@ -211,6 +212,7 @@ def _describe(error: BaseException, script: str) -> dict:
         # The copy that runs here lies deep in a folder with a hash for a name; the reader knows the script by its own.
         "traceback": text.replace(script, Path(script).name).replace(f"{Path(script).parents[1]}/", "").rstrip(),
         "location": f"{Path(script).name}, line {line}" if line else "",
+        "disk": find_full_disk(error),
         # What our own errors (LabError) know of themselves.
         **{name: str(getattr(error, name)) for name in ("cause", "fix") if getattr(error, name, None)},
     }

@@ -1,0 +1,251 @@
+"""Causes that peers and networks are blamed for: signals, full disks, silent ranks, code that was edited."""
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from drawn import assert_explains
+from jobs import TROUBLE, Heard, find_processes, run_badly
+
+from lab_utils import LabError
+from lab_utils.launch import TorchrunJob, local_nodes
+from lab_utils.launch.causes import look_up
+from lab_utils.launch.disks import find_full_disk, name_full_disk
+from lab_utils.launch.local import LocalNode
+
+pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
+FULL = "No space left on device"
+
+
+@pytest.fixture
+def script(write):
+    return write("train.py", TROUBLE)
+
+
+# Signals that somebody else sends.
+
+
+@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize(("part", "program"), [("launch.agent", "torchrun"), ("supervisor.py", "The supervisor")])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
+def test_whoever_is_ended_by_a_signal_is_named(script, number, part, program, node):
+    job, connected, sent = TorchrunJob(script, ["loop"], nodes=local_nodes(2)), [], []
+
+    def send(line):
+        connected.append(line)
+        if len(connected) == 2:
+            (pid,) = find_processes(job.id, part, node)
+            sent.append(time.time())
+            os.kill(pid, number)
+
+    heard = Heard({"[rank 0] connected": send, "[rank 1] connected": send})
+    error = run_badly(job, heard, seconds=10, since=lambda: sent[0])
+    what = f"{program} on node{node} was ended by signal {int(number)} ({number.name})."
+    assert error.what == what, str(error)
+    assert error.result.failure.node == f"node{node}"
+    assert "sent it" in error.cause
+
+
+def test_a_signal_to_a_rank_is_still_the_ranks(script):
+    job, connected = TorchrunJob(script, ["loop"], nodes=local_nodes(2)), []
+
+    def send(line):
+        connected.append(time.time())
+        if len(connected) == 2:
+            os.kill(find_processes(job.id, "launch.worker", 1)[0], signal.SIGTERM)
+
+    heard = Heard({"[rank 0] connected": send, "[rank 1] connected": send})
+    error = run_badly(job, heard, seconds=10, since=lambda: connected[1])
+    assert error.what == "Rank 1 on node1 was killed by signal 15 (SIGTERM)"
+
+
+# Ranks that end before they have said a word.
+
+EARLY = """
+import os, sys
+own = [*sys.orig_argv, "-m", ""]
+if own[own.index("-m") + 1] == "lab_utils.launch.{part}" and os.environ["LAB_NODE"] == "1":
+    {act}
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "words"),
+    [
+        ("os.kill(os.getpid(), 9)", "signal", ["Rank 1 on node1 was killed by signal 9 (SIGKILL)", "memory"]),
+        ("os.kill(os.getpid(), 11)", "signal", ["Rank 1 on node1 was killed by signal 11 (SIGSEGV)"]),
+        ("os._exit(3)", "exit", ["Rank 1 on node1", "exit status 3", "before the script began"]),
+    ],
+)
+def test_a_rank_that_ends_before_its_first_word_is_named(write, act, kind, words):
+    site, begun = write("own/sitecustomize.py", EARLY.format(part="worker", act=act)), time.time()
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), files=[site])
+    error = run_badly(job, Heard(), seconds=20, since=lambda: begun)
+    failure = error.result.failure
+    assert (failure.kind, failure.rank, failure.node) == (kind, 1, "node1"), str(error)
+    for word in words:
+        assert word in str(error), str(error)
+
+
+def test_a_torchrun_that_is_killed_as_it_starts_is_named(write):
+    site = write("own/sitecustomize.py", EARLY.format(part="agent", act="os.kill(os.getpid(), 9)"))
+    job, begun = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), files=[site]), time.time()
+    error = run_badly(job, Heard(), seconds=20, since=lambda: begun)
+    assert "torchrun on node1 was ended by signal 9 (SIGKILL)" in error.what
+
+
+# Disks that fill after the preflight: drill 46.
+
+FILL = """
+import os, subprocess, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from lab_utils import launch
+
+LARGE = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu*"))
+
+def fill(folder):
+    with open(Path(folder, "filler"), "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(2**12))
+        except OSError:
+            pass
+
+dist.init_process_group("gloo")
+dist.barrier()
+mode, folder = sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else os.environ["LAB_JOB_FOLDER"])
+if os.environ["RANK"] == "1":
+    print(f"fault at {time.time()}", flush=True)
+    if mode == "write":
+        file = open(folder / "log.txt", "wb", buffering=0)
+        while True:
+            file.write(bytes(2**16))
+    elif mode == "save":
+        torch.save(torch.zeros(2**20), folder / "checkpoint.pt")
+    elif mode == "tar":
+        subprocess.run(["tar", "-C", LARGE.parent, "-cf", folder / "x.tar", LARGE.name], check=True)
+    elif mode == "bash":
+        subprocess.run(["bash", "-c", 'head -c 9000000 /dev/zero > "$0"', folder / "x"], check=True)
+    elif mode == "cp":
+        subprocess.run(["cp", LARGE, folder / "x"], check=True)
+    fill(folder)
+    if mode == "report":
+        launch.report("x" * 2**17)
+    elif mode == "quiet":
+        os._exit(1)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("write", [FULL]),
+        ("save", ["write", "checkpoint.pt"]),
+        ("cp", ["/disk/x"]),
+        ("bash", [FULL]),
+        ("tar", ["/disk/x.tar"]),
+    ],
+)
+def test_46_a_disk_that_a_script_fills_is_named(write, small_disk, mode, words):
+    """By Python, by torch.save, which leaves the reason out, and by a tool, of which Python knows its status only."""
+    job = TorchrunJob(write("train.py", FILL), [mode, small_disk], nodes=local_nodes(2))
+    error = run_badly(job, Heard(), seconds=15)
+    failure = error.result.failure
+    assert (failure.kind, failure.rank, failure.node) == ("exception", 1, "node1"), str(error)
+    if mode == "bash":  # it does not say where
+        assert "a disk is full: " in failure.cause, str(error)
+    else:
+        assert f"the disk is full at {small_disk}" in failure.cause, str(error)
+    assert "df -h" in failure.fix
+    for word in words:
+        assert word in str(error), str(error)
+
+
+LEAN = {"PYTHONDONTWRITEBYTECODE": "1"}  # the package has room on the small disk, and no more than that
+
+
+@dataclass(frozen=True)
+class FullNode(LocalNode):
+    """A node whose disk is full when its supervisor starts."""
+
+    def popen(self, argv):
+        if any(word.endswith("supervisor.py") for word in argv):
+            fill(Path(self.folder))
+            used = os.statvfs(self.folder)  # nor has it room for a folder
+            room = f"remount,nr_inodes={used.f_files - used.f_ffree}"
+            subprocess.run(["mount", "-o", room, self.folder], check=True)
+        return super().popen(argv)
+
+
+def fill(folder):
+    with (folder / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match=FULL):
+        while True:
+            file.write(bytes(2**12))
+
+
+def make_nodes(small_disk, kind=LocalNode):
+    """Node 1 on the small disk."""
+    first, second = local_nodes(2)
+    names = ("name", "address", "interface", "index", "together")
+    return [first, kind(folder=str(small_disk), **{name: getattr(second, name) for name in names})]
+
+
+@pytest.mark.parametrize("mode", ["report", "quiet", "save"])
+def test_46_a_full_disk_with_the_jobs_own_files_is_named(write, small_disk, mode):
+    """Then the events of the rank have no room either; what is heard is its output, and that the disk has no room."""
+    nodes = make_nodes(small_disk)
+    error = run_badly(
+        TorchrunJob(write("train.py", FILL), [mode], nodes=nodes, env=LEAN), Heard(), seconds=15, force=True
+    )
+    failure = error.result.failure
+    assert (failure.rank, failure.node) == (1, "node1"), str(error)
+    assert f"the disk is full at {small_disk}" in failure.cause, str(error)
+    assert "df -h" in failure.fix
+
+
+def test_46_a_supervisor_without_room_is_named(write, small_disk):
+    nodes = make_nodes(small_disk, FullNode)
+    job, begun = TorchrunJob(write("train.py", FILL), ["quiet"], nodes=nodes), time.time()
+    error = run_badly(job, Heard(), seconds=25, since=lambda: begun, force=True)
+    assert error.what.startswith(f"The disk of node1 is full at {small_disk}"[:100]), str(error)
+    assert "df -h" in error.fix and FULL in str(error)
+
+
+def test_46_a_disk_without_room_for_the_code_is_named(write, small_disk):
+    first, second = local_nodes(2)
+    fill(small_disk)
+    job = TorchrunJob(write("train.py", FILL), nodes=[first, replace(second, folder=str(small_disk))])
+    with pytest.raises(LabError) as caught:
+        job.run(show=False, force=True)
+    assert_explains(caught.value, "The disk of node1 is full at", str(small_disk), FULL, "df -h")
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("OSError: [Errno 28] No space left on device: '/a b/c'", "/a b/c"),
+        ("OSError: [Errno 122] Disk quota exceeded: '/a' -> '/b'", "/a"),
+        ("mkdir: cannot create directory ‘/a/b’: No space left on device", "/a/b"),
+        ("cp: error writing '/a/x': No space left on device", "/a/x"),
+        ("tar: /a/x: Cannot write: No space left on device", "/a/x"),
+        ("tar: /a b/x.tar: Wrote only 2048 of 10240 bytes", "/a b/x.tar"),
+        ("bash: line 1: /a/x: No space left on device", "/a/x"),
+        ("head: write error: No space left on device", ""),
+    ],
+)
+def test_the_path_in_words_about_a_full_disk(text, path):
+    assert name_full_disk(text) == path
+
+
+def test_other_errors_are_not_blamed_on_a_disk():
+    for error in (ValueError("no space in the name"), FileNotFoundError(2, "No such file or directory", "/a")):
+        assert find_full_disk(error) == ""
+    cause, fix = look_up("RuntimeError: unable to write to file </torch_12_34>: No space left on device (28)")
+    assert "/dev/shm" in cause and "num_workers=0" in fix

@@ -1,0 +1,322 @@
+"""What a job is given that it cannot use: values of other types, unreadable scripts, folders that cannot be written."""
+
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from drawn import assert_explains
+from forked import drop_root_rights, run_forked
+
+from lab_utils import LabError
+from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from lab_utils.launch.__main__ import main
+from lab_utils.launch.bundle import LARGEST, collect_files
+from lab_utils.launch.facts import hash_tree
+from lab_utils.launch.slurm import SlurmNode
+from lab_utils.launch.ssh import SshNode
+
+pytestmark = pytest.mark.usefixtures("runs")
+
+
+@pytest.fixture
+def script(write):
+    return write("train.py", "print('trained')")
+
+
+def make_job(script, **options):
+    return TorchrunJob(script, **{"nodes": local_nodes(1), "port": 29500, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"port": "29500 $(touch x)"}, ["port is a whole number", "'29500 $(touch x)'", "of the type str"]),
+        ({"port": 80000}, ["port", "80000", "port=29500, or None"]),
+        ({"port": 0}, ["port", "smaller"]),
+        ({"port": True}, ["port", "bool"]),
+        ({"max_restarts": "1; touch x"}, ["max_restarts", "touch x"]),
+        ({"nproc_per_node": 2.0}, ["nproc_per_node", "2.0", "float"]),
+        ({"nproc_per_node": 10**400}, ["nproc_per_node", "larger"]),
+        ({"args": "--lr 0.1"}, ["args", "one text is one argument", "fix: args=['--lr', '0.1']"]),
+        ({"args": "it's"}, ["args", """fix: args=["it's"]"""]),
+        ({"args": ["a", b"b"]}, ["args", "bytes"]),
+        ({"args": ["x" * 200_000]}, ["args", "200,000 bytes"]),
+        ({"args": ["x"] * 20_000}, ["args", "20,000 elements"]),
+        ({"env": {"A": None}}, ["env", "NoneType"]),
+        ({"env": {1: "a"}}, ["env", "a name in it", "int"]),
+        ({"env": ["A=1"]}, ["env", "list"]),
+        ({"env": {"OMP_NUM_THREADS": "4,2"}}, ["OMP_NUM_THREADS", "4,2"]),
+        ({"join_timeout": float("nan")}, ["join_timeout", "nan"]),
+        ({"hang_timeout": "60"}, ["hang_timeout", "str"]),
+        ({"limit": float("inf")}, ["limit", "inf"]),
+        ({"limit": -1}, ["limit", "-1"]),
+        ({"files": "helper.py"}, ["files", "fix: files=['helper.py']"]),
+        ({"files": [3]}, ["files", "int"]),
+        ({"nodes": "node0"}, ["nodes", "str"]),
+        ({"nodes": [None]}, ["nodes", "NoneType", "no node"]),
+        ({"rank_order": "size"}, ["rank_order is 'address' or 'nodes', not 'size'"]),
+        ({"dataset": "../x"}, ["dataset", "no path"]),
+        ({"copy_data": "no"}, ["copy_data is True or False", "'no'"]),
+        ({"pack": 3}, ["pack", "int"]),
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_refused_also_when_it_is_set_later(script, options, words):
+    with pytest.raises(LabError) as caught:
+        make_job(script, **options)
+    (name,) = options
+    job = make_job(script)
+    before = getattr(job, name)
+    with pytest.raises(LabError) as later:
+        setattr(job, name, options[name])
+    assert str(later.value) == str(caught.value) and getattr(job, name) == before
+    assert caught.value.where and caught.value.fix and len(caught.value.what) <= 120
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_what_was_checked_does_not_change(script):
+    job = make_job(script, args=["a"], env={"A": "1"})
+    with pytest.raises(TypeError):
+        job.env["A"] = "$(touch x)"
+    with pytest.raises(AttributeError):
+        job.args.append(b"")
+    job.env = job.env | {"B": 2}
+    assert "export B=2" in job.write()[0].read_text()
+
+
+def test_numbers_of_numpy_and_paths_are_taken(script, tmp_path):
+    path = tmp_path / "a b"
+    args = [np.int64(3), np.float32(0.5), np.str_("x"), path, True, 1e-3]
+    job = make_job(str(script), port=np.int32(29500), nproc_per_node=np.int64(2), args=args, limit=np.float64(5))
+    assert job.args == ("3", "0.5", "x", str(path), "True", "0.001")
+    assert (type(job.port), type(job.nproc_per_node), type(job.limit)) == (int, int, float)
+    assert len(local_nodes(np.int64(2))) == 2
+    job.by = 3  # what is no field of it is nobody's business
+
+
+def test_one_node_is_shown_how_it_is_put_into_a_list(script):
+    with pytest.raises(LabError) as caught:
+        make_job(script, nodes=local_nodes(1)[0])
+    assert_explains(caught.value, "nodes is a list of nodes", "fix: nodes=[node]")
+
+
+def test_nodes_of_slurm_and_others_do_not_go_together(script):
+    with pytest.raises(LabError) as caught:
+        make_job(script, nodes=[*local_nodes(1), *slurm_nodes(1)])
+    assert "not on both" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: local_nodes("2"), ["count is a number of nodes from 1 to 16, not '2'", "local_nodes"]),
+        (lambda: local_nodes(2.0), ["count", "2.0"]),
+        (lambda: local_nodes(True), ["count", "bool"]),
+        (lambda: local_nodes(2, folder=b"x"), ["folder", "bytes"]),
+        (lambda: local_nodes(2, folder="~nobody-has-this-name/x"), ["folder", "home"]),
+        (lambda: ssh_nodes([b"n1"]), ["names is a list of hosts", "bytes"]),
+        (lambda: ssh_nodes([None]), ["names", "NoneType"]),
+        (lambda: ssh_nodes(5), ["names", "int"]),
+        (lambda: ssh_nodes(["n1"], python=3), ["python", "int"]),
+        (lambda: ssh_nodes(["n1"], folder="a\0b"), ["NUL"]),
+        (lambda: ssh_nodes(["n1"], config="x" * 5000), ["config", "longer than a path"]),
+        (lambda: ssh_nodes(["n1"], interface=1), ["interface", "int"]),
+        (lambda: ssh_nodes(["n1"], data=1), ["data", "int"]),
+        (lambda: replace(SshNode("n1"), address="node-with-a-name"), ["address is an IPv4 address"]),
+        (lambda: replace(local_nodes(1)[0], address=5), ["address", "int"]),
+        (lambda: replace(local_nodes(1)[0], folder="relative"), ["folder is an absolute path"]),
+        (lambda: replace(local_nodes(1)[0], python=Path("/usr/bin/python3")), ["python", "PosixPath"]),
+        (lambda: slurm_nodes("2"), ["count", "'2'", "slurm_nodes"]),
+        (lambda: slurm_nodes(0), ["count is a number of nodes from 1 to 1000, not 0"]),
+        (lambda: slurm_nodes(2, time_limit=30), ["time_limit", "int"]),
+        (lambda: slurm_nodes(2, time_limit="٣٠"), ["is no time limit"]),
+        (lambda: slurm_nodes(2, partition=1), ["partition", "int"]),
+        (lambda: slurm_nodes(2, extra="--gpus-per-node=1"), ["extra", "fix: ['--gpus-per-node=1']"]),
+        (lambda: SlurmNode("s", "relative", slurm_nodes(1)[0].request), ["folder is an absolute path"]),
+    ],
+)
+def test_nodes_of_other_values_are_refused(make, words):
+    with pytest.raises(LabError) as caught:
+        make()
+    assert caught.value.where and caught.value.fix and len(caught.value.what) <= 120
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["local:²", "local:٣", "local:", "local: ", "slurm:", "slurm:" + "9" * 5000, "local:1_0"]
+)
+def test_a_number_of_nodes_has_the_digits_of_ascii(monkeypatch, text):
+    monkeypatch.setenv("LAB_NODES", text)
+    with pytest.raises(LabError) as caught:
+        choose_nodes()
+    assert "no number of nodes" in caught.value.what and "LAB_NODES" in str(caught.value)
+
+
+@pytest.mark.parametrize("option", ["--port=80000", "--port=0", "--nproc-per-node=-1"])
+def test_the_command_line_refuses_what_no_port_and_no_number_is(option, capsys):
+    assert main(["preflight", option]) == 1
+    said = capsys.readouterr().err
+    assert option[2:].split("=")[0].replace("-", "_") in said and "fix:" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("make", [lambda: local_nodes(1), lambda: slurm_nodes(1)])
+def test_a_home_that_is_not_known_is_named(monkeypatch, make):
+    monkeypatch.setenv("LAB_RUNS", "~nobody-has-this-name/runs")
+    with pytest.raises(LabError) as caught:
+        make()
+    assert_explains(caught.value, "LAB_RUNS leads nowhere", "home", "export LAB_RUNS")
+
+
+@pytest.mark.parametrize("text", ["4,2", "four", "0", "-1", "²", "9" * 5000])
+def test_a_number_of_threads_that_is_none_is_refused(script, monkeypatch, text):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with pytest.raises(LabError) as caught:
+        make_job(script).write()
+    assert_explains(caught.value, "no number of threads", "the variable OMP_NUM_THREADS", "export OMP_NUM_THREADS=4")
+
+
+# Scripts that cannot be read.
+
+
+def make_unreadable(folder, kind):
+    path = folder / "train.py"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "link to nowhere":
+        path.symlink_to("gone.py")
+    elif kind == "circle":
+        path.symlink_to("train.py")
+    elif kind == "large":
+        with path.open("wb") as file:
+            file.truncate(3 * 2**30)
+    elif kind == "below a file":
+        (folder / "file").touch()
+        return folder / "file" / "train.py"
+    return path
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("nothing", ["There is no file 'train.py' to run", "typo"]),
+        ("below a file", ["There is no file 'train.py' to run"]),
+        ("link to nowhere", ["There is no file", "link"]),
+        ("circle", ["script is the path of a file", "leads nowhere"]),
+        ("folder", ["'train.py' is no regular file", "folder"]),
+        ("FIFO", ["no regular file", "pipe"]),
+        ("socket", ["no regular file", "socket"]),
+        ("device", ["no regular file", "device"]),
+        ("large", ["too large for a job: 3,072 MiB", "dataset="]),
+    ],
+)
+@pytest.mark.parametrize("where", ["script", "files"])
+def test_a_file_that_cannot_be_a_script_is_named_at_once(tmp_path, write, monkeypatch, kind, words, where):
+    monkeypatch.chdir(tmp_path)  # the path of a socket has to be short
+    path, begun = make_unreadable(tmp_path, kind), time.monotonic()
+    with pytest.raises(LabError) as caught:
+        if where == "script":
+            make_job(path).write()
+        else:
+            make_job(write("other.py", ""), files=[path]).write()
+    assert time.monotonic() - begun < 2
+    assert_explains(caught.value, *(word for word in words if where == "script" or not word.startswith("script")))
+
+
+def test_a_file_at_the_limit_is_taken(tmp_path):
+    for size in (LARGEST, LARGEST + 1):
+        with (tmp_path / "train.py").open("wb") as file:
+            file.truncate(size)
+        if size == LARGEST:
+            assert len(collect_files(tmp_path / "train.py").files["script/train.py"]) == size
+    with pytest.raises(LabError, match="too large"):
+        collect_files(tmp_path / "train.py")
+
+
+def write_without_rights(script, nodes):
+    drop_root_rights()
+    return [str(path) for path in make_job(script, nodes=nodes).write()]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+@pytest.mark.parametrize("locked", ["file", "folder"])
+def test_a_script_without_the_right_to_read_it_is_named(write, locked):
+    path = write("own/train.py", "print()")
+    (path if locked == "file" else path.parent).chmod(0)
+    try:
+        with pytest.raises(LabError) as caught:
+            run_forked(write_without_rights, path, local_nodes(1))
+    finally:
+        path.parent.chmod(0o755)
+    assert_explains(caught.value, "'train.py' cannot be read", "Permission denied", "chmod u+r", str(path))
+
+
+def test_what_editors_leave_in_the_package_is_no_code(tmp_path, script, monkeypatch):
+    """A checkpoint of Jupyter has no part in the hash that a node's copy is judged by; a lock is a link to nowhere."""
+    package = tmp_path / "lab_utils"
+    (package / ".ipynb_checkpoints").mkdir(parents=True)
+    for name in ("__init__.py", "job.py", ".ipynb_checkpoints/job-checkpoint.py"):
+        (package / name).write_text(f"# {name}")
+    (package / ".#job.py").symlink_to("me@here.1234:5678")
+    monkeypatch.setattr("lab_utils.__file__", str(package / "__init__.py"))
+    bundle = collect_files(script)
+    assert sorted(bundle.files) == ["lab_utils/__init__.py", "lab_utils/job.py", "script/train.py"]
+    for name, content in bundle.files.items():
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(content)
+    assert hash_tree(tmp_path / "copy") == bundle.hash
+
+
+# Folders that cannot be written.
+
+
+def far_node():
+    return [replace(ssh_nodes(["far"], folder="/f", python="/p/python", interface="eth0")[0], address="10.0.0.1")]
+
+
+def write_with_umask(script, nodes):
+    os.umask(0o777)
+    return write_without_rights(script, nodes)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+@pytest.mark.parametrize("make_nodes", [far_node, lambda: local_nodes(1)], ids=["elsewhere", "here"])
+@pytest.mark.parametrize("trouble", ["is a file", "locked", "umask", "full"])
+def test_a_folder_of_jobs_that_cannot_be_written_is_named(script, runs, make_nodes, trouble, request, monkeypatch):
+    words = ["The folder of the job cannot be written", "export LAB_RUNS"]
+    if trouble == "is a file":
+        runs.write_text("not a folder")
+        words.append("Not a directory")
+    elif trouble == "locked":
+        runs.mkdir(mode=0o500)
+        words.append("Permission denied")
+    elif trouble == "umask":
+        words = ["cannot be written", "umask is 0777", "umask 022"]
+    elif trouble == "full":
+        disk = request.getfixturevalue("small_disk")
+        fill(disk)
+        monkeypatch.setenv("LAB_RUNS", str(disk / "runs"))
+        words = [f"The disk is full at {disk}"[:100], "No space left", "export LAB_RUNS"]
+    with pytest.raises(LabError) as caught:
+        run_forked(write_with_umask if trouble == "umask" else write_without_rights, script, make_nodes())
+    assert_explains(caught.value, *words)
+    if trouble == "umask":
+        runs.chmod(0o700)
+
+
+def fill(disk):
+    with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(2**16))
