@@ -30,7 +30,7 @@ def script(write):
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize(("part", "program"), [("launch.agent", "torchrun"), ("supervisor.py", "The supervisor")])
+@pytest.mark.parametrize(("part", "program"), [("launch.agent", "torchrun"), ("launch.supervisor", "The supervisor")])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_whoever_is_ended_by_a_signal_is_named(script, number, part, program, node):
     job, connected, sent = TorchrunJob(script, ["loop"], nodes=local_nodes(2)), [], []
@@ -176,7 +176,7 @@ class FullNode(LocalNode):
     """A node whose disk is full when its supervisor starts."""
 
     def popen(self, argv):
-        if any(word.endswith("supervisor.py") for word in argv):
+        if any(word.endswith("launch.supervisor") for word in argv):
             fill(Path(self.folder))
             used = os.statvfs(self.folder)  # nor has it room for a folder
             room = f"remount,nr_inodes={used.f_files - used.f_ffree}"
