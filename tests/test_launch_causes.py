@@ -1,8 +1,10 @@
 """Causes that peers and networks are blamed for: signals, full disks, silent ranks, code that was edited."""
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -249,3 +251,111 @@ def test_other_errors_are_not_blamed_on_a_disk():
         assert find_full_disk(error) == ""
     cause, fix = look_up("RuntimeError: unable to write to file </torch_12_34>: No space left on device (28)")
     assert "/dev/shm" in cause and "num_workers=0" in fix
+
+
+# Code that somebody changed on a node after it was copied there.
+
+SHORT = "from lab_utils import launch; launch.report(1)"
+
+
+def edit_code(node, job, how):
+    (folder,) = Path(node.folder, "code").iterdir()
+    if how == "package":
+        path = folder / "lab_utils" / "launch" / "report.py"
+        path.write_text(path.read_text() + "# mine\n")
+    elif how == "script":
+        (folder / "script" / "train.py").write_text("print('mine')")
+    elif how == "more":
+        (folder / "script" / "torch.py").write_text("")
+    elif how == "less":
+        (folder / "lab_utils" / "launch" / "report.py").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("how", ["package", "script", "more", "less"])
+def test_code_that_was_edited_after_the_preflight_is_named(write, how):
+    """The preflight still counts, and has not seen it."""
+    nodes = local_nodes(2)
+    job = TorchrunJob(write("train.py", SHORT), nodes=nodes)
+    assert job.run(show=False, force=True).results == (1, 1)
+    assert not [red for red in job.preflight().reds if red.check == "code"]
+    folder = edit_code(nodes[1], job, how)
+    with pytest.raises(LabError) as caught:
+        job.run(show=False)
+    assert_explains(caught.value, "node1", f"{folder} is not what its name says"[:90], f"rm -r -- {folder}")
+
+
+def test_code_that_was_edited_is_named_where_the_job_is_forced(write):
+    nodes = local_nodes(1)
+    job = TorchrunJob(write("train.py", SHORT), nodes=nodes)
+    assert job.run(show=False, force=True).ok
+    folder, heard = edit_code(nodes[0], job, "package"), Heard()
+    assert job.run(show=heard, force=True).ok
+    assert [line for line in heard.lines if str(folder) in line and "not what its name says" in line]
+    assert [line for line in heard.lines if "started anyway" in line and "node0" in line]
+    subprocess.run(["rm", "-r", "--", folder], check=True)
+    again = Heard()
+    assert job.run(show=again, force=True).ok and not [line for line in again.lines if "name says" in line]
+
+
+# The variable of a job's id, set where the notebook's kernel was started.
+
+KERNEL = """
+import os, socket
+from lab_utils.launch import local_nodes
+from lab_utils.launch.preflight import check_nodes
+{first}
+with socket.create_server(("", 0)) as holder:
+    port = holder.getsockname()[1]
+    print(check_nodes(local_nodes(2), port=port))
+"""
+
+
+def run_kernel(root, first="", **env):
+    command, env = [sys.executable, "-c", KERNEL.format(first=first)], {**os.environ, "PYTHONPATH": str(root), **env}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_kernel_is_never_told_to_stop_itself(root):
+    """LAB_JOB_ID was exported in the shell: the kernel, and all that it starts, seem to be a job's leftovers."""
+    said = run_kernel(root, LAB_JOB_ID="of-the-shell")
+    assert "launch stop of-the-shell" not in said, said
+    assert "still runs here" not in said or "job of-the-shell" not in said, said
+    assert "LAB_JOB_ID=of-the-shell" in said and "unset LAB_JOB_ID" in said, said
+    assert said.count("unset LAB_JOB_ID") == 1, "two nodes on one machine say it once"
+
+
+def test_nor_when_it_has_taken_the_variable_away(root):
+    """What the kernel was started with stays in sight of others; another kernel of the same shell has it too."""
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, "LAB_JOB_ID": "of-the-shell"})
+    try:
+        said = run_kernel(root, "del os.environ['LAB_JOB_ID']", LAB_JOB_ID="of-the-shell")
+    finally:
+        other.kill()
+        other.wait()
+    assert "launch stop of-the-shell" not in said, said
+    assert "unset LAB_JOB_ID" in said
+
+
+def test_a_leftover_of_another_job_is_still_named(root):
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, "LAB_JOB_ID": "left-over"})
+    try:
+        said = run_kernel(root, LAB_JOB_ID="of-the-shell")
+    finally:
+        other.kill()
+        other.wait()
+    assert "python -m lab_utils.launch stop left-over" in said, said
+
+
+def test_to_stop_a_job_from_a_shell_that_seems_to_be_its_own_spares_the_shell(root):
+    """Only what stands above the command; all else that carries the id is ended, as it was asked for."""
+    other = subprocess.Popen(["sleep", "60"], env={**os.environ, "LAB_JOB_ID": "of-the-shell"})
+    try:
+        stop = f"{shlex.quote(sys.executable)} -m lab_utils.launch stop of-the-shell; echo the shell lives"
+        env = {**os.environ, "PYTHONPATH": str(root), "LAB_JOB_ID": "of-the-shell"}
+        done = subprocess.run(["bash", "-c", stop], env=env, capture_output=True, text=True, timeout=60)
+        assert "the shell lives" in done.stdout and "1 process(es) of of-the-shell ended" in done.stdout, done
+        assert other.wait(5) == -signal.SIGTERM
+    finally:
+        other.kill()
+        other.wait()

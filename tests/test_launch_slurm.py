@@ -597,3 +597,33 @@ def test_a_busy_cluster_is_a_note_and_the_job_shows_its_place_in_the_queue(slurm
     assert "PENDING" in states[0] and states[-1].endswith("RUNNING on c[1-2]")
     assert len(states) == len(set(states)), "each state is said once"
     slurm.wait_empty()
+
+
+@pytest.mark.drill
+def test_code_that_was_changed_in_the_shared_folder_is_red_and_nothing_is_handed_over(slurm, train):
+    """Its folder lies on this machine, so that it is looked at here, by the preflight and when the code is copied."""
+    nodes = slurm_nodes(2)
+    job = TorchrunJob(train, ["ok"], nodes=nodes)
+    assert job.run(show=False).ok
+    (folder,) = Path(nodes[0].folder, "code").iterdir()
+    assert job.preflight().ok
+    (folder / "lab_utils" / "text.py").write_text("")
+    with pytest.raises(LabError) as fresh:  # the preflight still counts
+        job.run(show=False)
+    assert [verdict.check for verdict in job.preflight().reds] == ["code"]
+    with pytest.raises(LabError) as caught:
+        job.run(show=False)
+    for error in (fresh.value, caught.value):
+        assert_explains(error, "is not what its name says", f"rm -r -- {folder}")
+    assert slurm.list_jobs() == []
+    slurm.wait_empty()
+
+
+@pytest.mark.drill
+def test_a_part_of_the_nodes_that_were_asked_for_is_a_job_of_its_own(slurm, train):
+    """As in lab 5, which runs on the first of its two nodes what it then runs on both."""
+    train.write_text("import os; from lab_utils import launch; launch.report(os.environ['WORLD_SIZE'])")
+    job = TorchrunJob(train, nodes=slurm_nodes(2)[:1])
+    assert "#SBATCH --nodes=1 " in job.write()[0].read_text()
+    assert job.run(show=False).results == ("1",)
+    slurm.wait_empty()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import stat
@@ -17,11 +18,12 @@ from pathlib import Path
 
 import lab_utils
 from lab_utils import LabError
+from lab_utils.launch import facts, receive
 from lab_utils.launch.facts import SKIPPED, hash_files
 from lab_utils.launch.nodes import Node
+from lab_utils.launch.probe import MARK
+from lab_utils.launch.talk import make_program
 from lab_utils.text import clean
-
-RECEIVER = Path(__file__).with_name("receive.py")
 
 # What stands beside a script is found before all that is installed, also by torchrun.
 TAKEN = sys.stdlib_module_names | {"lab_utils", "numpy", "torch", "torchvision"}
@@ -100,7 +102,7 @@ def send(
     *,
     started: list[subprocess.Popen],
     timeout: float | None = 60.0,
-) -> None:
+) -> list[str]:
     """Puts folders into a folder of the node, each whole or not at all; one that is there already stays.
 
     Args:
@@ -110,10 +112,13 @@ def send(
         started: Takes in the process that sends, so that the caller can end it.
         timeout: Seconds after which the node is given up; None for data, which take as long as they take.
 
+    Returns:
+        The folders of code that were there already, and were changed since they were copied.
+
     Raises:
         LabError: The node was not reached, or its disk is full.
     """
-    process = node.popen([node.python, "-c", RECEIVER.read_text(), root, *folders])
+    process = node.popen([node.python, "-c", make_program(facts, receive), root, *folders])
     started.append(process)
     # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
     alarm = threading.Timer(timeout, process.kill) if timeout else None
@@ -124,13 +129,15 @@ def send(
         with contextlib.suppress(OSError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
             for target, content in folders.items():
                 _add(archive, target, content)
-        _, errors = process.communicate()
+        said, errors = process.communicate()
     finally:
         if alarm:
             alarm.cancel()
     if process.returncode:
-        said = "timed out" if process.returncode < 0 else errors.decode(errors="replace")
-        raise node.explain(255 if process.returncode < 0 else process.returncode, said)
+        words = "timed out" if process.returncode < 0 else errors.decode(errors="replace")
+        raise node.explain(255 if process.returncode < 0 else process.returncode, words)
+    # The last line: a login script of the node may print, too.
+    return json.loads(said[said.rfind(MARK.encode()) + 1 :])
 
 
 def _add(archive: tarfile.TarFile, target: str, content: Mapping[str, bytes] | Path) -> None:

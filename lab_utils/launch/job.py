@@ -27,6 +27,7 @@ from lab_utils.launch.story import Story
 
 # How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
 FRESH_SECONDS = 60.0
+Say = Callable[[str], None]
 
 
 @dataclass
@@ -96,7 +97,7 @@ class TorchrunJob:
         """
         self._checked = time.monotonic()
         if self._on_slurm:
-            self._preflight = slurm.check_queue(self.nodes)
+            self._preflight = slurm.check_queue(self.nodes, self._collect().hash)
             return self._preflight
         self._preflight = check_nodes(
             self.nodes,
@@ -144,7 +145,7 @@ class TorchrunJob:
         check: bool = True,
         force: bool = False,
         by_hand: Sequence[str] = (),
-        show: bool | Callable[[str], None] = True,
+        show: bool | Say = True,
     ) -> JobResult:
         """Runs the job to its end: checks the nodes, copies what they lack, starts torchrun on each, follows it.
 
@@ -180,7 +181,7 @@ class TorchrunJob:
             say(f"preflight: {len(self.nodes)} node(s) {'ready' if checked.ok else 'NOT ready; started anyway'}")
             # Once: a script that is saved meanwhile must not be copied under the hash of the one before.
             bundle = self._collect()
-            result = self._follow(bundle, say, by_hand, seconds)
+            result = self._follow(bundle, say, by_hand, seconds, force=force)
         finally:
             self._preflight = None
             self._renew()
@@ -207,12 +208,12 @@ class TorchrunJob:
         return make_plans(self, bundle.hash, self._preflight)
 
     def _follow(
-        self, bundle: Bundle, say: Callable[[str], None], by_hand: Sequence[str], seconds: dict[str, float]
+        self, bundle: Bundle, say: Say, by_hand: Sequence[str], seconds: dict[str, float], *, force: bool
     ) -> JobResult:
         started = time.monotonic()
         plans = self._plan(bundle)
         self._write(plans)
-        copy_all(self, bundle, self._preflight)
+        copy_all(self, bundle, self._preflight, force=force, say=say)
         story = Story([node.name for node in self.nodes], [plan.address or "" for plan in plans])
         for name in by_hand:
             story.nodes[name].by_hand = True

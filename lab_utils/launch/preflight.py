@@ -15,6 +15,7 @@ from pathlib import Path
 from lab_utils import LabError
 from lab_utils.launch import facts as own_facts
 from lab_utils.launch import kinds, routes, table, values
+from lab_utils.launch.inherited import judge_inherited
 from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.talk import Talk, ask_all, open_talks
@@ -147,6 +148,8 @@ def check_nodes(
     system = network.facts.get(network.head, {}).get("system", {})
     verdicts += routes.judge_port(network, stop_command(job, network.head, system, wanted))
     verdicts += judge_facts(network.facts, wanted, jobs={name: answer["jobs"] for name, answer in answers.items()})
+    inherited = {name: answer["inherited"] for name, answer in answers.items()}
+    verdicts += judge_inherited(network.facts, inherited, machine)
     verdicts += judge_clocks({name: (answer["offset"], answer["delay"]) for name, answer in answers.items()})
     interfaces = {name: found for name, a in chosen.items() if (found := routes.find_interface(network, name, a))}
     return Preflight(
@@ -181,18 +184,17 @@ def _examine(talk: Talk, wanted: Wanted, pack: str, seconds: float) -> dict:
     own = isinstance(node, LocalNode) and not node.data
     question |= {"data": choose_data(node), "data_file": wanted.data_file, "pack": pack if own else ""}
     found = talk.ask(question, end - time.monotonic())
-    jobs = _find_jobs(talk, wanted, end)
-    return {"facts": found, "jobs": jobs, "offset": offset, "delay": delay}
+    return {"facts": found, **_find_jobs(talk, wanted, end), "offset": offset, "delay": delay}
 
 
-def _find_jobs(talk: Talk, wanted: Wanted, end: float) -> list[dict]:
+def _find_jobs(talk: Talk, wanted: Wanted, end: float) -> dict[str, list]:
     """This user's processes of jobs; a leftover that is about to end is given the time to do so."""
     patience = min(time.monotonic() + DYING_SECONDS, end - 1.0)
     while True:
-        jobs = talk.ask({"do": "jobs"}, end - time.monotonic())["jobs"]
-        watched = {process["id"] for process in jobs if process["supervisor"]} | {wanted.job_id}
-        if time.monotonic() > patience or all(process["id"] in watched for process in jobs):
-            return jobs
+        answer = talk.ask({"do": "jobs"}, end - time.monotonic())
+        watched = {process["id"] for process in answer["jobs"] if process["supervisor"]} | {wanted.job_id}
+        if time.monotonic() > patience or all(process["id"] in watched for process in answer["jobs"]):
+            return {"jobs": answer["jobs"], "inherited": answer.get("inherited", [])}
         time.sleep(0.2)
 
 

@@ -21,18 +21,23 @@ GRACE = 2.0
 def find_jobs(request):
     """This user's processes that carry a job's id, or the given one: {"jobs": [{"id", "pid", "command", ...}, ...]}.
 
-    ``supervisor`` says whether a process is the one that ends its job when the launcher is gone.
+    ``supervisor`` says whether a process is the one that ends its job when the launcher is gone. What stands above this
+    program, such as the launcher, is left out; and, where no id is given, all that carries the same id as those, which
+    ``inherited`` names: the variable was set where they were started, and tells nothing of a job.
     """
-    found = []
+    found, above = [], list_ancestors(os.getpid())
+    inherited = sorted({job_of(pid) for pid in above} - {""})
     for pid in list_processes():
         identity = job_of(pid)
-        if not identity or identity != request.get("id", identity) or pid == os.getpid():
+        if not identity or pid in above or identity != request.get("id", identity):
+            continue
+        if identity in inherited and "id" not in request:
             continue
         # Processes of a container can be seen from its host, but are not this node's.
         if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
             supervisor = "\0lab_utils.launch.supervisor\0" in read(f"/proc/{pid}/cmdline")
             found.append({"id": identity, "pid": pid, "command": command_of(pid), "supervisor": supervisor})
-    return {"jobs": found}
+    return {"jobs": found, "inherited": inherited} if inherited else {"jobs": found}
 
 
 def stop_job(request):
@@ -57,6 +62,16 @@ def list_processes():
         return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     except OSError:
         return []
+
+
+def list_ancestors(pid):
+    """A process's id, its parent's, and so on up to the first process that can be seen."""
+    found = []
+    while pid > 0 and pid not in found:
+        found.append(pid)
+        words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        pid = int(words[1]) if len(words) > 1 else 0
+    return found
 
 
 def job_of(pid):
@@ -90,7 +105,10 @@ def find_owner(port):
         except OSError:
             continue
         for socket in users.keys() & held:
-            return {"pid": pid, "user": users[socket], "command": command_of(pid), "job": job_of(pid)}
+            job = job_of(pid)
+            if job in {job_of(above) for above in list_ancestors(os.getpid())}:
+                job = ""  # see find_jobs
+            return {"pid": pid, "user": users[socket], "command": command_of(pid), "job": job}
     return {"user": next(iter(users.values()), "")}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from lab_utils import LabError, env_folder
 from lab_utils.launch import kinds, values
 from lab_utils.launch.ends import explain_end
+from lab_utils.launch.facts import find_code
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
 from lab_utils.launch.script import Plan
@@ -27,7 +28,7 @@ from lab_utils.launch.submission import (
     list_partitions,
     submit,
 )
-from lab_utils.launch.verdicts import Verdict, judge_error
+from lab_utils.launch.verdicts import Verdict, Wanted, judge_code, judge_error
 
 __all__ = ["SlurmLink", "SlurmNode", "cancel", "describe_queue", "slurm_nodes", "start", "submit", "write_sbatch"]
 
@@ -111,10 +112,15 @@ def slurm_nodes(
     ]
 
 
-def check_queue(nodes: Sequence[SlurmNode]) -> Preflight:
+def check_queue(nodes: Sequence[SlurmNode], bundle: str = "") -> Preflight:
     """Looks whether Slurm is here and has as many nodes as asked for; the nodes themselves are chosen later.
 
-    What is compared between hosts before a job on SSH (versions, code) is compared on Slurm when the ranks meet.
+    What is compared between hosts before a job on SSH (versions) is compared on Slurm when the ranks meet. The code
+    lies in a folder that this machine shares, where it is looked at.
+
+    Args:
+        nodes: Of the job.
+        bundle: Hash of the job's code; "" skips the look at what is there of it.
     """
     started, request = time.monotonic(), nodes[0].request
     try:
@@ -123,7 +129,9 @@ def check_queue(nodes: Sequence[SlurmNode]) -> Preflight:
         verdict = Verdict("Slurm", "queue", state, found, "another partition was meant" if fix else "", fix)
     except LabError as error:
         verdict = judge_error("Slurm", error)
-    return Preflight((verdict,), {}, {}, 0, time.monotonic() - started, {})
+    code = {"code": find_code({"folder": nodes[0].folder, "code": bundle})}
+    changed = [found for found in judge_code("Slurm", code, Wanted(bundle=bundle)) if found.state == "red"]
+    return Preflight((verdict, *changed), {}, {}, 0, time.monotonic() - started, {})
 
 
 def write(plan: Plan, nodes: Sequence[SlurmNode]) -> str:

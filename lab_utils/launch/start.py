@@ -16,7 +16,7 @@ from lab_utils.launch.nodes import Link, Node, PipeLink
 from lab_utils.launch.preflight import Preflight
 from lab_utils.launch.processes import stop_job
 from lab_utils.launch.script import Plan
-from lab_utils.launch.verdicts import WILL_COPY
+from lab_utils.launch.verdicts import WILL_COPY, Verdict, Wanted, judge_code
 
 if TYPE_CHECKING:
     from lab_utils.launch.job import TorchrunJob
@@ -25,11 +25,26 @@ if TYPE_CHECKING:
 LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
 
 
-def copy_all(job: TorchrunJob, bundle: Bundle, found: Preflight | None = None) -> None:
+def copy_all(
+    job: TorchrunJob,
+    bundle: Bundle,
+    found: Preflight | None = None,
+    *,
+    force: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
     """Copies scripts and package to all nodes at once, and the data to those of which the preflight said so.
 
+    Args:
+        job: The job.
+        bundle: Its files.
+        found: What the preflight found; None where there was none.
+        force: Whether to go on with code that was changed on a node.
+        say: Is told of such code.
+
     Raises:
-        LabError: A node was not reached, or its disk is full; or the data are not here either.
+        LabError: A node was not reached, or its disk is full; or code that is there was changed; or the data are not
+            here either.
     """
     on_slurm = isinstance(job.nodes[0], slurm.SlurmNode)
     verdicts = found.verdicts if found else ()
@@ -44,8 +59,13 @@ def copy_all(job: TorchrunJob, bundle: Bundle, found: Preflight | None = None) -
         cause, fix = "it was not prepared here, or LAB_DATA points elsewhere", "python -m lab_utils.data prepare"
         raise LabError(f"There is no {job.dataset!r:.40} here to copy.", where=job.pack, cause=cause, fix=fix)
 
+    changed: list[Verdict] = []
+
     def copy(node: Node) -> None:
-        send(node, node.folder, {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}, started=started)
+        parts = {f"code/{bundle.hash}": bundle.files, f"jobs/{job.id}": scripts}
+        for name in send(node, node.folder, parts, started=started):
+            code = {"folder": f"{node.folder}/{name}", "hash": ""}
+            changed.extend(judge_code(node.name, {"code": code}, Wanted(bundle=bundle.hash)))
         if node.name in lacking:
             parts = {f"packed/{job.dataset}": job.pack}
             send(node, choose_data(node), parts, started=started, timeout=None)
@@ -62,6 +82,10 @@ def copy_all(job: TorchrunJob, bundle: Bundle, found: Preflight | None = None) -
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+    if not force:
+        Preflight(tuple(changed), {}, {}, 0, 0.0, {}).raise_if_red()
+    for verdict in changed:
+        say(f"{verdict.node}: {verdict.found}; started anyway")
 
 
 def start_links(

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 
 from lab_utils import LabError
 from lab_utils.launch import facts, probe, processes
@@ -24,9 +25,9 @@ from lab_utils.launch.output import read_lines
 OWN_IMPORT = re.compile(r"^from (?:lab_utils|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)
 
 
-def make_program() -> str:
-    """Returns the probe as one text for ``python -c``: its files one after the other, without imports of ours."""
-    sources = [inspect.getsource(module) for module in (facts, processes, probe)]
+def make_program(*modules: ModuleType) -> str:
+    """Returns modules, by default the probe's, as one text for ``python -c``, without imports of ours."""
+    sources = [inspect.getsource(module) for module in modules or (facts, processes, probe)]
     # The lines stay where they are. Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
     return "".join(OWN_IMPORT.sub(lambda found: "\n" * found[0].count("\n"), source) for source in sources)
 
