@@ -65,7 +65,8 @@ def _describe_team(team: Team, setup: Setup) -> dict:
     if "cpuset" in made:
         host["cpuset_cpus"] = made["cpuset"]
     if "cpus" in made:
-        host["nano_cpus"] = int(made["cpus"] * 1e9)
+        # Of 100 ms each, in microseconds: DockerSpawner sets the period, with which nano_cpus would be refused.
+        host |= {"cpu_period": 100_000, "cpu_quota": int(made["cpus"] * 100_000)}
     return {
         "sha256": hashlib.sha256(setup.tokens[team.name].encode()).hexdigest(),
         "gpus": list(team.gpus),

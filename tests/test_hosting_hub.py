@@ -118,6 +118,15 @@ def test_the_teams_file_has_hashes_and_only_its_owner_reads_it(hosted):
     assert path.stat().st_ino == before
 
 
+def test_teams_that_share_cpus_get_a_part_of_their_time(tmp_path):
+    teams, settings = [Team("red"), Team("blue")], Settings(nodes=1, cpus="1.5", memory="6gb")
+    write_hub(tmp_path, teams, settings, make_setup(teams, settings, guarded=True))
+    red = json.loads((tmp_path / "hub" / "teams.json").read_text())["red"]
+    assert (red["host_config"]["cpu_quota"], red["host_config"]["cpu_period"]) == (150_000, 100_000)
+    assert "cpuset_cpus" not in red["host_config"] and red["host_config"]["mem_limit"] == f"{6 << 30}b"
+    assert red["environment"] == {"MEM_LIMIT": str(6 << 30), "LAB_GUARDED": "1", "OMP_NUM_THREADS": "1"}
+
+
 def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
     folder, teams, tokens, _ = hosted
     path = folder / "hub" / "secrets.env"

@@ -114,6 +114,7 @@ def test_a_team_s_container_is_held_to_its_share_and_kept_from_the_metadata(host
         (share,) = shares[team]
         host = found["HostConfig"]
         assert host["Memory"] == share["memory"] > 1 << 30 and host["PidsLimit"] == share["processes"]
+        assert host["CpuQuota"] == 100_000 * share["cpus"] and host["CpuPeriod"] == 100_000
         assert host["LogConfig"]["Size"] == "10MB" and "LAB_GUARDED=1" in found["Config"]["Env"]
         network = found["NetworkSettings"]["Networks"][f"labtest-{team}"]
         rule = f"from {network['IPAddress'].rpartition('.')[0]}.0/{network['IPPrefixLen']} to 169.254.0.0/16 prohibit"
