@@ -124,7 +124,7 @@ def check_queue(nodes: Sequence[SlurmNode], bundle: str = "") -> Preflight:
     """
     started, request = time.monotonic(), nodes[0].request
     try:
-        state, found = judge_queue(list_partitions(request.partition), request.count)
+        state, found = judge_queue(list_partitions(request.partition), len(nodes))
         fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses" if state == "red" else ""
         verdict = Verdict("Slurm", "queue", state, found, "another partition was meant" if fix else "", fix)
     except LabError as error:
