@@ -98,7 +98,8 @@ class Hosts:
             number = next(k for k in range(1000) if not (STATE / f"{os.getpid()}-{k}").exists())
             self.state = STATE / f"{os.getpid()}-{number}"
             self.state.mkdir(mode=0o700)
-            (self.state / "owner").write_text(_describe_process(os.getpid()))
+            self._owner = (self.state / "owner").open("w")
+            fcntl.flock(self._owner, fcntl.LOCK_EX)
             Path("/node").mkdir(exist_ok=True)
         self._prefix = f"lab{self.state.name}-"
         try:
@@ -213,6 +214,7 @@ class Hosts:
         for node in self._nodes:
             self._kill(node)
         with _locked():
+            self._owner.close()
             _remove(self.state)
             _turn_off_the_light()
 
@@ -337,19 +339,16 @@ def _locked() -> Iterator[None]:
         yield
 
 
-def _describe_process(pid: int) -> str:
-    """A process's id and when it started, since ids are used again; "" where it is gone."""
-    with contextlib.suppress(OSError):
-        return f"{pid} {Path(f'/proc/{pid}/stat').read_text().rsplit(')', 1)[1].split()[19]}"
-    return ""
-
-
 def _clear_leftovers() -> None:
-    """Removes the hosts of owners that died without doing it."""
+    """Removes the hosts of owners that died without doing it: they no longer hold their lock.
+
+    Not by the owner's process id, which means another process, or none, to who has process ids of its own.
+    """
     for folder in STATE.iterdir():
-        with contextlib.suppress(OSError, IndexError):
-            owner = (folder / "owner").read_text()
-            if owner == _describe_process(int(owner.split()[0])):
+        with contextlib.suppress(FileNotFoundError), (folder / "owner").open() as owner:
+            try:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 continue
         _remove(folder)
 
