@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -213,3 +214,26 @@ def wait_for(holds: Callable[[], object], seconds: float = 40.0) -> object:
         assert time.monotonic() < end, "it did not come"
         time.sleep(0.05)
     return value
+
+
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    """Sends a signal to processes that are there."""
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], float]]:
+    """Does it once both ranks are connected; the second part returns when that was."""
+    seen: list[str] = []
+    times: list[float] = []
+
+    def count(line):
+        seen.append(line)
+        if len(seen) == 2:
+            times.append(time.time())
+            action()
+
+    heard = Heard()
+    heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
+    return heard, lambda: times[0]

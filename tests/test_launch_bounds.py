@@ -1,7 +1,6 @@
 """What a job may cost and how long it may stay: output without end, supervisors that are stopped or killed."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,12 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import TROUBLE, Heard, assert_gone, check_error, find_processes, run_badly, wait_for
+from jobs import TROUBLE, assert_gone, check_error, find_processes, kill, run_badly, wait_for, when_connected
 
 from lab_utils import LabError, launch
 from lab_utils.launch import TorchrunJob, local_nodes
 from lab_utils.launch.diagnosis import diagnose
-from lab_utils.launch.output import BURST, LINE, LOG, TAIL, Lines, Log, Output
+from lab_utils.launch.output import BURST, TAIL, Lines, Log, Output
 from lab_utils.launch.run import FIRST, LAST, Kept, Run
 from lab_utils.launch.story import Story
 
@@ -94,7 +93,6 @@ def test_of_what_is_beyond_the_last_lines_come_behind_a_count():
     note = next(n for n, line in enumerate(lines) if b"too fast" in line)
     passed, kept = b"".join(lines[:note]), b"".join(lines[note + 1 :])
     dropped = float(re.search(rb"\(([\d.]+) MiB", lines[note])[1])
-    assert passed + kept in (b"".join(pieces), passed + kept)
     assert BURST * 0.99 < len(passed) < BURST * 1.2 and TAIL * 0.9 < len(kept) <= TAIL
     assert b"".join(pieces).endswith(kept) and b"".join(pieces).startswith(passed)
     assert dropped == pytest.approx((len(b"".join(pieces)) - len(passed) - len(kept)) / MIB, abs=0.1)
@@ -130,7 +128,7 @@ def test_a_long_line_is_cut_and_a_bar_of_progress_is_not(size):
     ]
     bar = b"".join(b"\r%5d it" % number for number in range(5000))
     (line,) = split(bar)
-    assert line.endswith(b" 4999 it\n") and len(line) < 1100 if size < 65536 else True
+    assert line.endswith(b" 4999 it\n") and len(line) <= 1001
 
 
 def test_a_log_is_bounded_and_keeps_its_end(tmp_path):
@@ -144,7 +142,7 @@ def test_a_log_is_bounded_and_keeps_its_end(tmp_path):
     text = path.read_bytes()
     assert text.startswith(b"earlier\nline 00000\n") and text.endswith(b"line 19999\n")
     assert b"MiB are left out here: the log is full" in text
-    assert len(text) < 10_008 + TAIL + 100 and LOG > BURST
+    assert len(text) < 10_008 + TAIL + 100
 
 
 def test_a_result_keeps_the_first_and_last_lines_of_each_rank():
@@ -166,7 +164,7 @@ def test_a_result_keeps_the_first_and_last_lines_of_each_rank():
 def test_a_result_that_is_too_long_is_refused():
     with pytest.raises(LabError) as caught:
         launch.report("x" * (9 * MIB))
-    assert "too long" in caught.value.what and caught.value.fix and LINE < 9 * MIB
+    assert "too long" in caught.value.what and caught.value.fix
 
 
 # Supervisors that are stopped or killed.
@@ -183,27 +181,6 @@ dist.barrier()
 print("connected", flush=True)
 time.sleep(300)
 """
-
-
-def when_both_are_connected(action):
-    """Does it as soon as both ranks have said that they are connected; and a list of when that was."""
-    seen, times = [], []
-
-    def count(line):
-        seen.append(line)
-        if len(seen) == 2:
-            times.append(time.time())
-            action()
-
-    heard = Heard()
-    heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
-    return heard, times
-
-
-def signal_all(pids, number):
-    assert pids
-    for pid in pids:
-        os.kill(pid, number)
 
 
 class SilentLink:
@@ -229,6 +206,14 @@ class SilentLink:
         return -9 if self.let_go.is_set() else None
 
 
+def test_a_log_that_cannot_be_opened_leaves_no_supervisor(tmp_path):
+    link = SilentLink()
+    settings = {"join_timeout": 60, "limit": 60, "restarts": False, "say": print, "stop": threading.Event()}
+    with pytest.raises(FileNotFoundError):
+        Run({"a": link}, Story(["a"], ["127.0.0.1"]), log=tmp_path / "no folder" / "log", **settings).follow()
+    assert link.let_go.is_set()
+
+
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
     story, link, start = Story(["a"], ["127.0.0.1"]), SilentLink(), time.monotonic()
     say, stop = lambda line: None, threading.Event()
@@ -248,11 +233,11 @@ def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, wri
     job_id, start = job.id, time.time()
 
     def stop():
-        signal_all([pid for node in nodes for pid in find_processes(job_id, "launch.supervisor", node)], signal.SIGSTOP)
+        kill([pid for node in nodes for pid in find_processes(job_id, "launch.supervisor", node)], signal.SIGSTOP)
 
-    heard, times = when_both_are_connected(stop)
+    heard, since = when_connected(stop)
     error = run_badly(job, heard, seconds=limit + 2 + 5 + 5, since=lambda: start)
-    assert times, "nothing was stopped"
+    assert start < since() < start + limit, "it was stopped before the limit"
     assert error.result.failure.kind in ("limit", "lost"), error  # the launcher's clock, or the guard's
 
 
@@ -261,7 +246,7 @@ def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, wri
 def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where, write, request):
     """The guard on the node: nobody else is left who could."""
     launcher, job_id = start_job(write, where, request)
-    signal_all(find_processes(job_id, "launch.supervisor"), signal.SIGSTOP)
+    kill(find_processes(job_id, "launch.supervisor"), signal.SIGSTOP)
     launcher.kill()
     launcher.wait()
     assert_gone(job_id, 15 + 5)
@@ -272,7 +257,7 @@ def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where,
 def test_43_supervisors_that_are_killed_leave_no_grandchildren(where, launcher_too, write, request):
     launcher, job_id = start_job(write, where, request)
     assert len(find_processes(job_id, "sleep")) >= 8
-    signal_all(find_processes(job_id, "launch.supervisor"), signal.SIGKILL)
+    kill(find_processes(job_id, "launch.supervisor"), signal.SIGKILL)
     if launcher_too:
         launcher.kill()
     assert_gone(job_id, 10)
@@ -317,7 +302,7 @@ def test_44_a_node_that_was_started_by_hand_and_never_joins_ends_by_itself(write
         _, said = node.communicate(timeout=3 + 10 + 5 + 10)
     assert node.returncode != 0
     print(f"it ended after {time.monotonic() - start:.1f} s")
-    assert "the other nodes did not come" in said or "Rendezvous" in said, said
+    assert "the other nodes did not come" in said, said
     assert_gone(job_id, 1)
 
 
@@ -339,7 +324,7 @@ def test_43_a_guard_is_no_part_of_the_job_and_goes_with_it(write):
                 guards.append(folder)
         job.stop()
 
-    heard, _ = when_both_are_connected(look)
+    heard, _ = when_connected(look)
     with pytest.raises(launch.JobError) as caught:
         job.run(show=heard)
     check_error(caught.value)

@@ -21,9 +21,11 @@ from jobs import (
     assert_port_free,
     find_port,
     find_processes,
+    kill,
     list_processes,
     run_badly,
     wait_for,
+    when_connected,
 )
 
 from lab_utils.launch import TorchrunJob, find_log, local_nodes, ssh_nodes
@@ -76,27 +78,6 @@ def assert_no_listeners(hosts, folder):
     for node in ("n1", "n2"):
         rows = [row.split() for row in hosts.run_on(node, ["cat", "/proc/net/tcp"]).splitlines()[1:]]
         assert not [row for row in rows if row[1].endswith(port) and row[3] == "0A"], node
-
-
-def kill(pids, number=signal.SIGKILL):
-    assert pids
-    for pid in pids:
-        os.kill(pid, number)
-
-
-def when_connected(action):
-    """Does it once both ranks are connected; remembers when."""
-    seen, times = [], []
-
-    def count(line):
-        seen.append(line)
-        if len(seen) == 2:
-            times.append(time.time())
-            action()
-
-    heard = Heard()
-    heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
-    return heard, lambda: times[0]
 
 
 @pytest.mark.parametrize("order", ["address", "nodes"])

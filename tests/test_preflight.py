@@ -20,6 +20,7 @@ from lab_utils.launch import __main__ as launch_main
 from lab_utils.launch import probe, routes
 from lab_utils.launch.__main__ import main
 from lab_utils.launch.facts import hash_tree
+from lab_utils.launch.leftovers import judge_jobs
 from lab_utils.launch.local import LocalNode, local_nodes
 from lab_utils.launch.preflight import Preflight, check_nodes, judge_clocks
 from lab_utils.launch.ssh import ssh_nodes
@@ -32,7 +33,6 @@ from lab_utils.launch.verdicts import (
     judge_disk,
     judge_facts,
     judge_gpus,
-    judge_jobs,
     judge_versions,
 )
 
@@ -406,7 +406,7 @@ def test_a_gpu_that_others_fill_and_one_that_torch_cannot_use():
 
 
 def test_a_node_that_could_find_nothing_out_costs_nobody_a_verdict():
-    verdicts = judge_facts({"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data_file="x"), jobs={"n1": [], "n2": []})
+    verdicts = judge_facts({"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data_file="x"))
     gaps = [verdict.check for verdict in verdicts if verdict.node == "n1"]
     assert gaps == ["versions", "disk", "gpus", "code", "data"]
     assert {verdict.state for verdict in verdicts} <= {"ok", "note"}

@@ -17,8 +17,7 @@ CHUNK = 64 * 2**10
 class Lines:
     """Splits what comes in pieces into lines, in bounded memory.
 
-    Of a line that is too long, and of one that a bar of progress writes again and again, the beginning of what was
-    written last is kept.
+    A line that is too long is cut. Of a progress bar, which writes its line again and again, the last text is kept.
 
     Args:
         longest: The most bytes of a line.
@@ -59,8 +58,8 @@ def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
 class Output:
     """What one rank prints, passed on line by line as long as it keeps within its allowance.
 
-    Of what is printed beyond, nobody has to read, keep or wait for more than the last lines: they come, behind a line
-    that says how much was dropped, when the allowance has grown again, when the rank is silent, and at its end.
+    What is printed beyond is dropped, but for the last lines. A line says how much was dropped, and the last lines
+    follow it: when the allowance has grown again, when the rank prints nothing, and at its end.
 
     Args:
         prefix: Stands before each line.

@@ -15,11 +15,11 @@ from pathlib import Path
 from lab_utils import LabError
 from lab_utils.launch import facts as own_facts
 from lab_utils.launch import kinds, routes, table, values
-from lab_utils.launch.inherited import judge_inherited
+from lab_utils.launch.leftovers import judge_inherited, judge_jobs, stop_command
 from lab_utils.launch.local import LocalNode, choose_data
 from lab_utils.launch.nodes import Node
 from lab_utils.launch.talk import Talk, ask_all, open_talks
-from lab_utils.launch.verdicts import Verdict, Wanted, judge_error, judge_facts, stop_command
+from lab_utils.launch.verdicts import Verdict, Wanted, judge_error, judge_facts
 from lab_utils.text import clean
 
 # Beyond it, timelines of several nodes laid side by side mislead, and so do the times in their logs.
@@ -147,7 +147,8 @@ def check_nodes(
     job = (listening.get("busy") or {}).get("job", "")
     system = network.facts.get(network.head, {}).get("system", {})
     verdicts += routes.judge_port(network, stop_command(job, network.head, system, wanted))
-    verdicts += judge_facts(network.facts, wanted, jobs={name: answer["jobs"] for name, answer in answers.items()})
+    verdicts += judge_facts(network.facts, wanted)
+    verdicts += judge_jobs(network.facts, wanted, {name: answer["jobs"] for name, answer in answers.items()})
     inherited = {name: answer["inherited"] for name, answer in answers.items()}
     verdicts += judge_inherited(network.facts, inherited, machine)
     verdicts += judge_clocks({name: (answer["offset"], answer["delay"]) for name, answer in answers.items()})

@@ -44,10 +44,9 @@ class Kept:
         """Adds a line, which begins with its rank."""
         rank, entry = line.partition("] ")[0], (self._count, line)
         self._count += 1
-        room = self._room.setdefault(rank, FIRST)
-        if rank not in self._last and len(line) <= room:
+        if rank not in self._last and len(line) <= self._room.setdefault(rank, FIRST):
             self._first.append(entry)
-            self._room[rank] = room - len(line)
+            self._room[rank] -= len(line)
             return
         last = self._last.setdefault(rank, deque())
         last.append(entry)
@@ -96,7 +95,7 @@ class Run:
         self._unshown, self._cut = 0, False
         self._started = self._told = time.monotonic()
         self._failed: float | None = None
-        self._kept = Kept()
+        self._kept, self._log = Kept(), None
         self.joined: float | None = None
         self.why = ""
 
@@ -107,8 +106,8 @@ class Run:
             KeyboardInterrupt: The cell was interrupted; every node has ended, or ends by itself within its lease.
         """
         over = threading.Event()
-        self._log = Log(self._path)
         try:
+            self._log = Log(self._path)
             for node, link in self._links.items():
                 threading.Thread(target=self._read, args=[node, link, over], daemon=True).start()
             threading.Thread(target=self._beat, args=[over], daemon=True).start()
@@ -123,8 +122,9 @@ class Run:
                 self._end_all()
             finally:
                 over.set()
-                with contextlib.suppress(OSError):  # the disk is full, and that was said
-                    self._log.close()
+                if self._log:
+                    with contextlib.suppress(OSError):  # the disk is full, and that was said
+                        self._log.close()
                 for link in self._links.values():
                     if link.poll() is None:
                         link.kill()
@@ -171,7 +171,8 @@ class Run:
                 part.refusal = self._links[node].explain()
             return
         try:
-            self._log.write(f"{node}: ".encode() + line)
+            if self._log:
+                self._log.write(f"{node}: ".encode() + line)
         except OSError as error:  # a full disk costs the log, and not the job
             if not self._cut:
                 self._cut = True
@@ -231,9 +232,7 @@ class Run:
 
     def _introduce(self) -> None:
         ranks = [self._story.ranks[rank] for rank in sorted(self._story.ranks)]
-        who = "; ".join(
-            f"rank {rank.rank} on {rank.node} ({rank.address or rank.host}, process {rank.pid})" for rank in ranks
-        )
+        who = "; ".join(f"rank {r.rank} on {r.node} ({r.address or r.host}, process {r.pid})" for r in ranks)
         self._say(f"all nodes joined after {self.joined:.1f} s: {who}")
 
     def _end_all(self) -> None:

@@ -1,6 +1,5 @@
 """Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
 
-
 ``python -m lab_utils.launch.supervisor --job-folder DIR -- bash node0.sh`` stops everything when its standard input
 closes, when no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command
 has ended and left processes behind. torchrun starts every worker in a session of its own, so that no process group
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lab_utils.launch import guard
+from lab_utils.launch.disks import measure_room
 from lab_utils.launch.guard import kill_all
 from lab_utils.launch.output import CHUNK, EVENT, Lines, Log, Output
 
@@ -91,7 +91,7 @@ class Supervisor:
         self._hand_over()
         why = self._why[0] if self._why else ""
         facts = {"returncode": process.returncode, "why": why, "killed": killed, "memory": self._memory}
-        self._say("ended", **facts, folder=str(self._folder), room=_measure_room(self._folder))
+        self._say("ended", **facts, folder=str(self._folder), room=measure_room(self._folder))
         self._out.put(None)
         self._wait_for(writer, started)
         with contextlib.suppress(OSError):
@@ -289,22 +289,13 @@ def _start_guard() -> subprocess.Popen:
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 
-def _measure_room(folder: Path) -> int | None:
-    """The free bytes of a folder's disk."""
-    try:
-        usage = os.statvfs(folder)
-    except OSError:
-        return None
-    return usage.f_bavail * usage.f_frsize if usage.f_favail or not usage.f_files else 0
-
-
 def _set_process(option: int, value: int) -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(option, value)
 
 
 def _reap(process: subprocess.Popen) -> None:
-    """Buries adopted orphans; the command itself is left to ``process``, which wants its exit status."""
+    """Reaps orphaned processes; the command itself is left to ``process``, which wants its exit status."""
     if process.poll() is None:
         return
     with contextlib.suppress(ChildProcessError):

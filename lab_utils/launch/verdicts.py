@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lab_utils import LabError
@@ -70,14 +70,14 @@ def judge_error(name: str, error: LabError) -> Verdict:
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
 
-def judge_facts(facts: Facts, wanted: Wanted, *, jobs: Mapping[str, Sequence[Mapping]]) -> list[Verdict]:
-    """Judges everything but the network and the clocks."""
+def judge_facts(facts: Facts, wanted: Wanted) -> list[Verdict]:
+    """Judges everything but the network, the clocks and other jobs."""
     verdicts = judge_versions(facts)
     for name, found in facts.items():
         judges = [("disk", judge_disk), ("gpus", judge_gpus), ("code", judge_code)]
         for part, judge in judges if wanted.bundle else judges[:-1]:
             verdicts += judge(name, found, wanted) if is_there(found, part) else [judge_gap(name, found, part)]
-    return verdicts + (judge_data(facts, wanted) if wanted.data_file else []) + judge_jobs(facts, wanted, jobs)
+    return verdicts + (judge_data(facts, wanted) if wanted.data_file else [])
 
 
 def is_there(found: Mapping, part: str) -> bool:
@@ -221,36 +221,3 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
             state, what, cause, fix = "ok", found, "", ""
         verdicts.append(Verdict(name, "data", state, what, cause, fix))
     return verdicts
-
-
-def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping]]) -> list[Verdict]:
-    """Names what runs of other jobs, each process once where several nodes are one machine.
-
-    Red is what holds the memory of a GPU that this job will use; a held port is judged with the port.
-    """
-    verdicts, seen = [], set()
-    for name, processes in jobs.items():
-        system, gpus = facts.get(name, {}).get("system", {}), facts.get(name, {}).get("gpus", {})
-        holders = {int(row[0]) for row in gpus.get("apps", []) if row[0].isdigit()}
-        by_job: dict[str, list[Mapping]] = {}
-        watched = {process["id"] for process in processes if process["supervisor"]}
-        for process in processes:
-            if process["id"] != wanted.job_id and (system.get("machine"), process["pid"]) not in seen:
-                seen.add((system.get("machine"), process["pid"]))
-                by_job.setdefault(process["id"], []).append(process)
-        for job, own in by_job.items():
-            pids = ", ".join(str(process["pid"]) for process in own[:8])
-            what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
-            state, cause = "note", f"a leftover, or a node that was started by hand: {own[0]['command']}"
-            if job in watched:
-                cause = "another notebook runs it; the two share the machine"
-            elif holders & {process["pid"] for process in own}:
-                state, what = "red", f"{what}, and holds GPU memory"
-            verdicts.append(Verdict(name, "jobs", state, what, cause, stop_command(job, name, system, wanted)))
-    return verdicts
-
-
-def stop_command(job: str, name: str, system: Mapping, wanted: Wanted) -> str:
-    """The command that stops a job on a node."""
-    here = wanted.machine and system.get("machine") == wanted.machine
-    return f"python -m lab_utils.launch stop {shlex.quote(job)}{'' if here else f' {shlex.quote(name)}'}"
