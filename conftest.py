@@ -19,6 +19,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOLDERS = pytest.StashKey[Path]()
+SETTINGS = pytest.StashKey[dict[str, str]]()
 # Files whose tests use what there is once per machine: the hosts, the Slurm cluster.
 SHARED = tuple(
     f"tests/test_{name}.py"
@@ -60,6 +61,7 @@ def pytest_configure(config):
         os.environ[f"LAB_{name.upper()}"] = str(root / name)
     # The stored outputs are those of the small scale.
     os.environ["LAB_SCALE"] = "small"
+    config.stash[SETTINGS] = {name: value for name, value in os.environ.items() if name.startswith("LAB_")}
 
 
 def pytest_collection_modifyitems(config, items):
@@ -93,6 +95,20 @@ def pytest_runtest_setup(item):
     """Prepares the notebooks' data."""
     if item.path.parent == Path(__file__).parent / "notebooks":
         draw_data()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Lets no test change the settings that the next one starts from, not even where monkeypatch was forgotten."""
+    result = yield
+    left = {name: value for name, value in os.environ.items() if name.startswith("LAB_")}
+    before = item.config.stash[SETTINGS]
+    if left != before:
+        for name in left.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        pytest.fail(f"left other settings behind: {dict(left.items() ^ before.items())}")
+    return result
 
 
 # bash as the first process buries what others leave behind, as init does; it must not become what it starts.

@@ -8,6 +8,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -48,8 +49,8 @@ def use(root, capsys):
 
 
 def see(root, capsys):
-    os.environ["LAB_DATA"] = str(root)
-    codes = [main([command]) for command in ("info", "verify")]
+    with mock.patch.dict(os.environ, LAB_DATA=str(root)):
+        codes = [main([command]) for command in ("info", "verify")]
     assert set(codes) <= {0, 1}
     return "".join(capsys.readouterr())
 
@@ -91,10 +92,9 @@ WAYS = {change_manifest: 8, change_array: 3, change_labels: 1, replace_file: 2}
 
 
 @pytest.mark.drill
-def test_packs_of_others_are_used_made_anew_or_refused(whole, few, tmp_path, monkeypatch, capsys):
+def test_packs_of_others_are_used_made_anew_or_refused(whole, few, tmp_path, capsys):
     seeds = choose_seeds(many=200, few=40)
     canary = make_canary(tmp_path / "canary")
-    monkeypatch.setenv("LAB_DATA", "set by each case")
     outside = describe_tree(canary)
     used = refused = 0
     for seed in seeds:
