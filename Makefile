@@ -54,10 +54,10 @@ host:
 test-hosting: setup
 	@$(PY) -m pytest -n 0 -m hosting -rs tests $(ARGS)
 
-## drills: what goes wrong between nodes, one after the other, and with more interrupts than `make test` has time for
+## drills: what goes wrong between nodes, and with more interrupts than `make test` has time for
 .PHONY: drills
 drills: setup
-	@LAB_INTERRUPTS=50 $(PY) -m pytest -m drill tests $(ARGS)
+	@LAB_INTERRUPTS=50 $(PY) -m pytest -n $(WORKERS) -m drill tests $(ARGS)
 
 ## fuzz: thousands of hostile archives, checkpoints, reports and records, at most five minutes (SEED=number repeats a run)
 .PHONY: fuzz

@@ -20,27 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
-# Files whose tests use what there is once per machine: the hosts, the Slurm cluster.
-SHARED = tuple(
-    f"tests/test_{name}.py"
-    for name in (
-        "hosts",
-        "lab5",
-        "launch_bounds",
-        "launch_drills",
-        "launch_exposure",
-        "launch_faults",
-        "launch_plans",
-        "launch_script",
-        "launch_slurm",
-        "launch_ssh",
-        "preflight",
-    )
-)
 # The browser's tests come after those notebooks whose long measurements they take over.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
 LONGEST = (
-    *SHARED,
+    "tests/test_launch_drills.py",
+    "tests/test_launch_slurm.py",
     *LABS,
     "notebooks/",
     "tests/test_launch",
@@ -73,11 +57,6 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("hosting")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
-    wanting = {
-        item.nodeid.split("::")[0] for item in items if {"hosts", "slurm"} & set(getattr(item, "fixturenames", ()))
-    }
-    if wanting - set(SHARED):
-        raise pytest.UsageError(f"{', '.join(wanting - set(SHARED))}: uses the hosts, and is not in SHARED")
     items.sort(
         key=lambda item: next((n for n, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
     )
@@ -128,7 +107,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps a file's tests in one process of ``pytest -n 3``; the hosts' files together, and the labs'."""
+    """Keeps a file's tests in one process of ``pytest -n 3``, and the labs' together."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # which would begin with the file of the most tests
@@ -136,7 +115,7 @@ def pytest_xdist_make_scheduler(config, log):
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            return "hosts" if file in SHARED else "labs" if file.startswith(LABS) else file
+            return "labs" if file.startswith(LABS) else file
 
     return FileScheduling(config, log)
 

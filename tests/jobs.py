@@ -207,7 +207,7 @@ def assert_gone(job_id: str, seconds: float) -> float:
     return took
 
 
-def wait_for(holds: Callable[[], object], seconds: float = 40.0) -> object:
+def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> object:
     """Returns what ``holds`` returns as soon as that is true."""
     end = time.monotonic() + seconds
     while not (value := holds()):

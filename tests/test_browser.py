@@ -19,7 +19,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from lab_utils import workspace
 
-pytestmark = pytest.mark.drill
 ROOT = Path(__file__).resolve().parents[1]
 # Where hosts can be made, test_lab5.py takes lab 5 this way on two of them.
 NOTEBOOKS = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.stem[:2] != "05" or find_missing()]
@@ -220,6 +219,7 @@ def find_step(log: str) -> int:
     return int(re.findall(r"step (\d+)", log)[-1])
 
 
+@pytest.mark.drill
 def test_interrupting_a_two_node_cell_leaves_no_process_and_the_kernel_goes_on(lab, open_notebook, keep, survivors):
     job_cell = TWO_NODES.format(enough=lab.runs / "never")
     page = open_notebook(lab.write("interrupted.ipynb", job_cell, "print(1 + 1)").name)
@@ -233,6 +233,7 @@ def test_interrupting_a_two_node_cell_leaves_no_process_and_the_kernel_goes_on(l
     assert run_cell(page, 1) == "2"
 
 
+@pytest.mark.drill
 def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_shown(lab, open_notebook, keep, survivors):
     """The reopened notebook shows what was saved. What comes while no tab is open is in the job's log alone."""
     enough = lab.runs / "enough"

@@ -59,7 +59,6 @@ def break_after(letter, *edits):
     return card
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize(
     ("letter", "edits", "yours"),
     [
@@ -129,7 +128,6 @@ def average_the_averages(rank, results):
     return {"accuracies": [sum(pair) / 2 for pair in zip(*averages, strict=True)]}
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize(
     ("letter", "change", "yours"),
     [
@@ -153,7 +151,6 @@ def count_all(rank, results):
     return {"own": [[round(257 * accuracy), 257] for accuracy in results[rank]["accuracies"]]}
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize("change", [count_all, lambda *_: {}], ids=["of all already", "of each rank"])
 def test_counts_that_add_up_are_right(alter, change, capsys):
     """As after an all_reduce before they are kept, or where each rank looks at all points; and as the job has them."""
@@ -194,7 +191,6 @@ WEIGHTED = (
 )
 
 
-@pytest.mark.drill
 @pytest.mark.parametrize(
     ("letter", "edits"),
     [
@@ -219,7 +215,6 @@ def draw_and_read(pile, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.drill
 def test_batches_that_are_dropped_by_the_loader_are_a_right_mend(capsys):
     check.exercise("6.2", mend("E", ("shuffle=True", "shuffle=True, drop_last=True")))
     assert "✔ 6.2" in capsys.readouterr().out
@@ -330,7 +325,6 @@ def test_what_is_no_card_is_said():
     assert_explains(caught.value, "There is no cards", "draw the card again")
 
 
-@pytest.mark.drill
 def test_a_job_that_no_longer_reports_is_told_so():
     card = mend("I", ('{"gap": max(gaps), "seen": seen}', '{"gap": max(gaps)}'))
     with pytest.raises(LabError) as caught:
@@ -338,7 +332,6 @@ def test_a_job_that_no_longer_reports_is_told_so():
     assert_explains(caught.value, "no longer reports", "leave launch.report")
 
 
-@pytest.mark.drill
 def test_a_card_runs_as_the_notebook_shows_it(capsys):
     result = draw("I").run()
     said = capsys.readouterr().out

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import nbformat
-import pytest
 from jobs import list_processes
 from lab_pages import find_faults, find_stubs, go_the_learner_s_way
 from lab_server import start_lab
@@ -52,7 +51,6 @@ SAID = {
 }
 
 
-@pytest.mark.drill
 def test_a_learner_meets_each_stub_solves_it_and_runs_the_lab_on_two_hosts(
     hosts, cinic_folder, chromium, root, tmp_path, monkeypatch, keep
 ):
@@ -102,7 +100,6 @@ def look(hosts, folder, *argv):
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30, env={**os.environ})
 
 
-@pytest.mark.drill
 def test_the_preflight_works_in_a_terminal_as_the_readme_says(hosts, root, tmp_path):
     assert "python -m lab_utils.launch preflight" in (root / "notebooks" / NAME).read_text()
     good = look(hosts, tmp_path, "n1", "n2")

@@ -113,8 +113,8 @@ def find_endpoint(folder) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
-def run_attacked(job: TorchrunJob, attack, wait) -> Heard:
-    """Starts a job of which node 1 never comes, and has it attacked while node 0 asks the store again and again."""
+def run_attacked(job: TorchrunJob, attack, wait) -> None:
+    """Has a job attacked of which node 1 never comes, while node 0 asks the store again and again, until it refuses."""
     heard, errors = Heard(), []
 
     def run():
@@ -131,28 +131,26 @@ def run_attacked(job: TorchrunJob, attack, wait) -> Heard:
         endpoint = find_endpoint(folder)
         wait(endpoint)
         attack(endpoint)
-        thread.join(40)
+        wait_for(lambda: "no part of the state of a rendezvous" in (folder / "output.log").read_text())
     finally:
         job.stop()
         thread.join(20)
     assert not thread.is_alive() and errors
     assert_gone(job_id, 5)
-    return errors[0]
 
 
 def test_what_a_stranger_writes_into_the_store_is_not_run(script, tmp_path):
     """The state of torch's rendezvous is a pickle: what one of these calls when it is read would run as the learner."""
     mark = tmp_path / "mark"
-    job = TorchrunJob(script, ["ok"], nodes=local_nodes(2), join_timeout=12)
+    job = TorchrunJob(script, ["ok"], nodes=local_nodes(2), join_timeout=200)
 
     def attack(endpoint):
         command = [sys.executable, "-c", ATTACK, endpoint[0], str(endpoint[1]), str(mark)]
         wait_for(lambda: "rendezvous" in subprocess.run(command, capture_output=True, text=True).stdout)
 
     job_id = job.id
-    error = run_attacked(job, attack, lambda endpoint: wait_for(lambda: endpoint in list_listeners(job_id)))
+    run_attacked(job, attack, lambda endpoint: wait_for(lambda: endpoint in list_listeners(job_id)))
     assert not mark.exists()
-    assert "no part of the state of a rendezvous" in (error.result.folder / "output.log").read_text()
 
 
 def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(script, hosts, tmp_path):
@@ -178,11 +176,10 @@ def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(scrip
         command = [*hosts._enter("n0"), sys.executable, "-c", ATTACK, endpoint[0], str(endpoint[1]), str(mark)]
         wait_for(lambda: "rendezvous" in subprocess.run(command, capture_output=True, text=True).stdout)
 
-    job = TorchrunJob(script, ["ok"], nodes=nodes, join_timeout=12)
+    job = TorchrunJob(script, ["ok"], nodes=nodes, join_timeout=200)
     assert nodes[0].name == "n1"
-    error = run_attacked(job, attack, lambda endpoint: None)
+    run_attacked(job, attack, lambda endpoint: None)
     assert not mark.exists()
-    assert "no part of the state of a rendezvous" in (error.result.folder / "output.log").read_text()
     nodes[0].close()
 
 
