@@ -30,7 +30,7 @@ lab: setup
 	  2>/dev/null || { echo "Port $(LAB_PORT) is in use, or not yours to use. Choose another: make lab LAB_PORT=8899"; exit 1; }
 	@$(PY) -m lab_utils.machine || echo "The labs may not run as they should until this is mended; going on all the same."
 	@$(PY) -m lab_utils.data prepare
-	@$(PY) -m lab_utils.workspace --workspace "$(WORKSPACE)"
+	@$(PY) -m course.workspace --workspace "$(WORKSPACE)"
 	@if [ -n "$$SSH_CONNECTION" ]; then \
 	  echo; echo "You are connected over SSH. On your own computer, run this and leave it open:"; \
 	  echo "    ssh -N -L $(LAB_PORT):127.0.0.1:$(LAB_PORT) $$(id -un)@$$(echo $$SSH_CONNECTION | cut -d' ' -f3)"; \
@@ -67,7 +67,7 @@ fuzz: setup
 ## checks: for each exercise how many wrong answers are refused, each with its hint, and how many right ones accepted
 .PHONY: checks
 checks: setup
-	@$(PY) -m pytest -q -p tests.checks_table tests/test_check_lab*.py
+	@$(PY) -m pytest -q -p tests.harness.checks_table tests/test_check_lab*.py
 
 ## setup: everything the labs need, in .venv/ (TORCH=cpu takes the smaller builds without CUDA)
 .PHONY: setup
@@ -90,7 +90,7 @@ FORCE:
 ## workspace: make or refresh your copy of the labs in workspace/; what you changed is kept
 .PHONY: workspace
 workspace: setup
-	@$(PY) -m lab_utils.workspace --workspace "$(WORKSPACE)"
+	@$(PY) -m course.workspace --workspace "$(WORKSPACE)"
 
 ## student: write the release copy for learners into STUDENT=student/: stubs in place of solutions, no outputs, no tests
 .PHONY: student
@@ -98,19 +98,19 @@ student: setup
 	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
 	@mkdir -p "$(STUDENT)"
 	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
-	@$(PY) -m lab_utils.workspace --workspace "$(STUDENT)/notebooks"
+	@$(PY) -m course.workspace --workspace "$(STUDENT)/notebooks"
 
 ## notebooks: run all notebooks again and save them with their outputs, and the README's picture
 .PHONY: notebooks
 notebooks: setup
-	@$(PY) tests/run_notebooks.py --save notebooks/*.ipynb
+	@$(PY) tests/harness/run_notebooks.py --save notebooks/*.ipynb
 
 ## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU; LAB=4: two)
 .PHONY: reference
 reference: LAB ?= 1
 reference: setup
 	@rm -rf runs/reference
-	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) tests/run_notebooks.py notebooks/0$(LAB)_*.ipynb
+	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) tests/harness/run_notebooks.py notebooks/0$(LAB)_*.ipynb
 	@LAB_RUNS=runs/reference $(PY) -m lab_utils.timing reference lab$(LAB)
 
 ## bench: measure the performance claims that a maintainer has to defend

@@ -166,7 +166,7 @@ def install(*arguments: object) -> None:
 
 
 def install_all() -> None:
-    """Installs the locked versions and then lab_utils itself, as an editable package."""
+    """Installs the locked versions and then our own packages, as editable ones."""
     lock = ROOT / "requirements.lock"
     if os.environ.get("TORCH") == "cpu":
         text = lock.read_text(encoding="utf-8")

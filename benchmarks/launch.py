@@ -17,14 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.claims import Claim
-from lab_utils.launch import TorchrunJob, local_nodes, ssh_nodes
-from lab_utils.launch.bundle import collect_files
-from lab_utils.launch.nodes import Node
-from lab_utils.launch.preflight import check_nodes
-from lab_utils.launch.probe import find_free_port
-from lab_utils.launch.processes import stop_job
-from lab_utils.launch.start import copy_all
-from tests.hosts import Hosts, find_missing
+from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch.backends.nodes import Node
+from nodelaunch.node.probe import find_free_port
+from nodelaunch.node.processes import stop_job
+from nodelaunch.preflight import check_nodes
+from tests.harness.hosts import Hosts, find_missing
+from tests.harness.jobs import copy_code
 
 SCRIPT = Path(__file__).with_name("first_step.py")
 PAIRS = 7
@@ -64,7 +63,7 @@ def check_launch(folder: Path) -> Claim:
         nodes = local_nodes(2, folder=folder / "scripts")
         job = TorchrunJob(SCRIPT, [stamp], nodes=nodes, port=find_free_port())
         commands = [["bash", str(path)] for path in job.write()]
-        copy_all(job, collect_files(SCRIPT))
+        copy_code(job)
         start = run_together(commands, job.id, {}, stamp.with_suffix(".log"))
         return float(stamp.read_text()) - start
 

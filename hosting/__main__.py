@@ -13,8 +13,8 @@ from hosting.collect import collect
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import check_guard, read_status, show_status
-from lab_utils import LabError, checkout
-from lab_utils.text import clean
+from lab_common import LabError, checkout
+from lab_common.text import clean
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

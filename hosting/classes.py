@@ -11,7 +11,7 @@ from hosting.limits import Share, check_shares, keep_shares
 from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
-from lab_utils import LabError
+from lab_common import LabError
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from hosting.classes import Class
 from hosting.engine import LOG
 from hosting.files import HOME, LABS, PYTHON, name_container
 from hosting.teams import Team
-from lab_utils import LabError
-from lab_utils.text import clean
+from lab_common import LabError
+from lab_common.text import clean
 
 REPORT, WORK, LEFT_OUT = "report.html", "work", "left-out.txt"
 CHUNK, LONGEST_FRAME = 1 << 20, 1 << 15
@@ -91,7 +91,7 @@ def visit(path, name):
 try:
     with tempfile.TemporaryDirectory() as folder:
         report = folder + "/report.html"
-        make = [sys.executable, "-I", "-m", "lab_utils.report", "--team=" + team, "--output=" + report]
+        make = [sys.executable, "-I", "-m", "course.report", "--team=" + team, "--output=" + report]
         made = subprocess.run([*make, "--workspace=" + work + "/labs"], capture_output=True, timeout=seconds)
         if made.returncode:
             tell("failed", made.stderr.decode(errors="replace")[-300:])

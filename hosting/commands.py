@@ -21,7 +21,7 @@ from hosting.handout import write_handout
 from hosting.limits import describe_limits, forget_shares
 from hosting.settings import Settings, save_settings
 from hosting.teams import Team
-from lab_utils import LabError, checkout
+from lab_common import LabError, checkout
 
 START_SECONDS = 180.0
 LOG_LINES = 40
@@ -256,7 +256,7 @@ def reset(found: Class, team: Team) -> str:
     """
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     kept = f"{HOME}/work/labs-{stamp}"
-    move = f"mv {HOME}/work/labs {kept} && python -I -m lab_utils.workspace --workspace {HOME}/work/labs"
+    move = f"mv {HOME}/work/labs {kept} && python -I -m course.workspace --workspace {HOME}/work/labs"
     status, said = found.ask(team, "sh", "-c", move, timeout=120)
     if status:
         raise LabError(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lab_utils import LabError, checkout
-from lab_utils.text import clean
+from lab_common import LabError, checkout
+from lab_common.text import clean
 
 LOG = "engine.log"
 # Bytes of an answer that are read. A team's container can answer without end.

@@ -17,7 +17,7 @@ from hosting.engine import Machine
 from hosting.limits import FRONT_MEMORY, FRONT_PROCESSES, SMALLEST_SHM, Share, Shares, limit
 from hosting.settings import Settings
 from hosting.teams import Team
-from lab_utils.files import write_atomically
+from lab_common.files import write_atomically
 
 BASE, NODES, GPUS, CADDY = "compose.json", "compose.nodes.json", "compose.gpu.json", "Caddyfile"
 # The folder of the teams' tokens beside them, and where a container finds its own.

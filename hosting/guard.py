@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.teams import Team
-from lab_utils import LabError
+from lab_common import LabError
 
 PROGRAM = "/srv/labs/hosting/image/guard.sh"
 START_SECONDS = 20.0

@@ -20,7 +20,7 @@ from hosting.handout import write_handout
 from hosting.limits import limit
 from hosting.settings import Settings
 from hosting.teams import Team
-from lab_utils import LabError, checkout
+from lab_common import LabError, checkout
 
 FOLDER, BASE, CLASS, TEAMS, SECRETS = "hub", "compose.json", "compose.json", "teams.json", "secrets.env"
 # The proxy's, and that of what the hub keeps of a login.

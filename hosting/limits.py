@@ -15,8 +15,8 @@ from pathlib import Path
 from hosting.engine import Machine
 from hosting.settings import AUTO, Settings, parse_size
 from hosting.teams import Team
-from lab_utils import LabError
-from lab_utils.files import write_atomically
+from lab_common import LabError
+from lab_common.files import write_atomically
 
 NAME = "shares.json"
 MIB, GIB = 1 << 20, 1 << 30

@@ -10,8 +10,8 @@ import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from lab_utils import LabError
-from lab_utils.files import write_atomically
+from lab_common import LabError
+from lab_common.files import write_atomically
 
 NAME = "settings.json"
 HOST = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?:[a-z0-9-]*[a-z0-9])?)*")

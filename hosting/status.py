@@ -18,11 +18,11 @@ from hosting.teams import Team
 # Asked in a team's container. What is solved is what the team's own pack has kept.
 ASK = f"""
 import importlib, json, shutil, subprocess
-from lab_utils import check
-from lab_utils.check.tries import read_standings
+from course import check
+from course.check.attempts import read_standings
 standings, labs = read_standings(), []
 for lab in check.LABS:
-    exercises = importlib.import_module("lab_utils.check.lab%d" % lab).EXERCISES
+    exercises = importlib.import_module("course.exercises.lab%d" % lab).EXERCISES
     labs.append([sum(number in standings and standings[number].solved for number in exercises), len(exercises)])
 used = subprocess.run(["du", "-sb", "{HOME}/work"], capture_output=True, text=True).stdout.split()[0]
 print(json.dumps({{"used": int(used), "free": shutil.disk_usage("{HOME}/work").free, "labs": labs}}))

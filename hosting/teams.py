@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab_utils import LabError
+from lab_common import LabError
 
 COLUMNS = ("team", "gpus")
 # A name becomes part of an address, a host name, a volume and a variable: what all of these take, and no more.

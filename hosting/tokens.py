@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hosting.teams import Team
-from lab_utils import LabError
-from lab_utils.files import write_atomically
+from lab_common import LabError
+from lab_common.files import write_atomically
 
 NAME = "tokens.env"
 SHORTEST = 32

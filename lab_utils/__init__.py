@@ -1,58 +1,34 @@
-"""The shared package of the Distributed Training Labs: the boring lines, so that the notebooks hold the others.
+"""What the notebooks import, so that they hold only the lines that teach: data, models, training, timing, plots.
 
-Each room is imported by its name (``from lab_utils import data, timing``); this file imports none of them, so that
+Each module is imported by its name (``from lab_utils import data, timing``); this file imports none of them, so that
 ``import lab_utils`` costs nothing and works even where torch and torchvision do not fit together.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 
+from lab_common import LabError, checkout, env_folder
 
-class LabError(Exception):
-    """What a learner can cause and mend: what happened, where, the likely cause, one command that fixes it, the log.
+# What was here until the launcher and the course became packages of their own.
+MOVED = {
+    "check": "course.check",
+    "course": "course.nbgrader",
+    "launch": "nodelaunch",
+    "report": "course.report",
+    "workspace": "course.workspace",
+}
 
-    Args:
-        what: One sentence, at most 120 characters, that stands on the first line.
-        where: The file, cell, host or address concerned.
-        cause: The likely cause.
-        fix: One command or action that fixes it.
-        log: Path of the log with the details.
-    """
-
-    def __init__(self, what: str, *, where: object = "", cause: str = "", fix: str = "", log: object = "") -> None:
-        self.what, self.where, self.cause, self.fix, self.log = what, str(where), cause, fix, str(log)
-        hints = [("where", self.where), ("likely", cause), ("fix", fix), ("log", self.log)]
-        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in hints if text)]))
-
-    def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback: the message alone, which is all that a learner needs."""
-        return str(self).splitlines()
+__all__ = ["LabError", "checkout", "choose_repair", "describe_pair", "env_folder", "load_torchvision"]
 
 
-def checkout() -> Path:
-    """Returns the repository's root, or the current folder where the package is installed away from it."""
-    root = Path(__file__).resolve().parents[1]
-    return root if (root / "pyproject.toml").exists() else Path.cwd()
-
-
-def env_folder(variable: str, default: str) -> Path:
-    """Returns the folder that an environment variable names, or ``default``.
-
-    Relative ones count from the repository's root and not from the current folder, so that ``make`` there and a
-    notebook in ``workspace/`` mean the same.
-
-    Raises:
-        LabError: The variable begins with a user's home that is not known, or leads in a circle.
-    """
-    try:
-        return (checkout() / Path(os.environ.get(variable) or default).expanduser()).resolve()
-    except RuntimeError as error:
-        what, fix = f"{variable} leads nowhere.", f"export {variable}=/a/folder/of/yours, then start JupyterLab again"
-        raise LabError(what, where=os.environ.get(variable, default)[:300], cause=str(error)[:300], fix=fix) from error
+def __getattr__(name: str) -> object:
+    """Says where a module is that an older copy of a lab imports from here."""
+    if name in MOVED:
+        raise ImportError(f"lab_utils.{name} is {MOVED[name]} now")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def choose_repair() -> str:

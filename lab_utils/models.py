@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from lab_utils import LabError, load_torchvision
+from lab_common import LabError
+from lab_utils import load_torchvision
 
 RESNETS = ("resnet18", "resnet50", "resnet152")
 NAMES = (*RESNETS, "tiny")

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from lab_utils import LabError
+from lab_common import LabError
 
 
 class CpuDataParallel(nn.DataParallel):

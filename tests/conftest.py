@@ -11,14 +11,14 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import containers
 import matplotlib as mpl
 import nbformat
 import pytest
-from browser import Page, find_chromium
-from drawn import make_folder
-from hosts import Hosts, find_missing
-from slurm_cluster import SlurmCluster, find_missing_slurm
+from harness import containers
+from harness.browser import Page, find_chromium
+from harness.drawn import make_folder
+from harness.hosts import Hosts, find_missing
+from harness.slurm_cluster import SlurmCluster, find_missing_slurm
 
 # A shell that starts us in the background has interrupts ignored, which all our children would inherit; some tests
 # interrupt them.

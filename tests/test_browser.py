@@ -10,14 +10,14 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from browser import Page
-from hosts import find_missing
-from jobs import assert_gone, wait_for
-from lab_pages import PROGRESS, find_faults, find_stubs, go_the_learner_s_way, run_all
-from lab_server import KERNEL, WANDB_KEY, Lab, start_lab
+from harness.browser import Page
+from harness.hosts import find_missing
+from harness.jobs import assert_gone, wait_for
+from harness.lab_pages import PROGRESS, find_faults, find_stubs, go_the_learner_s_way, run_all
+from harness.lab_server import KERNEL, WANDB_KEY, Lab, start_lab
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from lab_utils import workspace
+from course import workspace
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where hosts can be made, test_lab5.py takes lab 5 this way on two of them.
@@ -45,13 +45,13 @@ print("all steps done", flush=True)
 dist.destroy_process_group()
 """
 TWO_NODES = """
-from lab_utils import launch
+import nodelaunch as launch
 launch.TorchrunJob("scripts/count.py", ["{enough}"], nodes=launch.local_nodes(2)).run();
 """
 # What a learner asks who wants to know how a job stands: which run here, and what the newest has said.
-JOBS = "!python -m lab_utils.launch jobs"
+JOBS = "!python -m nodelaunch jobs"
 LOG = """
-from lab_utils import launch
+import nodelaunch as launch
 print(*[line for line in launch.find_log().read_text().splitlines() if "step" in line][-4:], sep="\\n")
 """
 

@@ -8,16 +8,17 @@ import sys
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
-from drawn import assert_explains
+from harness.drawn import assert_explains
 
-from lab_utils import LabError, check
-from lab_utils.check import NotYetError, tries
-from lab_utils.check.hints import SECOND_HINTS
-from lab_utils.check.solutions import find_solution
-from lab_utils.workspace import BEGIN
+from course import check
+from course.check import NotYetError, attempts
+from course.check.hints import SECOND_HINTS
+from course.check.solutions import find_solution
+from course.workspace import BEGIN
+from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs")
-NUMBERS = [number for lab in check.LABS for number in importlib.import_module(f"lab_utils.check.lab{lab}").EXERCISES]
+NUMBERS = [number for lab in check.LABS for number in importlib.import_module(f"course.exercises.lab{lab}").EXERCISES]
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +78,7 @@ def test_an_untouched_stub_and_an_error_of_the_learner_are_no_tries():
     for answer, error in ((stub, NotImplementedError), (broken, ZeroDivisionError)):
         with pytest.raises(error):
             check.exercise("1.3", answer)
-    assert tries.read_standings() == {}
+    assert attempts.read_standings() == {}
 
 
 def test_progress_says_and_draws_where_the_learner_stands(capsys):
@@ -131,14 +132,14 @@ def test_the_solution_of_every_exercise_is_found(number, root):
 
 
 def test_solutions_that_are_not_here_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr("lab_utils.check.solutions.checkout", lambda: tmp_path)
+    monkeypatch.setattr("course.check.solutions.checkout", lambda: tmp_path)
     with pytest.raises(LabError) as caught:
         find_solution("1.3")
     assert_explains(caught.value, "solution of 1.3 is not here", str(tmp_path))
 
 
 def test_a_script_is_read_as_it_was_when_it_was_checked(tmp_path, monkeypatch, capsys):
-    exercises = importlib.import_module("lab_utils.check.lab5").EXERCISES
+    exercises = importlib.import_module("course.exercises.lab5").EXERCISES
     monkeypatch.setitem(exercises, "5.1", check.Exercise("title", lambda path: "proven"))
     path = tmp_path / "train_ddp.py"
     path.write_text("print('mine')\n")
@@ -188,7 +189,7 @@ def test_no_guesses_draw_nothing(capsys, tmp_path, monkeypatch):
 
 ANSWERS = """
 import pytest
-from lab_utils import check
+from course import check
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_wrong(number):
@@ -207,7 +208,7 @@ def test_right():
 def test_the_table_counts_what_the_tests_show(tmp_path, root, unlucky, row):
     """A wrong answer whose test fails, perhaps for its hint, is missed; too few make the whole fail."""
     (tmp_path / "test_answers.py").write_text(ANSWERS.format(unlucky=unlucky))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.checks_table", f"--rootdir={root}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.harness.checks_table", f"--rootdir={root}"]
     env = {**os.environ, "PYTHONPATH": str(root)}
     run = subprocess.run([*command, tmp_path / "test_answers.py"], cwd=root, env=env, capture_output=True, text=True)
     assert run.returncode == 1

@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 import torch
 
-from lab_utils import LabError, check
-from lab_utils.check import NotYetError, lab0
+from course import check
+from course.check import NotYetError
+from course.exercises import lab0
+from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs")
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lab_utils import check
-from lab_utils.check import NotYetError
+from course import check
+from course.check import NotYetError
 
 pytestmark = pytest.mark.usefixtures("runs")
 

@@ -4,10 +4,11 @@ import nbformat
 import pandas as pd
 import pytest
 import torch
+from harness.notebook_rules import find_solutions
 from torch.nn import functional as F
 
-from lab_utils import check, workspace
-from lab_utils.check import NotYetError
+from course import check
+from course.check import NotYetError
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -229,4 +230,4 @@ def test_a_stub_and_a_learners_own_error_pass_through(number):
 
 def test_the_lab_s_own_solutions_are_right_and_are_all_there_are(root):
     notebook = nbformat.read(root / "notebooks" / "02_tensorboard.ipynb", as_version=4)
-    assert set(workspace.solutions(notebook)) == {"train-epoch", "log-by-images", "log-reduced"}
+    assert set(find_solutions(notebook)) == {"train-epoch", "log-by-images", "log-reduced"}

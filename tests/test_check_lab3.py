@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from lab_utils import check, wandb_runs
-from lab_utils.check import NotYetError
+from course import check
+from course.check import NotYetError
+from lab_utils import wandb_runs
 
 pytestmark = pytest.mark.usefixtures("runs")
 

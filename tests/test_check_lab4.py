@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lab_utils import check
-from lab_utils.check import NotYetError
+from course import check
+from course.check import NotYetError
 from lab_utils.parallel import CpuDataParallel
 
 pytestmark = pytest.mark.usefixtures("runs")

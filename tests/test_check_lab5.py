@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lab_utils import LabError, check
-from lab_utils.check import NotYetError, ddp_script
+from course import check
+from course.check import NotYetError
+from course.exercises.lab5 import ddp_script
+from course.workspace import make_script_stub
+from lab_common import LabError
 from lab_utils.training import Checkpoints
-from lab_utils.workspace import make_script_stub
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -54,8 +56,10 @@ def count_runs(monkeypatch):
     ids, run = [], ddp_script.launch.TorchrunJob.run
 
     def note(job, **options):
-        ids.append(job.id)  # the next run has another
-        return run(job, **options)
+        try:
+            return run(job, **options)
+        finally:
+            ids.append(job.id)  # the next run has another
 
     monkeypatch.setattr(ddp_script.launch.TorchrunJob, "run", note)
     return ids

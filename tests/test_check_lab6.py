@@ -5,12 +5,14 @@ import sys
 from dataclasses import replace
 
 import pytest
-from drawn import assert_explains
-from fuzzing import make_odd_file
+from harness.drawn import assert_explains
+from harness.fuzzing import make_odd_file
 
-from lab_utils import LabError, check
-from lab_utils.check import NotYetError, cards, tries
-from lab_utils.check.cards.faults import FAULTS, PILES, read_job
+from course import check
+from course.check import NotYetError, attempts
+from course.exercises.lab6 import cards
+from course.exercises.lab6.cards.faults import FAULTS, PILES, read_job
+from lab_common import LabError
 
 EXERCISES = {"stops": "6.1", "unmatched": "6.2", "wrong": "6.3"}
 BY_LETTER = {fault.letter: fault for fault in FAULTS}
@@ -280,7 +282,7 @@ def test_a_card_s_file_that_cannot_be_read_stays_and_is_named(kind, content):
         with pytest.raises(LabError) as caught:
             use()
         assert_explains(caught.value, "cards/card-3.py", "draw the card again")
-    assert card.path.lstat() == before and tries.read_source(card) == ""
+    assert card.path.lstat() == before and attempts.read_source(card) == ""
 
 
 def test_a_folder_of_cards_that_cannot_be_made_is_named(tmp_path):

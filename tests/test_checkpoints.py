@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from canary import limit_seconds
+from harness.canary import limit_seconds
 
-from lab_utils import LabError, models
+from lab_common import LabError
+from lab_utils import models
 from lab_utils.training import Checkpoints
 
 # One process imports torch; each save that is to be killed runs in a child forked from it, which costs milliseconds.

@@ -9,12 +9,13 @@ import venv
 
 import nbformat
 import pytest
-from drawn import assert_explains
+from harness.drawn import assert_explains
 from nbformat.v4 import new_code_cell, new_notebook
 
-from lab_utils import LabError, check
-from lab_utils.course import main, make_source, write_course
-from lab_utils.workspace import BEGIN
+from course import check
+from course.nbgrader import main, make_source, write_course
+from course.workspace import BEGIN
+from lab_common import LabError
 
 RIGHT = "### BEGIN SOLUTION\nx = 1\n### END SOLUTION"
 

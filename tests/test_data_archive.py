@@ -6,9 +6,10 @@ import tarfile
 import numpy as np
 import pytest
 import torch
-from drawn import assert_explains, list_all, make_archive, make_folder
+from harness.drawn import assert_explains, list_all, make_archive, make_folder
 
-from lab_utils import LabError, data
+from lab_common import LabError
+from lab_utils import data
 from lab_utils.data import archive as module
 from lab_utils.data.archive import Caps
 from lab_utils.data.pack import find_damage, read_manifest

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from drawn import assert_explains
+from harness.drawn import assert_explains
 
-from lab_utils import LabError
+from lab_common import LabError
 from lab_utils.data.batches import Batches, augment
 
 TOTAL = 103  # no world size and no batch size below divides it

@@ -4,9 +4,10 @@ import subprocess
 import sys
 
 import pytest
-from drawn import list_all, make_archive, make_folder
+from harness.drawn import list_all, make_archive, make_folder
 
-from lab_utils import checkout, data
+from lab_common import checkout
+from lab_utils import data
 from lab_utils.data import shapes, sources
 from lab_utils.data.__main__ import main
 from lab_utils.data.system import make_command

@@ -5,9 +5,10 @@ import struct
 import numpy as np
 import pytest
 import torch
-from drawn import assert_explains, list_all
+from harness.drawn import assert_explains, list_all
 
-from lab_utils import LabError, data
+from lab_common import LabError
+from lab_utils import data
 from lab_utils.data import sources
 
 RNG = np.random.default_rng(0)

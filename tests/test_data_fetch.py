@@ -7,9 +7,10 @@ import threading
 
 import numpy as np
 import pytest
-from drawn import assert_explains, list_all
+from harness.drawn import assert_explains, list_all
 
-from lab_utils import LabError, data
+from lab_common import LabError
+from lab_utils import data
 
 CONTENT = b"\x1f\x8b" + np.random.default_rng(0).bytes(400_000)
 MD5 = hashlib.md5(CONTENT).hexdigest()

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from drawn import PER_CLASS, assert_explains, list_all, make_folder
-from forked import drop_root_rights, fork, forked, run_forked
+from harness.drawn import PER_CLASS, assert_explains, list_all, make_folder
+from harness.forked import drop_root_rights, fork, forked, run_forked
 from PIL import Image
 
-from lab_utils import LabError, checkout, data
+from lab_common import LabError, checkout
+from lab_utils import data
 from lab_utils.data import pack as pack_module
 from lab_utils.data import shapes, sources, write
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD

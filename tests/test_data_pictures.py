@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import assert_explains, make_archive, make_folder
-from fuzzing import mutate_bytes
+from harness.drawn import assert_explains, make_archive, make_folder
+from harness.fuzzing import mutate_bytes
 from PIL import Image
 
-from lab_utils import LabError, data
+from lab_common import LabError
+from lab_utils import data
 from lab_utils.data.images import IMAGE_BYTES, decode
 
 forked = multiprocessing.get_context("fork")

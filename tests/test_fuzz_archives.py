@@ -16,12 +16,13 @@ import time
 import zipfile
 
 import pytest
-from canary import assert_is_message, describe_tree, limit_seconds, make_canary
-from drawn import list_all
-from fuzzing import choose_seeds, mutate_bytes
+from harness.canary import assert_is_message, describe_tree, limit_seconds, make_canary
+from harness.drawn import list_all
+from harness.fuzzing import choose_seeds, mutate_bytes
 from PIL import Image
 
-from lab_utils import LabError, data
+from lab_common import LabError
+from lab_utils import data
 from lab_utils.data.archive import Caps
 from lab_utils.data.folder import CLASS_NAMES
 from lab_utils.data.pack import SPLITS, find_damage, read_manifest

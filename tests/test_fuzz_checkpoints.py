@@ -16,10 +16,10 @@ import zipfile
 
 import pytest
 import torch
-from canary import assert_is_message, describe_tree, limit_seconds, make_canary
-from fuzzing import choose_seeds, mutate_bytes
+from harness.canary import assert_is_message, describe_tree, limit_seconds, make_canary
+from harness.fuzzing import choose_seeds, mutate_bytes
 
-from lab_utils import LabError
+from lab_common import LabError
 from lab_utils.training import Checkpoints
 
 SECONDS = 10

@@ -6,8 +6,8 @@ import io
 import json
 import random
 
-from drawn import list_all
-from fuzzing import choose_seeds, mutate_bytes, mutate_json
+from harness.drawn import list_all
+from harness.fuzzing import choose_seeds, mutate_bytes, mutate_json
 
 from hosting.collect import MOST_NAMED, Bounds, Collected, receive
 from hosting.status import Standing, parse_facts, show_status

@@ -13,11 +13,12 @@ from unittest import mock
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
-from canary import assert_is_message, describe_tree, limit_seconds, make_canary
-from drawn import make_pack
-from fuzzing import ODD_VALUES, choose_seeds, mutate_bytes, mutate_json
+from harness.canary import assert_is_message, describe_tree, limit_seconds, make_canary
+from harness.drawn import make_pack
+from harness.fuzzing import ODD_VALUES, choose_seeds, mutate_bytes, mutate_json
 
-from lab_utils import LabError, data, plots
+from lab_common import LabError
+from lab_utils import data, plots
 from lab_utils.data import shapes, sources
 from lab_utils.data.__main__ import main
 from lab_utils.data.pack import MANIFEST, find_damage, read_manifest

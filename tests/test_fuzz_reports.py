@@ -13,18 +13,20 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
-from fuzzing import choose_seeds, make_odd_file, mutate_bytes, mutate_json
-from html_reader import read
+from harness.fuzzing import choose_seeds, make_odd_file, mutate_bytes, mutate_json
+from harness.html_reader import read
 
-from lab_utils import LabError, check, timing
-from lab_utils.course import write_course
-from lab_utils.files import read_bounded
-from lab_utils.report import make_report
-from lab_utils.report.__main__ import main
-from lab_utils.report.comparison import compare_reports, read_report
-from lab_utils.report.figures import show_figures
+from course import check
+from course.nbgrader import write_course
+from course.report import make_report
+from course.report.__main__ import main
+from course.report.comparison import compare_reports, read_report
+from course.report.figures import show_figures
+from course.workspace import update
+from lab_common import LabError
+from lab_common.files import read_bounded
+from lab_utils import timing
 from lab_utils.timing import Timing
-from lab_utils.workspace import update
 
 pytestmark = pytest.mark.usefixtures("runs")
 SECONDS = 20  # for any case, on a busy machine
@@ -148,7 +150,7 @@ def test_a_link_to_a_report_is_none_and_neither_is_nothing(compare, tmp_path):
 
 def test_a_device_is_named_and_not_opened(compare, monkeypatch):
     assert compare("/dev/zero", "/dev/zero")[1]
-    monkeypatch.setattr("lab_utils.files.os.open", pytest.fail)
+    monkeypatch.setattr("lab_common.files.os.open", pytest.fail)
     with pytest.raises(OSError, match="a device or a socket"):
         read_bounded(Path("/dev/zero"), 10)
 
@@ -256,7 +258,7 @@ def test_a_comparison_never_takes_the_place_of_a_report(tmp_path, monkeypatch, c
 MEASURED = """
 import resource, sys, time
 import matplotlib.pyplot
-from lab_utils.report.__main__ import main
+from course.report.__main__ import main
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before, begun = peak(), time.monotonic()

@@ -12,8 +12,8 @@ import threading
 import time
 
 import pytest
-from containers import MACHINE, make_setup
-from drawn import assert_explains
+from harness.containers import MACHINE, make_setup
+from harness.drawn import assert_explains
 
 from hosting import __main__ as hosting_main
 from hosting import classes, commands, handout, teams
@@ -35,7 +35,7 @@ from hosting.settings import Settings, check_settings, load_settings, save_setti
 from hosting.status import Standing, read_status, show_status
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
-from lab_utils import LabError
+from lab_common import LabError
 
 RED, BLUE = Team("red", ("0", "1")), Team("blue-2")
 TOKENS = {"red": "r" * 48, "blue-2": "b" * 48}

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from containers import PROJECT, Hosted, bring_up, run
-from jobs import wait_for
+from harness.containers import PROJECT, Hosted, bring_up, run
+from harness.jobs import wait_for
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 RED = "labtest-red-node0"
@@ -229,9 +229,9 @@ def test_a_team_whose_container_answers_oddly_is_named_alone(hosted, answer):
     """The team's own programs stand where ours are looked for: in its home, and where Python looks first."""
     program = "while True: print('[')" if answer is None else f"print('{answer}')"
     home = "/home/learner"
-    plant = [f"{home}/json.py", f"{home}/lab_utils/__init__.py", f"{home}/usercustomize.py"]
+    plant = [f"{home}/json.py", f"{home}/course/__init__.py", f"{home}/usercustomize.py"]
     site = "$(python -m site --user-site)"
-    lines = [f"mkdir -p {home}/lab_utils {site}"]
+    lines = [f"mkdir -p {home}/course {site}"]
     lines += [f'printf "%s\\n" "{program}; raise SystemExit" > {path}' for path in plant]
     lines += [f"cp {home}/usercustomize.py {site}/; echo 'import usercustomize' > {site}/own.pth"]
     try:
@@ -241,4 +241,4 @@ def test_a_team_whose_container_answers_oddly_is_named_alone(hosted, answer):
             assert re.search(rf"^{team} +running +yes +\d+ MB", said, re.M), "ours are not theirs"
         assert "\33" not in said
     finally:
-        hosted.podman.ask(RED, "sh", "-c", f"rm -rf {home}/lab_utils {home}/*.py {site}")
+        hosted.podman.ask(RED, "sh", "-c", f"rm -rf {home}/course {home}/*.py {site}")

@@ -11,15 +11,15 @@ import threading
 import time
 
 import pytest
-from containers import MACHINE
-from drawn import assert_explains, list_all
+from harness.containers import MACHINE
+from harness.drawn import assert_explains, list_all
 
 from hosting import classes
 from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, receive
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.teams import Team
-from lab_utils import LabError
+from lab_common import LabError
 
 SMALL = Bounds(files=20, largest=1000, total=5000, seconds=20.0)
 REPORT = ["report", 2], b"hi"
@@ -39,7 +39,7 @@ if "-silent-" in name:
     os.execvp("sleep", ["sleep", "600"])
 work = os.path.join({{folder!r}}, name)
 # There is no report, so that each test need not wait for one.
-told = [word.replace("/home/learner/work", work).replace("lab_utils.report", "lab_utils.no") for word in arguments[5:]]
+told = [word.replace("/home/learner/work", work).replace("course.report", "course.no") for word in arguments[5:]]
 os.execv(sys.executable, [sys.executable] + told)
 """
 

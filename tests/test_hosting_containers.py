@@ -16,14 +16,14 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-import lab_pages
 import nbformat
 import pytest
 import websocket
-from browser import Browser
-from containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, insecure, run
-from drawn import make_pack
-from jobs import wait_for
+from harness import lab_pages
+from harness.browser import Browser
+from harness.containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up, insecure, run
+from harness.drawn import make_pack
+from harness.jobs import wait_for
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 HOME = "/home/learner"
@@ -41,7 +41,7 @@ for step in range(1000):
     time.sleep(0.2)
 """
 LONG_JOB = """
-from lab_utils import launch
+import nodelaunch as launch
 job = launch.TorchrunJob("steps.py", nodes=launch.ssh_nodes(["node0", "node1"]))
 job.run()
 """
@@ -141,7 +141,7 @@ def test_a_team_that_comes_later_disturbs_nobody(hosted):
 
 
 def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
-    preflight = ["python", "-m", "lab_utils.launch", "preflight", "node0", "node1"]
+    preflight = ["python", "-m", "nodelaunch", "preflight", "node0", "node1"]
     said = hosted.podman.ask("labtest-red-node0", *preflight)
     assert re.search(r"Preflight: (all is well|\d+ to note)", said), said
     assert "[red]" not in said
@@ -174,7 +174,7 @@ def test_a_node_that_is_killed_in_mid_job_is_named_and_comes_back(hosted):
     log = wait_for_log(hosted, "^ended", 60)
     assert time.monotonic() - begun < 45
     assert "The connection to node1 was lost." in log and "ended 1" in log
-    jobs = hosted.podman.ask("labtest-red-node0", "python", "-m", "lab_utils.launch", "jobs")
+    jobs = hosted.podman.ask("labtest-red-node0", "python", "-m", "nodelaunch", "jobs")
     assert "steps" not in jobs, "nothing of it is left on the other node"
     hosted.host("up")
     test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted)
@@ -253,7 +253,8 @@ def test_the_guide_s_backup_has_a_team_s_work(hosted, tmp_path):
 
 
 READ = """
-from lab_utils import data, launch
+from lab_utils import data
+import nodelaunch as launch
 d = data.load()
 needs = {"dataset": d.name, "pack": d.pack, "copy_data": True}
 job = launch.TorchrunJob("/srv/labs/notebooks/scripts/four_numbers.py", nodes=launch.choose_nodes(), **needs)
@@ -355,8 +356,8 @@ def test_status_and_collect_say_how_the_teams_stand(hosted, tmp_path):
 
 # What a team leaves behind for whoever collects its work. %s is a file of the instructor's.
 TRAP = """
-cd /home/learner && mkdir -p lab_utils work/labs/deep && touch lab_utils/__init__.py
-cat > lab_utils/report.py <<'EOF'
+cd /home/learner && mkdir -p course work/labs/deep && touch course/__init__.py
+cat > course/report.py <<'EOF'
 import pathlib
 ran, report = pathlib.Path("/home/learner/work/ran"), pathlib.Path("/home/learner/work/report.html")
 if ran.exists():  # by now the link has been collected
@@ -365,7 +366,7 @@ if ran.exists():  # by now the link has been collected
 ran.write_text("the team's code")
 EOF
 mkdir -p $(dirname %s) && echo "the team's key" > %s
-cp -r lab_utils work/labs/; cp -r lab_utils work/
+cp -r course work/labs/; cp -r course work/
 echo 'raise SystemExit("a shadow")' > work/labs/json.py
 ln -sfn %s work/report.html
 ln -sfn %s work/labs/notes.txt
@@ -385,7 +386,7 @@ def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
     try:
         said = [hosted.host("collect", "--into", into, check=False).stdout for _ in range(2)]
     finally:
-        hosted.podman.ask("labtest-red-node0", "sh", "-c", f"rm -rf {HOME}/lab_utils {HOME}/work/labs/sparse.bin")
+        hosted.podman.ask("labtest-red-node0", "sh", "-c", f"rm -rf {HOME}/course {HOME}/work/labs/sparse.bin")
     assert victim.read_text() == "the instructor's"
     assert "the team's code" not in hosted.podman.ask("labtest-red-node0", "cat", "work/ran", check=False)
     red = into / "red"

@@ -8,8 +8,8 @@ import ssl
 from pathlib import Path
 
 import pytest
-from containers import FRONT, PROJECT, make_setup
-from jobs import wait_for
+from harness.containers import FRONT, PROJECT, make_setup
+from harness.jobs import wait_for
 
 from hosting.files import CADDY, FRONT_PORT, make_base, make_caddyfile
 from hosting.settings import Settings, check_settings

@@ -7,15 +7,15 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from containers import MACHINE, make_setup
-from drawn import assert_explains
+from harness.containers import MACHINE, make_setup
+from harness.drawn import assert_explains
 
 from hosting import classes, commands, guard
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.status import check_guard
 from hosting.teams import Team
-from lab_utils import LabError
+from lab_common import LabError
 
 TEAMS = [Team("red"), Team("blue")]
 NETWORKS = {

@@ -7,13 +7,13 @@ import re
 import subprocess
 
 import pytest
-from containers import install, make_setup
+from harness.containers import install, make_setup
 
 from hosting.hub import TAKEN, make_compose, make_front, write_hub
 from hosting.settings import Settings
 from hosting.teams import Team, read_teams
 from hosting.tokens import keep_tokens
-from lab_utils import LabError
+from lab_common import LabError
 
 pytestmark = pytest.mark.hosting
 

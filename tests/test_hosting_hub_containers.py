@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
-from containers import HUB_BASE, Hosted, assert_apart, bring_up, insecure, run
+from harness.containers import HUB_BASE, Hosted, assert_apart, bring_up, insecure, run
 
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 WORK = "/home/learner/work/labs/ours.txt"

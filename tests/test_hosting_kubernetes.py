@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from containers import install
+from harness.containers import install
 
 pytestmark = pytest.mark.hosting
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from containers import MACHINE, make_setup
-from drawn import assert_explains
+from harness.containers import MACHINE, make_setup
+from harness.drawn import assert_explains
 
 from hosting.engine import CONTROLLERS, Engine, Machine
 from hosting.files import make_base, make_nodes
 from hosting.limits import NAME, check_shares, describe_limits, divide, forget_shares, keep_shares, limit
 from hosting.settings import Settings
 from hosting.teams import Team
-from lab_utils import LabError
+from lab_common import LabError
 
 GIB = 1 << 30
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from containers import find_docker_compose, install, make_setup
+from harness.containers import find_docker_compose, install, make_setup
 
 from hosting import hub
 from hosting.files import make_base, make_caddyfile, make_gpus, make_nodes

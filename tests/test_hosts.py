@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from hosts import NODES, STATE, Hosts, _clear_leftovers
-from jobs import wait_for
+from harness.hosts import NODES, STATE, Hosts, _clear_leftovers
+from harness.jobs import wait_for
 
 CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1).close()"
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from lab_utils import launch, models, plots, timing
-from lab_utils.check.guesses import read_guesses
-from lab_utils.machine import GpuUsage, Usage
+import nodelaunch as launch
+from course.check.guesses import read_guesses
+from lab_utils import models, plots, timing
 from lab_utils.timing import Timing
+from nodelaunch import GpuUsage, Usage
 
 pytestmark = pytest.mark.usefixtures("runs")
 GPUS = torch.cuda.device_count()

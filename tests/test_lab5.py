@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import nbformat
-from jobs import list_processes
-from lab_pages import find_faults, find_stubs, go_the_learner_s_way
-from lab_server import start_lab
+from harness.jobs import list_processes
+from harness.lab_pages import find_faults, find_stubs, go_the_learner_s_way
+from harness.lab_server import start_lab
 
 NAME = "05_ddp_two_nodes.ipynb"
 # What has to be in the output of a cell; each a regular expression.
@@ -96,12 +96,12 @@ def read_output(cell) -> str:
 
 
 def look(hosts, folder, *argv):
-    command = [sys.executable, "-m", "lab_utils.launch", "preflight", *argv, "--config", str(hosts.ssh_config)]
+    command = [sys.executable, "-m", "nodelaunch", "preflight", *argv, "--config", str(hosts.ssh_config)]
     return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30, env={**os.environ})
 
 
 def test_the_preflight_works_in_a_terminal_as_the_readme_says(hosts, root, tmp_path):
-    assert "python -m lab_utils.launch preflight" in (root / "notebooks" / NAME).read_text()
+    assert "python -m nodelaunch preflight" in (root / "notebooks" / NAME).read_text()
     good = look(hosts, tmp_path, "n1", "n2")
     assert (good.returncode, good.stderr) == (0, "")
     lines = good.stdout.splitlines()

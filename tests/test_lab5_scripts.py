@@ -10,11 +10,11 @@ import subprocess
 import sys
 
 import pytest
-from drawn import make_folder
+from harness.drawn import make_folder
 
+from course.workspace import BEGIN, END, make_script_stub
 from lab_utils import data, models
 from lab_utils.training import Checkpoints, evaluate
-from lab_utils.workspace import BEGIN, END, make_script_stub
 
 # 80 images, 5 steps of 16 an epoch.
 PER_CLASS = {"train": 8, "valid": 3, "test": 1}

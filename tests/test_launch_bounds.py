@@ -10,14 +10,26 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import TROUBLE, assert_gone, check_error, find_processes, kill, run_badly, wait_for, when_connected
+from harness.jobs import (
+    TROUBLE,
+    assert_gone,
+    check_error,
+    copy_code,
+    find_processes,
+    kill,
+    run_badly,
+    wait_for,
+    when_connected,
+)
 
-from lab_utils import LabError, launch
-from lab_utils.launch import TorchrunJob, local_nodes
-from lab_utils.launch.diagnosis import diagnose
-from lab_utils.launch.output import BURST, TAIL, Lines, Log, Output
-from lab_utils.launch.run import FIRST, LAST, Kept, Run
-from lab_utils.launch.story import Story
+import nodelaunch as launch
+from lab_common import LabError
+from nodelaunch import TorchrunJob, local_nodes
+from nodelaunch.diagnosis import diagnose
+from nodelaunch.node.output import BURST, TAIL, Lines, Log, Output
+from nodelaunch.node.reasons import StopReason
+from nodelaunch.run import FIRST, LAST, Kept, Run
+from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
 MIB = 2**20
@@ -25,7 +37,7 @@ MIB = 2**20
 # One rank prints as fast as it can: lines for three seconds, or one line of 450 MB. The other says one line.
 FLOOD = """
 import os, sys, time
-from lab_utils import launch
+import nodelaunch as launch
 if os.environ["RANK"] == "1":
     print("first words", flush=True)
     block = b"y" * 99 + (b"\\n" if sys.argv[1] == "lines" else b"y")
@@ -40,7 +52,7 @@ launch.report(7)
 # Runs it in a process of its own, whose memory tells what the launcher took.
 MEASURE = """
 import json, resource, sys, time
-from lab_utils.launch import TorchrunJob, local_nodes
+from nodelaunch import TorchrunJob, local_nodes
 job = TorchrunJob(sys.argv[1], [sys.argv[2]], nodes=local_nodes(2))
 job.preflight()
 def peak():  # Linux: KiB, and of this process alone, where ru_maxrss begins with that of its parent
@@ -172,7 +184,7 @@ def test_a_result_that_is_too_long_is_refused():
 FAMILY = """
 import os, subprocess, sys, time
 import torch.distributed as dist
-from lab_utils import launch
+import nodelaunch as launch
 dist.init_process_group("gloo")
 for words in (["sleep", "300"], [sys.executable, "-c", "import time; time.sleep(300)"]):
     subprocess.Popen(words, start_new_session=True)
@@ -210,18 +222,18 @@ def test_a_log_that_cannot_be_opened_leaves_no_supervisor(tmp_path):
     link = SilentLink()
     settings = {"join_timeout": 60, "limit": 60, "restarts": False, "say": print, "stop": threading.Event()}
     with pytest.raises(FileNotFoundError):
-        Run({"a": link}, Story(["a"], ["127.0.0.1"]), log=tmp_path / "no folder" / "log", **settings).follow()
+        Run({"a": link}, JobState(["a"], ["127.0.0.1"]), log=tmp_path / "no folder" / "log", **settings).follow()
     assert link.let_go.is_set()
 
 
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
-    story, link, start = Story(["a"], ["127.0.0.1"]), SilentLink(), time.monotonic()
+    state, link, start = JobState(["a"], ["127.0.0.1"]), SilentLink(), time.monotonic()
     say, stop = lambda line: None, threading.Event()
-    run = Run({"a": link}, story, log=tmp_path / "log", join_timeout=60, limit=1, restarts=False, say=say, stop=stop)
+    run = Run({"a": link}, state, log=tmp_path / "log", join_timeout=60, limit=1, restarts=False, say=say, stop=stop)
     run.follow()
     assert time.monotonic() - start < 1 + 2 + 5 + 2
-    assert run.why == "limit" and link.let_go.is_set()
-    failure = diagnose(story, why=run.why)
+    assert run.reason == StopReason.LIMIT and link.let_go.is_set()
+    failure = diagnose(state, run.reason)
     assert failure.kind == "limit" and "supervisor on a was stopped" in failure.cause
 
 
@@ -233,7 +245,7 @@ def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, wri
     job_id, start = job.id, time.time()
 
     def stop():
-        kill([pid for node in nodes for pid in find_processes(job_id, "launch.supervisor", node)], signal.SIGSTOP)
+        kill([pid for node in nodes for pid in find_processes(job_id, "node.supervisor", node)], signal.SIGSTOP)
 
     heard, since = when_connected(stop)
     error = run_badly(job, heard, seconds=limit + 2 + 5 + 5, since=lambda: start)
@@ -246,7 +258,7 @@ def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, wri
 def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where, write, request):
     """The guard on the node: nobody else is left who could."""
     launcher, job_id = start_job(write, where, request)
-    kill(find_processes(job_id, "launch.supervisor"), signal.SIGSTOP)
+    kill(find_processes(job_id, "node.supervisor"), signal.SIGSTOP)
     launcher.kill()
     launcher.wait()
     assert_gone(job_id, 15 + 5)
@@ -257,7 +269,7 @@ def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where,
 def test_43_supervisors_that_are_killed_leave_no_grandchildren(where, launcher_too, write, request):
     launcher, job_id = start_job(write, where, request)
     assert len(find_processes(job_id, "sleep")) >= 8
-    kill(find_processes(job_id, "launch.supervisor"), signal.SIGKILL)
+    kill(find_processes(job_id, "node.supervisor"), signal.SIGKILL)
     if launcher_too:
         launcher.kill()
     assert_gone(job_id, 10)
@@ -272,7 +284,7 @@ def start_job(write, where, request):
         nodes = f"ssh_nodes(['n1', 'n2'], config={config!r}, folder='/node/labs')"
     script = write("family.py", FAMILY)
     code = f"""
-from lab_utils.launch import *
+from nodelaunch import *
 job = TorchrunJob({str(script)!r}, nodes={nodes})
 print("id", job.id, "id", flush=True)
 job.run()
@@ -289,28 +301,21 @@ def test_44_a_node_that_was_started_by_hand_and_never_joins_ends_by_itself(write
     job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(3), join_timeout=3)
     job_id = job.id
     script = job.write()[2]
-    _copy_code(job)
+    copy_code(job)
     with subprocess.Popen(["bash", script], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as node:
-        wait_for(lambda: find_processes(job_id, "launch.agent"))
+        wait_for(lambda: find_processes(job_id, "node.agent"))
         start = time.monotonic()
         # A later job is told of it, and runs all the same.
         later = TorchrunJob(write("later.py", "print('hello')"), nodes=local_nodes(1))
         found = later.preflight()
         assert found.ok and f"job {job_id} still runs here" in str(found)
-        assert f"python -m lab_utils.launch stop {job_id}" in str(found)
+        assert f"python -m nodelaunch stop {job_id}" in str(found)
         assert later.run(show=False).ok
         _, said = node.communicate(timeout=3 + 10 + 5 + 10)
     assert node.returncode != 0
     print(f"it ended after {time.monotonic() - start:.1f} s")
     assert "the other nodes did not come" in said, said
     assert_gone(job_id, 1)
-
-
-def _copy_code(job):
-    """What a launch copies before it starts."""
-    from lab_utils.launch.start import copy_all
-
-    copy_all(job, job._collect())
 
 
 def test_43_a_guard_is_no_part_of_the_job_and_goes_with_it(write):

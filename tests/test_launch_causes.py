@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from drawn import assert_explains
-from jobs import TROUBLE, Heard, find_processes, run_badly
+from harness.drawn import assert_explains
+from harness.jobs import TROUBLE, Heard, find_processes, run_badly
 
-from lab_utils import LabError
-from lab_utils.launch import TorchrunJob, local_nodes
-from lab_utils.launch.causes import look_up
-from lab_utils.launch.disks import find_full_disk, name_full_disk
-from lab_utils.launch.local import LocalNode
+from lab_common import LabError
+from nodelaunch import TorchrunJob, local_nodes
+from nodelaunch.backends.local import LocalNode
+from nodelaunch.causes import look_up
+from nodelaunch.node.errors import find_full_disk, name_full_disk
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 FULL = "No space left on device"
@@ -32,7 +32,7 @@ def script(write):
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize(("part", "program"), [("launch.agent", "torchrun"), ("launch.supervisor", "The supervisor")])
+@pytest.mark.parametrize(("part", "program"), [("node.agent", "torchrun"), ("node.supervisor", "The supervisor")])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
 def test_whoever_is_ended_by_a_signal_is_named(script, number, part, program, node):
     job, connected, sent = TorchrunJob(script, ["loop"], nodes=local_nodes(2)), [], []
@@ -58,7 +58,7 @@ def test_a_signal_to_a_rank_is_still_the_ranks(script):
     def send(line):
         connected.append(time.time())
         if len(connected) == 2:
-            os.kill(find_processes(job.id, "launch.worker", 1)[0], signal.SIGTERM)
+            os.kill(find_processes(job.id, "node.worker", 1)[0], signal.SIGTERM)
 
     heard = Heard({"[rank 0] connected": send, "[rank 1] connected": send})
     error = run_badly(job, heard, seconds=10, since=lambda: connected[1])
@@ -70,7 +70,7 @@ def test_a_signal_to_a_rank_is_still_the_ranks(script):
 EARLY = """
 import os, sys
 own = [*sys.orig_argv, "-m", ""]
-if own[own.index("-m") + 1] == "lab_utils.launch.{part}" and os.environ["LAB_NODE"] == "1":
+if own[own.index("-m") + 1] == "nodelaunch.node.{part}" and os.environ["LAB_NODE"] == "1":
     {act}
 """
 
@@ -107,7 +107,7 @@ import os, subprocess, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from lab_utils import launch
+import nodelaunch as launch
 
 LARGE = next(Path(torch.__file__).parent.glob("lib/libtorch_cpu*"))
 
@@ -178,7 +178,7 @@ class FullNode(LocalNode):
     """A node whose disk is full when its supervisor starts."""
 
     def popen(self, argv):
-        if any(word.endswith("launch.supervisor") for word in argv):
+        if any(word.endswith("node.supervisor") for word in argv):
             fill(Path(self.folder))
             used = os.statvfs(self.folder)  # nor has it room for a folder
             room = f"remount,nr_inodes={used.f_files - used.f_ffree}"
@@ -255,20 +255,20 @@ def test_other_errors_are_not_blamed_on_a_disk():
 
 # Code that somebody changed on a node after it was copied there.
 
-SHORT = "from lab_utils import launch; launch.report(1)"
+SHORT = "import nodelaunch as launch; launch.report(1)"
 
 
 def edit_code(node, job, how):
     (folder,) = Path(node.folder, "code").iterdir()
     if how == "package":
-        path = folder / "lab_utils" / "launch" / "report.py"
+        path = folder / "nodelaunch" / "node" / "report.py"
         path.write_text(path.read_text() + "# mine\n")
     elif how == "script":
         (folder / "script" / "train.py").write_text("print('mine')")
     elif how == "more":
         (folder / "script" / "torch.py").write_text("")
     elif how == "less":
-        (folder / "lab_utils" / "launch" / "report.py").unlink()
+        (folder / "nodelaunch" / "node" / "report.py").unlink()
     return folder
 
 
@@ -302,8 +302,8 @@ def test_code_that_was_edited_is_named_where_the_job_is_forced(write):
 
 KERNEL = """
 import os, socket
-from lab_utils.launch import local_nodes
-from lab_utils.launch.preflight import check_nodes
+from nodelaunch import local_nodes
+from nodelaunch.preflight import check_nodes
 {first}
 with socket.create_server(("", 0)) as holder:
     port = holder.getsockname()[1]
@@ -344,14 +344,14 @@ def test_a_leftover_of_another_job_is_still_named(root):
     finally:
         other.kill()
         other.wait()
-    assert "python -m lab_utils.launch stop left-over" in said, said
+    assert "python -m nodelaunch stop left-over" in said, said
 
 
 def test_to_stop_a_job_from_a_shell_that_seems_to_be_its_own_spares_the_shell(root):
     """Only what stands above the command; all else that carries the id is ended, as it was asked for."""
     other = subprocess.Popen(["sleep", "60"], env={**os.environ, "LAB_JOB_ID": "of-the-shell"})
     try:
-        stop = f"{shlex.quote(sys.executable)} -m lab_utils.launch stop of-the-shell; echo the shell lives"
+        stop = f"{shlex.quote(sys.executable)} -m nodelaunch stop of-the-shell; echo the shell lives"
         env = {**os.environ, "PYTHONPATH": str(root), "LAB_JOB_ID": "of-the-shell"}
         done = subprocess.run(["bash", "-c", stop], env=env, capture_output=True, text=True, timeout=60)
         assert "the shell lives" in done.stdout and "1 process(es) of of-the-shell ended" in done.stdout, done

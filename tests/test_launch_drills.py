@@ -14,7 +14,7 @@ import threading
 import time
 
 import pytest
-from jobs import (
+from harness.jobs import (
     TROUBLE,
     Heard,
     assert_gone,
@@ -28,7 +28,7 @@ from jobs import (
     when_connected,
 )
 
-from lab_utils.launch import TorchrunJob, find_log, local_nodes, ssh_nodes
+from nodelaunch import TorchrunJob, find_log, local_nodes, ssh_nodes
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 
@@ -110,14 +110,14 @@ def test_7_a_node_that_never_starts(make):
 def test_7_an_interrupt_while_a_node_is_waited_for(order, script, start_launcher):
     """torchrun alone waits in C, where it does not hear an interrupt, for many minutes."""
     launcher = start_launcher(
-        "from lab_utils.launch import *\n"
+        "from nodelaunch import *\n"
         f"job = TorchrunJob({str(script)!r}, ['ok'], nodes=local_nodes(2), rank_order={order!r})\n"
         "print('id', job.id, 'id', flush=True)\n"
         "job.run(by_hand=['node1'])\n"
     )
     launcher.wait_for("waiting for node1 to join: ")
     job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
-    assert find_processes(job_id, "launch.agent")
+    assert find_processes(job_id, "node.agent")
     start = time.monotonic()
     os.killpg(launcher.process.pid, signal.SIGINT)
     launcher.process.wait(15)
@@ -250,7 +250,7 @@ def start_launcher(tmp_path):
 
 def write_launch(script, mode, nodes):
     return (
-        "from lab_utils.launch import *\n"
+        "from nodelaunch import *\n"
         f"job = TorchrunJob({str(script)!r}, [{mode!r}], nodes={nodes})\n"
         "print('id', job.id, 'id', flush=True)\n"
         "job.run()\n"
@@ -267,7 +267,7 @@ def test_18_a_launcher_that_is_killed(where, script, start_launcher, request, ru
     launcher = start_launcher(write_launch(script, "stubborn", nodes))
     launcher.wait_for("] connected", count=2)
     job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
-    assert len(find_processes(job_id, "launch.worker")) == 2
+    assert len(find_processes(job_id, "node.worker")) == 2
     launcher.process.kill()
     assert_gone(job_id, 10)
     # Whoever comes next finds the log, and nothing in the way.
@@ -285,10 +285,10 @@ def find_of(job, part, node):
 @pytest.mark.parametrize(
     ("name", "act"),
     [
-        ("supervisor", lambda job: kill(find_of(job, "launch.supervisor", 1))),
-        ("torchrun", lambda job: kill(find_of(job, "launch.agent", 1))),
-        ("both", lambda job: kill([*find_of(job, "launch.supervisor", 1), *find_of(job, "launch.agent", 1)])),
-        ("stopped worker", lambda job: kill(find_of(job, "launch.worker", 1), signal.SIGSTOP)),
+        ("supervisor", lambda job: kill(find_of(job, "node.supervisor", 1))),
+        ("torchrun", lambda job: kill(find_of(job, "node.agent", 1))),
+        ("both", lambda job: kill([*find_of(job, "node.supervisor", 1), *find_of(job, "node.agent", 1)])),
+        ("stopped worker", lambda job: kill(find_of(job, "node.worker", 1), signal.SIGSTOP)),
     ],
 )
 def test_18_parts_of_a_job_that_are_killed(name, act, make):
@@ -309,10 +309,10 @@ def test_18_supervisors_that_are_killed_while_torchrun_hears_no_signal(make):
     heard, times = Heard(), []
 
     def act(line):
-        wait_for(lambda: not find_of(job, "launch.worker", 0))
+        wait_for(lambda: not find_of(job, "node.worker", 0))
         time.sleep(1)  # torchrun looks every 0.1 s, and then waits for the other node's
         times.append(time.time())
-        kill([*find_of(job, "launch.supervisor", 0), *find_of(job, "launch.supervisor", 1)])
+        kill([*find_of(job, "node.supervisor", 0), *find_of(job, "node.supervisor", 1)])
 
     heard.when["[rank 0] ends"] = act
     error = run_badly(job, heard, seconds=10, since=lambda: times[0])
@@ -353,7 +353,7 @@ def test_16_a_job_that_prints_without_end(way, script, start_launcher):
     script.write_text(CHATTY)
     launcher = start_launcher(
         "import threading, time\n"
-        "from lab_utils.launch import *\n"
+        "from nodelaunch import *\n"
         f"job = TorchrunJob({str(script)!r}, [{way!r}], nodes=local_nodes(2))\n"
         "print('id', job.id, 'id', flush=True)\n"
         "def show(line):\n"
@@ -430,7 +430,7 @@ def test_a_host_that_is_gone(fault, make, hosts):
 
 
 KERNEL = """
-from lab_utils import launch
+import nodelaunch as launch
 job = launch.TorchrunJob({script!r}, ["loop"], nodes=launch.local_nodes(2))
 open({flag!r}, "w").write(job.id)
 job.run()
@@ -445,7 +445,7 @@ def test_17_a_kernel_that_goes(how, kernel, script, tmp_path):
     # An interrupted cell would also end those that wait behind it, which on a busy machine is the next one.
     client.execute(KERNEL.format(script=str(script), flag=str(flag)), stop_on_error=False)
     job_id = wait_for(lambda: flag.exists() and flag.read_text())
-    wait_for(lambda: len(find_processes(job_id, "launch.worker")) == 2)
+    wait_for(lambda: len(find_processes(job_id, "node.worker")) == 2)
     wait_for(lambda: find_log(job_id).read_text().count("] connected") == 2)
     start = time.monotonic()
     if how == "killed":
@@ -466,7 +466,7 @@ def test_17_a_kernel_that_goes(how, kernel, script, tmp_path):
         assert reply["content"]["ename"] == "KeyboardInterrupt"
         assert_gone(job_id, 10)
     # The next cell finds out how far it came.
-    printed = ask(client, "from lab_utils import launch; print(launch.find_log().read_text())")
+    printed = ask(client, "import nodelaunch as launch; print(launch.find_log().read_text())")
     assert "[rank 1] connected" in printed
     assert job_id in ask(client, "print(launch.find_log())")
 
@@ -500,7 +500,7 @@ def kernel(monkeypatch):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    from drawn import make_folder
+    from harness.drawn import make_folder
 
     folder = tmp_path_factory.mktemp("data")
     make_folder(folder / "cinic10", per_class={"train": 8, "valid": 3, "test": 1})

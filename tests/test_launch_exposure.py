@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from jobs import TROUBLE, Heard, assert_gone, find_processes, wait_for
+from harness.jobs import TROUBLE, Heard, assert_gone, find_processes, wait_for
 
-from lab_utils import launch
-from lab_utils.launch import TorchrunJob, local_nodes, ssh_nodes
+import nodelaunch as launch
+from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 
 # A local job of two nodes, started by a program of its own, which can be put into another namespace.
 LAUNCHER = """
 import sys
-from lab_utils.launch import TorchrunJob, local_nodes
+from nodelaunch import TorchrunJob, local_nodes
 script, order, restarts = sys.argv[1:]
 job = TorchrunJob(script, ["stubborn"], nodes=local_nodes(2), rank_order=order, max_restarts=int(restarts), limit=60)
 print("id", job.id, "id", flush=True)
@@ -190,7 +190,7 @@ def test_the_id_of_the_rendezvous_is_a_secret(script):
     shown = []
 
     def look(line):
-        for pid in find_processes(job_id, "launch.agent"):
+        for pid in find_processes(job_id, "node.agent"):
             shown.append(Path(f"/proc/{pid}/cmdline").read_text())
         job.stop()
 
@@ -204,4 +204,4 @@ def test_the_id_of_the_rendezvous_is_a_secret(script):
     for path in scripts:
         assert secret in path.read_text()
         assert not path.stat().st_mode & 0o077, path
-    assert job.rendezvous_id != secret
+    assert job._prepare().rendezvous_id != secret

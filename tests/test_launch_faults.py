@@ -15,19 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from drawn import assert_explains
-from jobs import Heard, assert_gone, wait_for
+from harness.drawn import assert_explains
+from harness.jobs import Heard, assert_gone, wait_for
 
-from lab_utils import LabError
-from lab_utils.check.accumulation import group_of_one
-from lab_utils.launch import TorchrunJob, local_nodes
-from lab_utils.launch.diagnosis import diagnose
-from lab_utils.launch.local import LocalNode
-from lab_utils.launch.preflight import check_nodes
-from lab_utils.launch.run import Run
-from lab_utils.launch.story import Story
-from lab_utils.launch.supervisor import MARK
-from lab_utils.launch.worker import _count_collectives
+from course.exercises.lab5.accumulation import group_of_one
+from lab_common import LabError
+from nodelaunch import TorchrunJob, local_nodes
+from nodelaunch.backends.local import LocalNode
+from nodelaunch.diagnosis import diagnose
+from nodelaunch.node.supervisor import MARK
+from nodelaunch.node.worker import _count_collectives
+from nodelaunch.preflight import check_nodes
+from nodelaunch.run import Run
+from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
 LOST = "RuntimeError: [/x/gloo/pair.cc:1] Connection closed by peer [10.0.0.1]:1"
@@ -43,10 +43,10 @@ def say_error(rank, message, **facts):
 
 def make_story(pids=(57, 58)):
     """Two nodes, a and b, of one rank each, which have started."""
-    story = Story(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
     for rank, (node, pid) in enumerate(zip("ab", pids, strict=True)):
-        story.read(node, say("worker", rank=rank, pid=pid, host=node, local_rank=0, node=rank, processes=1))
-    return story
+        state.read(node, say("worker", rank=rank, pid=pid, host=node, local_rank=0, node=rank, processes=1))
+    return state
 
 
 def exit_of(pid, code):
@@ -57,42 +57,42 @@ def exit_of(pid, code):
 
 
 def test_hosts_may_give_their_processes_the_same_number():
-    story = make_story(pids=(57, 57))
-    story.read("a", exit_of(57, -9))
-    assert "Rank 0 on a was killed by signal 9" in diagnose(story).what
+    state = make_story(pids=(57, 57))
+    state.read("a", exit_of(57, -9))
+    assert "Rank 0 on a was killed by signal 9" in diagnose(state).what
 
 
 def test_the_exit_of_a_rank_does_not_hide_what_it_said():
-    story = make_story()
-    story.read("a", exit_of(57, 1))
-    story.read("a", say_error(0, LOST))
-    story.read("b", exit_of(58, -9))
-    failure = diagnose(story)
+    state = make_story()
+    state.read("a", exit_of(57, 1))
+    state.read("a", say_error(0, LOST))
+    state.read("b", exit_of(58, -9))
+    failure = diagnose(state)
     assert (failure.rank, failure.kind) == (1, "signal")
     assert set(failure.noise) == {0}
 
 
 def test_an_exit_behind_an_unfinished_line_is_heard():
-    story = make_story()
-    shown = story.read("b", b"[rank 1]  50%|####    " + exit_of(58, -9))
+    state = make_story()
+    shown = state.read("b", b"[rank 1]  50%|####    " + exit_of(58, -9))
     assert shown.startswith("[rank 1]")
-    assert "Rank 1 on b was killed by signal 9" in diagnose(story).what
+    assert "Rank 1 on b was killed by signal 9" in diagnose(state).what
 
 
 def test_a_crash_after_the_script_has_ended_is_not_what_the_others_died_of():
-    story = make_story()
-    story.read("b", say("done", rank=1))
-    story.read("b", exit_of(58, -6))
-    story.read("a", say_error(0, LOST))
-    assert "Rank 1 had ended its work while rank 0 still waited" in diagnose(story).what
+    state = make_story()
+    state.read("b", say("done", rank=1))
+    state.read("b", exit_of(58, -6))
+    state.read("a", say_error(0, LOST))
+    assert "Rank 1 had ended its work while rank 0 still waited" in diagnose(state).what
 
 
 def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first():
     """NCCL's watchdog aborts a rank whose peer is gone, and may be heard before the peer's end is."""
-    story = make_story()
-    story.read("a", exit_of(57, -6))
-    story.read("b", exit_of(58, -9))
-    assert "Rank 1 on b was killed by signal 9" in diagnose(story).what
+    state = make_story()
+    state.read("a", exit_of(57, -6))
+    state.read("b", exit_of(58, -9))
+    assert "Rank 1 on b was killed by signal 9" in diagnose(state).what
     alone = make_story()
     alone.read("a", exit_of(57, -6))
     assert "Rank 0 on a was killed by signal 6" in diagnose(alone).what
@@ -110,21 +110,21 @@ def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first():
     ],
 )
 def test_a_network_error_of_the_script_itself_is_a_cause(message, own):
-    story = make_story()
-    story.read("a", say_error(0, message))
+    state = make_story()
+    state.read("a", say_error(0, message))
     time.sleep(0.01)
-    story.read("b", say_error(1, "ValueError: later"))
-    assert diagnose(story).rank == (0 if own else 1)
+    state.read("b", say_error(1, "ValueError: later"))
+    assert diagnose(state).rank == (0 if own else 1)
 
 
 def test_a_launcher_that_slept_is_named():
-    story = make_story()
-    story.read("a", b"torch.distributed.elastic.multiprocessing.api.SignalException: Process 9 got signal: 15\n")
+    state = make_story()
+    state.read("a", b"torch.distributed.elastic.multiprocessing.api.SignalException: Process 9 got signal: 15\n")
     for node in "ab":
         why = "no heartbeat of the launcher for 6 s"
-        story.read(node, say("ended", returncode=1, why=why, killed=0, memory={}))
-        story.nodes[node].gone = True
-    failure = diagnose(story)
+        state.read(node, say("ended", returncode=1, reason="silence", why=why, killed=0, memory={}))
+        state.nodes[node].gone = True
+    failure = diagnose(state)
     assert failure.kind == "lost" and "no heartbeat" in failure.what and "slept" in failure.cause
 
 
@@ -160,25 +160,25 @@ class FakeLink:
 
 
 def follow(link, log, show=lambda line: None):
-    story = Story(["a"], ["10.0.0.1"])
-    story.read("a", say("worker", rank=0, pid=57, host="a", local_rank=0, node=0, processes=1))
-    run = Run({"a": link}, story, log=log, join_timeout=5, limit=60, restarts=False, say=show, stop=threading.Event())
+    state = JobState(["a"], ["10.0.0.1"])
+    state.read("a", say("worker", rank=0, pid=57, host="a", local_rank=0, node=0, processes=1))
+    run = Run({"a": link}, state, log=log, join_timeout=5, limit=60, restarts=False, say=show, stop=threading.Event())
     run.follow()
-    return story, run
+    return state, run
 
 
-END = [say("result", rank=0, value=7), say("ended", returncode=0, why="", killed=0, memory={})]
+END = [say("result", rank=0, value=7), say("ended", returncode=0, reason=None, why="", killed=0, memory={})]
 
 
 def test_a_line_that_was_torn_ends_nothing(tmp_path):
-    story, _ = follow(FakeLink(b"[rank 0] hi\n", b'\x1e{"event": "result", "rank": 0, "val'), tmp_path / "log")
-    assert story.nodes["a"].gone and not story.results
+    state, _ = follow(FakeLink(b"[rank 0] hi\n", b'\x1e{"event": "result", "rank": 0, "val'), tmp_path / "log")
+    assert state.nodes["a"].gone and not state.results
 
 
 def test_a_full_disk_costs_the_log_and_not_the_job():
     said = []
-    story, run = follow(FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END), Path("/dev/full"), said.append)
-    assert story.results == {0: 7} and diagnose(story, why=run.why) is None
+    state, run = follow(FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END), Path("/dev/full"), said.append)
+    assert state.results == {0: 7} and diagnose(state, run.reason) is None
     assert run.lines == ["[rank 0] hi", "[rank 0] ho"]
     assert sum("the log is not complete" in line for line in said) == 1
 
@@ -219,7 +219,7 @@ class Supervised:
     """A supervisor over a bash command; ``read`` starts to read what it prints."""
 
     def __init__(self, root, folder, command, *options):
-        program = [sys.executable, "-P", "-u", "-m", "lab_utils.launch.supervisor"]
+        program = [sys.executable, "-P", "-u", "-m", "nodelaunch.node.supervisor"]
         self.process = subprocess.Popen(
             [*program, f"--job-folder={folder}", *options, "--", "bash", "-c", command],
             stdin=subprocess.PIPE,
@@ -382,7 +382,7 @@ def test_an_interrupted_copy_gives_the_prompt_back(write):
 
 def test_nodes_may_share_one_home(write):
     """As hosts of a cluster do: what each says is still heard as its own."""
-    text = "import os; from lab_utils import launch; launch.report(os.environ['LAB_NODE']); {}"
+    text = "import os; import nodelaunch as launch; launch.report(os.environ['LAB_NODE']); {}"
     first, second = local_nodes(2)
     nodes = [first, replace(second, folder=first.folder)]
     result = TorchrunJob(write("train.py", text.format("pass")), nodes=nodes).run(show=False, force=True)
@@ -424,8 +424,8 @@ def test_a_preflight_counts_for_a_while(write, monkeypatch, seconds, times):
         asked.append(args)
         return check_nodes(*args, **kwargs)
 
-    monkeypatch.setattr("lab_utils.launch.job.check_nodes", count)
-    monkeypatch.setattr("lab_utils.launch.job.FRESH_SECONDS", seconds)
+    monkeypatch.setattr("nodelaunch.backends.direct.check_nodes", count)
+    monkeypatch.setattr("nodelaunch.job.FRESH_SECONDS", seconds)
     job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1))
     job.preflight()
     assert job.run(show=False, force=True).ok
@@ -434,14 +434,14 @@ def test_a_preflight_counts_for_a_while(write, monkeypatch, seconds, times):
 
 def test_a_script_that_is_saved_during_the_launch_runs_as_it_was(write):
     """Its hash stands in the nodes' scripts, and its text is what was hashed."""
-    text = "from lab_utils import launch; launch.report({!r})"
+    text = "import nodelaunch as launch; launch.report({!r})"
     path = write("train.py", text.format("before"))
     job = TorchrunJob(path, nodes=local_nodes(1))
     write_scripts = job._write
 
-    def save_meanwhile(plans):
+    def save_meanwhile(plans, launch):
         path.write_text(text.format("after"))
-        return write_scripts(plans)
+        return write_scripts(plans, launch)
 
     job._write = save_meanwhile
     assert job.run(show=False, force=True).results == ("before",)
@@ -477,7 +477,7 @@ def test_only_what_does_not_move_hangs(moves, tmp_path):
     script.write_text(
         "import sys, time, threading\n"
         "import torch, torch.distributed as dist\n"
-        "from lab_utils.launch.worker import Watch\n"
+        "from nodelaunch.node.worker import Watch\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "class Events:\n"
         "    def write(self, event, **facts): print(event, flush=True)\n"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs import assert_gone, assert_port_free, find_port, wait_for
+from harness.jobs import assert_gone, assert_port_free, find_port, wait_for
 
 from lab_utils.training import Checkpoints
 
@@ -24,7 +24,7 @@ import sys, time
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from lab_utils import launch
+import nodelaunch as launch
 from lab_utils.training import Checkpoints
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -51,7 +51,7 @@ dist.destroy_process_group()
 # As a notebook's kernel: it stays, and an interrupt ends the cell.
 KERNEL = """
 import sys, traceback
-from lab_utils import launch
+import nodelaunch as launch
 
 def say(*words):
     print(*words, flush=True)

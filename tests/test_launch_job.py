@@ -9,21 +9,20 @@ import sys
 import time
 
 import pytest
-from drawn import assert_explains
-from jobs import TROUBLE, Heard, assert_gone, find_port, run_badly
+from harness.drawn import assert_explains
+from harness.jobs import TROUBLE, Heard, assert_gone, copy_code, find_port, find_processes, run_badly
 
-from lab_utils import LabError, launch, machine
-from lab_utils.launch import TorchrunJob, local_nodes
-from lab_utils.launch.bundle import collect_files
-from lab_utils.launch.roll import find_differences
-from lab_utils.launch.start import copy_all
+import nodelaunch as launch
+from lab_common import LabError
+from nodelaunch import JobError, TorchrunJob, local_nodes
+from nodelaunch.node.agreement import find_differences
 
 pytestmark = pytest.mark.usefixtures("runs")
 HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "it's; touch canary", "a\nb", "*", "", "é✔", "-c"]
 REPORT = """
 import gc, json, os, sys, helper
 import torch, torch.distributed as dist
-from lab_utils import launch
+import nodelaunch as launch
 dist.init_process_group("gloo")
 order = [None] * dist.get_world_size()
 dist.all_gather_object(order, os.environ["LAB_NODE"])
@@ -40,16 +39,16 @@ dist.destroy_process_group()
 VERSIONS = """
 import platform, sys
 platform.python_version = lambda: "3.4.5"
-if "lab_utils.launch.worker" in sys.orig_argv:
+if "nodelaunch.node.worker" in sys.orig_argv:
     import torch
     torch.__version__ = "1.2.3"
 """
 CUDA = """
 import sys, torch
-from lab_utils import launch
+import nodelaunch as launch
 launch.report({"initialised": torch.cuda.is_initialized(), "start": "python -m" if "-m" in sys.orig_argv else "fork"})
 """
-SHORT = 'import sys; from lab_utils import launch; launch.report(sys.argv[1:]); print("done")'
+SHORT = 'import sys; import nodelaunch as launch; launch.report(sys.argv[1:]); print("done")'
 
 
 def hand_start(path, **env):
@@ -123,7 +122,7 @@ def test_two_nodes_with_two_processes_each(write, runs):
     assert result.seconds["preflight"] < 5
     assert result.memory.keys() == {0, 1, 2, 3} and min(result.memory.values()) > 2**26
     assert_gone(job_id, 1)
-    assert job.id != job_id and job.folder != folder
+    assert (job.id, job.folder) == (job_id, folder), "the caller still finds what was run"
     assert not [path for path in (*runs.rglob("canary"), *script.parent.glob("canary"))]
 
 
@@ -135,7 +134,7 @@ def test_the_scripts_by_hand_are_the_same_job(write, runs):
     assert [find_port(path) for path in paths] == [29871, 29871]
     # Written, and nothing else: the code is copied by run() only, or by whoever starts by hand.
     assert not (runs / "nodes").exists()
-    copy_all(job, collect_files(job.script))
+    copy_code(job)
     outputs = [end(process) for process in [hand_start(path) for path in paths]]
     assert "[rank 0] connected" in outputs[0] and "[rank 1] connected" in outputs[1]
     for number in (0, 1):
@@ -272,7 +271,7 @@ def test_8_a_node_alone_does_not_train(write, tmp_path, root):
     names |= {"LAB_NODE": "1", "LAB_JOB_FOLDER": str(tmp_path / "job"), "PYTHONPATH": str(root)}
     # In torchrun's place, of which the worker expects that it belongs to the job, is a Python that starts it.
     agent = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', *sys.argv[1:]]).returncode)"
-    command = [sys.executable, "-c", agent, "lab_utils.launch.worker", str(script)]
+    command = [sys.executable, "-c", agent, "nodelaunch.node.worker", str(script)]
     env = {**os.environ, **names, "LAB_JOB_ID": "alone"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 1
@@ -293,6 +292,31 @@ def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
     assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1], "what is left of one launch must not meet the next"
 
 
+WAITING = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists():\n    time.sleep(0.05)\n"
+
+
+def test_a_started_job_runs_beside_the_caller_and_is_waited_for_or_stopped(write, tmp_path):
+    enough, lines = tmp_path / "enough", []
+    script = write("train.py", f"{WAITING}import nodelaunch as launch\nlaunch.report('done')")
+    job = TorchrunJob(script, [enough], nodes=local_nodes(1))
+    running = job.start(show=lines.append)
+    assert (running.id, running.folder) == (job.id, job.folder)
+    with pytest.raises(TimeoutError, match=running.id):
+        running.wait(0.2)
+    assert find_processes(running.id, "node.supervisor")
+    enough.touch()
+    assert running.wait().results == ("done",) and running.wait() is running.wait()
+    assert [line for line in lines if line.startswith("preflight: ")]
+    enough.unlink()
+    again = job.start(show=False)
+    assert again.id != running.id and again.id == job.id
+    again.stop()
+    assert again.wait(check=False).failure.kind == "stopped"
+    with pytest.raises(JobError, match="stopped"):
+        again.wait()
+    assert_gone(again.id, 2)
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "words"),
     [
@@ -300,7 +324,7 @@ def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
         ("import os; os._exit(4)", "exit", ["Rank 0 on node0", "4"]),
         ("import nothing_of_this_name", "exception", ["nothing_of_this_name", "files="]),
         (
-            "import lab_utils.launch as l; l.report({1, 2})",
+            "import nodelaunch as l; l.report({1, 2})",
             "exception",
             ["cannot be reported", "Object of type set", ".tolist()"],
         ),
@@ -388,7 +412,7 @@ def test_without_the_launcher_a_report_is_printed(tmp_path, root):
 def test_what_cannot_run_is_refused_before_anything_starts(make, words, tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("print('a')")
     nodes = local_nodes(2)
-    monkeypatch.setattr("lab_utils.launch.start.PipeLink", None)
+    monkeypatch.setattr("nodelaunch.backends.direct.PipeLink", None)
     with pytest.raises(LabError) as caught:
         make(tmp_path, nodes)
     assert len(caught.value.what) <= 120 and caught.value.fix
@@ -418,7 +442,7 @@ def test_a_busy_port_and_a_name_that_is_not_known_end_in_seconds(write):
 def test_a_watch_sees_the_processes_of_the_job_that_it_is_around(write):
     text = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
     (node,) = nodes = local_nodes(1)
-    with machine.watch(nodes, every=0.1) as seen:
+    with launch.watch(nodes, every=0.1) as seen:
         assert TorchrunJob(write("burn.py", text), nodes=nodes).run(show=False, force=True).ok
     if sys.platform.startswith("linux"):
         assert max(sample.job_busy for sample in seen.samples if sample.node == node.name) > 0.1

@@ -7,25 +7,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn import assert_explains, make_folder, make_pack
+from harness.drawn import assert_explains, make_folder, make_pack
+from harness.jobs import copy_code
 
-from lab_utils import LabError, data
-from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
-from lab_utils.launch.bundle import collect_files
-from lab_utils.launch.local import LocalNode
-from lab_utils.launch.plans import make_plans
-from lab_utils.launch.slurm import SlurmNode
-from lab_utils.launch.ssh import SshNode
-from lab_utils.launch.start import copy_all
+from lab_common import LabError
+from lab_utils import data
+from nodelaunch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch.backends.local import LocalNode
+from nodelaunch.backends.slurm import SlurmNode
+from nodelaunch.backends.ssh import SshNode
+from nodelaunch.plans import make_plans
 
 SHOW = """
 import os
-from lab_utils import launch
+import nodelaunch as launch
 names = ["LAB_DATA", "LAB_RUNS", "LAB_SCALE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "SECRET"]
 launch.report({name: os.environ.get(name) for name in names})
 """
 LOAD = """
-from lab_utils import data, launch
+from lab_utils import data
+import nodelaunch as launch
 dataset = data.load("shapes10")
 launch.report([len(dataset.train), int(dataset.train.images[:20].sum()), dataset.train.labels[:20].tolist()])
 """
@@ -74,8 +75,12 @@ def far_nodes(*names):
     return [replace(node, address=f"10.0.0.{number}") for number, node in enumerate(nodes, start=1)]
 
 
+def plan_job(job):
+    return make_plans(job.spec, job._launch, "hash", None)
+
+
 def plan(script, nodes, **options):
-    return make_plans(TorchrunJob(script, nodes=nodes, port=29555, **options), "hash", None)
+    return plan_job(TorchrunJob(script, nodes=nodes, port=29555, **options))
 
 
 # LAB_NODES.
@@ -237,7 +242,7 @@ def test_settings_reach_every_node_and_nothing_else_does(script, monkeypatch):
 def test_a_relative_lab_data_means_the_same_folder_in_the_job(script, monkeypatch, root):
     monkeypatch.setenv("LAB_DATA", "somewhere")
     assert plan(script, local_nodes(1))[0].env["LAB_DATA"] == str(root / "somewhere")
-    slurm = make_plans(TorchrunJob(script, nodes=slurm_nodes(2)), "hash", None)
+    slurm = plan_job(TorchrunJob(script, nodes=slurm_nodes(2)))
     assert {each.env["LAB_DATA"] for each in slurm} == {f"{slurm_nodes(2)[0].folder}/data"}
 
 
@@ -338,6 +343,6 @@ def test_data_are_copied_to_slurms_shared_folder(script, tmp_path):
     for copied in (False, True):
         job = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=copied)
         job.write()
-        copy_all(job, collect_files(script))
+        copy_code(job)
         assert (tmp_path / "shared" / "data" / "packed" / "shapes10" / "manifest.json").exists() == copied
         assert (tmp_path / "shared" / "jobs" / job.id / "job.sbatch").exists()

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from drawn import assert_explains
-from fuzzing import ODD_VALUES
+from harness.drawn import assert_explains
+from harness.fuzzing import ODD_VALUES
 
-from lab_utils import LabError
-from lab_utils.launch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
-from lab_utils.launch.bundle import Bundle
-from lab_utils.launch.sbatch import SlurmRequest, write_sbatch
-from lab_utils.launch.script import Plan, write_script
+from lab_common import LabError
+from nodelaunch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
+from nodelaunch.bundle import Bundle
+from nodelaunch.script import Plan, write_script
+from nodelaunch.spec import JobSpec
 
 # What each would do, if it were code: make a file `canary`, or remove the file `precious`.
 BREAKOUTS = [
@@ -189,8 +190,8 @@ def test_a_thousand_hostile_scripts_run_what_they_say_and_nothing_else(tmp_path)
     for plan, path in zip(plans, paths, strict=True):
         job = Path(plan.job_folder)
         words, environ = read_words(job / "argv"), read_words(job / "environ")
-        end = ["-m", "lab_utils.launch.worker", f"{plan.code_folder}/script/{plan.script}", *plan.args]
-        assert words[:2] == ["-m", "lab_utils.launch.agent"], path
+        end = ["-m", "nodelaunch.node.worker", f"{plan.code_folder}/script/{plan.script}", *plan.args]
+        assert words[:2] == ["-m", "nodelaunch.node.agent"], path
         assert words[-len(end) :] == end, path
         options = words[2 : -len(end)]
         assert all(option.startswith("--") for option in options), path
@@ -221,8 +222,8 @@ def ground(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("SLURM_NODEID", "SLURM_NNODES", "SLURM_JOB_ID"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setattr("lab_utils.launch.job.collect_files", lambda *_: Bundle({}, "abc"))
-    monkeypatch.setattr("lab_utils.launch.plans.find_gpus", dict)
+    monkeypatch.setattr("nodelaunch.job.collect_files", lambda *_: Bundle({}, "abc"))
+    monkeypatch.setattr("nodelaunch.plans.find_gpus", dict)
     (tmp_path / "train.py").touch()
     stand_in(tmp_path)
     for name, text in {"srun": 'while [ "$1" != bash ]; do shift; done; exec "$@"', "scontrol": STUB}.items():
@@ -246,13 +247,11 @@ def stand_in(folder):
     return str(path)
 
 
-def write_job(ground, nodes=None, later=(), **options):
-    """The scripts of a job; ``later`` is set after the construction."""
+def write_job(ground, nodes=None, **options):
+    """The scripts of a job."""
     python = str(ground / "tools" / "python")
     given = {"script": ground / "train.py", "nodes": [replace(local_nodes(1)[0], python=python)], "port": 29500}
     job = TorchrunJob(**{**given, **({} if nodes is None else {"nodes": nodes}), **options})
-    for name, value in later:
-        setattr(job, name, value)
     return [path.read_bytes() for path in job.write()]
 
 
@@ -291,8 +290,7 @@ def write_plan(ground, **options):
 SSH = ("names", "python", "folder", "interface", "data", "config")
 SLURM = ("count", "partition", "folder", "time_limit", "python", "interface", "extra")
 OWNERS: dict[str, tuple[Callable, list[str]]] = {
-    "TorchrunJob": (write_job, [field.name for field in fields(TorchrunJob)]),
-    "job.x = …": (lambda ground, **options: write_job(ground, later=options.items()), None),
+    "TorchrunJob": (write_job, [field.name for field in fields(JobSpec)]),
     "LocalNode": (write_local, ["name", "folder", "address", "interface", "python", "data", "index", "together"]),
     "local_nodes": (lambda ground, **options: [] * len(local_nodes(**{"count": 1, **options})), ["count", "folder"]),
     "ssh_nodes": (write_ssh, list(SSH)),

@@ -13,22 +13,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drawn import assert_explains
-from jobs import TROUBLE, Heard, assert_gone, check_error, list_processes, run_badly
+from harness.drawn import assert_explains
+from harness.jobs import TROUBLE, Heard, assert_gone, check_error, list_processes, run_badly
 
-from lab_utils import LabError
-from lab_utils.launch import JobError, TorchrunJob, local_nodes, submission
-from lab_utils.launch.script import Plan
-from lab_utils.launch.slurm import (
+from lab_common import LabError
+from nodelaunch import JobError, TorchrunJob, local_nodes
+from nodelaunch.backends import submission
+from nodelaunch.backends.slurm import (
+    LEASE_SECONDS,
     SlurmLink,
     cancel,
     describe_queue,
     slurm_nodes,
     start,
     submit,
-    write,
     write_sbatch,
 )
+from nodelaunch.script import Plan
+from nodelaunch.spec import JobSpec
 
 HOSTILE = [
     "two words",
@@ -43,7 +45,7 @@ HOSTILE = [
     "",
 ]
 SCRIPT = """import os, sys, torch.distributed as dist
-from lab_utils import launch
+import nodelaunch as launch
 dist.init_process_group("gloo")
 launch.report({"rank": dist.get_rank(), "size": dist.get_world_size(), "args": sys.argv[1:], "value": os.environ["ODD"],
         "node": os.environ["LAB_NODE"], "cwd": os.getcwd(), "interface": os.environ["GLOO_SOCKET_IFNAME"]})
@@ -56,7 +58,8 @@ def plan(tmp_path, root):
     """A job of two nodes in folders with hostile names, which passes hostile arguments."""
     base = tmp_path / "it's $(touch injected) ü"
     (base / "code" / "script").mkdir(parents=True)
-    (base / "code" / "lab_utils").symlink_to(root / "lab_utils")
+    for name in ("lab_common", "nodelaunch"):
+        (base / "code" / name).symlink_to(root / name)
     (base / "code" / "script" / "my train.py").write_text(SCRIPT)
     return Plan(
         job_id=f"slurm-test-{os.getpid()}",
@@ -212,8 +215,9 @@ def submit_plan(plan, nodes, *, say):
     """Starts a plan as a job does: the script lies in the job's folder already."""
     folder = Path(plan.job_folder)
     folder.mkdir(parents=True)
-    (folder / "job.sbatch").write_text(write(replace(plan, limit=600), nodes))
-    return start(plan, nodes, say=say, stop=threading.Event())
+    (folder / "job.sbatch").write_text(write_sbatch(replace(plan, limit=600), nodes[0].request, lease=LEASE_SECONDS))
+    spec = JobSpec("train.py", nodes=nodes)
+    return list(start(spec, [plan], say=say, stop=threading.Event()).values())
 
 
 def read_all(links):
@@ -382,7 +386,7 @@ SAME = """
 import os, sys
 import torch, torch.distributed as dist
 import helper
-from lab_utils import launch
+import nodelaunch as launch
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1.0], dtype=torch.float64)
 dist.all_reduce(total)
@@ -395,7 +399,7 @@ dist.destroy_process_group()
 # Runs a job and says its id, in a process that can be ended.
 LAUNCHER = """
 import sys
-from lab_utils import launch
+import nodelaunch as launch
 job = launch.TorchrunJob(sys.argv[1], ["loop"], nodes=launch.slurm_nodes(2, extra=sys.argv[2:]))
 print("id", job.id, flush=True)
 try:
@@ -459,7 +463,7 @@ def test_the_same_job_has_the_same_result_as_on_this_machine(slurm, train, tmp_p
         job_id = job.id
         results[where] = job.run(show=heard if where == "slurm" else False, force=where == "here")
         assert results[where].ok and results[where].failure is None
-        assert job.id != job_id
+        assert job._prepare().id != job_id
     # The two nodes of this Slurm have one address, so that either may have the first ranks.
     same = [[{**value, "node": None} for value in results[where].results] for where in ("here", "slurm")]
     assert same[0] == same[1]
@@ -607,7 +611,7 @@ def test_code_that_was_changed_in_the_shared_folder_is_red_and_nothing_is_handed
     assert job.run(show=False).ok
     (folder,) = Path(nodes[0].folder, "code").iterdir()
     assert job.preflight().ok
-    (folder / "lab_utils" / "text.py").write_text("")
+    (folder / "lab_common" / "text.py").write_text("")
     with pytest.raises(LabError) as fresh:  # the preflight still counts
         job.run(show=False)
     assert [verdict.check for verdict in job.preflight().reds] == ["code"]
@@ -622,7 +626,7 @@ def test_code_that_was_changed_in_the_shared_folder_is_red_and_nothing_is_handed
 @pytest.mark.drill
 def test_a_part_of_the_nodes_that_were_asked_for_is_a_job_of_its_own(slurm, train):
     """As in lab 5, which runs on the first of its two nodes what it then runs on both."""
-    train.write_text("import os; from lab_utils import launch; launch.report(os.environ['WORLD_SIZE'])")
+    train.write_text("import os; import nodelaunch as launch; launch.report(os.environ['WORLD_SIZE'])")
     job = TorchrunJob(train, nodes=slurm_nodes(2)[:1])
     assert "#SBATCH --nodes=1 " in job.write()[0].read_text()
     assert job.run(show=False).results == ("1",)

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from drawn import assert_explains
+from harness.drawn import assert_explains
 
-from lab_utils import LabError
-from lab_utils.launch.refusals import explain_refusal
-from lab_utils.launch.ssh import ssh_nodes
+from lab_common import LabError
+from nodelaunch.backends.refusals import explain_refusal
+from nodelaunch.backends.ssh import ssh_nodes
 
 ECHO = "import json, os, sys; print(json.dumps([os.uname().nodename, sys.argv[1:], sys.stdin.read()]))"
 HOSTILE = [
@@ -264,7 +264,7 @@ def test_connections_end_with_the_nodes_but_not_under_a_running_program(make_nod
 
 def test_connections_end_with_the_interpreter(hosts):
     code = (
-        "import sys; from lab_utils.launch.ssh import ssh_nodes\n"
+        "import sys; from nodelaunch.backends.ssh import ssh_nodes\n"
         "node, = ssh_nodes(['n1'], config=sys.argv[1]); node.popen(['true']).communicate()\n"
         "print(node.connections._folder)"
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lab_utils import LabError, machine
+from lab_common import LabError
+from lab_utils import machine
 from lab_utils.machine import environment, facts
 
 INTEL = """processor\t: 0

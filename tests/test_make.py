@@ -13,7 +13,7 @@ import urllib.request
 
 import pytest
 
-from lab_utils import workspace
+from course import workspace
 
 
 @pytest.fixture
@@ -130,7 +130,8 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(m
     assert not (folder / "tests").exists() and (folder / "requirements.lock").exists()
     # It is a checkout like any other: from it learners' copies are made, and `check.diff` has no solution to show.
     code = (
-        "from lab_utils import workspace, LabError\nfrom lab_utils.check.solutions import find_solution\n"
+        "from course import workspace\nfrom lab_common import LabError\n"
+        "from course.check.solutions import find_solution\n"
         "print(len(workspace.update(workspace.checkout() / 'notebooks', workspace.checkout() / 'workspace').written))\n"
         "try:\n    find_solution('1.3')\nexcept LabError as error:\n    print(error.fix)"
     )

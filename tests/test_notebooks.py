@@ -11,8 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from notebook_rules import (
+from harness.notebook_rules import (
     find_anatomy_faults,
     find_code_faults,
     find_faults,
@@ -22,6 +21,7 @@ from notebook_rules import (
     find_run_faults,
     find_size_faults,
 )
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -300,7 +300,7 @@ def test_the_project_s_nbval_settings_are_these(pytestconfig):
 
 
 def run_and_save(path: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "tests" / "run_notebooks.py", "--save", path]
+    command = [sys.executable, ROOT / "tests" / "harness" / "run_notebooks.py", "--save", path]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

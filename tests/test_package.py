@@ -1,6 +1,7 @@
 """The package as a whole: its error, who imports whom, and that an import does nothing."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -8,109 +9,65 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import arrows
 
+import lab_common
 import lab_utils
-from lab_utils import LabError
+from lab_common import LabError
 
-# Who may import whom; an arrow only ever points down this list. All may import from lab_utils itself.
-ROOMS = {
-    "check": {
-        "plots",
-        "launch",
-        "training",
-        "timing",
-        "parallel",
-        "workspace",
-        "models",
-        "data",
-        "machine",
-        "notebooks",
-        "files",
-        "text",
-        "wandb_runs",
-    },
-    "report": {"check", "timing", "machine", "files", "notebooks", "text"},
-    "course": {"workspace", "notebooks"},
-    "board": {"text"},
-    "wandb_runs": set(),
-    "plots": {"timing"},
-    "launch": {"machine", "files", "text"},
-    "training": {"data", "models", "timing", "files", "text"},
-    "timing": {"machine", "files"},
-    "models": set(),
-    "parallel": set(),
-    "data": {"files", "text"},
-    "machine": set(),
-    "workspace": {"files", "notebooks"},
-    "notebooks": {"files"},
-    "files": set(),
-    "text": set(),
-}
 # What a torchrun script imports has to do without these; `plots` is for notebooks.
 HEAVY = ("IPython", "matplotlib", "pandas", "torchvision", "wandb", "tensorboard")
-PACKAGE = Path(lab_utils.__file__).parent
-MODULES = sorted(path.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py"))
+PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
+MACHINE = "lab_utils.machine"
+MODULES = {name: path for name, path in arrows.list_modules().items() if name.split(".")[0] in PACKAGES}
 
 
-def find_room(module: Path) -> str:
-    """The room of a module, "" for the package's own file."""
-    return module.parts[1].removesuffix(".py").removeprefix("__init__")
-
-
-def find_imported_rooms(source: str, module: Path) -> set[str]:
-    """The rooms that a module imports anywhere, in functions too."""
-    package = list(module.parent.parts)
-    names = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1]] if node.level else []
-            base += node.module.split(".") if node.module else []
-            names |= {".".join([*base, alias.name]) for alias in node.names}
-    parts = [name.split(".") for name in names]
-    return {part[1] for part in parts if part[0] == "lab_utils" and len(part) > 1 and _is_room(part[1])}
-
-
-def _is_room(name: str) -> bool:
-    return name in ROOMS or (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
-
-
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_imports_only_point_down(module):
-    room = find_room(module)
-    imported = find_imported_rooms((PACKAGE.parent / module).read_text(), module) - {room}
-    if not room:
-        assert not imported, "lab_utils itself imports no room"
-    else:
-        assert room in ROOMS, f"{room} has no place in the table of rooms"
-        assert imported <= ROOMS[room], f"{module} imports {sorted(imported - ROOMS[room])}"
+def test_all_arrows_point_down_and_none_leads_in_a_circle():
+    assert arrows.find_faults() == []
 
 
 @pytest.mark.parametrize(
-    ("source", "rooms"),
+    ("source", "first", "every"),
     [
-        ("from lab_utils import LabError, check", {"check"}),
-        ("import lab_utils.data.shapes", {"data"}),
-        ("def f():\n    from lab_utils.timing import measure", {"timing"}),
-        ("from .. import plots", {"plots"}),
-        ("from ..training import x", {"training"}),
-        ("from .facts import x\nfrom . import y\nimport torch", {"machine"}),
+        ("from lab_common import LabError, files", {"lab_common", "lab_common.files"}, set()),
+        ("import lab_utils.data.shapes", {"lab_utils.data.shapes"}, set()),
+        ("def f():\n    from lab_utils.timing import measure", set(), {"lab_utils.timing.measure"}),
+        ("if TYPE_CHECKING:\n    from course import check", set(), {"course.check"}),
+        ("from .. import plots", {"lab_utils.plots"}, set()),
+        ("from ..training import x", {"lab_utils.training"}, set()),
+        (
+            "from .facts import x\nfrom . import settings\nimport torch",
+            {f"{MACHINE}.facts", f"{MACHINE}.settings"},
+            set(),
+        ),
     ],
 )
-def test_the_layering_test_sees_every_form_of_import(source, rooms):
-    assert find_imported_rooms(source, Path("lab_utils/machine/facts.py")) - {"machine"} == rooms - {"machine"}
+def test_every_form_of_import_is_seen(source, first, every):
+    known = arrows.list_modules()
+    assert arrows.find_imports(source, f"{MACHINE}.environment", known) == (first, first | every)
 
 
-# Started by its path on nodes that have nothing else of ours on Python's path, so that it cannot be two files.
-LONGER = {"lab_utils/launch/supervisor.py": 360}
+def test_each_wrong_arrow_is_found(tmp_path, monkeypatch):
+    def draw(**sources):
+        for layer in ("lab_common", "lab_utils", "nodelaunch/node", "course", "hosting"):
+            (tmp_path / layer).mkdir(parents=True, exist_ok=True)
+        for name, source in sources.items():
+            (tmp_path / name.replace("__", "/")).with_suffix(".py").write_text(source)
+        return " ".join(arrows.find_faults())
+
+    monkeypatch.setattr(arrows, "ROOT", tmp_path)
+    below = {"lab_utils__a": "import course.a", "course__a": ""}
+    assert "lab_utils.a imports course.a, which it may not" in draw(**below)
+    assert "nodelaunch.a imports lab_utils.a" in draw(lab_utils__a="", nodelaunch__a="from lab_utils import a")
+    assert "nodelaunch.node.b imports nodelaunch.c" in draw(nodelaunch__node__b="import nodelaunch.c", nodelaunch__c="")
+    assert draw(nodelaunch__a="", nodelaunch__node__b="") == ""
+    assert "in a circle" in draw(lab_utils__a="import lab_utils.b", lab_utils__b="import lab_utils.a")
+    assert draw(lab_utils__b="def f():\n    import lab_utils.a") == ""
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
-def test_modules_are_small_and_plain(module):
-    source = (PACKAGE.parent / module).read_text()
-    assert len(source.splitlines()) <= LONGER.get(module.as_posix(), 250)
-    for node in ast.walk(ast.parse(source)):
+@pytest.mark.parametrize("module", MODULES)
+def test_modules_are_plain(module):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         assert not isinstance(node, ast.Global), f"{module}: global, line {node.lineno}"
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("exec", "eval"), f"{module}: {node.func.id}, line {node.lineno}"
@@ -129,21 +86,18 @@ def run_python(code: str, folder: Path) -> dict:
     return json.loads(line)
 
 
-def test_importing_the_package_imports_nothing_heavy(tmp_path):
-    code = (
-        "import json, sys; old = set(sys.modules); import lab_utils; print(json.dumps(sorted(set(sys.modules) - old)))"
-    )
-    loaded = run_python(code, tmp_path)
-    assert "lab_utils" in loaded
+def test_importing_the_packages_imports_nothing_heavy(tmp_path):
+    code = f"import json, sys; old = set(sys.modules); import {', '.join(PACKAGES)}"
+    loaded = run_python(f"{code}; print(json.dumps(sorted(set(sys.modules) - old)))", tmp_path)
     assert not {name.split(".")[0] for name in loaded} & {"torch", "numpy", *HEAVY}
-    assert [name for name in loaded if name.startswith("lab_utils.")] == []
+    assert {name for name in loaded if name.split(".")[0] in PACKAGES} == {*PACKAGES}
 
 
-def test_importing_the_rooms_does_nothing(tmp_path):
-    # Every module but the command lines (`__main__`) and plots, which only notebooks import.
-    modules = [".".join(module.with_suffix("").parts) for module in MODULES]
-    modules = [name.removesuffix(".__init__") for name in modules if "__main__" not in name and ".plots" not in name]
-    assert {"lab_utils.machine", "lab_utils.data", "lab_utils.workspace"} <= set(modules)
+def test_importing_the_modules_does_nothing(tmp_path):
+    # Every module but the command lines (`__main__`), what has moved, and figures, which only notebooks draw.
+    left_out = {"course.check.figures", *(f"lab_utils.{name}" for name in lab_utils.MOVED)}
+    modules = [name for name in MODULES if "__main__" not in name and ".plots" not in name and name not in left_out]
+    assert {"lab_utils.machine", "lab_utils.data", "course.workspace"} <= set(modules)
     code = f"""
 import importlib, json, os, sys, threading
 import numpy, torch
@@ -162,6 +116,19 @@ print(json.dumps(dict(heavy=[name for name in {HEAVY!r} if name in sys.modules],
     assert list(tmp_path.iterdir()) == [], "an import wrote files"
 
 
+@pytest.mark.parametrize("name", lab_utils.MOVED)
+def test_what_an_older_copy_of_a_lab_imports_says_where_it_is(name):
+    with pytest.raises(ImportError, match=rf"^lab_utils\.{name} is {lab_utils.MOVED[name]} now$"):
+        exec(f"from lab_utils import {name}")
+    importlib.import_module(lab_utils.MOVED[name])
+
+
+@pytest.mark.parametrize("name", ["course", "launch", "report", "workspace"])
+def test_an_older_command_says_its_new_name(name):
+    run = subprocess.run([sys.executable, "-m", f"lab_utils.{name}"], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (1, f"lab_utils.{name} is {lab_utils.MOVED[name]} now\n")
+
+
 def test_an_error_says_what_where_cause_fix_and_log():
     error = LabError("The archive is cut off.", where="data/x", cause="a full disk", fix="make lab", log="runs/log")
     assert str(error).splitlines() == [
@@ -175,9 +142,9 @@ def test_an_error_says_what_where_cause_fix_and_log():
     assert (error.what, error.fix) == ("The archive is cut off.", "make lab")
 
 
-@pytest.mark.parametrize("module", MODULES, ids=str)
+@pytest.mark.parametrize("module", MODULES)
 def test_every_error_fits_on_its_first_line_and_names_a_fix(module):
-    for node in ast.walk(ast.parse((PACKAGE.parent / module).read_text())):
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "LabError":
             assert "fix" in {keyword.arg for keyword in node.keywords}, f"{module}, line {node.lineno}: no fix"
             parts = getattr(node.args[0], "values", [node.args[0]])  # of an f-string, what stands between the braces
@@ -186,7 +153,7 @@ def test_every_error_fits_on_its_first_line_and_names_a_fix(module):
 
 
 def test_ipython_shows_the_message_without_a_traceback(tmp_path):
-    code = "from lab_utils import LabError\ndef f():\n    raise LabError('What happened.', fix='make lab')\nf()"
+    code = "from lab_common import LabError\ndef f():\n    raise LabError('What happened.', fix='make lab')\nf()"
     env = {**os.environ, "IPYTHONDIR": str(tmp_path)}
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code]
     child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)
@@ -196,7 +163,7 @@ def test_ipython_shows_the_message_without_a_traceback(tmp_path):
 
 def test_folders_follow_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("LAB_DATA", str(tmp_path / "elsewhere"))
-    assert lab_utils.env_folder("LAB_DATA", "data") == tmp_path / "elsewhere"
+    assert lab_common.env_folder("LAB_DATA", "data") == tmp_path / "elsewhere"
     monkeypatch.delenv("LAB_DATA")
-    assert lab_utils.env_folder("LAB_DATA", "data") == lab_utils.checkout() / "data"
-    assert (lab_utils.checkout() / "pyproject.toml").exists()
+    assert lab_common.env_folder("LAB_DATA", "data") == lab_common.checkout() / "data"
+    assert (lab_common.checkout() / "pyproject.toml").exists()

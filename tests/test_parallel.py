@@ -5,11 +5,12 @@ import threading
 
 import pytest
 import torch
-from drawn import assert_explains
+from harness.drawn import assert_explains
 from torch import nn
 from torch.nn import functional as F
 
-from lab_utils import LabError, models
+from lab_common import LabError
+from lab_utils import models
 from lab_utils.parallel import CpuDataParallel
 
 GPUS = torch.cuda.device_count()

@@ -10,8 +10,8 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 from lab_utils import plots
-from lab_utils.machine import GpuUsage, Usage
 from lab_utils.plots.nodes import PHASES
+from nodelaunch import GpuUsage, Usage
 
 GIB = 2**30
 

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from lab_utils import LabError
-from lab_utils.launch import __main__ as launch_main
-from lab_utils.launch import probe, routes
-from lab_utils.launch.__main__ import main
-from lab_utils.launch.facts import hash_tree
-from lab_utils.launch.leftovers import judge_jobs
-from lab_utils.launch.local import LocalNode, local_nodes
-from lab_utils.launch.preflight import Preflight, check_nodes, judge_clocks
-from lab_utils.launch.ssh import ssh_nodes
-from lab_utils.launch.talk import ask_once, make_program
-from lab_utils.launch.verdicts import (
+from lab_common import LabError
+from nodelaunch import __main__ as launch_main
+from nodelaunch.__main__ import main
+from nodelaunch.backends.local import LocalNode, local_nodes
+from nodelaunch.backends.ssh import ssh_nodes
+from nodelaunch.node import probe
+from nodelaunch.node.facts import hash_tree
+from nodelaunch.preflight import Preflight, check_nodes, judge_clocks, routes
+from nodelaunch.preflight.client import ask_once, make_program
+from nodelaunch.preflight.leftovers import judge_jobs
+from nodelaunch.preflight.verdicts import (
     MIB,
     WILL_COPY,
     Verdict,
@@ -172,7 +172,7 @@ def test_a_port_that_a_leftover_of_ours_holds_comes_with_the_command_that_stops_
     _, port = start(LISTEN, LAB_JOB_ID="preflight-left")
     (verdict,) = find(look(pair, port=int(port)), "port")
     assert "preflight-left" in verdict.cause
-    assert verdict.fix == "python -m lab_utils.launch stop preflight-left"
+    assert verdict.fix == "python -m nodelaunch stop preflight-left"
 
 
 def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
@@ -182,7 +182,7 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
     found = look(pair)
     assert found.ok, "it holds nothing that this job needs"
     assert {v.fix for v in find(found, "jobs")} == {
-        f"python -m lab_utils.launch stop {job}" for job in ("preflight-a", "preflight-ab")
+        f"python -m nodelaunch stop {job}" for job in ("preflight-a", "preflight-ab")
     }
     assert len(find(found, "jobs")) == 2, "two nodes on one machine report a process once"
     assert f"pid {left.pid}" in str(found)
@@ -202,7 +202,7 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
 
 def test_a_job_that_somebody_watches_is_a_note(pair, start):
     code = "import time; print('up', flush=True); time.sleep(60)"
-    words = f"[sys.executable, '-c', {code!r}, '-m', 'lab_utils.launch.supervisor', '--']"
+    words = f"[sys.executable, '-c', {code!r}, '-m', 'nodelaunch.node.supervisor', '--']"
     code = f"import os, sys; os.execv(sys.executable, {words})"
     start(code, LAB_JOB_ID="preflight-s")
     (verdict,) = find(look(pair), "jobs")
@@ -230,7 +230,7 @@ def test_a_leftover_is_red_only_where_it_holds_what_this_job_needs(pid, state):
     facts = {"n1": {"system": {"machine": "there"}, "gpus": {"gpus": [], "apps": [[pid, "python", "900"]]}}}
     (verdict,) = judge_jobs(facts, Wanted(), {"n1": [process]})
     assert verdict.state == state
-    assert verdict.fix == "python -m lab_utils.launch stop job-a n1"
+    assert verdict.fix == "python -m nodelaunch stop job-a n1"
 
 
 def test_a_polite_leftover_is_asked_first(pair, start):
@@ -603,7 +603,7 @@ def test_the_command_line(capsys, start, monkeypatch):
 
 
 def test_python_m_works_anywhere(tmp_path, root):
-    command = [sys.executable, "-m", "lab_utils.launch", "jobs"]
+    command = [sys.executable, "-m", "nodelaunch", "jobs"]
     child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert (child.returncode, child.stderr) == (0, "")
 
@@ -716,7 +716,7 @@ def test_a_leftover_on_another_host_is_stopped_there_alone(remote, hosts, surviv
     (seen,) = ask_once(local_nodes(1), {"do": "jobs", "id": "preflight-far"}).values()
     assert seen == {"jobs": []}, "what runs in a container is not its host's"
     fixes = [verdict.fix for verdict in find(time_check(remote), "jobs")]
-    assert fixes == [f"python -m lab_utils.launch stop preflight-far {node}" for node in ("n1", "n2")]
+    assert fixes == [f"python -m nodelaunch stop preflight-far {node}" for node in ("n1", "n2")]
     assert main(["stop", "preflight-far", "n1", *config]) == 0
     assert len(survivors("preflight-far")) == 1
     assert main(["stop", "preflight-far", "n1", "n2", *config]) == 0

@@ -4,14 +4,16 @@ import re
 
 import nbformat
 import pytest
-from drawn import assert_explains
-from html_reader import read
+from harness.drawn import assert_explains
+from harness.html_reader import read
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lab_utils import LabError, check, timing
-from lab_utils.report import compare_reports, make_report
-from lab_utils.report.__main__ import main
-from lab_utils.report.comparison import find_data
+from course import check
+from course.report import compare_reports, make_report
+from course.report.__main__ import main
+from course.report.comparison import find_data
+from lab_common import LabError
+from lab_utils import timing
 from lab_utils.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("runs")

@@ -9,7 +9,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-FOLDERS = ("lab_utils", "tests", "benchmarks", "notebooks/scripts", "data")
+PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course", "hosting")
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "notebooks/scripts", "data")
 # To and fro; and a hash that one letter tells from another.
 NO_SLIPS = "fro,abd"
 

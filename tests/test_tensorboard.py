@@ -20,13 +20,15 @@ import nbformat
 import numpy as np
 import psutil
 import pytest
-from browser import find_chromium
-from drawn import assert_explains
-from fuzzing import make_odd_file
+from harness.browser import find_chromium
+from harness.drawn import assert_explains
+from harness.fuzzing import make_odd_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-from lab_utils import LabError, board, launch
+import nodelaunch as launch
+from lab_common import LabError
+from lab_utils import board
 
 
 @pytest.fixture

@@ -12,11 +12,12 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
-from drawn import assert_explains
-from fuzzing import make_odd_file
+from harness.drawn import assert_explains
+from harness.fuzzing import make_odd_file
 from torch import nn
 
-from lab_utils import LabError, machine, timing
+from lab_common import LabError
+from lab_utils import machine, timing
 from lab_utils.timing import Records, Timing
 
 # The package exports a function of the same name as this module, so it is fetched by its path.

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lab_utils import LabError, models, training
+from lab_common import LabError
+from lab_utils import models, training
 
 
 def make_batches(sizes=(8, 8, 5), *, classes=10, seed=0):

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from lab_utils import LabError, machine
-from lab_utils.machine import sampler
+import nodelaunch as launch
+from lab_common import LabError
+from nodelaunch import usage
+from nodelaunch.node import sampler
 
 BURN = """
 import sys, time
@@ -51,12 +53,12 @@ def mean(samples, field):
 
 @linux
 def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
-    with machine.watch([Node("left"), Node("right")], every=0.2) as seen:
+    with launch.watch([Node("left"), Node("right")], every=0.2) as seen:
         while len({sample.node for sample in seen.samples}) < 2:
             time.sleep(0.02)
         start = time.time()
         ours, nobodys = burn(2.0, node="0"), burn(2.0)
-        _, status, usage = os.wait4(ours.pid, 0)
+        _, status, used = os.wait4(ours.pid, 0)
         end = time.time()
         ours.returncode = os.waitstatus_to_exitcode(status)
         nobodys.wait()
@@ -66,7 +68,7 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
     assert len(left) >= 4 and len(right) >= 4
     core = 1 / left[0].cores
     # What the kernel counted for the process, which has to share the cores with other tests.
-    share = (usage.ru_utime + usage.ru_stime) / (end - start) * core
+    share = (used.ru_utime + used.ru_stime) / (end - start) * core
     assert mean(left, "job_busy") == pytest.approx(share, rel=0.3)
     assert mean(right, "job_busy") == 0
     # What all programs take is the whole machine's on both.
@@ -79,7 +81,7 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
 @linux
 def test_the_jobs_of_another_notebook_are_not_counted():
     """They have a node 0, too, whose folder is another one; one that begins with the same letters is another, too."""
-    with machine.watch([Node("left")], every=0.1) as seen:
+    with launch.watch([Node("left")], every=0.1) as seen:
         processes = [burn(1.5, node="0", folder=folder) for folder in ("/nodes/other", "/nodes/own2")]
         for process in processes:
             process.wait()
@@ -95,7 +97,7 @@ def test_a_host_that_is_not_reached_disturbs_nothing():
         def python(self):
             raise LabError("n1 does not answer.", where="n1", fix="ssh n1")
 
-    with machine.watch([Far(), Node("well")], every=0.1) as seen:
+    with launch.watch([Far(), Node("well")], every=0.1) as seen:
         while not seen.samples:
             time.sleep(0.02)
     assert "does not answer" in seen.problems["far"]
@@ -103,7 +105,7 @@ def test_a_host_that_is_not_reached_disturbs_nothing():
 
 def test_nothing_runs_on_after_the_block_not_even_after_an_error():
     node = Node("one", started=[])
-    with pytest.raises(RuntimeError, match="the job"), machine.watch([node], every=0.1) as seen:
+    with pytest.raises(RuntimeError, match="the job"), launch.watch([node], every=0.1) as seen:
         while not seen.samples:
             time.sleep(0.02)
         raise RuntimeError("the job")
@@ -114,14 +116,14 @@ def test_nothing_runs_on_after_the_block_not_even_after_an_error():
 def test_the_sampler_ends_when_the_watching_process_is_killed(tmp_path):
     code = (
         "import subprocess, sys, time\n"
-        "from lab_utils import machine\n"
+        "import nodelaunch as launch\n"
         "class Node:\n"
         "    name, python, folder = 'n', sys.executable, '/nodes/own'\n"
         "    def popen(self, argv):\n"
         "        p = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True)\n"
         "        print(p.pid, flush=True)\n"
         "        return p\n"
-        "with machine.watch([Node()], every=0.1):\n"
+        "with launch.watch([Node()], every=0.1):\n"
         "    time.sleep(60)\n"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -145,7 +147,7 @@ def _is_alive(pid):
 
 def test_a_node_that_cannot_be_watched_is_named_and_the_others_go_on():
     nodes = [Node("gone", python="/nowhere/python"), Node("broken", python="/bin/false"), Node("well")]
-    with machine.watch(nodes, every=0.1) as seen:
+    with launch.watch(nodes, every=0.1) as seen:
         while not seen.samples:
             time.sleep(0.02)
     assert set(seen.problems) == {"gone", "broken"}
@@ -156,7 +158,7 @@ def test_a_login_that_greets_does_no_harm(tmp_path):
     greeter = tmp_path / "python"
     greeter.write_text(f'#!/bin/sh\necho "Welcome to node1"\necho "{{}}"\nexec {sys.executable} "$@"\n')
     greeter.chmod(0o755)
-    with machine.watch([Node("one", python=str(greeter))], every=0.1) as seen:
+    with launch.watch([Node("one", python=str(greeter))], every=0.1) as seen:
         while not seen.samples:
             time.sleep(0.02)
     assert seen.problems == {}
@@ -171,7 +173,7 @@ def test_gpus_are_read_from_nvidia_smi_and_a_job_has_those_that_it_may_see(tmp_p
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     job = burn(30, node="1", CUDA_VISIBLE_DEVICES="GPU-bb")
     try:
-        with machine.watch([Node("zero"), Node("one")], every=0.1) as seen:
+        with launch.watch([Node("zero"), Node("one")], every=0.1) as seen:
             deadline = time.monotonic() + 20
             while {sample.node for sample in seen.samples if sample.gpus} != {"zero", "one"}:
                 assert time.monotonic() < deadline, seen
@@ -181,7 +183,7 @@ def test_gpus_are_read_from_nvidia_smi_and_a_job_has_those_that_it_may_see(tmp_p
         job.wait()
     last = {sample.node: sample for sample in seen.samples if sample.gpus}
     assert [gpu.index for gpu in last["zero"].gpus] == [0, 1]
-    assert last["one"].gpus == (machine.GpuUsage(1, 0.5, 2048 * 2**20, 81920 * 2**20),)
+    assert last["one"].gpus == (launch.GpuUsage(1, 0.5, 2048 * 2**20, 81920 * 2**20),)
     assert asked.read_text().split() == [
         f"--query-gpu={sampler.GPU_FIELDS}",
         "--format=csv,noheader,nounits",
@@ -193,9 +195,9 @@ def test_without_proc_it_is_the_load_average_and_says_so(monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 0.0, 0.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     line = {"time": 1.0, **sampler.read_load(), "gpus": []}
-    usage = machine.usage._parse("mac", json.loads(json.dumps(line)))
-    assert (usage.busy, usage.job_busy, usage.memory_bytes) == (0.25, None, None)
-    assert "load average" in usage.how
+    seen = usage._parse("mac", json.loads(json.dumps(line)))
+    assert (seen.busy, seen.job_busy, seen.memory_bytes) == (0.25, None, None)
+    assert "load average" in seen.how
 
 
 @pytest.mark.parametrize(
@@ -208,13 +210,11 @@ def test_a_container_s_quota_counts(tmp_path, text, cores):
 
 
 def test_an_interval_that_measures_nothing_is_refused():
-    with pytest.raises(LabError, match=r"0\.05 s"), machine.watch([], every=0.01):
+    with pytest.raises(LabError, match=r"0\.05 s"), launch.watch([], every=0.01):
         pass
 
 
 def test_the_sampler_needs_the_standard_library_only():
-    program = (
-        "import sys; import runpy; runpy.run_path(sys.argv[1]); print([m for m in sys.modules if 'lab_utils' in m])"
-    )
+    program = "import runpy, sys; runpy.run_path(sys.argv[1]); print({'lab_common', 'nodelaunch'} & {*sys.modules})"
     command = [sys.executable, "-S", "-c", program, sampler.__file__]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"

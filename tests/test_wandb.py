@@ -11,10 +11,12 @@ import time
 from pathlib import Path
 
 import pytest
-from fuzzing import make_odd_file
-from wandb_server import WandbServer
+from harness.fuzzing import make_odd_file
+from harness.wandb_server import WandbServer
 
-from lab_utils import LabError, launch, wandb_runs
+import nodelaunch as launch
+from lab_common import LabError
+from lab_utils import wandb_runs
 from lab_utils.wandb_runs import reading, records
 
 KEY = "PLANTED" + "0123456789abcdef" * 3  # of the form that the SDK asks for

@@ -10,12 +10,14 @@ import time
 
 import nbformat
 import pytest
-from drawn import assert_explains
-from fuzzing import make_odd_file
+from harness.drawn import assert_explains
+from harness.fuzzing import make_odd_file
+from harness.notebook_rules import find_solutions
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from lab_utils import LabError, workspace
-from lab_utils.workspace import MANIFEST, Report, make_script_stub, make_stub, solutions, update
+from course import workspace
+from course.workspace import MANIFEST, Report, make_script_stub, make_stub, update
+from lab_common import LabError
 
 EXERCISE = """def double(x):
     ### BEGIN SOLUTION
@@ -86,7 +88,7 @@ def test_a_solution_inside_a_markdown_cell_is_prose():
 
 
 def test_solutions_are_found_by_the_cell_s_id():
-    assert solutions(make_lab()) == {"exercise": EXERCISE}
+    assert find_solutions(make_lab()) == {"exercise": EXERCISE}
 
 
 def test_a_script_s_solutions_become_stubs_too_and_its_other_lines_stay(labs, copy):

@@ -53,7 +53,7 @@ if [ -n "${LAB_NODES:-}" ] || [ "${1:-}" = node ]; then make_keys; fi
 # Seeds the team's volume with the labs; a file that the team has changed stays as it is.
 seed() {
   mkdir -p "$HOME/work"
-  python -m lab_utils.workspace --workspace "$HOME/work/labs"
+  python -m course.workspace --workspace "$HOME/work/labs"
 }
 
 case "${1:-lab}" in

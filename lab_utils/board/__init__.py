@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab_utils import LabError, env_folder
-from lab_utils.text import clean
+from lab_common import LabError, env_folder
+from lab_common.text import clean
 
 if TYPE_CHECKING:
     from IPython.display import IFrame

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lab_utils import LabError, env_folder
+from lab_common import LabError, env_folder
 from lab_utils.data.archive import import_archive
 from lab_utils.data.batches import Batches
 from lab_utils.data.fetch import fetch_archive

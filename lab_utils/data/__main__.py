@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab_utils import LabError, data, env_folder
+from lab_common import LabError, env_folder
+from lab_common.text import clean_name
+from lab_utils import data
 from lab_utils.data.archive import refuse_data_set
 from lab_utils.data.fetch import SIZE
 from lab_utils.data.pack import SPLITS, find_damage, read_manifest, restore_pack
 from lab_utils.data.sources import find_cinic10, list_packs, verify_pack
 from lab_utils.data.system import make_command, quote
-from lab_utils.text import clean_name
 
 
 def main(argv: Sequence[str] | None = None) -> int:

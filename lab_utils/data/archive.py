@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from lab_utils import LabError, env_folder
+from lab_common import LabError, env_folder
+from lab_common.files import open_regular
+from lab_common.text import clean_name
 from lab_utils.data.fetch import MD5
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD, Listing, check_listing, has_layout
 from lab_utils.data.headers import MOST_LETTERS, ODD, CappedReader, Caps, RefusedError, Tar
@@ -21,8 +23,6 @@ from lab_utils.data.images import decode, describe_bad, is_image, refuse_bad
 from lab_utils.data.pack import SPLITS
 from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
-from lab_utils.files import open_regular
-from lab_utils.text import clean_name
 
 
 def import_archive(

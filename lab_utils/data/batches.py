@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from lab_utils import LabError
+from lab_common import LabError
 
 PADDING = 4
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lab_utils import LabError, load_torchvision
+from lab_common import LabError
+from lab_utils import load_torchvision
 from lab_utils.data.write import write_pack
 
 VALID = 5_000  # neither set has a validation split: the last 5,000 training images become it

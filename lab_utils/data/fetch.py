@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from lab_utils import LabError
+from lab_common import LabError
+from lab_common.text import clean_name
 from lab_utils.data.system import hold_lock, make_command
-from lab_utils.text import clean_name
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (

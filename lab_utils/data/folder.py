@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lab_utils import LabError, load_torchvision
+from lab_common import LabError
+from lab_common.text import clean_name
+from lab_utils import load_torchvision
 from lab_utils.data.images import decode, describe_bad, is_image, is_image_path, load_picture, read_image, refuse_bad
 from lab_utils.data.pack import SPLITS
 from lab_utils.data.system import make_command
 from lab_utils.data.write import write_pack
-from lab_utils.text import clean_name
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

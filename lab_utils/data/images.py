@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lab_utils import LabError
+from lab_common import LabError
+from lab_common.files import read_bounded
+from lab_common.text import clean_name
 from lab_utils.data.system import make_command, quote
-from lab_utils.files import read_bounded
-from lab_utils.text import clean_name
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import numpy as np
 
-from lab_utils import LabError
+from lab_common import LabError
+from lab_common.files import open_regular, read_bounded, sync_folder
+from lab_common.text import clean_name
 from lab_utils.data.system import hold_lock
-from lab_utils.files import open_regular, read_bounded, sync_folder
-from lab_utils.text import clean_name
 
 SPLITS = ("train", "valid", "test")
 FORMAT = 1

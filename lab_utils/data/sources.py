@@ -9,13 +9,13 @@ from pathlib import Path
 
 import numpy as np
 
-from lab_utils import LabError, checkout
+from lab_common import LabError, checkout
+from lab_common.text import clean_name
 from lab_utils.data import shapes
 from lab_utils.data.folder import has_layout, pack_folder, survey
 from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, restore_pack
 from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
-from lab_utils.text import clean_name
 
 # Raised whenever another picture would be drawn for the same seed, so that packs of the old ones are drawn anew.
 SHAPES_FINGERPRINT = "shapes10, drawing 1, seed 0"

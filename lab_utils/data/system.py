@@ -7,8 +7,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from lab_utils import checkout
-from lab_utils.text import clean_name
+from lab_common import checkout
+from lab_common.text import clean_name
 
 
 def hold_lock(descriptor: int) -> bool:

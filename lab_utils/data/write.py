@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.format import open_memmap
 
-from lab_utils import LabError
+from lab_common import LabError
+from lab_common.files import sync_folder
 from lab_utils.data.pack import FORMAT, MANIFEST, SPLITS, make_draft_folder, put_into_place, sweep_drafts
 from lab_utils.data.system import make_command
-from lab_utils.files import sync_folder
 
 
 @dataclass

@@ -9,16 +9,12 @@ from __future__ import annotations
 from lab_utils.machine.environment import Verdict, check_environment
 from lab_utils.machine.facts import BF16_FEATURES, CPU_FEATURES, Gpu, Machine, describe, has_fast_bf16
 from lab_utils.machine.settings import device, scale, scale_reason
-from lab_utils.machine.usage import GpuUsage, Usage, Watch, watch
 
 __all__ = [
     "CPU_FEATURES",
     "Gpu",
-    "GpuUsage",
     "Machine",
-    "Usage",
     "Verdict",
-    "Watch",
     "card",
     "check_environment",
     "describe",
@@ -26,7 +22,6 @@ __all__ = [
     "has_fast_bf16",
     "scale",
     "scale_reason",
-    "watch",
 ]
 
 

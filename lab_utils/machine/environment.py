@@ -13,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from lab_utils import LabError, choose_repair, describe_pair, env_folder
+from lab_common import LabError, env_folder
+from lab_utils import choose_repair, describe_pair
 from lab_utils.machine.facts import measure_memory
 from lab_utils.machine.settings import scale
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lab_utils import LabError
+from lab_common import LabError
 
 if TYPE_CHECKING:
     import torch

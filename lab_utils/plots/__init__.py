@@ -8,7 +8,6 @@ from lab_utils.plots.batches import crossover, group, speed_up, throughput
 from lab_utils.plots.diff import show_diff
 from lab_utils.plots.figures import curves, image_grid, step_times
 from lab_utils.plots.nodes import scaling, timeline, utilisation
-from lab_utils.plots.progress import progress, ratios
 from lab_utils.plots.style import COLOURS, use_style
 
 __all__ = [
@@ -17,8 +16,6 @@ __all__ = [
     "curves",
     "group",
     "image_grid",
-    "progress",
-    "ratios",
     "scaling",
     "show_diff",
     "speed_up",

@@ -63,7 +63,7 @@ def utilisation(samples: Iterable[Any], ax: Axes | None = None) -> Axes:
     this tells the nodes apart. The legend says which it is, and the most memory that was in use.
 
     Args:
-        samples: What ``machine.watch`` collected (:class:`lab_utils.machine.Usage`).
+        samples: What ``nodelaunch.watch`` collected: objects with the attributes of its ``Usage``.
         ax: Where to draw.
 
     Returns:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from lab_utils import LabError
+from lab_common import LabError
 from lab_utils.timing import save_reference
 
 

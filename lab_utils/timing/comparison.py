@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lab_utils import LabError
+from lab_common import LabError
 from lab_utils.timing.measure import Timing
 
 if TYPE_CHECKING:

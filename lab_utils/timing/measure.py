@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 import torch
 from torch import distributed
 
-from lab_utils import LabError, machine
+from lab_common import LabError
+from lab_utils import machine
 
 Step = Callable[[], object]
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from lab_utils import LabError, env_folder, machine
-from lab_utils.files import open_regular
+from lab_common import LabError, env_folder
+from lab_common.files import open_regular
+from lab_utils import machine
 from lab_utils.timing.measure import Timing
 
 FIELDS = ("lab", "kind", "settings", "machine", "torch", "when", "result")

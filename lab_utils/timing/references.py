@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from lab_utils import LabError, checkout, machine
-from lab_utils.files import read_bounded, write_atomically
+from lab_common import LabError, checkout
+from lab_common.files import read_bounded, write_atomically
+from lab_utils import machine
 from lab_utils.timing.records import FILE_BYTES, Records, check_record, circumstances, decode, encode
 
 

@@ -16,9 +16,9 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lab_utils import LabError
-from lab_utils.files import open_regular, sync_folder
-from lab_utils.text import clean_name
+from lab_common import LabError
+from lab_common.files import open_regular, sync_folder
+from lab_common.text import clean_name
 from lab_utils.training.states import UnusableError, check_readable, check_whole, read_state, refuse_state, write_state
 
 # The name carries the first 16 hex digits of the file's SHA-256: no second file that could fail to match it.

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lab_utils import LabError
+from lab_common import LabError
 from lab_utils.timing import synchronize
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lab_utils import LabError
-from lab_utils.text import clean_name
+from lab_common import LabError
+from lab_common.text import clean_name
 
 
 class UnusableError(Exception):

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab_utils import LabError
+from lab_common import LabError
 from lab_utils.wandb_runs.records import Recorded, collect
 
 SETTLE_SECONDS, TRIES = 1.5, 5  # a record that does not end, and was written to just now, is read again

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lab_utils import launch, models, timing
+import nodelaunch as launch
+from lab_utils import models, timing
 from lab_utils.parallel import CpuDataParallel
 
 

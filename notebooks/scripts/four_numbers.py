@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lab_utils import launch
+import nodelaunch as launch
 
 # torchrun has told each process who it is, and where to meet the others. "gloo" talks over the network from a CPU.
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))

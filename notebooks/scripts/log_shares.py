@@ -11,7 +11,8 @@ import torch.distributed as dist
 from answer import log_reduced
 from torch.nn import functional as F
 
-from lab_utils import data, launch, models, training
+import nodelaunch as launch
+from lab_utils import data, models, training
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", default="shapes10")

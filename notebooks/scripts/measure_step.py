@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from lab_utils import launch, models, timing
+import nodelaunch as launch
+from lab_utils import models, timing
 
 
 def parse_arguments():

@@ -15,7 +15,8 @@ import torch.distributed as dist  # NEW
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP  # NEW
 
-from lab_utils import data, launch, models
+import nodelaunch as launch
+from lab_utils import data, models
 from lab_utils.timing import Timeline, synchronize
 from lab_utils.training import Checkpoints
 

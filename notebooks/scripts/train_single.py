@@ -10,7 +10,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from lab_utils import data, launch, models
+import nodelaunch as launch
+from lab_utils import data, models
 from lab_utils.timing import Timeline, synchronize
 from lab_utils.training import Checkpoints
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from lab_utils import launch, models, training, wandb_runs
+import nodelaunch as launch
+from lab_utils import models, training, wandb_runs
 
 folder = Path(sys.argv[1])
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))

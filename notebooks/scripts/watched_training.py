@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from lab_common.files import write_atomically
 from lab_utils import models, training, wandb_runs
-from lab_utils.files import write_atomically
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder", type=Path)

@@ -1,0 +1,170 @@
+"""Says whether an exercise is solved: yours against expected, one hint, and a stable tick line when it is right.
+
+A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. A right answer prints one line that says
+what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
+measure with it. ``NotImplementedError`` from an untouched stub, and errors of the learner's own code, pass through.
+A second wrong answer gets a second, stronger hint. ``check.progress()`` draws where the learner stands,
+``check.diff("1.1")`` sets the solution beside the learner's answer, and ``check.calibration()`` sums up what
+``check.keep_guess`` kept of guesses and findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from course.check import attempts
+from course.check.guesses import calibration, keep_guess
+from course.check.hints import SECOND_HINTS
+from lab_common import LabError
+
+if TYPE_CHECKING:
+    from IPython.display import HTML
+    from matplotlib.axes import Axes
+
+    from course.exercises.lab6.cards import Card
+
+__all__ = [
+    "LABS",
+    "Exercise",
+    "NotYetError",
+    "calibration",
+    "diff",
+    "exercise",
+    "expect",
+    "keep_guess",
+    "progress",
+    "refusing",
+]
+LABS = range(7)
+
+
+class NotYetError(LabError):
+    """An answer that is not right yet: the smallest failing case, yours, expected, one hint, and more after a while."""
+
+    def __init__(self, case: str, *, yours: object, expected: object, hint: str) -> None:
+        super().__init__(f"✘ {case}")
+        self.yours, self.expected, self.hint, self.more = str(yours), str(expected), hint, ""
+
+    def __str__(self) -> str:
+        """The message as a learner sees it, one line each."""
+        lines = {"yours": self.yours, "expected": self.expected, "hint": self.hint, "more": self.more}
+        return "\n".join([self.what, *(f"  {name + ':':<9} {text}" for name, text in lines.items() if text)])
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """One exercise.
+
+    Attributes:
+        title: A few words.
+        verify: Takes the answer and returns the sentence that it proved.
+        solve: Returns the solution for an answer's source; None where the notebooks hold it.
+    """
+
+    title: str
+    verify: Callable[[Callable], str]
+    solve: Callable[[str], str] | None = None
+
+
+def expect(right: bool, case: str, *, yours: object, expected: object, hint: str) -> None:
+    """Raises :class:`NotYetError` unless ``right``; ``case`` says what was tried, in a few words."""
+    if not right:
+        raise NotYetError(case, yours=yours, expected=expected, hint=hint)
+
+
+@contextmanager
+def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -> Iterator[None]:
+    """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint."""
+    try:
+        yield
+    except NotImplementedError:  # a RuntimeError by birth, and here the word of an untouched stub
+        raise
+    except errors as error:
+        yours = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
+
+
+def exercise(number: str, answer: Callable | str | Card) -> None:
+    """Checks the answer to an exercise and prints its tick line.
+
+    Args:
+        number: The exercise as the notebook counts it, for example ``"1.1"``.
+        answer: What the exercise asks for: a function, the path of a script, or a fault card.
+
+    Raises:
+        NotYetError: The answer is not right yet; the message shows yours, expected and one hint.
+        LabError: There is no such exercise.
+    """
+    found = _find(number)
+    try:
+        proven = found.verify(answer)
+    except NotYetError as error:
+        if attempts.read_standings().get(number, attempts.Standing()).wrong:
+            error.more = f"{SECOND_HINTS[number]}. The solution: check.diff({number!r})"
+        attempts.note(number, "wrong", attempts.read_source(answer))
+        raise
+    attempts.note(number, "right", attempts.read_source(answer))
+    print(f"✔ {number} {found.title}: {proven}")
+
+
+def _find(number: str) -> Exercise:
+    lab, _, _ = number.partition(".")
+    try:
+        return import_module(f"course.exercises.lab{lab}").EXERCISES[number]
+    except (ImportError, KeyError) as error:
+        raise LabError(f"There is no exercise {number!r}.", fix="use the number in the exercise's heading") from error
+
+
+def progress() -> Axes:
+    """Draws where the learner stands in all labs, and prints it, a line for each lab.
+
+    It reads what ``exercise`` kept under ``LAB_RUNS``; nothing leaves the machine.
+
+    Returns:
+        The Axes: a row for each lab, a square for each exercise.
+    """
+    from course.check import figures
+
+    standings, rows = attempts.read_standings(), {}
+    for lab in LABS:
+        exercises = import_module(f"course.exercises.lab{lab}").EXERCISES
+        row = {number: standings.get(number, attempts.Standing()) for number in exercises}
+        rows[f"Lab {lab}"] = {
+            number: "solved" if standing.solved else f"tried {standing.wrong}×" if standing.wrong else "open"
+            for number, standing in row.items()
+        }
+        solved = sum(standing.solved for standing in row.values())
+        tried = [f"{number} {state}" for number, state in rows[f"Lab {lab}"].items() if state.startswith("tried")]
+        print(f"Lab {lab}: {'; '.join([f'{solved} of {len(row)} solved', *tried])}")
+    return figures.progress(rows)
+
+
+def diff(number: str) -> HTML | None:
+    """Shows the learner's newest answer (−) beside the solution (+), once it is solved or when asked for twice.
+
+    Args:
+        number: The exercise, for example ``"1.2"``.
+
+    Returns:
+        The coloured diff; None at the first time of asking for what is not solved.
+
+    Raises:
+        LabError: There is no such exercise, no answer was checked yet, or the solutions are not here.
+    """
+    from course.check.solutions import find_solution
+    from lab_utils import plots
+
+    solve = _find(number).solve or (lambda answer: find_solution(number))
+    standing = attempts.read_standings().get(number, attempts.Standing())
+    if not standing.answer:
+        cause, fix = "its cell has not been run", "write your answer, and run the cell of the exercise"
+        raise LabError(f"No answer to {number} is known.", where=f"check.diff({number!r})", cause=cause, fix=fix)
+    if not (standing.solved or standing.asked):
+        attempts.note(number, "asked")
+        print(f"{number} is not solved yet. Try once more; or ask again, and the solution stands beside your answer.")
+        return None
+    return plots.show_diff(standing.answer, solve(standing.answer))

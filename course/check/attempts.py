@@ -1,0 +1,73 @@
+"""What the learner has tried, kept beside the measurements under ``LAB_RUNS``; it never leaves the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lab_common import LabError
+from lab_common.files import read_bounded
+from lab_utils.timing import Records
+
+if TYPE_CHECKING:
+    from course.exercises.lab6.cards import Card
+
+SOURCE_BYTES = 2**20  # of a script or a card
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where the learner stands with one exercise.
+
+    Attributes:
+        solved: Whether an answer was right, now or earlier.
+        wrong: Wrong answers since the last right one.
+        asked: How often the solution was asked for.
+        answer: The source of the newest answer; "" where it is not known.
+    """
+
+    solved: bool = False
+    wrong: int = 0
+    asked: int = 0
+    answer: str = ""
+
+
+def read_standings() -> dict[str, Standing]:
+    """Returns the standing of every exercise that was tried or asked for, by its number."""
+    standings: dict[str, Standing] = {}
+    for record in Records("checks").read("exercise", fits=_is_attempt):
+        number, what, answer = record["result"]
+        old = standings.get(number, Standing())
+        standings[number] = {
+            "right": Standing(True, 0, old.asked, answer),
+            "wrong": Standing(old.solved, old.wrong + 1, old.asked, answer),
+            "asked": Standing(old.solved, old.wrong, old.asked + 1, old.answer),
+        }.get(what, old)
+    return standings
+
+
+def _is_attempt(result: object) -> bool:
+    return isinstance(result, list) and len(result) == 3 and all(isinstance(part, str) for part in result)
+
+
+def note(number: str, what: str, answer: str = "") -> None:
+    """Keeps that an answer was ``right`` or ``wrong``, or that its solution was ``asked`` for.
+
+    A disk that is full, or not ours, must not stand between a learner and the word on the answer.
+    """
+    with contextlib.suppress(LabError):
+        Records("checks").add("exercise", [number, what, answer])
+
+
+def read_source(answer: Callable | str | Card) -> str:
+    """Returns the source of an answer, a function, a card or the path of a script; "" where it cannot be read."""
+    try:
+        if callable(answer):
+            return inspect.getsource(answer)
+        return read_bounded(Path(getattr(answer, "path", answer)), SOURCE_BYTES).decode()
+    except (OSError, TypeError, ValueError):
+        return ""

@@ -1,0 +1,1 @@
+"""The exercises of each lab, as `course.check` finds them: their checks, and what those need."""

@@ -1,0 +1,194 @@
+"""The exercises of lab 1: the AMP step, clipping under a loss scale, and the dtype that fits a device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import nn
+
+from course.check import Exercise, expect, refusing
+from course.exercises.probe import make_case, measure_update, run_reference
+
+# GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
+_refusing_scaler = partial(refusing, AssertionError, RuntimeError)
+
+
+def _explain_update(ratio: float, scale: float) -> str:
+    """The hint that fits an update ``ratio`` times as large as it should be."""
+    if ratio == 0:
+        return "nothing moved: after the backward pass, scaler.step(optimizer) has to run"
+    if ratio > scale / 4:
+        return (
+            "the gradients still carry the loss scale: scaler.step(optimizer) unscales them, optimizer.step() does not"
+        )
+    if ratio < 4 / scale:
+        return "the loss was not multiplied before backward: scaler.scale(loss).backward()"
+    return "clear the gradients once per step, before the backward pass, with optimizer.zero_grad()"
+
+
+def verify_amp_step(amp_step: Callable) -> str:
+    """Runs two steps in bf16 and in fp16 beside the reference and compares forward dtype, loss, update and scale."""
+    for dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        ours, theirs = make_case(dtype), make_case(dtype)
+        for step in (1, 2):
+            before = copy.deepcopy(ours["model"])
+            expected = run_reference(**theirs)
+            with _refusing_scaler(
+                case=f"{name}, step {step}: GradScaler refused",
+                expected="scale, backward, step, update",
+                hint="in this order: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
+            ):
+                returned = amp_step(**ours)
+            _compare_amp_step(f"{name}, step {step}", returned, expected, ours, theirs, before)
+    return "the weights after two steps equal the reference's in bfloat16 and float16"
+
+
+def _compare_amp_step(
+    case: str, returned: object, expected: torch.Tensor, ours: dict, theirs: dict, before: nn.Module
+) -> None:
+    model, scale = ours["model"], theirs["scaler"].get_scale()
+    loss, logits = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
+    expect(
+        isinstance(loss, torch.Tensor) and isinstance(logits, torch.Tensor) and logits.shape == (6, 10),
+        f"{case}: what the function returns",
+        yours=type(returned).__name__ if logits is None else f"(loss, {getattr(logits, 'shape', logits)})",
+        expected="the tuple (loss, logits), the logits of shape (6, 10)",
+        hint="end with: return loss.detach(), logits.detach()",
+    )
+    expect(
+        model.forward_dtype == ours["dtype"],
+        f"{case}: the dtype that the forward pass ran in",
+        yours=model.forward_dtype or "float32, no autocast",
+        expected=ours["dtype"],
+        hint="use the device and dtype of this call, not fixed ones: torch.autocast(images.device.type, dtype=dtype)",
+    )
+    expect(
+        not model.backward_in_autocast,
+        f"{case}: the backward pass",
+        yours="inside autocast",
+        expected="outside",
+        hint="autocast wraps forward and loss only; each backward operation takes the dtype of its forward by itself",
+    )
+    expect(
+        loss.dtype == torch.float32,
+        f"{case}: the dtype of the loss",
+        yours=loss.dtype,
+        expected="torch.float32",
+        hint="compute the loss inside autocast too: it runs cross_entropy in float32",
+    )
+    expect(
+        not loss.requires_grad and not logits.requires_grad,
+        f"{case}: what is returned",
+        yours="still holds its graph",
+        expected="detached",
+        hint="what keeps its graph keeps the activations in memory: return loss.detach(), logits.detach()",
+    )
+    moved, right = measure_update(before, model), measure_update(before, theirs["model"])
+    expect(
+        abs(moved / right - 1) < 1e-3,
+        f"{case}: the length of the weights' update",
+        yours=f"{moved:.6f}",
+        expected=f"{right:.6f}",
+        hint=_explain_update(moved / right, 2.0**10),
+    )
+    expect(
+        torch.allclose(loss, expected, rtol=1e-3),
+        f"{case}: the loss",
+        yours=f"{loss.item():.4f}",
+        expected=f"{expected.item():.4f}",
+        hint="return the plain loss, neither scaled nor divided",
+    )
+    expect(
+        ours["scaler"].get_scale() == scale,
+        f"{case}: the loss scale after the step",
+        yours=f"{ours['scaler'].get_scale():g}",
+        expected=f"{scale:g}",
+        hint="call scaler.update() once per step, after scaler.step(optimizer): it is what lowers or raises the scale",
+    )
+
+
+def verify_clipped_step(clipped_step: Callable) -> str:
+    """Runs a clipped float16 step, once with a norm above the limit and once below, beside the reference."""
+    for max_norm in (0.1, 100.0):
+        ours, theirs = make_case(torch.float16), make_case(torch.float16)
+        before = copy.deepcopy(ours["model"])
+        expected = run_reference(**theirs, max_norm=max_norm)
+        with _refusing_scaler(
+            case=f"max_norm {max_norm:g}: GradScaler refused",
+            expected="scale, backward, unscale_, clip, step, update",
+            hint="scaler.unscale_(optimizer) once per step, after backward and before scaler.step(optimizer)",
+        ):
+            norm = clipped_step(**ours, max_norm=max_norm)
+        right = measure_update(before, theirs["model"])
+        ratio = measure_update(before, ours["model"]) / right
+        scale = 2.0**10
+        hint = "clip the gradients' common norm with torch.nn.utils.clip_grad_norm_, after backward and before the step"
+        if ratio < 0.1:
+            hint = "clipping saw gradients that carry the loss scale: scaler.unscale_(optimizer) comes before clipping"
+        elif ratio > scale / 4:
+            hint = "the scaled gradients went into the weights: let scaler.step(optimizer) take the step"
+        expect(
+            abs(ratio - 1) < 1e-3,
+            f"max_norm {max_norm:g}: the length of the weights' update",
+            yours=f"{ratio * right:.6f}",
+            expected=f"{right:.6f}",
+            hint=hint,
+        )
+        expect(
+            isinstance(norm, torch.Tensor | float) and abs(float(norm) / expected.item() - 1) < 1e-3,
+            f"max_norm {max_norm:g}: the gradient norm that is returned",
+            yours=norm if norm is None else f"{float(norm):.4f}",
+            expected=f"{expected.item():.4f}",
+            hint="return what clip_grad_norm_ returns: the norm before clipping, of unscaled gradients",
+        )
+        _expect_updated(ours["scaler"], theirs["scaler"], clipped_step, ours, max_norm)
+    return "the update has the length asked for, and the norm returned is that of unscaled gradients"
+
+
+def _expect_updated(
+    scaler: torch.amp.GradScaler, reference: torch.amp.GradScaler, clipped_step: Callable, case: dict, max_norm: float
+) -> None:
+    """A second step, in which the scale has to grow, shows whether ``update`` is called."""
+    hint = "end each step with scaler.update(): without it the scale never changes and the next unscale_ is refused"
+    with _refusing_scaler(case="a second step", expected="a step", hint=hint):
+        clipped_step(**case, max_norm=max_norm)
+    yours = scaler.get_scale()
+    expected = reference.get_scale() * 2  # growth_interval=2: two good steps double it
+    expect(yours == expected, "the loss scale after two steps", yours=yours, expected=expected, hint=hint)
+
+
+DTYPE_CASES = (
+    ("cuda", (9, 0), torch.bfloat16, "an H100: bfloat16 has the same tensor-core rate as float16 and needs no scaler"),
+    ("cuda", (8, 0), torch.bfloat16, "an A100, the first generation with bfloat16 tensor cores, is included"),
+    ("cuda", (12, 0), torch.bfloat16, "newer generations count up: compare the major number, not the text"),
+    ("cuda", (7, 5), torch.float16, "a T4 has float16 tensor cores only; bfloat16 runs there, but emulated and slowly"),
+    ("cuda", (7, 0), torch.float16, "a V100, the first generation with tensor cores, is included"),
+    ("cuda", (6, 1), torch.float32, "before 7.0 there are no tensor cores: low precision gains nothing"),
+    (
+        "cpu",
+        None,
+        torch.bfloat16,
+        "on a CPU float16 convolutions have no fast path; a CPU has no capability to compare",
+    ),
+)
+
+
+def verify_choose_dtype(choose_dtype: Callable) -> str:
+    """Asks for seven devices, none of which needs to be there."""
+    for device_type, capability, expected, why in DTYPE_CASES:
+        case = f"choose_dtype({device_type!r}, {capability})"
+        with refusing(TypeError, AttributeError, case=case, expected=expected, hint=why):
+            yours = choose_dtype(device_type, capability)
+        expect(yours == expected, case, yours=repr(yours), expected=expected, hint=why)
+    return f"{len(DTYPE_CASES)} devices, from a laptop's CPU to an H100"
+
+
+EXERCISES = {
+    "1.1": Exercise("The AMP step", verify_amp_step),
+    "1.2": Exercise("Unscale before clipping", verify_clipped_step),
+    "1.3": Exercise("A dtype for the device", verify_choose_dtype),
+}

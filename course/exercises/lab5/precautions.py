@@ -1,0 +1,59 @@
+"""Exercise 5.1, by reading the script: what a run on a CPU that goes well cannot show."""
+
+from __future__ import annotations
+
+import ast
+
+from course.check import expect
+
+
+def expect_precautions(tree: ast.AST) -> None:
+    """Looks for the timeout, the GPU of the process, and the barrier after a checkpoint.
+
+    Raises:
+        NotYetError: One of them is not there, or the barrier comes too early.
+    """
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call) for call in calls]
+    starts = [call for name, call in named if name == "init_process_group"]
+    expect(
+        bool(starts),
+        "how the processes meet",
+        yours="no init_process_group",
+        expected="dist.init_process_group(backend, timeout=...)",
+        hint="torchrun sets the addresses and ranks; init_process_group reads them and connects the processes",
+    )
+    # A keyword without a name is **options, which may hold it.
+    given = {keyword.arg for call in starts for keyword in call.keywords}
+    expect(
+        bool({"timeout", None} & given) or any(len(call.args) > 2 for call in starts),
+        "how long a process waits for one that does not answer",
+        yours="init_process_group without timeout=",
+        expected="timeout=timedelta(seconds=args.timeout)",
+        hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
+    )
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    names = {name for name, _ in named}
+    expect(
+        "LOCAL_RANK" in texts or "get_node_local_rank" in names,
+        "which GPU a process takes",
+        yours="LOCAL_RANK is not read",
+        expected='int(os.environ["LOCAL_RANK"])',
+        hint="RANK counts over all nodes: with two GPUs each, rank 2 would look for a third GPU on its own node",
+    )
+    expect(
+        bool({"set_device", "set_device_index"} & names),
+        "the current GPU of a process",
+        yours="set_device is not called",
+        expected="torch.cuda.set_device(device), where there is a GPU",
+        hint="calls that name no device take the current one, GPU 0 unless set: all processes would meet there",
+    )
+    saves = [call.lineno for name, call in named if name == "save"]
+    barriers = [call.lineno for name, call in named if name in ("barrier", "monitored_barrier")]
+    expect(
+        bool(saves and barriers) and max(barriers) > min(saves),
+        "after a checkpoint",
+        yours="no dist.barrier() after checkpoints.save(...)" if saves else "checkpoints.save(...) is not called",
+        expected="rank 0 saves, and all wait for it: dist.barrier()",
+        hint="without it the others run ahead, and wait in their next step, whose timeout a slow disk then uses up",
+    )

@@ -1,0 +1,188 @@
+"""Fault cards: a small job with one thing wrong, which the learner runs, names the cause of, and mends.
+
+``cards.draw("stops")`` writes the broken job into ``cards/`` beside the notebook; ``card.run()`` runs it on two
+nodes of this machine, on the CPU, so that the symptom is the same everywhere; ``card.name("C")`` says whether that is
+the cause; ``check.exercise("6.1", card)`` runs what the learner made of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import nodelaunch as launch
+from course.check import attempts, expect
+from course.exercises.lab6.cards.faults import FAULTS, PILES, Fault, read_job
+from lab_common import LabError
+from lab_common.files import read_bounded, write_atomically
+
+RANKS = 2
+# Longer than an operation of these jobs takes on a busy laptop.
+HANG_SECONDS = 20
+SHOWN = "# Written by card.solve().\n"
+
+
+@dataclass
+class Card:
+    """A card: its number, the file that the learner mends, and whether the cause was named.
+
+    Attributes:
+        number: 1 to 9, the same for everybody.
+        pile: Which pile it is from.
+        path: The job, relative to the notebook's folder.
+        fault: What is wrong.
+        named: Whether the learner has named the cause.
+    """
+
+    number: int
+    pile: str
+    path: Path
+    fault: Fault = field(repr=False)  # printing a card must not give it away
+    named: bool = False
+
+    def run(self) -> launch.JobResult:
+        """Runs the job as it stands in the file, shows what it prints, and says how it ended.
+
+        Returns:
+            The result, with the failure in it; a failed job does not raise.
+        """
+        result = self.start(show=lambda line: print(_shorten(line)))
+        print(f"\n{_shorten(str(result.failure))}" if result.failure else f"\nCard {self.number} ran to its end.")
+        return result
+
+    def start(
+        self, *, show: bool | Callable[[str], None] = False, processes: int = 1, prepare: float = 1
+    ) -> launch.JobResult:
+        """Runs the job as it stands in the file, with some processes per node and seconds for its preparation."""
+        nodes = RANKS if self.fault.job == "ddp" else 1
+        with tempfile.TemporaryDirectory(prefix="card-", ignore_cleanup_errors=True) as folder:
+            job = launch.TorchrunJob(
+                self.path,
+                [folder],
+                nodes=launch.local_nodes(nodes, folder=folder),
+                nproc_per_node=processes,
+                env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SECONDS_TO_PREPARE": str(prepare)},
+                hang_timeout=HANG_SECONDS,
+                limit=120,
+            )
+            # What is red on this machine is none of the card's faults.
+            return job.run(check=False, force=True, show=show)
+
+    def name(self, letter: str) -> None:
+        """Says whether this is the cause, by its letter in the lab's list.
+
+        Raises:
+            NotYetError: It is another one; the hint says where to look.
+            LabError: There is no such letter.
+        """
+        causes = {fault.letter: fault.cause for fault in FAULTS}
+        if letter not in causes:
+            fix = f"one of the letters {', '.join(causes)}, in quotes"
+            raise LabError(f"There is no cause {letter!r:.40}.", where="card.name", cause="a slip in it", fix=fix)
+        expect(
+            letter == self.fault.letter,
+            f"the cause of card {self.number}",
+            yours=f"{letter}: {causes[letter]}",
+            expected="the cause that explains what each rank printed, and where it stood",
+            hint=self.fault.sign,
+        )
+        self.named = True
+        print(f"✔ card {self.number}: {letter}, {self.fault.cause}")
+
+    def solve(self) -> None:
+        """Mends the job in the learner's place, for who wants to see it; prints the lines that change.
+
+        What the learner had changed is kept beside it, under another name.
+        """
+        found, right = self.read(), read_job(self.fault.job) + SHOWN
+        for line in difflib.ndiff(found.splitlines(), right.splitlines()):
+            if line[0] in "+-" and line[2:].strip():
+                print(line)
+        if found not in (self.fault.break_job(), right):
+            names = (self.path.with_name(f"{self.path.stem}-yours-{number}.py") for number in itertools.count(1))
+            kept = next(name for name in names if not name.exists())
+            _write(kept, found)
+            print(f"Yours is kept: {kept}")
+        _write(self.path, right)
+
+    def read(self) -> str:
+        """Returns the job as it stands in the file.
+
+        Raises:
+            LabError: The file cannot be read, or is no text, or none that a job has.
+        """
+        try:
+            return read_bounded(self.path, attempts.SOURCE_BYTES).decode()
+        except (OSError, ValueError) as error:
+            cause, fix = getattr(error, "strerror", None) or str(error), "rename it, and draw the card again"
+            raise LabError(f"{self.path} cannot be read.", where=self.path, cause=cause, fix=fix) from error
+
+    def note_solved(self) -> None:
+        """Keeps that this card is solved, so that the next draw takes another."""
+        attempts.note(f"card {self.number}", "right")
+
+
+def draw(pile: str, *, seed: int = 0) -> Card:
+    """Draws a card that is not solved yet, and writes its job into ``cards/`` beside the notebook.
+
+    Args:
+        pile: ``"stops"``, ``"unmatched"`` or ``"wrong"``.
+        seed: Your number; another number, another order of the cards.
+
+    Returns:
+        The card. A file that the learner has changed stays as it is.
+
+    Raises:
+        LabError: There is no such pile.
+    """
+    if pile not in PILES:
+        fix = f"one of {', '.join(map(repr, PILES))}"
+        raise LabError(f"There is no pile {pile!r:.40}.", where="cards.draw", cause="a slip in its name", fix=fix)
+    standings = attempts.read_standings()
+    cards = [Card(_number(fault), pile, Path("cards", f"card-{_number(fault)}.py"), fault) for fault in FAULTS]
+    cards = sorted((card for card in cards if card.fault.pile == pile), key=lambda card: _shuffle(seed, card.number))
+    solved = {card.number for card in cards if standings.get(f"card {card.number}", attempts.Standing()).solved}
+    card = next((card for card in cards if card.number not in solved), cards[0])
+    # What solve() wrote is ours; a learner's mend may read exactly like the right job, and stays.
+    shown = False
+    with contextlib.suppress(LabError):  # what cannot be read is not ours either
+        shown = card.path.exists() and card.read() == read_job(card.fault.job) + SHOWN
+    if not card.path.exists() or (shown and card.number not in solved):
+        _write(card.path, card.fault.break_job())
+    left = f"{len(cards) - len(solved)} of {len(cards)} left in this pile" if len(solved) < len(cards) else "all solved"
+    print(f"Card {card.number} ({left}): {card.path}")
+    return card
+
+
+def _number(fault: Fault) -> int:
+    """The number on the card: it must not give the letter away."""
+    order = sorted(FAULTS, key=lambda one: _shuffle("deck", one.letter))
+    return order.index(fault) + 1
+
+
+def _shuffle(*parts: object) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _shorten(text: str) -> str:
+    """Leaves out where Python, its packages and the job's folder lie, which is long and tells nothing."""
+    for place in (sys.prefix, sys.base_prefix, tempfile.gettempdir()):
+        text = text.replace(place, "…")
+    return text
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(exist_ok=True)
+        with write_atomically(path) as file:
+            file.write(text.encode())
+    except OSError as error:
+        cause, fix = error.strerror or "", f"free some space, or rename what is at {path.parent}"
+        raise LabError("The card cannot be written.", where=path, cause=cause, fix=fix) from error

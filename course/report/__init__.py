@@ -1,0 +1,144 @@
+"""What a team did, as one HTML page that needs no other file: progress, guesses, measurements, figures, answers.
+
+``python -m course.report --team "Team 3"`` writes it, to be handed in; ``python -m course.report compare A.html
+B.html`` sets several teams side by side. It reads what the labs kept under ``LAB_RUNS`` and the figures that are saved
+in the team's notebooks; nothing leaves the machine. What cannot be read is left out, and the page names it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import html
+import importlib
+import io
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from course import check
+from course.check.attempts import Standing, read_standings
+from course.check.guesses import read_guesses
+from course.report.comparison import BEGIN, END, Comparison, compare_reports
+from course.report.figures import show_figures
+from course.report.pages import escape, escape_line, make_page, make_table, shorten
+from lab_common import LabError, env_folder
+from lab_utils import machine
+from lab_utils.timing import Records, Timing, list_skipped
+
+__all__ = ["Comparison", "compare_reports", "make_report"]
+
+# Of one lab; the labs have less than 100.
+MOST_TIMINGS = 300
+
+
+def make_report(workspace: Path, *, team: str) -> str:
+    """Returns the page.
+
+    Args:
+        workspace: The folder of the team's notebooks.
+        team: Its name, as a heading.
+
+    Raises:
+        LabError: There are no notebooks in the folder.
+    """
+    # A lab may have several: a copy, or a folder of that name.
+    notebooks: dict[int, list[Path]] = defaultdict(list)
+    for path in sorted(workspace.glob("[0-9][0-9]_*.ipynb")):
+        notebooks[int(path.name[:2])].append(path)
+    if not notebooks:
+        cause, fix = "another folder, or no copy was made yet", "make workspace, or give --workspace FOLDER"
+        raise LabError("There are no labs in this folder.", where=workspace, cause=cause, fix=fix)
+    team, here = shorten(team, 60), machine.describe()
+    exercises = {lab: importlib.import_module(f"course.exercises.lab{lab}").EXERCISES for lab in check.LABS}
+    standings, guesses = read_standings(), {shorten(what): pair for what, pair in read_guesses().items()}
+    parts = [_make_overview(guesses)]
+    for lab, row in exercises.items():
+        parts += _describe_lab(lab, notebooks[lab], row, standings)
+    if skipped := list_skipped(env_folder("LAB_RUNS", "runs")):
+        items = "".join(f"<li>{escape_line(text)}</li>" for text in skipped)
+        parts.insert(0, f"<p>Left out, since it cannot be read:</p><ul>{items}</ul>")
+    summary = {
+        "team": team,
+        "when": datetime.now(UTC).isoformat(timespec="minutes"),
+        "machine": here.label,
+        "torch": here.torch,
+        "solved": {number: _get(standings, number).solved for row in exercises.values() for number in row},
+        "guesses": guesses,
+    }
+    # A closing tag inside a text would end the script element.
+    data = json.dumps(summary).replace("<", "\\u003c")
+    parts.append(f"{BEGIN.decode()}{data}{END.decode()}")
+    facts = make_table("This machine", [("hardware", here.label), ("torch", here.torch), ("Python", here.python)])
+    return make_page(f"Distributed Training Labs: {team}", [f"<p>{summary['when']}</p>", facts, *parts])
+
+
+def _make_overview(guesses: dict[str, tuple[float, float]]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        picture = _draw(check.progress, "where the team stands: a row for each lab, a square for each exercise")
+    parts = [picture, f"<pre>{escape(said.getvalue())}</pre>"]
+    if guesses:
+        rows = [(what, guess, found, guess / found if found else "") for what, (guess, found) in guesses.items()]
+        head = ["question", "guess", "found", "ratio"]
+        parts.append("<h2>Guesses</h2>" + make_table("Guess beside finding", rows, head))
+    return "\n".join(parts)
+
+
+def _get(standings: dict[str, Standing], number: str) -> Standing:
+    return standings.get(number, Standing())
+
+
+def _describe_lab(lab: int, paths: Sequence[Path], exercises: dict, standings: dict[str, Standing]) -> Iterator[str]:
+    yield f"<h2>Lab {lab}</h2>"
+    rows = list(_read_timings(lab))
+    if rows:
+        head = ["what", "set-up", "images", "ms (median)", "quartiles", "images/s", "measured on", "when"]
+        yield make_table("Measurements", rows[-MOST_TIMINGS:], head)
+    if len(rows) > MOST_TIMINGS:
+        yield f"<p>{len(rows) - MOST_TIMINGS} older measurements are not shown.</p>"
+    yield from show_figures(paths)
+    for number, exercise in exercises.items():
+        standing = _get(standings, number)
+        state = "solved" if standing.solved else f"tried {standing.wrong}×" if standing.wrong else "open"
+        yield f"<h3>{number} {escape_line(exercise.title)}: {state}</h3>"
+        if standing.answer:
+            yield f"<pre>{escape(standing.answer)}</pre>"
+
+
+def _read_timings(lab: int) -> Iterator[tuple]:
+    """A row for each Timing of the newest records of a lab."""
+    newest: dict[str, dict] = {}
+    for record in Records(f"lab{lab}").read():
+        newest[json.dumps([record["kind"], record["settings"]], sort_keys=True, default=repr)] = record
+    for record in newest.values():
+        for one in _find_timings(record["result"]):
+            speed = f"{one.images_per_second:.1f}" if one.images else ""
+            times = (f"{1e3 * one.median:.2f}", f"{1e3 * one.low:.2f} to {1e3 * one.high:.2f}")
+            yield (record["kind"], one.name, one.images or "", *times, speed, record["machine"], record["when"])
+
+
+def _find_timings(result: Any) -> Iterator[Timing]:
+    """The Timings in a result, however deep; those that ran out of memory have no times to show."""
+    if isinstance(result, dict) and {"name", "seconds", "warmup"} <= result.keys():
+        # What only looks like one has nothing to show either.
+        with contextlib.suppress(ValueError):
+            result = Timing.from_record(result)
+    if isinstance(result, Timing):
+        if not result.out_of_memory:
+            yield result
+    elif isinstance(result, dict | list):
+        for part in result.values() if isinstance(result, dict) else result:
+            yield from _find_timings(part)
+
+
+def _draw(function: Any, text: str) -> str:
+    from matplotlib import pyplot as plt
+
+    axes, picture = function(), io.BytesIO()
+    axes.figure.savefig(picture, format="png", dpi=100)
+    plt.close(axes.figure)
+    source = base64.b64encode(picture.getvalue()).decode()
+    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{source}">'

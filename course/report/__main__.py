@@ -1,0 +1,75 @@
+"""``python -m course.report`` writes a team's page, ``… compare A.html B.html`` one of several teams.
+
+The exit status is 0 where the page has all that was asked for, and 1 where there is no page, or where reports were left
+out of it; the page is written then, too, and names them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from course.report import Comparison, compare_reports, make_report
+from course.report.pages import shorten
+from lab_common import LabError, checkout, env_folder
+from lab_common.files import write_atomically
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
+    import matplotlib as mpl
+
+    mpl.use("agg")  # no window, also where there is a screen
+    parser = argparse.ArgumentParser(prog="python -m course.report", description=__doc__.splitlines()[0])
+    parser.add_argument("--team", default="one team", help="its name, as a heading")
+    parser.add_argument("--workspace", type=Path, default=checkout() / "workspace", help="the team's notebooks")
+    parser.add_argument(
+        "--output", type=Path, help="the page; report.html or comparison.html under LAB_RUNS if not given"
+    )
+    commands = parser.add_subparsers(dest="command", metavar="compare")
+    compare = commands.add_parser("compare", help="set several reports side by side")
+    compare.add_argument("reports", nargs="+", type=Path)
+    chosen = parser.parse_args(arguments)
+    comparing = chosen.command == "compare"
+    output = chosen.output or env_folder("LAB_RUNS", "runs") / ("comparison.html" if comparing else "report.html")
+    try:
+        if not comparing:
+            _write(output, make_report(chosen.workspace, team=chosen.team))
+            return 0
+        if os.path.realpath(output) in map(os.path.realpath, chosen.reports):
+            cause, fix = "it would be overwritten", "give --output FILE with another name"
+            what = "The page of all teams cannot take the place of a report."
+            raise LabError(what, where=shorten(output), cause=cause, fix=fix)
+        comparison = compare_reports(chosen.reports)
+        _write(output, comparison.page)
+        _refuse_left_out(comparison, len(chosen.reports))
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def _write(output: Path, page: str) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(output) as file:
+            file.write(page.encode())
+    except OSError as error:
+        cause, fix = error.strerror or "", "give --output FILE in a folder that you may write to"
+        raise LabError("The report cannot be written.", where=shorten(output), cause=cause, fix=fix) from error
+    print(f"written: {shorten(output)} ({len(page) / 1e6:.1f} MB)")
+
+
+def _refuse_left_out(comparison: Comparison, count: int) -> None:
+    """Raises LabError where reports were left out, and names each."""
+    if comparison.left_out:
+        causes = [f"{path}: {why}" for path, why in comparison.left_out]
+        what = f"{len(causes)} of {count} reports were left out."
+        fix = "have those teams make theirs again: python -m course.report"
+        raise LabError(what, where=comparison.left_out[0][0], cause="\n  and: ".join(causes), fix=fix)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

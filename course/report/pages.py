@@ -1,0 +1,53 @@
+"""The HTML that both pages are made of; all text passes through ``escape`` or ``escape_line``."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+from lab_common.text import clean
+
+STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "table{border-collapse:collapse;margin:1rem 0}caption{text-align:left;font-weight:bold}"
+    "th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
+    "img{max-width:100%}pre{background:#f4f4f4;padding:.6rem;overflow-x:auto}figure{margin:1rem 0}"
+)
+LINE = 200  # characters of a text that stands on one line
+TEXT = 20_000  # characters of a text of many lines, such as an answer
+
+
+def shorten(text: object, longest: int = LINE) -> str:
+    """Returns a text as one clean line."""
+    # Cut off before it is split as well: a name may be a megabyte long.
+    return clean(" ".join(str(text)[: 2 * longest].split()), longest)
+
+
+def escape_line(text: object) -> str:
+    """Returns a text as one clean line of HTML."""
+    return html.escape(shorten(text))
+
+
+def escape(text: str) -> str:
+    """Returns a text of many lines as HTML, for a ``pre`` element."""
+    return html.escape(clean("\n".join(text[:TEXT].splitlines()).expandtabs(4), TEXT))
+
+
+def make_table(caption: str, rows: Iterable[Sequence], head: Sequence[str] = ()) -> str:
+    """Returns a table; the first cell of each row is its heading."""
+    lines = [f"<table><caption>{escape_line(caption)}</caption>"]
+    if head:
+        lines.append("<tr>" + "".join(f'<th scope="col">{escape_line(name)}</th>' for name in head) + "</tr>")
+    for first, *rest in rows:
+        cells = (f"{cell:.3g}" if isinstance(cell, float) else cell for cell in rest)
+        cells = "".join(f"<td>{escape_line(cell)}</td>" for cell in cells)
+        lines.append(f'<tr><th scope="row">{escape_line(first)}</th>{cells}</tr>')
+    return "\n".join([*lines, "</table>"])
+
+
+def make_page(title: str, parts: Iterable[str]) -> str:
+    """Returns a page that needs no other file, of parts that are HTML."""
+    title = escape_line(title)
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    body = "\n".join([f"<h1>{title}</h1>", *parts])
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'

@@ -1,0 +1,103 @@
+"""``python -m nodelaunch``: look at nodes before a job, list the jobs on them, stop one that was left behind."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lab_common import LabError
+from lab_common.text import clean
+from nodelaunch.backends.local import local_nodes
+from nodelaunch.backends.nodes import Node
+from nodelaunch.backends.ssh import FOLDER, ssh_nodes
+from nodelaunch.preflight import check_nodes
+from nodelaunch.preflight.client import ask_once
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 1 where something is red or was not reached."""
+    arguments = _parse(argv)
+    try:
+        return arguments.run(arguments, _make_nodes(arguments))
+    except LabError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m nodelaunch", description=__doc__.partition(": ")[2])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    look = commands.add_parser("preflight", help="say what a job on these nodes would stumble over")
+    look.set_defaults(run=_preflight)
+    look.add_argument("--interface", help="network interface, on every host")
+    look.add_argument("--port", type=int, help="of the rendezvous on the first node; by default a free one")
+    look.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on each node")
+
+    stop = commands.add_parser("stop", help="end the processes of one job, and of no other")
+    stop.add_argument("job", help="the job's id, as `jobs` and the preflight print it")
+    stop.set_defaults(run=_stop)
+
+    jobs = commands.add_parser("jobs", help="list the processes of jobs")
+    jobs.set_defaults(run=_list)
+
+    for command in (look, stop, jobs):
+        command.add_argument("hosts", nargs="*", help="hosts as you would type them after ssh; none: this machine")
+        command.add_argument("--local", type=int, metavar="N", help="N nodes on this machine in place of hosts")
+        command.add_argument("--python", help="the interpreter on the hosts")
+        command.add_argument("--folder", default=FOLDER, help="where our files go there (default: %(default)s)")
+        command.add_argument("--config", help="a configuration of ssh in place of ~/.ssh/config")
+    return parser.parse_args(argv)
+
+
+def _make_nodes(arguments: argparse.Namespace) -> list[Node]:
+    if arguments.hosts and arguments.local is None:
+        options = {name: getattr(arguments, name) for name in ("python", "folder", "config")}
+        return ssh_nodes(arguments.hosts, interface=getattr(arguments, "interface", None), **options)
+    if arguments.hosts:
+        raise LabError("Hosts and --local do not go together.", where="--local", fix="leave one of them away")
+    nodes = local_nodes(1 if arguments.local is None else arguments.local)
+    given = {name: value for name in ("interface", "python") if (value := getattr(arguments, name, None))}
+    return [replace(node, **given) for node in nodes]
+
+
+def _preflight(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
+    found = check_nodes(nodes, port=arguments.port, nproc_per_node=arguments.nproc_per_node)
+    print(found)
+    return 0 if found.ok else 1
+
+
+def _stop(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
+    answers = ask_once(nodes, {"do": "stop_job", "id": arguments.job})
+    for name, answer in answers.items():
+        if isinstance(answer, LabError):
+            print(f"{name}: {answer}")
+        elif answer["left"]:
+            print(f"{name}: these processes did not end: {', '.join(map(str, answer['left']))}")
+        elif answer["stopped"]:
+            print(f"{name}: {len(answer['stopped'])} process(es) of {clean(arguments.job)} ended")
+        else:
+            print(f"{name}: no process of {clean(arguments.job)} runs")
+    return int(any(isinstance(answer, LabError) or answer["left"] for answer in answers.values()))
+
+
+def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
+    answers = ask_once(nodes, {"do": "jobs"})
+    for name, answer in answers.items():
+        if isinstance(answer, LabError):
+            print(f"{name}: {answer}")
+            continue
+        for job in answer["jobs"]:
+            print(clean(f"{name}: {job['id']}  pid {job['pid']}  {job['command']}"))
+        if not answer["jobs"]:
+            print(f"{name}: no job runs")
+    return int(any(isinstance(answer, LabError) for answer in answers.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Where a job's nodes come from: this machine, hosts that ssh reaches, or Slurm.
+
+Each kind of node names, as ``backend``, the module that launches on it; its functions are those of :class:`Backend`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from nodelaunch.backends.nodes import Link, Node
+    from nodelaunch.bundle import Bundle
+    from nodelaunch.preflight import Preflight
+    from nodelaunch.script import Plan
+    from nodelaunch.spec import JobSpec, Launch
+
+Say = Callable[[str], None]
+
+
+class Backend(Protocol):
+    """What a module has to have that launches jobs on nodes of a kind.
+
+    Attributes:
+        BY_HAND: Whether a learner may start some of the nodes.
+    """
+
+    BY_HAND: bool
+
+    def check(self, spec: JobSpec, code: str, job_id: str) -> Preflight:
+        """Asks, in seconds and changing nothing, whether a job can run; ``code`` is the hash of its files."""
+
+    def needs_preflight(self, spec: JobSpec) -> bool:
+        """Whether the scripts cannot be written before the nodes were asked."""
+
+    def write(self, plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
+        """Returns the scripts by their file's name, in the order of the nodes.
+
+        Raises:
+            LabError: A value cannot be in a script.
+        """
+
+    def copy(
+        self, spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say
+    ) -> None:
+        """Copies to the nodes what they lack: code, scripts, and the data of which the preflight said so.
+
+        Raises:
+            LabError: A node was not reached, its disk is full, or code that lies there was changed.
+        """
+
+    def start(
+        self, spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Say, stop: threading.Event
+    ) -> Mapping[str, Link]:
+        """Starts every node but those that are started by hand; returns what follows each, by the node's name.
+
+        Raises:
+            LabError: A node could not be started; those that were are ended.
+        """
+
+
+def find_backend(nodes: Sequence[Node]) -> Backend:
+    """Returns what launches on these nodes, which are all of one kind or of kinds that go together."""
+    return import_module(nodes[0].backend)

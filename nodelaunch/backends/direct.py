@@ -1,0 +1,76 @@
+"""Launches on nodes that are reached one by one: those of this machine, and hosts behind ssh."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from nodelaunch.backends import Say
+from nodelaunch.backends.nodes import Link, Node, PipeLink
+from nodelaunch.bundle import Bundle
+from nodelaunch.copying import copy_to_nodes
+from nodelaunch.preflight import Preflight, check_nodes
+from nodelaunch.script import Plan, write_script
+from nodelaunch.spec import JobSpec, Launch
+
+# Together less than the ten seconds within which nothing of a job may outlive its launcher.
+LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
+BY_HAND = True
+
+
+def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
+    """Asks all nodes at once; see :class:`nodelaunch.backends.Backend`."""
+    return check_nodes(
+        spec.nodes,
+        port=spec.port,
+        nproc_per_node=spec.nproc_per_node,
+        bundle=code,
+        data_file=spec.manifest,
+        pack=str(spec.pack),
+        copy_data=spec.copy_data,
+        job_id=job_id,
+    )
+
+
+def needs_preflight(spec: JobSpec) -> bool:
+    """Whether an address or the port is not known yet."""
+    return spec.port is None or any(node.address is None for node in spec.nodes)
+
+
+def write(plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
+    """One bash script for each node."""
+    return {f"node{plan.node}.sh": write_script(plan) for plan in plans}
+
+
+def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
+    """Copies to all nodes at once."""
+    verdicts = found.verdicts if found else ()
+    lacking = {verdict.node for verdict in verdicts if verdict.check == "data" and verdict.lacking}
+    copy_to_nodes(spec, launch, bundle, nodes=spec.nodes, lacking=lacking, force=force, say=say)
+
+
+def start(
+    spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Say, stop: threading.Event
+) -> dict[str, Link]:
+    """Starts a supervisor on each node, which runs the node's script."""
+    links = {}
+    try:
+        for node, plan in zip(spec.nodes, plans, strict=True):
+            if node.name in by_hand:
+                say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
+            else:
+                links[node.name] = _start_node(node, plan)
+    except BaseException:
+        for link in links.values():
+            link.stop()
+        raise
+    return links
+
+
+def _start_node(node: Node, plan: Plan) -> Link:
+    """Starts a node's script under a supervisor there, which ends it when this process is gone."""
+    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={plan.limit}"]
+    # The id in the environment is what tells this job's processes from all others, on every node.
+    identity = ["env", f"PYTHONPATH={plan.code_folder}", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
+    program = [node.python, "-P", "-u", "-m", "nodelaunch.node.supervisor", f"--job-folder={plan.job_folder}", *bounds]
+    return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}.sh"])

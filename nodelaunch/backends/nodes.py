@@ -1,0 +1,126 @@
+"""What a node is to the launcher, and a supervisor that runs on one: the two protocols behind local, SSH and Slurm."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from lab_common import LabError
+from nodelaunch.node.output import read_lines
+
+
+class Node(Protocol):
+    """A machine, or what stands for one, on which one torchrun of a job runs.
+
+    Attributes:
+        name: What the learner calls it; unique in a job.
+        python: The interpreter on that node.
+        folder: Absolute folder on that node for all that is ours: ``jobs/<id>``, ``code/<hash>`` and ``work``.
+        address: IPv4 address by which the other nodes reach it; None where the preflight has to find it.
+        interface: The network interface, fixed by the learner; None where the route decides.
+        data: ``LAB_DATA`` on that node, as the learner gave it.
+        backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`.
+        here: Whether it is this machine, whose cores and GPUs its nodes share.
+    """
+
+    name: str
+    python: str
+    folder: str
+    address: str | None
+    interface: str | None
+    data: str | None
+    backend: str
+    here: bool
+
+    @property
+    def data_folder(self) -> str:
+        """``LAB_DATA`` of a job there."""
+
+    def name_job_folder(self, job_id: str, index: int) -> str:
+        """The folder of a job there, for the node of this index."""
+
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
+        """Starts a program there, with stdin, stdout and stderr as pipes of bytes; argv are data, never code."""
+
+    def explain(self, returncode: int, stderr: str) -> LabError:
+        """Says what it means that a program could not be run there."""
+
+
+class Link(Protocol):
+    """A supervisor that runs on a node."""
+
+    node: str
+
+    def lines(self) -> Iterator[bytes]:
+        """Yields what the supervisor prints, line by line, until it has ended."""
+
+    def beat(self) -> None:
+        """Says that the launcher lives."""
+
+    def stop(self) -> None:
+        """Asks the supervisor to end everything."""
+
+    def kill(self) -> None:
+        """Lets go of it; the supervisor ends by itself when the heartbeat stays away."""
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or None while it runs."""
+
+    def explain(self) -> LabError | None:
+        """Says why the node was not reached, where it was not."""
+
+
+class PipeLink:
+    """A supervisor at the other end of a pipe, on this machine or through the SSH client."""
+
+    def __init__(self, node: Node, argv: Sequence[str]) -> None:
+        self.node, self._owner = node.name, node
+        self._process = node.popen(argv)
+        # Without a reader a chatty stderr would fill its pipe and stop the node; its end is all that is wanted.
+        self._errors: deque[bytes] = deque(maxlen=50)
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+        os.set_blocking(self._process.stdin.fileno(), False)
+
+    def _read_errors(self) -> None:
+        with contextlib.suppress(ValueError, OSError):
+            self._errors.extend(read_lines(self._process.stderr, 10_000))
+
+    def lines(self) -> Iterator[bytes]:
+        """Yields what the supervisor prints, line by line, until it has ended."""
+        with contextlib.suppress(ValueError, OSError):
+            yield from read_lines(self._process.stdout)
+        self._process.wait()
+
+    def beat(self) -> None:
+        """Sends a heartbeat."""
+        # A full pipe (the node is stuck, or the link is down) must not stop the launcher; its lease then runs out.
+        with contextlib.suppress(OSError, ValueError):
+            os.write(self._process.stdin.fileno(), b".")
+
+    def stop(self) -> None:
+        """Closes the supervisor's standard input, upon which it ends everything."""
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Ends this end of the pipe."""
+        # Politely first, for a supervisor on this machine then still ends what it has started.
+        self._process.terminate()
+        killer = threading.Timer(3.0, self._process.kill)
+        killer.daemon = True
+        killer.start()
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or None while it runs."""
+        return self._process.poll()
+
+    def explain(self) -> LabError:
+        """Says why the node was not reached, from what ssh or Python printed."""
+        self._reader.join(1.0)
+        return self._owner.explain(self._process.returncode, b"".join(self._errors).decode(errors="replace"))

@@ -1,0 +1,193 @@
+"""The batch script of a Slurm job: what `sbatch` reads, and what `srun` then starts on each node that Slurm chose."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from dataclasses import dataclass, replace
+
+from lab_common import LabError
+from nodelaunch import kinds, values
+from nodelaunch.script import Plan, write_bounds, write_restart_setting, write_script
+
+PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
+TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}", re.ASCII)  # minutes, hours:minutes:seconds …
+# An option as it may stand in a line of #SBATCH, where a space or a quote would begin something else.
+OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """What is asked of Slurm.
+
+    Attributes:
+        count: How many nodes.
+        partition: Where they are taken from; None leaves it to the cluster.
+        time_limit: After which Slurm ends the job, as sbatch takes it: "00:30:00".
+        extra: More options of sbatch, such as "--gpus-per-node=1" or "--account=course".
+    """
+
+    count: int
+    partition: str | None = None
+    time_limit: str = "00:30:00"
+    extra: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks what stands in the lines of #SBATCH, which no quotes protect."""
+        kinds.settle(self, values.SLURM_REQUEST, owner="slurm_nodes")
+        if self.partition is not None and not PARTITION.fullmatch(self.partition):
+            what = f"{json.dumps(self.partition)[:60]} is no name of a partition."
+            raise LabError(what, where="slurm_nodes", fix="sinfo shows the partitions' names")
+        if not TIME.fullmatch(self.time_limit):
+            what = f"{json.dumps(self.time_limit)[:60]} is no time limit."
+            raise LabError(what, where="slurm_nodes", fix="time_limit='00:30:00', which is hours:minutes:seconds")
+        for option in self.extra:
+            if not OPTION.fullmatch(option):
+                raise LabError(
+                    f"{json.dumps(option)[:60]} is not one option of sbatch.",
+                    where="slurm_nodes(…, extra=…)",
+                    cause="each begins with --, has its value behind =, and neither spaces nor quotes",
+                    fix="extra=['--gpus-per-node=1', '--account=course']",
+                )
+
+
+def write_sbatch(plan: Plan, request: SlurmRequest, *, lease: float = 8.0, grace: float = 2.0) -> str:
+    """Returns the text of a batch script, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
+
+    Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
+
+    Args:
+        plan: What is to run; ``job_folder`` and the other folders are on the shared file system, and ``node``,
+            ``address``, ``head_address`` and, where it is 0, ``port`` are found out by the script.
+        request: What is asked of Slurm.
+        lease: Seconds without a touch of the launcher's file after which a node ends. More than on SSH: a shared file
+            system may show a change seconds late.
+        grace: Seconds between SIGTERM and SIGKILL.
+
+    Raises:
+        LabError: A value cannot be in a script at all.
+    """
+    # Its checks hold here too; the addresses, which it wants, are found out by the script.
+    write_script(replace(plan, address=LOOPBACK, head_address=LOOPBACK))
+    quote = shlex.quote
+    own = '"$LAB_JOB_ROOT"/node"$SLURM_NODEID"'
+    return f"""#!/usr/bin/env bash
+{_write_requests(plan, request)}
+# Job {plan.job_id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
+
+# What both this script and its part on each node have to know.
+export LAB_JOB_ROOT={quote(plan.job_folder)}
+export LAB_JOB_ID={quote(plan.job_id)} LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node}
+export {write_bounds(plan)}
+# torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of a node can see.
+export PET_RDZV_ID={quote(plan.rendezvous_id)}-"$SLURM_JOB_ID"
+# Where Python finds the training script and what it imports, as they were when the job was launched.
+export PYTHONPATH={quote(f"{plan.code_folder}:{plan.code_folder}/script")}
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+{write_restart_setting(plan)}{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
+# The IPv4 address of a node by its name in Slurm, as it is seen from the node that asks.
+find_address() {{
+  local known
+  known=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+  getent ahostsv4 "$known" | sed -n '1s/ .*//p'
+}}
+
+# What runs on each node.
+run_node() {{
+  local names head peer route own
+  mkdir -p -- {own} {quote(plan.work_folder)} && cd -- {quote(plan.work_folder)} || exit 1
+  # A launcher reads one file per node; by hand, everything goes to the file of the job.
+  [ -z "${{LAB_LEASE:-}}" ] || exec > "$LAB_JOB_ROOT/node$SLURM_NODEID.out" 2>&1
+  names=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+  # The way to another node tells the own address and interface. The own name would not: on Debian and Ubuntu it stands
+  # for the loopback. Node 0 looks to node 1, and all others to node 0, where the rendezvous listens.
+  peer=$(find_address "${{names[$((SLURM_NODEID == 0 ? SLURM_NNODES > 1 : 0))]}}")
+  route=$(ip -4 route get "$peer")
+  own=$(sed -n 's/.* src \\([^ ]*\\).*/\\1/p' <<< "$route")
+  [ -n "$own" ] || {{ echo "No way to $peer, which is the other node: $route"; exit 1; }}
+  head=$([ "$SLURM_NODEID" = 0 ] && echo "$own" || echo "$peer")
+  {_write_interface(plan)}
+  export LAB_NODE=$SLURM_NODEID LAB_JOB_FOLDER={own}
+  # Left alone, every process takes all cores.
+  {_write_threads(plan)}
+  local options=(
+    --nnodes="$SLURM_NNODES"   # nodes that take part
+    --nproc-per-node={plan.nproc_per_node}       # processes on each, one per device
+{_write_rendezvous(plan)}
+    --local-addr="$own"        # so that no host name has to resolve
+    --max-restarts={plan.max_restarts}         # how often the workers are started anew after a failure
+    --monitor-interval=0.1     # seconds between two looks at the workers
+    --log-dir={own}/logs
+    --tee=3                    # the output of every rank goes to the output and into a file of its own
+    --log-line-prefix-template='[rank ${{rank}}] '
+  )
+  local arguments=({"".join(f"{chr(10)}    {quote(argument)}" for argument in plan.args)}
+  )
+  local supervise=()
+  # A launcher ends its job by taking this file away, and by dying; without one, that is for Slurm to do.
+  [ -z "${{LAB_LEASE:-}}" ] || supervise=(
+    {quote(plan.python)} -P -u -m nodelaunch.node.supervisor
+    --job-folder={own} --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={plan.limit:g} --
+  )
+  exec "${{supervise[@]}}" {quote(plan.python)} -m nodelaunch.node.agent "${{options[@]}}" \\
+    -m nodelaunch.node.worker {quote(f"{plan.code_folder}/script/{plan.script}")} "${{arguments[@]}}"
+}}
+
+# One task per node, which is torchrun; when one has failed, the others are ended. srun does not know by itself how many
+# cores the job has per task. `declare -f` prints the two functions, since the other nodes do not have this file.
+exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
+  bash -c "$(declare -f find_address run_node); run_node"
+"""
+
+
+def _write_requests(plan: Plan, request: SlurmRequest) -> str:
+    """The lines of #SBATCH, each with a comment."""
+    # Relative to the folder in which sbatch is called: a path here could not have every character.
+    lines = [
+        (f"--job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.job_id)}", "what squeue calls it"),
+        (f"--nodes={plan.nodes}", "nodes that take part"),
+        ("--ntasks-per-node=1", "one torchrun on each, which starts the processes"),
+        (f"--time={request.time_limit}", "after which Slurm ends it"),
+        ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
+        ("--no-requeue", "a job that runs twice would join its own past"),
+    ]
+    if request.partition:
+        lines.append((f"--partition={request.partition}", "where the nodes are taken from"))
+    lines += [(option, "as asked for") for option in request.extra]
+    width = max(len(option) for option, _ in lines)
+    return "\n".join(f"#SBATCH {option:<{width}}  # {comment}" for option, comment in lines)
+
+
+def _write_interface(plan: Plan) -> str:
+    if plan.interface is None:
+        found = "sed -n 's/.* dev \\([^ ]*\\).*/\\1/p' <<< \"$route\""
+        return f"GLOO_SOCKET_IFNAME=$({found})\n  export GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME"
+    name = shlex.quote(plan.interface)
+    return f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+
+
+def _write_threads(plan: Plan) -> str:
+    share = plan.nproc_per_node
+    return f"export OMP_NUM_THREADS={plan.threads or f'$(( ($(nproc) + {share - 1}) / {share} ))'}"
+
+
+def _find_port(plan: Plan) -> str:
+    # The number of the job makes a port that two jobs on one node will not share.
+    return str(plan.port) if plan.port else "$((20000 + SLURM_JOB_ID % 10000))"
+
+
+def _write_rendezvous(plan: Plan) -> str:
+    port = _find_port(plan)
+    if plan.rank_order == "nodes":
+        return f"""    --rdzv-backend=static      # ranks in the order of the nodes
+    --node-rank="$SLURM_NODEID"
+    --master-addr="$head"      # where node 0 listens
+    --master-port={port}
+    --rdzv-conf=timeout={math.ceil(plan.join_timeout)}     # seconds to wait for all nodes"""
+    conf = f"is_host=$((SLURM_NODEID == 0)),join_timeout={math.ceil(plan.join_timeout)},read_timeout=30"
+    return f"""    --rdzv-backend=c10d        # the nodes find each other, and are numbered by address
+    --rdzv-endpoint="$head:{port}"  # where node 0 listens
+    --rdzv-conf={conf}"""

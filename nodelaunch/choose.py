@@ -1,0 +1,35 @@
+"""The nodes that a lab runs on: two on this machine, or what LAB_NODES says."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from lab_common import LabError
+from nodelaunch.backends.local import local_nodes
+from nodelaunch.backends.nodes import Node
+from nodelaunch.backends.slurm import slurm_nodes
+from nodelaunch.backends.ssh import ssh_nodes
+
+
+def choose_nodes() -> list[Node]:
+    """Returns the nodes that ``LAB_NODES`` names: ``local:2`` (the default), ``slurm:2``, or hosts, ``hostA,hostB``.
+
+    Options of sbatch follow the number of nodes, as in ``slurm:2 --gpus-per-node=1 --account=course``.
+    ``LAB_SSH_CONFIG`` may name a configuration of ssh for the hosts in place of your own, and ``LAB_NODES_DATA`` the
+    folder in which they have data sets.
+
+    Raises:
+        LabError: ``LAB_NODES`` says something else.
+    """
+    text = os.environ.get("LAB_NODES", "").strip() or "local:2"
+    kind, colon, rest = text.partition(":")
+    if kind in ("local", "slurm") and colon:
+        count, *extra = rest.split() or [""]
+        if not re.fullmatch(r"[1-9][0-9]{0,5}", count) or (extra and kind == "local"):
+            fix = "export LAB_NODES=local:2"
+            raise LabError(f"{rest[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
+        return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count), extra=extra)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    config, folder = (os.environ.get(name) or None for name in ("LAB_SSH_CONFIG", "LAB_NODES_DATA"))
+    return ssh_nodes(names, config=config, data=folder)

@@ -1,0 +1,222 @@
+"""A torchrun job: what runs, on which nodes, and the scripts, the check and the launch of it."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lab_common import LabError
+from lab_common.files import write_atomically
+from nodelaunch import kinds, values
+from nodelaunch.backends import find_backend
+from nodelaunch.backends.nodes import Node
+from nodelaunch.bundle import Bundle, collect_files
+from nodelaunch.causes import explain_folder
+from nodelaunch.plans import make_plans
+from nodelaunch.preflight import Preflight
+from nodelaunch.result import JobResult
+from nodelaunch.running import RunningJob
+from nodelaunch.script import Plan
+from nodelaunch.spec import JobSpec, Launch, make_launch
+from nodelaunch.state import JobState
+
+# How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
+FRESH_SECONDS = 60.0
+Say = Callable[[str], None]
+
+
+class TorchrunJob:
+    """A training script that torchrun runs on one or more nodes.
+
+    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes.
+
+    Attributes:
+        spec: What it was given; it does not change.
+    """
+
+    def __init__(
+        self, script: str | Path, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
+    ) -> None:
+        self.spec = JobSpec(script, args, nodes, **options)
+        self._backend = find_backend(self.spec.nodes)
+        self._preflight: Preflight | None = None
+        self._checked, self._stop = 0.0, threading.Event()
+        self._launch, self._started = make_launch(self.spec.script), False
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a field of the specification."""
+        if name.startswith("_") or name == "spec":
+            raise AttributeError(name)
+        return getattr(self.spec, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuses to change a field: the scripts that were written say what it was.
+
+        Raises:
+            LabError: It is a field of the specification.
+        """
+        if name in {field.name for field in fields(JobSpec)}:
+            cause = "its scripts, which were written or will be, say what was checked"
+            fix = f"make a new job: TorchrunJob(…, {name}=…)"
+            raise LabError(f"{name} of a job cannot be changed.", where="TorchrunJob", cause=cause, fix=fix)
+        super().__setattr__(name, value)
+
+    @property
+    def id(self) -> str:
+        """Of the launch that comes next, or, once it has begun, of that one."""
+        return self._launch.id
+
+    @property
+    def folder(self) -> Path:
+        """On this machine, with the scripts and the log of that launch."""
+        return self._launch.folder
+
+    @property
+    def rendezvous_id(self) -> str:
+        """Torchrun's ``--rdzv-id`` in that launch, which is a secret."""
+        return self._launch.rendezvous_id
+
+    def preflight(self) -> Preflight:
+        """Asks every node whether the job can run there, in seconds; changes nothing.
+
+        Returns:
+            The verdicts; a notebook shows them as a table.
+        """
+        self._checked = time.monotonic()
+        self._preflight = self._backend.check(self.spec, self._collect().hash, self._prepare().id)
+        return self._preflight
+
+    def write(self) -> list[Path]:
+        """Writes the bash script of every node into ``folder``, to be read, or run by hand on its node.
+
+        The nodes are asked first where an address is not known.
+
+        Returns:
+            One path per node, in the order of ``nodes``; on Slurm one batch script.
+
+        Raises:
+            LabError: A value cannot be in a script, a node that has to be asked does not answer, or the folder cannot
+                be written.
+        """
+        launch = self._prepare()
+        return self._write(self._plan(self._collect()), launch)
+
+    def _write(self, plans: Sequence[Plan], launch: Launch) -> list[Path]:
+        texts = self._backend.write(plans, self.spec)
+        try:
+            launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, text in texts.items():
+                # Nobody else may read it: the id of the rendezvous is a secret.
+                with write_atomically(launch.folder / name, mode=0o700) as file:
+                    file.write(text.encode(errors="surrogateescape"))
+        except OSError as error:
+            raise explain_folder(launch.folder, error) from error
+        return [launch.folder / name for name in texts]
+
+    def start(self, *, force: bool = False, by_hand: Sequence[str] = (), show: bool | Say = True) -> RunningJob:
+        """Starts the job and returns while it runs: ``wait()`` for its result, or ``stop()`` it.
+
+        Args:
+            force: Whether to start although the preflight has a red line.
+            by_hand: Names of nodes that you start yourself, by the command that is shown.
+            show: Whether to print lines as they come, or a function that takes each.
+
+        Raises:
+            LabError: The preflight has a red line, or a node was not reached.
+        """
+        running = self._begin(force=force, by_hand=by_hand, show=show)
+        running.follow_in_background()
+        return running
+
+    def run(
+        self,
+        *,
+        check: bool = True,
+        force: bool = False,
+        by_hand: Sequence[str] = (),
+        show: bool | Say = True,
+    ) -> JobResult:
+        """Runs the job to its end: checks the nodes, copies what they lack, starts torchrun on each, follows it.
+
+        Args:
+            check: Whether a failed job raises; otherwise ``JobResult.failure`` says it.
+            force: As in ``start``.
+            by_hand: As in ``start``.
+            show: As in ``start``.
+
+        Raises:
+            JobError: The job failed; it names the rank that failed first.
+            LabError: The preflight has a red line, or a node was not reached.
+            KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
+        """
+        return self._begin(force=force, by_hand=by_hand, show=show).follow(check=check)
+
+    def stop(self) -> None:
+        """Ends a job that runs in another thread; it ends on every node."""
+        self._stop.set()
+
+    def _prepare(self) -> Launch:
+        """Returns the names of the next launch, new where the present ones were used."""
+        if self._started:
+            self._launch, self._started = make_launch(self.spec.script), False
+        return self._launch
+
+    def _collect(self) -> Bundle:
+        return collect_files(self.spec.script, self.spec.files)
+
+    def _plan(self, bundle: Bundle) -> list[Plan]:
+        """What the script of each node says; asks the nodes first where an address or the port is not known."""
+        if self._preflight is None and self._backend.needs_preflight(self.spec):
+            self.preflight()
+        return make_plans(self.spec, self._launch, bundle.hash, self._preflight)
+
+    def _begin(self, *, force: bool, by_hand: Sequence[str], show: bool | Say) -> RunningJob:
+        launch, spec, stop = self._prepare(), self.spec, threading.Event()
+        self._stop = stop  # a stop() while nothing ran was for nothing
+        say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
+        if by_hand and not self._backend.BY_HAND:
+            fix = "leave by_hand away, or read the script that job.write() leaves"
+            raise LabError("Slurm starts all nodes of a job or none.", where="by_hand", fix=fix)
+        by_hand = kinds.check_value("TorchrunJob.run", "by_hand", by_hand, values.NAMES)
+        if unknown := set(by_hand) - {node.name for node in spec.nodes}:
+            fix = f"by_hand takes names of {', '.join(node.name for node in spec.nodes)[:80]}"
+            raise LabError(f"No node of this job is called {min(unknown)[:60]!r}.", where="by_hand", fix=fix)
+        try:
+            found = self._check(force=force, say=say)
+            started, self._started = time.monotonic(), True
+            # Once: a script that is saved meanwhile must not be copied under the hash of the one before.
+            bundle = self._collect()
+            plans = self._plan(bundle)
+            self._write(plans, launch)
+            self._backend.copy(spec, launch, bundle, found, force=force, say=say)
+            state = JobState([node.name for node in spec.nodes], [plan.address or "" for plan in plans])
+            for name in by_hand:
+                state.nodes[name].by_hand = True
+            links = self._backend.start(spec, plans, by_hand=by_hand, say=say, stop=stop)
+        finally:
+            self._preflight = None
+        seconds = {"preflight": found.seconds}
+        return RunningJob(spec, launch, links=links, state=state, seconds=seconds, started=started, say=say, stop=stop)
+
+    def _check(self, *, force: bool, say: Say) -> Preflight:
+        """The preflight that counts.
+
+        Raises:
+            LabError: It has a red line.
+        """
+        found = self._preflight
+        # What was red may have been mended since, and what was free may have been taken.
+        if found is None or time.monotonic() - self._checked > FRESH_SECONDS or not (found.ok or force):
+            found = self.preflight()
+        if not force:
+            found.raise_if_red()
+        say(f"preflight: {len(self.spec.nodes)} node(s) {'ready' if found.ok else 'NOT ready; started anyway'}")
+        return found
+
+
+TorchrunJob.__signature__ = inspect.signature(JobSpec)

@@ -1,0 +1,59 @@
+"""torchrun on one node of a job, with what it does not bound by itself: who reaches its stores, and how long it waits.
+
+``python -m nodelaunch.node.agent OPTIONS`` takes the options of ``python -m torch.distributed.run`` and does the same.
+A node that is started by hand has no supervisor; so it is this program that ends when the others do not come
+(``LAB_JOIN_TIMEOUT``), or when the time of the job is over (``LAB_LIMIT``), both in seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from nodelaunch.node.stores import guard_stores
+
+# The launcher and the supervisor end a job by the same bounds, and say more about it; they come first.
+MARGIN, GRACE = 10.0, 5.0
+
+
+def main() -> None:
+    """Runs torchrun with this process's arguments."""
+    threading.Thread(target=_keep_bounds, daemon=True, name="bounds").start()
+    guard_stores()
+    from torch.distributed.run import main as run_torchrun
+
+    run_torchrun()
+
+
+def _keep_bounds() -> None:
+    """Ends this process when its workers did not start in time, and after the job's limit."""
+    start, events = time.monotonic(), Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
+    join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
+    before = _measure(events)  # of an earlier start by hand in the same folder
+    time.sleep(min(join, limit) + MARGIN)
+    if _measure(events) == before:
+        _end(f"No worker has started within {join:g} s: the other nodes did not come.")
+    time.sleep(max(0.0, limit + MARGIN - (time.monotonic() - start)))
+    _end(f"The job's time limit of {limit:g} s is over.")
+
+
+def _measure(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _end(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its workers
+    time.sleep(GRACE)
+    os._exit(1)  # it does not hear a signal while it waits, in C, for another node; workers ask to die with it
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Before a training script starts, its ranks compare what they are about to run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import secrets
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+MEETING_SECONDS = 30.0
+
+
+class MismatchError(RuntimeError):
+    """The nodes of a job do not run the same thing."""
+
+
+def check_agreement(script: str) -> None:
+    """Compares what the nodes are about to run, over the store through which their workers meet.
+
+    torch itself notices only parameters of different shapes; another batch size or another version of the script trains
+    silently, and not what was meant.
+
+    Raises:
+        MismatchError: The nodes differ in script, arguments, number of processes, torch or Python, or two of them run
+            the script of the same node.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
+    if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
+        raise MismatchError(f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came")
+    if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch
+    from torch.distributed import TCPStore
+
+    mine = {
+        "node": f"{node} ({socket.gethostname()})",
+        "number": node,
+        "torchrun": os.environ.get("GROUP_RANK"),
+        "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
+        "arguments": sys.argv[1:],
+        "processes in all": [wanted, world_size],
+        # As the preflight compares them: a build for CPUs and one for CUDA train together over Gloo.
+        "torch": torch.__version__.partition("+")[0],
+        "Python": ".".join(platform.python_version().split(".")[:2]),
+        "attempt": secrets.token_hex(8),
+    }
+    timeout = timedelta(seconds=MEETING_SECONDS)
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    prefix = f"nodelaunch/{os.environ['LAB_JOB_ID']}"
+    differences = _lead(store, prefix, mine, world_size) if rank == 0 else _answer(store, prefix, mine, rank)
+    if differences:
+        raise MismatchError("; ".join(differences))
+
+
+def _lead(store: TCPStore, prefix: str, mine: dict, world_size: int) -> list[str]:
+    """Rank 0's part: waits for all, and gives the verdict."""
+    # torchrun keeps this store when it starts the workers anew: what is in it may be an earlier attempt's.
+    place = f"{prefix}/{mine['attempt']}"
+    store.set(f"{prefix}/place", place)
+    ranks = [mine, *(json.loads(store.get(f"{place}/{rank}")) for rank in range(1, world_size))]
+    _forget(store, prefix)
+    differences = find_differences(ranks)
+    attempts = [facts["attempt"] for facts in ranks]
+    store.set(f"{place}/verdict", json.dumps({"attempts": attempts, "differences": differences}))
+    return differences
+
+
+def _answer(store: TCPStore, prefix: str, mine: dict, rank: int) -> list[str]:
+    """Another rank's part: answers until the verdict is about this attempt."""
+    end = time.monotonic() + MEETING_SECONDS
+    while time.monotonic() < end:
+        place = store.get(f"{prefix}/place").decode()
+        store.set(f"{place}/{rank}", json.dumps(mine))
+        if store.check([f"{place}/verdict"]):
+            verdict = json.loads(store.get(f"{place}/verdict"))
+            if verdict["attempts"][rank] == mine["attempt"]:
+                return verdict["differences"]
+        time.sleep(0.02)
+    raise TimeoutError(f"Timed out waiting for rank 0, which compares the ranks ({MEETING_SECONDS:g} s)")
+
+
+def _forget(store: TCPStore, prefix: str) -> None:
+    """Removes the addresses under which the ranks of an earlier attempt listened.
+
+    torch (2.11 to 2.14) leaves them there, and a rank that is quick after a restart calls a dead one: "Connection
+    refused". All ranks stand here, so that nobody has written a new one yet.
+    """
+    for key in store.list_keys() if hasattr(store, "list_keys") else ():
+        if not key.startswith(prefix) and "torchelastic" not in key:
+            store.delete_key(key)
+
+
+def find_differences(ranks: list[dict]) -> list[str]:
+    """Names, in words, every fact in which a rank's node differs from that of rank 0, with both nodes' values."""
+    first, found = ranks[0], []
+    owners: dict[str, dict] = {}  # by the node's number, the first rank that has it
+    for other in ranks:
+        owner = owners.setdefault(other["number"], other)
+        if other["torchrun"] != owner["torchrun"]:
+            found.append(f"node {owner['node']} and node {other['node']} both run node{other['number']}.sh")
+        if other["processes in all"][0] != other["processes in all"][1]:
+            wanted, there = other["processes in all"]
+            found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")
+        for fact in ("script", "arguments", "torch", "Python"):
+            if other[fact] != first[fact]:
+                found.append(f"{fact}: {first[fact]} on node {first['node']}, {other[fact]} on node {other['node']}")
+    return list(dict.fromkeys(found))

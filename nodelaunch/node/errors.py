@@ -1,0 +1,86 @@
+"""Reads in the words of an error what it means: another rank is gone, or a disk is full."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+# What programs say of a full disk: Python and the shell's tools, and torch.save, which leaves the reason out.
+FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|ENOSPC|EDQUOT|PytorchStreamWriter failed writing|file write failed"
+    r"|tar: .*: Wrote only \d+ of \d+ bytes|enforce fail at inline_container\.cc:\d+\] \. unexpected pos"
+)
+# Where such a message names a path: "…: '/path'" (Python), "… '/path': …" (coreutils), "/path: …" (tar, bash).
+NAMED = (
+    re.compile(r"(?:No space left on device|Disk quota exceeded): [b]?['\"](?P<path>[^'\"\n]+)['\"]"),
+    re.compile(r"[‘'`](?P<path>[^‘’'`\n]*/[^‘’'`\n]*)[’']: (?:No space left on device|Disk quota exceeded)"),
+    re.compile(r"(?P<path>/[^\s:]+): (?:Cannot \w+: )?(?:No space left on device|Disk quota exceeded)"),
+    re.compile(r"tar: (?P<path>.+): Wrote only \d+ of \d+ bytes"),
+)
+
+
+def name_full_disk(text: str) -> str:
+    """The path that a message about a full disk names; "" where it names none."""
+    return next((found["path"] for pattern in NAMED if (found := pattern.search(text))), "")
+
+
+def find_full_disk(error: BaseException) -> str:
+    """The path at which a disk ran full, for an error that says so; "" for other errors.
+
+    Not every such error names its file. Then it is, of all paths that the functions on the way to the error had in
+    their variables, the one whose disk has the least room.
+    """
+    text = "".join(traceback.format_exception_only(error))
+    if not FULL.search(text):
+        return ""
+    if named := name_full_disk(text):
+        return named
+    rooms = {str(path): room for path in _list_paths(error) if (room := measure_room(path)) is not None}
+    return min(rooms, key=rooms.get, default="")
+
+
+def _list_paths(error: BaseException) -> Iterator[Path]:
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for frame in reversed(frames):
+        for value in list(frame.f_locals.values()):
+            name = getattr(value, "name", None) if hasattr(value, "fileno") else value
+            if isinstance(name, str | PurePath) and "/" in str(name) and len(str(name)) < 4096:
+                yield Path(name)
+    yield Path.cwd()
+
+
+def measure_room(path: Path) -> int | None:
+    """The free bytes of the disk on which a path lies, or will lie; None where that cannot be found out."""
+    for folder in (path, *path.parents):
+        try:
+            usage = os.statvfs(folder)
+        except (OSError, ValueError):
+            continue
+        return usage.f_bavail * usage.f_frsize if usage.f_favail or not usage.f_files else 0
+    return None
+
+
+# What a rank says when another one is gone or does not answer (Gloo, NCCL, and torch's store): never the first cause
+# while any rank has something else to say.
+FOLLOWED = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
+    r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed"
+    r"|DistNetworkError|DistStoreError"
+    r"|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective"
+)
+
+# Whose words they have to be: a script's own URLError, "Connection refused", is a cause.
+OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
+
+
+def failed_as_consequence(message: str) -> bool:
+    """Whether an error says no more than that another rank is gone or does not answer."""
+    return bool(OF_TORCH.match(message) and FOLLOWED.search(message))
+
+
+def shorten_gloo(message: str) -> str:
+    """Leaves out the line of Gloo's own source, and its advice to look for what is shown here anyway."""
+    return re.sub(r"\[/\S+\.cc:\d+\] |\. This is typically.*", "", message)

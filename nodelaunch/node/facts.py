@@ -1,0 +1,213 @@
+"""What a node is, found out on that node: names, versions, interfaces, GPUs, disk, code and data.
+
+Part of the program that :mod:`nodelaunch.node.probe` describes: the standard library alone, and Python 3.9. torch's
+version is read from its files, as importing it takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+SKIPPED = ("__pycache__", ".ipynb_checkpoints")
+
+
+def collect(tasks, seconds):
+    """Runs all tasks at once; returns what ended in time, and for one that failed {"error": words}."""
+    found = {}
+
+    def run(name, task):
+        try:
+            found[name] = task()
+        except Exception as error:  # one that fails must not cost the others
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in tasks.items()]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(found)
+
+
+def find_facts(request):
+    """All that can be found out without the other nodes."""
+    tasks = {"system": find_system, "versions": find_versions, "interfaces": find_interfaces, "gpus": find_gpus}
+    tasks["own"] = lambda: resolve(socket.gethostname())
+    for name, find in (("disk", find_disk), ("code", find_code), ("data", find_data)):
+        tasks[name] = functools.partial(find, request)
+    return collect(tasks, request["seconds"])
+
+
+def find_system():
+    """Who answers; ``machine`` is the same for processes that reach each other by the loopback interface."""
+    host = socket.gethostname()
+    boot, net = read("/proc/sys/kernel/random/boot_id").strip(), link("/proc/self/ns/net")
+    ssh = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]  # the address that ssh came in by
+    return {"host": host, "machine": f"{boot} {net}" if boot and net else host, "ssh": ssh}
+
+
+def resolve(name):
+    """The IPv4 addresses that a host name stands for on this node; [] where it stands for none."""
+    try:
+        return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
+    except (OSError, UnicodeError):
+        return []
+
+
+def find_versions():
+    """Versions of Python, torch, CUDA and NCCL; None for what is not there."""
+    found = {"python": platform.python_version(), "program": sys.executable, "torch": None, "cuda": None, "nccl": None}
+    spec = importlib.util.find_spec("torch")
+    if spec and spec.origin:
+        text = read(Path(spec.origin).parent / "version.py")
+        for key, name in (("torch", "__version__"), ("cuda", "cuda")):
+            match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+            found[key] = match.group(1) if match else None
+    for number in (13, 12, 14, 11):
+        try:
+            found["nccl"] = found["nccl"] or importlib.metadata.version(f"nvidia-nccl-cu{number}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+class Entry(ctypes.Structure):
+    """An entry of getifaddrs(3); Linux and macOS begin it alike."""
+
+
+Entry._fields_ = [
+    *(("next", ctypes.POINTER(Entry)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint)),
+    *((name, ctypes.c_void_p) for name in ("address", "mask", "peer", "data")),
+]
+
+
+def find_interfaces():
+    """IPv4 addresses per interface, in the system's order, which Gloo's choice follows; [] for one that is down."""
+    entry, found = ctypes.POINTER(Entry)(), {}
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.getifaddrs(ctypes.byref(entry)):
+        raise OSError(ctypes.get_errno(), "getifaddrs")
+    while entry:
+        item = entry.contents
+        addresses = found.setdefault(item.name.decode(errors="replace"), [])
+        if item.address and item.flags & 1:  # IFF_UP
+            raw = ctypes.string_at(item.address, 8)
+            family = int.from_bytes(raw[:2], sys.byteorder) if sys.platform.startswith("linux") else raw[1]
+            addresses += [socket.inet_ntoa(raw[4:])] if family == socket.AF_INET else []
+        entry = item.next
+    return found
+
+
+def find_gpus():
+    """What nvidia-smi says: GPUs with their memory in MiB, and the processes that hold some."""
+    program = shutil.which("nvidia-smi")
+    if not program:
+        return {"gpus": [], "apps": []}
+
+    def ask(query):
+        command = [program, f"--query-{query}", "--format=csv,noheader,nounits"]
+        child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2.5)
+        lines = child.stdout.decode(errors="replace").splitlines()
+        if child.returncode:
+            raise RuntimeError(lines[0] if lines else f"nvidia-smi ended with {child.returncode}")
+        return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+
+    both = collect({name: functools.partial(ask, query) for name, query in QUERIES.items()}, 3.0)
+    if isinstance(both.get("gpus"), dict):
+        return both["gpus"]
+    return {"gpus": both["gpus"], "apps": both["apps"], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+QUERIES = {"gpus": "gpu=index,name,memory.used,memory.total", "apps": "compute-apps=pid,process_name,used_memory"}
+
+
+def find_disk(request):
+    """Room for our files: the folder, or the nearest one above it that exists, and shared memory."""
+    folder = Path(request["folder"])
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    usage = os.statvfs(str(there))
+    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    return {
+        "folder": str(there),
+        "free": usage.f_bavail * usage.f_frsize,
+        "files": usage.f_favail if usage.f_files else None,  # some file systems do not count them
+        "writable": there.is_dir() and os.access(str(there), os.W_OK | os.X_OK),
+        "shm": shm and shm.f_blocks * shm.f_frsize,
+    }
+
+
+def hash_tree(folder):
+    """SHA-256 over the names and contents of all files of a folder, but those that Python and Jupyter leave."""
+    paths = {path.relative_to(folder): path for path in Path(folder).rglob("*") if path.is_file()}
+    kept = {name.as_posix(): path for name, path in paths.items() if not set(SKIPPED) & set(name.parts)}
+    return hash_files({name: path.read_bytes() for name, path in kept.items()})
+
+
+def hash_files(contents):
+    """The same over files that are not in a folder yet, by their path in it."""
+    whole = hashlib.sha256()
+    for name in sorted(contents):
+        whole.update(f"{hashlib.sha256(contents[name]).hexdigest()} {json.dumps(name)}\n".encode())
+    return whole.hexdigest()
+
+
+def find_code(request):
+    """The hash of the copied code; None where it was not copied yet."""
+    folder = Path(request["folder"], "code", request["code"])
+    return {"folder": str(folder), "hash": hash_tree(folder) if request["code"] and folder.is_dir() else None}
+
+
+def find_data(request):
+    """The data set of a job on this node, and its folder."""
+    root = Path(request["data"]).expanduser()
+    path = root / request["data_file"]
+    # The launcher's own pack may have another name: one that was made of a folder of images is named after that.
+    own = Path(request["pack"], path.name)
+    return {"folder": str(root), **identify_data(own if request["pack"] and own.is_file() else path)}
+
+
+def identify_data(path):
+    """What identifies a packed data set: its classes and the SHA-256 of its arrays, not when or where it was made."""
+    found = {"hash": None, "missing": []}
+    if path.is_file():
+        raw = path.read_bytes()
+        try:
+            manifest = json.loads(raw.decode())
+            found["missing"] = [name for name in manifest["sha256"] if not (path.parent / name).is_file()]
+            raw = json.dumps([manifest["classes"], manifest["sha256"]], sort_keys=True).encode()
+        except (ValueError, KeyError, TypeError):
+            pass  # no manifest of ours: its bytes count
+        found["hash"] = hashlib.sha256(raw).hexdigest()
+    return found
+
+
+def read(path):
+    """A small file's text, "" where it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def link(path):
+    """Where a symbolic link points, "" where it cannot be read."""
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,147 @@
+"""The program that the preflight runs on every node: it answers each JSON line on its stdin with one on its stdout.
+
+The launcher sends it as text, ``python -c``, since nothing of ours may lie on the node yet: this file and those that it
+imports from here, one after the other. So they use the standard library alone, keep to Python 3.9, and say it in the
+answer when a question fails. The program ends when its stdin does, or after 30 s.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+
+from nodelaunch.node.facts import collect, find_facts, read, resolve
+from nodelaunch.node.processes import find_jobs, find_owner, stop_job
+
+MARK = "\x1e"  # before each answer, so that what a login script prints is not taken for one
+LIFETIME = 30.0
+# Below the ports that Linux gives to outgoing connections, and above those of services.
+FREE_PORTS = (20000, 32767)
+
+
+def listen(request):
+    """Listens at each of the node's addresses: on a random port, and on node 0 also on that of the rendezvous.
+
+    Returns:
+        ``any`` and ``port``: per address, where a listener answers with the token. On node 0 also ``chosen``, the
+        rendezvous' port, and ``busy``, who holds it.
+    """
+    found = {"any": {}, "port": {}}
+    for address in request["addresses"]:
+        found["any"][address] = open_listener(address, 0, request["token"])
+    if request.get("port") is not None:
+        found["chosen"] = request["port"] or find_free_port()
+        found["busy"] = find_trouble(found["chosen"])
+        for address in [] if found["busy"] else request["addresses"]:
+            found["port"][address] = open_listener(address, found["chosen"], request["token"])
+    return found
+
+
+def find_free_port():
+    """A port that nobody holds and that the system does not give to outgoing connections."""
+    low = int((read("/proc/sys/net/ipv4/ip_local_port_range").split() or [FREE_PORTS[1] + 1])[0])
+    last = min(FREE_PORTS[1], low - 1)
+    tries = [random.randint(min(FREE_PORTS[0], last), last) for _ in range(100)]
+    return next((port for port in tries if find_trouble(port) is None), tries[0])
+
+
+def find_trouble(port):
+    """Why a port cannot be listened on at all addresses, as torch's rendezvous will; None where it can."""
+    with socket.socket() as trial:
+        # As torch does: connections of the last job that are still fading away do not hold it.
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind(("", port))
+            trial.listen(1)
+        except OSError as error:
+            return dict(find_owner(port) if error.errno == errno.EADDRINUSE else {}, error=os.strerror(error.errno))
+    return None
+
+
+def open_listener(address, port, token):
+    """Listens, and says the token to whoever connects; returns the port, or None where that was not possible."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listener.bind((address, port))
+        except OSError:
+            listener.bind(("", port))  # the address of a router in front of this node
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        return None
+    threading.Thread(target=serve, args=(listener, token.encode()), daemon=True).start()
+    return listener.getsockname()[1]
+
+
+def serve(listener, token):
+    """Answers one after the other, for as long as the program runs."""
+    while True:
+        try:
+            client, _ = listener.accept()
+            with client:
+                client.settimeout(0.5)
+                client.sendall(token)
+                client.recv(1)  # the client closes first, so that no fading connection holds the port here
+        except OSError:
+            time.sleep(0.01)
+
+
+def connect(request):
+    """Tries to reach other nodes, and asks for their names: {"reached": {key: outcome}, "names": {name: addresses}}."""
+    tasks = {key: functools.partial(reach, *target, request["seconds"]) for key, target in request["targets"].items()}
+    names = {name: functools.partial(resolve, name) for name in request["names"]}
+    both = {"reached": lambda: collect(tasks, request["seconds"] + 0.3), "names": lambda: collect(names, 1.5)}
+    return collect(both, request["seconds"] + 0.5)
+
+
+def reach(address, port, token, seconds):
+    """Connects and listens for the token: "ok", "refused", "dropped", "stranger", or the system's words."""
+    try:
+        with socket.create_connection((address, port), timeout=seconds) as client:
+            try:
+                return "ok" if client.recv(256) == token.encode() else "stranger"
+            except OSError:
+                return "stranger"
+    except ConnectionRefusedError:
+        return "refused"
+    except OSError as error:
+        silent = error.errno in (None, errno.ETIMEDOUT)
+        return "dropped" if silent else os.strerror(error.errno)
+
+
+def tell_time(request):
+    """The node's clock, in seconds since 1970."""
+    return {"time": time.time()}
+
+
+ANSWERS = {"facts": find_facts, "clock": tell_time, "listen": listen, "connect": connect}
+ANSWERS.update({"jobs": find_jobs, "stop_job": stop_job})
+
+
+def main():
+    """Answers until stdin ends, or the time is over."""
+    alarm = threading.Timer(LIFETIME, os._exit, (3,))
+    alarm.daemon = True
+    alarm.start()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = ANSWERS[request["do"]](request)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
+        sys.stdout.flush()
+    os._exit(0)  # without waiting for threads that still hang in a name server's silence
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""Processes on a node: those of a job, by the id in their environment, and whoever holds a port.
+
+Part of the program that :mod:`nodelaunch.node.probe` describes: the standard library alone, and Python 3.9.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import signal
+import time
+from pathlib import Path
+
+from nodelaunch.node.facts import link, read
+
+VARIABLE = b"LAB_JOB_ID="
+GRACE = 2.0
+
+
+def find_jobs(request):
+    """This user's processes that carry a job's id, or the given one: {"jobs": [{"id", "pid", "command", ...}, ...]}.
+
+    ``supervisor`` says whether a process is the one that ends its job when the launcher is gone. What stands above this
+    program, such as the launcher, is left out; and, where no id is given, all that carries the same id as those, which
+    ``inherited`` names: the variable was set where they were started, and tells nothing of a job.
+    """
+    found, above = [], list_ancestors(os.getpid())
+    inherited = sorted({job_of(pid) for pid in above} - {""})
+    for pid in list_processes():
+        identity = job_of(pid)
+        if not identity or pid in above or identity != request.get("id", identity):
+            continue
+        if identity in inherited and "id" not in request:
+            continue
+        # Processes of a container can be seen from its host, but are not this node's.
+        if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
+            supervisor = "\0nodelaunch.node.supervisor\0" in read(f"/proc/{pid}/cmdline")
+            found.append({"id": identity, "pid": pid, "command": command_of(pid), "supervisor": supervisor})
+    return {"jobs": found, "inherited": inherited} if inherited else {"jobs": found}
+
+
+def stop_job(request):
+    """Ends the processes of one job: SIGTERM, and after 2 s SIGKILL to those that are left."""
+    stopped, start = [], time.monotonic()
+    while True:
+        left = [process["pid"] for process in find_jobs(request)["jobs"]]
+        late = time.monotonic() - start
+        if not left or late > 2 * GRACE:
+            return {"stopped": stopped, "left": left}
+        for pid in left:
+            if pid not in stopped or late > GRACE:
+                with contextlib.suppress(OSError):  # it ended by itself
+                    os.kill(pid, signal.SIGKILL if late > GRACE else signal.SIGTERM)
+        stopped += [pid for pid in left if pid not in stopped]
+        time.sleep(0.05)
+
+
+def list_processes():
+    """The ids of all processes; [] where there is no /proc."""
+    try:
+        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    except OSError:
+        return []
+
+
+def list_ancestors(pid):
+    """A process's id, its parent's, and so on up to the first process that can be seen."""
+    found = []
+    while pid > 0 and pid not in found:
+        found.append(pid)
+        words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        pid = int(words[1]) if len(words) > 1 else 0
+    return found
+
+
+def job_of(pid):
+    """The id of the job that a process of this user belongs to, or ""."""
+    folder = Path("/proc", str(pid))
+    try:
+        if folder.stat().st_uid != os.getuid():
+            return ""
+        lines = (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((line[len(VARIABLE) :].decode(errors="replace") for line in lines if line.startswith(VARIABLE)), "")
+
+
+def command_of(pid):
+    """The beginning of a process's command line."""
+    return read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]
+
+
+def find_owner(port):
+    """Who holds a TCP port: {"pid", "user", "command", "job"}, as far as this user may know."""
+    users = {}
+    for table in ("tcp", "tcp6"):
+        for row in read(f"/proc/net/{table}").splitlines()[1:]:
+            cells = row.split()
+            if int(cells[1].rpartition(":")[2], 16) == port and cells[3] != "06":  # TIME_WAIT belongs to nobody
+                users[f"socket:[{cells[9]}]"] = name_user(int(cells[7]))
+    for pid in list_processes():
+        try:
+            held = {link(path) for path in Path("/proc", str(pid), "fd").iterdir()}
+        except OSError:
+            continue
+        for socket in users.keys() & held:
+            job = job_of(pid)
+            if job in {job_of(above) for above in list_ancestors(os.getpid())}:
+                job = ""  # see find_jobs
+            return {"pid": pid, "user": users[socket], "command": command_of(pid), "job": job}
+    return {"user": next(iter(users.values()), "")}
+
+
+def name_user(number):
+    """A user's name, or the number where there is none."""
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)

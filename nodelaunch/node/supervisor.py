@@ -1,0 +1,360 @@
+"""Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
+
+``python -m nodelaunch.node.supervisor --job-folder DIR -- bash node0.sh`` stops everything when its standard input
+closes, when no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command
+has ended and left processes behind. torchrun starts every worker in a session of its own, so that no process group
+holds them all: the supervisor is the "subreaper" of its descendants (prctl(2)), to which orphans return, and walks the
+tree. A second process, the guard, ends them where the supervisor itself was killed or stopped.
+
+It prints the command's lines as they are, and its own as one JSON object behind the byte 0x1e.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+from nodelaunch.node import RANKS, guard
+from nodelaunch.node.errors import measure_room
+from nodelaunch.node.guard import kill_all
+from nodelaunch.node.output import CHUNK, EVENT, Lines, Log, Output
+from nodelaunch.node.reasons import StopReason
+
+MARK = "\x1e"
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
+STOPPED = 124
+
+
+class Supervisor:
+    """One command under supervision."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._options = arguments
+        self._folder = Path(arguments.job_folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._log = Log(self._folder / "output.log")
+        self._guard: subprocess.Popen | None = None
+        self._pumps: list[threading.Thread] = []
+        self._events: BinaryIO | None = None
+        self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._muted = False
+        self._stops: list[dict] = []  # the reasons to stop, in the order in which they came
+        self._beat, self._touched = time.monotonic(), 0
+        self._passing, self._noted = threading.Lock(), Lines(EVENT)
+        self._writing = threading.Lock()
+        self._workers: dict[int, int] = {}  # pid -> rank
+        self._memory: dict[int, int] = {}  # rank -> largest resident set, bytes
+
+    def run(self) -> int:
+        """Runs the command to its end, or to a reason to stop; returns the exit status."""
+        _set_process(PR_SET_CHILD_SUBREAPER, 1)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self._stop(StopReason.SIGNAL, f"signal {number}", signal=number))
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        self._guard = _start_guard()
+        ranks = self._open_socket()
+        process = self._start()
+        self._say("started", pid=os.getpid())  # before the threads that pass on what the command says
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._live, daemon=True).start()
+        self._follow(process.stdout.fileno(), b"")
+        if ranks:
+            threading.Thread(target=self._accept, args=[ranks], daemon=True).start()
+        writer = threading.Thread(target=self._write, daemon=True)
+        writer.start()
+        started, sampled = time.monotonic(), 0.0
+        while process.poll() is None and not self._stops:
+            time.sleep(0.05)
+            self._pass_events()
+            self._check_bounds(started)
+            if time.monotonic() - sampled > 0.5:
+                sampled = time.monotonic()
+                self._sample_memory()
+        killed = self._end(process)
+        for pump in list(self._pumps):
+            self._wait_for(pump, started)
+        self._pass_events()
+        self._hand_over()
+        stop = self._stops[0] if self._stops else {"reason": None, "why": ""}
+        facts = {"returncode": process.returncode, **stop, "killed": killed, "memory": self._memory}
+        self._say("ended", **facts, folder=str(self._folder), room=measure_room(self._folder))
+        self._out.put(None)
+        self._wait_for(writer, started)
+        with contextlib.suppress(OSError):
+            self._log.close()
+        if self._stops:
+            return STOPPED
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+    def _start(self) -> subprocess.Popen:
+        parent = os.getpid()
+
+        def die_with_me() -> None:
+            # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the
+            # same. Not by SIGTERM: torchrun does not hear it while it waits, in C, for another node's to end.
+            _set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        return subprocess.Popen(
+            self._options.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_me,
+        )
+
+    def _wait_for(self, thread: threading.Thread, started: float) -> None:
+        """Waits as long as there is something to write and somebody who reads it; not for long where it has to end."""
+        end = time.monotonic() + 2.0
+        while thread.is_alive() and time.monotonic() < end:
+            thread.join(0.05)
+            self._check_bounds(started)
+            if self._out.qsize() and not self._stops:
+                end = time.monotonic() + 2.0
+
+    def _listen(self) -> None:
+        if self._options.lease_file:
+            return
+        while os.read(0, 4096):
+            self._beat = time.monotonic()
+        self._stop(StopReason.RELEASE, "the launcher let go")
+
+    def _stop(self, reason: StopReason, why: str, **facts: int) -> None:
+        self._stops.append({"reason": reason, "why": why, **facts})
+
+    def _check_bounds(self, started: float) -> None:
+        lease, limit = self._options.lease, self._options.limit
+        if self._options.lease_file:
+            try:
+                # Opened, since a shared file system may answer for an unopened file from its memory.
+                with Path(self._options.lease_file).open() as file:
+                    touched = os.fstat(file.fileno()).st_mtime_ns
+            except OSError:
+                self._stop(StopReason.RELEASE, "the launcher let go")
+                return
+            # That it changes is what counts: the clock of the machine that holds the file may be another.
+            if touched != self._touched:
+                self._touched, self._beat = touched, time.monotonic()
+        if time.monotonic() - self._beat > lease:
+            self._stop(StopReason.SILENCE, f"no heartbeat of the launcher for {lease:g} s")
+        if time.monotonic() - started > limit:
+            self._stop(StopReason.LIMIT, f"time limit of {limit:g} s")
+
+    def _live(self) -> None:
+        """Tells the guard that this process lives, from a thread that waits for nothing else."""
+        with contextlib.suppress(OSError):
+            while True:
+                os.write(self._guard.stdin.fileno(), b".")
+                time.sleep(1.0)
+
+    def _open_socket(self) -> socket.socket | None:
+        """Where ranks hand over what they print; None where the file system has no sockets."""
+        here = Path.cwd()
+        try:
+            listener = socket.socket(socket.AF_UNIX)
+            os.chdir(self._folder)  # a socket's path has to fit into some 100 bytes, which that of a job may not
+            Path(RANKS).unlink(missing_ok=True)
+            listener.bind(RANKS)
+            listener.listen()
+            return listener
+        except OSError:
+            return None
+        finally:
+            os.chdir(here)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            with contextlib.suppress(OSError, ValueError, IndexError), listener.accept()[0] as link:
+                said, descriptors, _, _ = socket.recv_fds(link, 100, 1)
+                self._follow(descriptors[0], f"[rank {int(said)}] ".encode())
+                link.send(b".")
+
+    def _follow(self, descriptor: int, prefix: bytes) -> None:
+        pump = threading.Thread(target=self._pump, args=[descriptor, Output(prefix, self._pass_on)], daemon=True)
+        self._pumps.append(pump)
+        pump.start()
+
+    def _pump(self, descriptor: int, output: Output) -> None:
+        while True:
+            piece = b""
+            if select.select([descriptor], [], [], 0.5)[0]:
+                piece = os.read(descriptor, CHUNK)
+                if not piece:
+                    break
+                self._pass_events()  # what a rank noted before it printed is heard before: an error, then its traceback
+            output.feed(piece)
+        output.end()
+
+    def _pass_on(self, line: bytes) -> None:
+        with self._writing, contextlib.suppress(OSError):  # a full disk costs the log, and not the job
+            self._log.write(line)
+        # A job that prints faster than the launcher reads waits, as it would in a terminal.
+        while self._out.qsize() > 1000 and not (self._stops or self._muted):
+            time.sleep(0.01)
+        self._put(line)
+
+    def _write(self) -> None:
+        """Alone writes to the launcher: where the connection is stuck, nothing waits but this thread."""
+        while line := self._out.get():
+            try:
+                while line:
+                    line = line[os.write(1, line) :]
+            except OSError:  # it is dead, which must neither stop the log nor end the job by SIGPIPE
+                self._muted = True
+                return
+
+    def _put(self, line: bytes) -> None:
+        if not self._muted:
+            self._out.put(line)
+
+    def _say(self, event: str, **facts: object) -> None:
+        self._put((MARK + json.dumps({"event": event, **facts}) + "\n").encode())
+
+    def _pass_events(self) -> None:
+        """Passes on the whole lines that the workers have added to their events file."""
+        with self._passing, contextlib.suppress(FileNotFoundError):
+            self._events = self._events or (self._folder / "events.jsonl").open("rb", buffering=0)
+            while piece := self._events.read(CHUNK):
+                for line in self._noted.feed(piece):
+                    self._pass_event(line)
+
+    def _pass_event(self, line: bytes) -> None:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a full disk has torn
+            facts = json.loads(line)
+            if facts["event"] == "worker":
+                self._workers[facts["pid"]] = facts["rank"]
+            self._put(MARK.encode() + line)
+
+    def _sample_memory(self) -> None:
+        for pid, rank in self._workers.items():
+            with contextlib.suppress(OSError, IndexError):  # gone, or a zombie, which has no memory
+                status = Path(f"/proc/{pid}/status").read_text()
+                peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+                self._memory[rank] = max(peak, self._memory.get(rank, 0))
+
+    def _hand_over(self) -> None:
+        """Passes on each rank's stack, where it was told to end, and its result."""
+        for path in sorted(self._folder.glob("stacks/rank*.txt")):
+            text = _read_end(path, 20000).decode(errors="replace")
+            if text.strip():
+                self._say("stack", rank=int(path.stem[4:]), text=text)
+        for path in sorted(self._folder.glob("results/rank*.json")):
+            with contextlib.suppress(ValueError):
+                self._say("result", rank=int(path.stem[4:]), value=json.loads(_read_end(path, EVENT // 2)))
+
+    def _end(self, process: subprocess.Popen) -> int:
+        """Ends all descendants: first politely, then for certain; returns how many had to be killed."""
+        if process.poll() is None:
+            self._say("stopping", **self._stops[0])
+            process.terminate()
+        deadline = time.monotonic() + (self._options.grace if self._stops else 1.0)
+        while (process.poll() is None or self._find_own()) and time.monotonic() < deadline:
+            self._pass_events()
+            _reap(process)
+            time.sleep(0.02)
+        killed = kill_all(self._find_own)
+        process.wait()
+        return killed
+
+    def _find_own(self) -> list[int]:
+        return [pid for pid in _find_descendants() if pid != self._guard.pid]
+
+    def close(self) -> None:
+        """Ends all that is left, and then the guard."""
+        kill_all(self._find_own if self._guard else _find_descendants)
+        if self._guard:
+            with contextlib.suppress(OSError):
+                os.write(self._guard.stdin.fileno(), guard.QUIT)
+            self._guard.wait()
+
+
+def _start_guard() -> subprocess.Popen:
+    """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
+    # The node, too: other nodes of the job may be on this machine.
+    identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
+    program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
+    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
+
+
+def _set_process(option: int, value: int) -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def _reap(process: subprocess.Popen) -> None:
+    """Reaps orphaned processes; the command itself is left to ``process``, which wants its exit status."""
+    if process.poll() is None:
+        return
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _find_descendants() -> list[int]:
+    """Process ids of all living descendants of this process."""
+    children: dict[int, list[int]] = {}
+    for pid, parent, state in _list_processes():
+        if not state.startswith("Z"):
+            children.setdefault(parent, []).append(pid)
+    found, todo = [], [os.getpid()]
+    while todo:
+        below = children.get(todo.pop(), [])
+        found += below
+        todo += below
+    return found
+
+
+def _list_processes() -> list[tuple[int, int, str]]:
+    """Process id, parent and state of every process."""
+    found = []
+    if Path("/proc/self").is_dir():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                found.append((int(folder.name), int(parent), state))
+        return found
+    # macOS has no /proc. `ps` lists itself, too, as a child of ours.
+    lister = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,state="], stdout=subprocess.PIPE, text=True)
+    rows = [line.split() for line in lister.communicate()[0].splitlines()]
+    return [(int(pid), int(parent), state) for pid, parent, state, *_ in rows if int(pid) != lister.pid]
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--job-folder", required=True, help="where output.log goes and the workers' files lie")
+    parser.add_argument("--lease", type=float, default=6.0, help="seconds without a heartbeat after which all ends")
+    parser.add_argument("--lease-file", help="a file that the launcher touches, in place of standard input")
+    parser.add_argument("--grace", type=float, default=2.0, help="seconds between SIGTERM and SIGKILL")
+    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which all ends in any case")
+    parser.add_argument("command", nargs="+")
+    supervisor = Supervisor(parser.parse_args())
+    try:
+        return supervisor.run()
+    finally:
+        supervisor.close()  # whatever went wrong in here, nothing of the job stays
+
+
+def _read_end(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+        return file.read(size)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

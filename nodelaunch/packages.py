@@ -1,0 +1,73 @@
+"""Finds the packages of one's own that a script imports: those that no installer has put on the nodes, too."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+from nodelaunch.node.facts import SKIPPED
+
+# Not by ast: a script with an error in its syntax is launched, too, so that its rank can say so; and what looks like an
+# import in a text costs nothing, as no package of one's own is called so.
+IMPORTED = re.compile(
+    rb"^[ \t]*(?:from[ \t]+(?P<package>\w+)[\w.]*[ \t]+import\b|import[ \t]+(?P<names>[^#;\n]+))", re.MULTILINE
+)
+
+
+def find_packages(sources: Iterable[bytes]) -> dict[str, Path]:
+    """Returns the own packages and modules that sources import, and what those import in turn.
+
+    Own is what Python finds, and finds elsewhere than in its own library and among what was installed: a package
+    beside the notebook, or one that was installed as editable.
+
+    Args:
+        sources: The contents of Python files.
+
+    Returns:
+        By name, the folder of the package or the file of the module.
+    """
+    found: dict[str, Path] = {}
+    todo = [name for source in sources for name in list_imports(source)]
+    while todo:
+        name = todo.pop()
+        if name not in found and (path := _find_own(name)):
+            found[name] = path
+            todo += [other for file in list_modules(path) for other in list_imports(file.read_bytes())]
+    return found
+
+
+def list_imports(source: bytes) -> set[str]:
+    """The packages, by their first name, that a Python file imports."""
+    names = set()
+    for match in IMPORTED.finditer(source):
+        parts = [match["package"]] if match["package"] else match["names"].split(b",")
+        names |= {part.split(b".")[0].split()[0].decode() for part in parts if part.strip() and part.isascii()}
+    return names
+
+
+def list_modules(path: Path) -> list[Path]:
+    """The Python files of a package, without what Jupyter leaves and an editor's lock; a module is one file."""
+    if path.is_file():
+        return [path]
+    inner = {file.relative_to(path): file for file in sorted(path.rglob("*.py"))}
+    return [file for name, file in inner.items() if not {*SKIPPED} & {*name.parts} and not name.name.startswith(".")]
+
+
+def _find_own(name: str) -> Path | None:
+    if name in sys.stdlib_module_names or not name.isidentifier():
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a module that was made at run time has none
+        return None
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return None
+    origin = Path(spec.origin).resolve()
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    if installed & {*origin.parents} or {"site-packages", "dist-packages"} & {*origin.parts}:
+        return None
+    return origin.parent if spec.submodule_search_locations else origin

@@ -1,0 +1,244 @@
+"""The preflight: asks all nodes at once what a job would stumble over, and says it in seconds, each with its fix."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import secrets
+import textwrap
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab_common import LabError
+from lab_common.text import clean
+from nodelaunch import kinds, values
+from nodelaunch.backends.nodes import Node
+from nodelaunch.node import facts as own_facts
+from nodelaunch.preflight import routes, table
+from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
+from nodelaunch.preflight.leftovers import judge_inherited, judge_jobs, stop_command
+from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_error, judge_facts
+
+# Beyond it, timelines of several nodes laid side by side mislead, and so do the times in their logs.
+CLOCK_ALLOWED = 2.0
+
+# How long torchrun takes at most to end when its supervisor was killed.
+DYING_SECONDS = 3.0
+
+
+@dataclass(frozen=True, repr=False)
+class Preflight:
+    """What a preflight found.
+
+    Attributes:
+        verdicts: In the order in which things were looked at.
+        addresses: Per node, the IPv4 address at which the others reach it; the likeliest one where none do.
+        interfaces: Per node, the network interface that holds it.
+        port: The rendezvous' port on node 0.
+        seconds: How long it took.
+        offsets: Per node, how far its clock is ahead of the launcher's, in seconds.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    addresses: Mapping[str, str]
+    interfaces: Mapping[str, str]
+    port: int
+    seconds: float
+    offsets: Mapping[str, float]
+
+    @property
+    def reds(self) -> tuple[Verdict, ...]:
+        """What has to be mended first."""
+        return tuple(verdict for verdict in self.verdicts if verdict.state == "red")
+
+    @property
+    def ok(self) -> bool:
+        """Whether the job can be started."""
+        return not self.reds
+
+    def raise_if_red(self) -> None:
+        """Raises the first red verdict, and says how many more there are.
+
+        Raises:
+            LabError: There is a red verdict.
+        """
+        if self.ok:
+            return
+        first, more = self.reds[0], len(self.reds) - 1
+        headline, *lines = clean(first.found).split("\n")
+        what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
+        # What the first line had no room for stands below it.
+        cut = [headline] if what.endswith(" …") else []
+        where = "; ".join([clean(first.node), *cut, *(line.strip() for line in lines)])
+        more = f" (+ {more} more)" if more else ""
+        raise LabError(f"{what}{more}", where=where, cause=clean(first.cause), fix=clean(first.fix))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        return "\n".join([*table.write_lines(self.verdicts), self._summarise()])
+
+    def _repr_html_(self) -> str:
+        return f"{table.write_html(self.verdicts)}<div>{table.escape(self._summarise())}</div>"
+
+    def _summarise(self) -> str:
+        notes = sum(verdict.state == "note" for verdict in self.verdicts)
+        counts = [f"{count} {word}" for count, word in ((len(self.reds), "red"), (notes, "to note")) if count]
+        return f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
+
+
+def check_nodes(
+    nodes: Sequence[Node],
+    *,
+    port: int | None = None,
+    bundle: str = "",
+    data_file: str = "",
+    pack: str = "",
+    copy_data: bool = False,
+    nproc_per_node: int = 1,
+    job_id: str = "",
+    timeout: float = 8.0,
+) -> Preflight:
+    """Looks at all nodes of a job, at once, and at the network between them.
+
+    Args:
+        nodes: Of the job; the rendezvous listens on the first.
+        port: Of the rendezvous; None picks a free one.
+        bundle: Hash of the job's code, as :func:`nodelaunch.node.facts.hash_tree` takes it; "" skips the check.
+        data_file: Path within ``LAB_DATA`` of a pack's manifest (or of any file that identifies the data set), such as
+            ``packed/shapes10/manifest.json``; "" skips the check.
+        pack: The launcher's own pack of it, whatever its name here.
+        copy_data: The job copies that pack to nodes that lack it; what is there already has to be the same.
+        nproc_per_node: Processes on each node.
+        job_id: The job's own id.
+        timeout: Seconds for everything; a second more in the worst case.
+
+    Raises:
+        LabError: The port or the number of processes is none.
+    """
+    start = time.monotonic()
+    own = {"port": port, "nproc_per_node": nproc_per_node}
+    kinds.check_values("preflight", {name: values.JOB[name] for name in own}, own)
+    by_name = {node.name: node for node in nodes}
+    # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
+    waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}
+    machine = own_facts.find_system()["machine"]
+    own = own_facts.identify_data(Path(pack, Path(data_file).name)) if copy_data and pack else {}
+    copied = "" if own.get("missing") else own.get("hash") or ""
+    wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, copied, job_id, machine, os.getpid())
+    with open_clients(nodes) as clients:
+        tasks = {
+            name: functools.partial(_examine, client, wanted, pack, waits["facts"]) for name, client in clients.items()
+        }
+        answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
+        machines = {answer["facts"].get("system", {}).get("machine") for answer in answers.values()}
+        together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
+        network = routes.Network(by_name, {name: answer["facts"] for name, answer in answers.items()}, together)
+        network, late = _explore(network, clients, port, waits)
+    chosen = {name: address for name in answers if (address := routes.choose_address(network, name))}
+    verdicts = [judge_error(name, error) for name, error in {**errors, **late}.items()]
+    verdicts += routes.judge_names(network, chosen)
+    verdicts += [routes.judge_address(network, name, chosen.get(name)) for name in answers]
+    verdicts += routes.judge_exposure(network, chosen)
+    verdicts += routes.judge_routes(network, chosen, seconds=waits["connect"])
+    listening = network.listening.get(network.head, {})
+    job = (listening.get("busy") or {}).get("job", "")
+    system = network.facts.get(network.head, {}).get("system", {})
+    verdicts += routes.judge_port(network, stop_command(job, network.head, system, wanted))
+    verdicts += judge_facts(network.facts, wanted)
+    verdicts += judge_jobs(network.facts, wanted, {name: answer["jobs"] for name, answer in answers.items()})
+    inherited = {name: answer["inherited"] for name, answer in answers.items()}
+    verdicts += judge_inherited(network.facts, inherited, machine)
+    verdicts += judge_clocks({name: (answer["offset"], answer["delay"]) for name, answer in answers.items()})
+    interfaces = {name: found for name, a in chosen.items() if (found := routes.find_interface(network, name, a))}
+    return Preflight(
+        verdicts=tuple(verdicts),
+        addresses=chosen,
+        interfaces=interfaces,
+        port=port or listening.get("chosen") or random.randint(20000, 32767),
+        seconds=time.monotonic() - start,
+        offsets={name: answer["offset"] for name, answer in answers.items()},
+    )
+
+
+def _split(answers: Mapping[str, dict | LabError]) -> tuple[dict[str, dict], dict[str, LabError]]:
+    errors = {name: answer for name, answer in answers.items() if isinstance(answer, LabError)}
+    return {name: answer for name, answer in answers.items() if name not in errors}, errors
+
+
+def _examine(client: ProbeClient, wanted: Wanted, pack: str, seconds: float) -> dict:
+    """Starts a node's probe and asks for all that it knows by itself, and for its clock."""
+    end = time.monotonic() + seconds
+    client.open()
+    client.ask({"do": "clock"}, end - time.monotonic())  # waits for the start, too
+    readings = []
+    for _ in range(3):
+        sent = time.time()
+        answer = client.ask({"do": "clock"}, end - time.monotonic())
+        delay = time.time() - sent
+        readings.append((delay, answer["time"] - sent - delay / 2))
+    delay, offset = min(readings)  # the quickest answer tells the most
+    node = client.node
+    question = {"do": "facts", "folder": node.folder, "code": wanted.bundle, "seconds": 0.5 * seconds}
+    own = node.here and not node.data
+    question |= {"data": node.data_folder, "data_file": wanted.data_file, "pack": pack if own else ""}
+    found = client.ask(question, end - time.monotonic())
+    return {"facts": found, **_find_jobs(client, wanted, end), "offset": offset, "delay": delay}
+
+
+def _find_jobs(client: ProbeClient, wanted: Wanted, end: float) -> dict[str, list]:
+    """This user's processes of jobs; a leftover that is about to end is given the time to do so."""
+    patience = min(time.monotonic() + DYING_SECONDS, end - 1.0)
+    while True:
+        answer = client.ask({"do": "jobs"}, end - time.monotonic())
+        watched = {process["id"] for process in answer["jobs"] if process["supervisor"]} | {wanted.job_id}
+        if time.monotonic() > patience or all(process["id"] in watched for process in answer["jobs"]):
+            return {"jobs": answer["jobs"], "inherited": answer.get("inherited", [])}
+        time.sleep(0.2)
+
+
+def _explore(
+    network: routes.Network, clients: Mapping[str, ProbeClient], port: int | None, waits: Mapping[str, float]
+) -> tuple[routes.Network, dict[str, LabError]]:
+    """Has the nodes listen, and then each try all addresses of each other."""
+    names = list(network.facts)
+    tokens = {name: secrets.token_hex(16) for name in names}
+    questions = {name: {"do": "listen", "addresses": routes.list_candidates(network, name)} for name in names}
+    for name, question in questions.items():
+        question |= {"token": tokens[name], "port": (port or 0) if name == network.head else None}
+    asked = {name: functools.partial(clients[name].ask, questions[name], waits["listen"]) for name in names}
+    listening, errors = _split(ask_all(asked, network.nodes, waits["listen"]))
+    tasks = {}
+    for name in listening:
+        targets = {
+            routes.name_target(other, address, kind): (address, number, tokens[other])
+            for other, answer in listening.items()
+            for kind in ("any", "port")
+            for address, number in answer[kind].items()
+            if other != name and number
+        }
+        hosts = [network.system(other).get("host", "") for other in listening if other != name]
+        question = {"do": "connect", "targets": targets, "names": hosts, "seconds": waits["connect"]}
+        tasks[name] = functools.partial(clients[name].ask, question, waits["connect"] + 0.8)
+    answers, late = _split(ask_all(tasks, network.nodes, waits["connect"] + 0.8))
+    reached = {name: answer["reached"] for name, answer in answers.items()}
+    resolved = {name: answer.get("names", {}) for name, answer in answers.items()}
+    explored = routes.Network(network.nodes, network.facts, network.one_machine, listening, reached, resolved)
+    return explored, errors | late
+
+
+def judge_clocks(readings: Mapping[str, tuple[float, float]]) -> list[Verdict]:
+    """Judges the nodes' clocks by (offset, round trip) in seconds against the launcher's."""
+    verdicts = []
+    for name, (offset, delay) in readings.items():
+        if abs(offset) - delay / 2 > CLOCK_ALLOWED:
+            what = f"the clock is {abs(offset):,.1f} s {'ahead of' if offset > 0 else 'behind'} the launcher's"
+            cause, fix = "nobody sets it; times in logs cannot be compared", "sudo timedatectl set-ntp true  (there)"
+            verdicts.append(Verdict(name, "clock", "note", what, cause, fix))
+    return verdicts or [
+        Verdict(name, "clock", "ok", f"within {CLOCK_ALLOWED:.0f} s of the launcher's") for name in readings
+    ]

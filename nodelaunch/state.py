@@ -1,0 +1,162 @@
+"""What a job's supervisors have told so far, in the order in which it arrived."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import signal
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from lab_common import LabError
+from nodelaunch.ends import name_signal
+from nodelaunch.node.errors import FULL
+from nodelaunch.node.reasons import StopReason
+from nodelaunch.node.supervisor import MARK
+from nodelaunch.result import Rank
+
+SILENT = ("exit", "signal")  # kinds of errors of which a rank itself has said nothing
+CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
+# How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
+FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+# What it says at its own end, line by line, of each worker that failed; that it was told to end; and by which signal.
+FAILED_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)$")
+FAILED_EXIT = re.compile(r"^\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
+SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+
+
+@dataclass
+class NodeState:
+    """One node's part.
+
+    Attributes:
+        joined: Whether its workers have started, all of them.
+        ended: What the supervisor said at its end; None while it runs, and for ever where it was lost.
+        gone: Whether the link has ended.
+        refusal: Why it ended, where the supervisor had not said that it ends.
+        tail: The last lines of torchrun itself.
+        started: Whether the supervisor itself has started.
+        ranks: Of the workers that have started.
+        by_hand: Whether the learner starts it, so that nothing is heard of it.
+        told: Which of its programs a signal told to end, with the signal and when: "torchrun" or "the supervisor".
+        full: What its ranks and its torchrun said of a full disk.
+    """
+
+    name: str
+    address: str
+    joined: bool = False
+    started: bool = False
+    ended: dict | None = None
+    gone: bool = False
+    refusal: LabError | None = None
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+    ranks: set[int] = field(default_factory=set)
+    by_hand: bool = False
+    told: tuple[str, int, float] | None = None
+    full: str = ""
+    failed_rank: int | None = None
+
+
+class JobState:
+    """Everything that was heard of a job."""
+
+    def __init__(self, names: list[str], addresses: list[str]) -> None:
+        self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
+        self.ranks: dict[int, Rank] = {}
+        self.results: dict[int, object] = {}
+        self.errors: list[dict] = []  # of the present attempt, each with the node's name
+        self.restarts: list[list[dict]] = []  # the errors of earlier attempts
+        self.stacks: dict[int, str] = {}
+        self.done: dict[int, float] = {}
+        self.memory: dict[int, int] = {}
+        self.last_lines: dict[int, str] = {}
+        self.pids: dict[tuple[str, int], int] = {}  # of all attempts: node and pid -> rank
+        self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
+
+    def read(self, node: str, line: bytes) -> str | None:
+        """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""
+        text = line.decode(errors="replace").rstrip("\n")
+        part = self.nodes[node]
+        if text.startswith(MARK):
+            with contextlib.suppress(ValueError):  # torn: its node was gone in mid-line
+                self._read_event(part, json.loads(text[1:]))
+            return None
+        # First of all, for it may stand behind a rank's unfinished line, such as a bar of progress.
+        if found := FAILED.search(text):
+            self._read_exit(part, code=int(found[1]), pid=int(found[2]))
+        if not part.full and FULL.search(text):
+            part.full = text[:2000]
+        rank, _, rest = text.removeprefix("[rank ").partition("] ")
+        if text.startswith("[rank ") and rank.isdigit():
+            if rest.strip():
+                self.last_lines[int(rank)] = rest
+            return text
+        part.tail.append(text)
+        self._read_torchrun(part, text)
+        return None
+
+    def _read_torchrun(self, part: NodeState, text: str) -> None:
+        """Takes in a line of torchrun about its end."""
+        if found := FAILED_RANK.search(text):
+            part.failed_rank = int(found[1])
+        elif (found := FAILED_EXIT.search(text)) and part.failed_rank is not None:
+            # Of a rank that ended before it had said who it is, this is all that is heard.
+            self._read_exit(part, code=int(found[1]), pid=int(found[2]), rank=part.failed_rank)
+        elif found := SIGNALLED.search(text):
+            self._note_signal(part, "torchrun", int(found[1]))
+
+    def _note_signal(self, part: NodeState, program: str, number: int) -> None:
+        if part.told is None and self.asked is None:  # else it is the launcher that ends the job
+            part.told = program, number, time.monotonic()
+
+    def _read_exit(self, part: NodeState, *, code: int, pid: int, rank: int | None = None) -> None:
+        """Notes a worker that ended without a word of its own: killed, or by os._exit."""
+        silent = (part.name, pid) not in self.pids
+        rank = self.pids.get((part.name, pid), rank)
+        if rank is None or any(error["rank"] == rank for error in self.errors):
+            return
+        if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
+            return
+        message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({name_signal(-code)})"
+        kind = "exit" if code >= 0 else "signal"
+        facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
+        self.errors.append({**facts, "node": part.name, "at": time.monotonic(), "silent": silent})
+
+    def _read_event(self, part: NodeState, event: dict) -> None:
+        kind = event["event"]
+        if kind == "started":
+            part.started = True
+        elif kind == "stopping" and event["reason"] == StopReason.SIGNAL:
+            self._note_signal(part, "the supervisor", event["signal"])
+        elif kind == "worker":
+            self._read_worker(part, event)
+        elif kind in ("error", "hang"):
+            # torchrun's word on the exit of the same rank says less, and may have come first.
+            silent = [error for error in self.errors if error["rank"] == event["rank"] and error["kind"] in SILENT]
+            self.errors = [error for error in self.errors if error not in silent]
+            facts = {"kind": "hang", "message": "", "location": "", **event, "node": part.name}
+            self.errors.append({**facts, "at": silent[0]["at"] if silent else time.monotonic()})
+        elif kind == "result":
+            self.results[event["rank"]] = event["value"]
+        elif kind == "done":
+            self.done[event["rank"]] = time.monotonic()
+        elif kind == "stack":
+            self.stacks[event["rank"]] = event["text"]
+        elif kind == "ended":
+            part.ended = event
+            self.memory |= {int(rank): size for rank, size in event["memory"].items()}
+
+    def _read_worker(self, part: NodeState, event: dict) -> None:
+        rank = event["rank"]
+        if rank in self.ranks and self.ranks[rank].pid != event["pid"] and self.errors:
+            # A new attempt: what went wrong before was mended by starting anew.
+            self.restarts.append(self.errors)
+            self.errors = []
+        self.done.pop(rank, None)
+        facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
+        self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
+        self.pids[part.name, event["pid"]] = rank
+        part.ranks.add(rank)
+        part.joined = len(part.ranks) >= event["processes"]

@@ -1,0 +1,244 @@
+"""What the tests of the launcher share: a script that fails as told, and a look at what a job leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from nodelaunch import JobError, TorchrunJob
+
+# Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault.
+TROUBLE = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+import nodelaunch as launch
+
+mode, faulty = sys.argv[1], int(os.environ["RANK"]) == 1
+if mode == "once" and not faulty and os.path.exists(sys.argv[2]):
+    time.sleep(1)  # the other rank is quicker, and must not call where this one listened before
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+value = torch.ones(1)
+dist.all_reduce(value)
+print("connected", flush=True)
+
+def take_step(model, size=4):
+    model(torch.ones(2, size)).sum().backward()
+
+def fault():
+    print(f"fault at {time.time()}", flush=True)
+
+def hold_memory():
+    return bytearray(os.urandom(1024) * 200 * 1024)
+
+if mode == "ok":
+    dist.barrier()
+elif mode == "raise":
+    if faulty:
+        fault()
+        raise ValueError("bad luck in batch 7")
+    take_step(DDP(torch.nn.Linear(4, 4)))
+elif mode == "kill":
+    if faulty:
+        held = hold_memory()
+        time.sleep(1)
+        fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(value)
+elif mode == "once":
+    if faulty and not os.path.exists(sys.argv[2]):
+        open(sys.argv[2], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+elif mode == "hang":
+    if faulty:
+        fault()
+        while True:
+            time.sleep(1000)
+    dist.all_reduce(value)
+elif mode == "model":
+    fault()
+    DDP(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 5 if faulty else 6)))
+elif mode == "uneven":
+    model = DDP(torch.nn.Linear(4, 4))
+    for batch in range(3 if faulty else 4):
+        if batch == 3:
+            fault()
+        take_step(model)
+    dist.destroy_process_group()
+    sys.exit()
+elif mode == "alone":
+    # One rank ends; its torchrun then waits for the other's, in C, where no signal is heard.
+    if faulty:
+        time.sleep(1000)
+    print("ends", flush=True)
+    os._exit(0)
+elif mode in ("loop", "stubborn"):
+    if mode == "stubborn" and faulty:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    model = DDP(torch.nn.Linear(4, 4))
+    while True:
+        take_step(model)
+        time.sleep(0.01)
+launch.report({"rank": dist.get_rank()})
+dist.destroy_process_group()
+"""
+
+
+@dataclass
+class Heard:
+    """What a job printed, and what is done when it prints something: {part of a line: called with the line}."""
+
+    when: dict[str, Callable[[str], None]] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+    def __call__(self, line: str) -> None:
+        self.lines.append(line)
+        for part in [part for part in self.when if part in line]:
+            self.when.pop(part)(line)
+
+    @property
+    def fault(self) -> float:
+        """When the fault happened, as the script said."""
+        return float(next(found[1] for line in self.lines if (found := re.search(r"fault at ([\d.]+)", line))))
+
+
+def run_badly(
+    job: TorchrunJob,
+    heard: Heard,
+    *,
+    seconds: float,
+    since: Callable[[], float] | None = None,
+    gone: float = 5.0,
+    **kwargs,
+) -> JobError:
+    """Runs a job that has to fail within so many seconds of the fault, and keeps the contract of all drills.
+
+    One JobError: its first line short, with a fix and a log that is there; nothing of it alive ``gone`` seconds later,
+    on any host; its port free.
+    """
+    job_id = job.id
+    with pytest.raises(JobError) as caught:
+        job.run(show=heard, **kwargs)
+    took = time.time() - (since() if since else heard.fault)
+    error = caught.value
+    print(f"the failure of {job_id} was told after {took:.1f} s")
+    assert took < seconds, f"{took:.1f} s: {error}"
+    assert_gone(job_id, gone)
+    check_error(error)
+    check_folder(error.result.folder)
+    assert error.result.ok is False
+    assert job.id == job_id != job._prepare().id, "the next launch must not meet what is left of this one"
+    return error
+
+
+def check_error(error: JobError) -> None:
+    first = str(error).splitlines()[0]
+    assert first == error.what
+    assert len(first) <= 120, first
+    assert error.fix and (error.cause or error.result.failure.traceback), str(error)
+    assert "runpy" not in str(error) and "node/worker.py" not in str(error), str(error)
+
+
+def check_folder(folder: Path) -> None:
+    """The logs of a job are there, and its port is not held."""
+    assert (folder / "output.log").stat().st_size > 0
+    for script in folder.glob("node*.sh"):
+        found = re.search(r"(?:rdzv-endpoint=|master-addr=)(127[\d.]+):?", script.read_text())
+        if found:
+            assert_port_free(found[1], find_port(script))
+
+
+def find_port(script: Path) -> int:
+    return int(re.search(r"rdzv-endpoint=[\d.]+:(\d+)|master-port=(\d+)", script.read_text()).expand(r"\1\2"))
+
+
+def assert_port_free(address: str, port: int) -> None:
+    def is_free() -> bool:
+        with socket.socket() as trial, contextlib.suppress(OSError):
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what waits in TIME_WAIT is no holder
+            trial.bind((address, port))
+            return True
+        return False
+
+    wait_for(is_free, 2.0)  # a process that is killed closes its files a little after it has lost its environment
+
+
+def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:
+    """Process id, command line and environment of all that belongs to a job, on this machine and its hosts."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            environ = (folder / "environ").read_bytes()
+            if f"LAB_JOB_ID={job_id}".encode() in environ.split(b"\0"):
+                pairs = [pair.partition("=") for pair in os.fsdecode(environ).split("\0")]
+                command = os.fsdecode((folder / "cmdline").read_bytes()).replace("\0", " ")
+                yield int(folder.name), command, {name: value for name, _, value in pairs}
+
+
+def find_processes(job_id: str, part: str, node: int | None = None) -> list[int]:
+    """The processes of a job by a part of their command: "node.supervisor", "node.agent", "node.worker"."""
+    return [
+        pid
+        for pid, command, env in list_processes(job_id)
+        if part in command and (part != "node.worker" or "node.agent" not in command)
+        if node is None or env.get("LAB_NODE") == str(node)
+    ]
+
+
+def assert_gone(job_id: str, seconds: float) -> float:
+    """Asserts that nothing of a job lives after so many seconds; returns when that was."""
+    start = time.monotonic()
+    while left := [(pid, command) for pid, command, _ in list_processes(job_id)]:
+        assert time.monotonic() - start < seconds, f"alive after {seconds} s: {left}"
+        time.sleep(0.1)
+    took = time.monotonic() - start
+    print(f"nothing of {job_id} is alive after {took:.1f} s")
+    return took
+
+
+def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> object:
+    """Returns what ``holds`` returns as soon as that is true."""
+    end = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.05)
+    return value
+
+
+def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
+    """Sends a signal to processes that are there."""
+    assert pids
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], float]]:
+    """Does it once both ranks are connected; the second part returns when that was."""
+    seen: list[str] = []
+    times: list[float] = []
+
+    def count(line):
+        seen.append(line)
+        if len(seen) == 2:
+            times.append(time.time())
+            action()
+
+    heard = Heard()
+    heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
+    return heard, lambda: times[0]
+
+
+def copy_code(job: TorchrunJob) -> None:
+    """Copies what a launch copies before it starts, for scripts that are started by hand."""
+    job._backend.copy(job.spec, job._launch, job._collect(), None, force=False, say=print)

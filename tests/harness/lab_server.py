@@ -1,0 +1,168 @@
+"""JupyterLab as `make lab` starts it, with a browser before it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import psutil
+from nbformat.v4 import new_code_cell, new_notebook
+
+from course import workspace
+from harness import lab_pages
+from harness.browser import Browser, Page
+from harness.jobs import wait_for
+from harness.wandb_server import WandbServer
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-of-the-tests"
+WANDB_KEY = "PLANTED" + "0123456789abcdef" * 3  # of the form that wandb asks for
+KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A JupyterLab that `make lab` started.
+
+    Attributes:
+        url: Its address, without the token.
+        folder: The learner's copy of the labs.
+        runs: LAB_RUNS of its kernels.
+        browser: What looks at it.
+        tracker: A pretend Weights & Biases server, to which the environment has a key.
+    """
+
+    url: str
+    folder: Path
+    runs: Path
+    browser: Browser
+    tracker: WandbServer
+
+    def open(self, name: str) -> Page:
+        """Opens a notebook in a tab of its own, with a kernel that is ready."""
+        # A workspace of its own: a tab that finds the default one in use by another goes elsewhere in mid-load.
+        page = self.browser.open(f"{self.url}/lab/workspaces/{secrets.token_hex(4)}?token={TOKEN}")
+        lab_pages.open_notebook(page, name)
+        return page
+
+    def write(self, name: str, *sources: str) -> Path:
+        """Puts a notebook of the test's own into the workspace."""
+        cells = [new_code_cell(source.strip()) for source in sources]
+        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), self.folder / name)
+        return self.folder / name
+
+    def ask(self, path: str, method: str = "GET") -> Any:
+        """What the server's REST interface answers."""
+        request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.loads(answer.read() or "null")
+
+    def end_kernels(self) -> None:
+        """Ends every kernel, as a learner does who shuts all of them down."""
+        for kernel in self.ask("/api/kernels"):
+            self.ask(f"/api/kernels/{kernel['id']}", "DELETE")
+
+
+def find_processes(runs: Path) -> list[str]:
+    """The commands of the living processes that `make lab` started with this LAB_RUNS, kernels and jobs included."""
+    found = (process.info for process in psutil.process_iter(["environ", "cmdline"]))
+    return [" ".join(one["cmdline"]) for one in found if (one["environ"] or {}).get("LAB_RUNS") == str(runs)]
+
+
+def find_listeners(url: str) -> list[str]:
+    """The address again, if somebody still listens there."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as probe:
+        return [] if probe.connect_ex((host, int(port))) else [url]
+
+
+def make_environment(data: Path, home: Path, tracker: str) -> dict[str, str]:
+    """What `make lab` inherits, as from a shell: Jupyter's and IPython's folders are the test's, and not the user's."""
+    config = home / "config"
+    config.mkdir(parents=True)
+    (config / "jupyter_lab_config.json").write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
+    ours = {"CI": "1", "LAB_DATA": data, "LAB_RUNS": home / "runs", "LAB_SCALE": "small", "OMP_NUM_THREADS": "1"}
+    ours |= {"JUPYTER_TOKEN": TOKEN, "JUPYTER_CONFIG_DIR": config, "IPYTHONDIR": home / "ipython"}
+    ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": home / "runtime", "HOME": home / "user"}
+    ours |= {"WANDB_API_KEY": WANDB_KEY, "WANDB_BASE_URL": tracker}
+    unwanted = re.compile(r"MAKEFLAGS|MAKELEVEL|MFLAGS|WANDB.*|.*proxy", re.IGNORECASE)
+    environment = {key: value for key, value in os.environ.items() if not unwanted.fullmatch(key)}
+    return environment | {key: str(value) for key, value in ours.items()}
+
+
+@contextmanager
+def serve(folder: Path, data: Path, home: Path, tracker: str) -> Iterator[str]:
+    """Runs `make lab` for a workspace and gives its address; ``home`` takes what it writes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with (home / "server.log").open("wb") as log:
+        server = subprocess.Popen(
+            ["make", "lab", f"LAB_PORT={port}", f"WORKSPACE={folder}"],
+            cwd=ROOT,
+            env=make_environment(data, home, tracker),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for_server(f"{url}/api/status?token={TOKEN}", server, home / "server.log")
+        yield url
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+
+
+def wait_for_server(address: str, server: subprocess.Popen, log: Path, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while True:
+        with suppress(OSError), urllib.request.urlopen(address, timeout=10):
+            return
+        assert server.poll() is None and time.monotonic() < end, log.read_text(errors="replace")
+        time.sleep(0.3)
+
+
+@contextmanager
+def start_lab(home: Path, data: Path) -> Iterator[Lab]:
+    """`make lab` and a browser; nothing of them may be left at the end.
+
+    Args:
+        home: Takes all that they write.
+        data: LAB_DATA of the labs.
+    """
+    workspace.update(ROOT / "notebooks", home / "workspace")
+    (home / "user").mkdir()
+    (home / "runs").mkdir()
+    # As on a machine where the labs have run before: what nbval's kernels measured is not measured again.
+    for records in Path(os.environ["LAB_RUNS"]).glob("lab*.jsonl"):
+        shutil.copy(records, home / "runs")
+    with (
+        WandbServer() as tracker,
+        serve(home / "workspace", data, home, tracker.url) as url,
+        Browser(home / "profile") as browser,
+    ):
+        yield Lab(url, home / "workspace", home / "runs", browser, tracker)
+
+    def find_left() -> list[str]:
+        return find_processes(home / "runs") + find_listeners(url)
+
+    with suppress(AssertionError):  # the next line says what is left
+        wait_for(lambda: not find_left(), 10.0)
+    assert not find_left()

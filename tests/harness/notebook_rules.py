@@ -1,0 +1,254 @@
+"""What every notebook of the pack has to be, as functions that return the faults they find, in words."""
+
+import ast
+import re
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+from IPython.core.inputtransformer2 import TransformerManager
+from nbformat import reader
+
+from course.workspace import BEGIN, END
+
+IMPORTS = {
+    "torch",
+    "torchvision",
+    "numpy",
+    "pandas",
+    "matplotlib",
+    "IPython",
+    "tqdm",
+    "tensorboard",
+    "wandb",
+    "course",
+    "lab_utils",
+    "nodelaunch",
+}
+TAGS = {"nbval-ignore-output", "raises-exception"}
+SECTIONS = ("Predict", "What you saw", "If something went wrong", "Further reading")
+SECTIONS_OF_LAB_0 = SECTIONS[1:]
+# Where a machine's places begin; preceded by a letter it is the path of a web address.
+ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|tmp|root|work|Users|mnt|opt|var|workspace)/|\b[A-Z]:\\(?!n)")
+ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
+MEASURED = re.compile(
+    r"(?<![\w.,])(?!\d{3}0s\b)\d[\d.,]*\s?(?:ns|µs|us|ms|s|sec|nanoseconds?|microseconds?|milliseconds?|seconds?|minutes?|hours?"
+    r"|(?:images|img|samples|steps|it)/s)(?![\w/])"
+    r"|\d[\d.,]*\s?(?:x|×|-?fold|times|%)\s(?:faster|slower|quicker|as fast|as slow)"
+)
+# Times that are a plan or a definition, and no measurement: exactly these words are let pass.
+NOT_MEASURED = (
+    "to sleep for 20 milliseconds",
+    "Suppose nine steps took 100 ms, and one, disturbed, 600 ms",
+)
+
+
+def find_solutions(notebook):
+    """The source, solution and all, of every cell that becomes a stub, by the cell's id."""
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return {cell.id: cell.source for cell in code if BEGIN in map(str.strip, cell.source.splitlines())}
+
+
+def find_faults(path: Path) -> list[str]:
+    """Every fault of one notebook."""
+    if path.stat().st_size > 2**20:
+        return [f"{path.stat().st_size / 2**20:.1f} MiB; the limit is 1 MiB"]
+    # Not nbformat.read, which silently gives a doubled id a new name.
+    notebook = reader.reads(path.read_text(encoding="utf-8"))
+    lab = int(re.match(r"\d+", path.name)[0])
+    return [
+        *find_format_faults(notebook),
+        *find_run_faults(notebook),
+        *find_output_faults(notebook),
+        *find_code_faults(notebook),
+        *find_size_faults(notebook),
+        *find_prose_faults(notebook, path.parent),
+        *find_anatomy_faults(notebook, lab, path.parent),
+    ]
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def prose(notebook) -> str:
+    """The text of all markdown cells, without fenced code."""
+    texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    return re.sub(r"^```.*?^```", "", "\n\n".join(texts), flags=re.MULTILINE | re.DOTALL)
+
+
+def headings(notebook) -> list[tuple[int, str]]:
+    """Level and text of each heading."""
+    found = re.findall(r"^(#{1,6}) +(.+?)\s*$", prose(notebook), flags=re.MULTILINE)
+    return [(len(marks), text) for marks, text in found]
+
+
+def tags(cell) -> set[str]:
+    return set(cell.metadata.get("tags", []))
+
+
+def name_cell(cell) -> str:
+    return f"cell {cell.get('id', '?')}"
+
+
+def find_format_faults(notebook) -> list[str]:
+    """Ids, metadata and tags: nothing random, nothing that changes with each run, no misspelt tag."""
+    faults = []
+    if notebook.nbformat_minor < 5 or any("id" not in cell for cell in notebook.cells):
+        faults.append("cells without ids")
+    doubled = [name for name, count in Counter(cell.get("id") for cell in notebook.cells).items() if count > 1]
+    faults += [f"the id {name} is not unique" for name in doubled]
+    faults += [f"metadata {key!r} of the notebook" for key in set(notebook.metadata) - {"kernelspec", "language_info"}]
+    if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
+        faults.append("the kernel is not python3")
+    for cell in notebook.cells:
+        volatile = {"execution", "ExecuteTime", "widgets"} & set(cell.metadata)
+        faults += [f"{name_cell(cell)}: metadata {key!r}" for key in volatile]
+        faults += [f"{name_cell(cell)}: tag {tag!r} is not known" for tag in tags(cell) - TAGS]
+        if cell.cell_type == "code" and re.search(r"#\s*(NBVAL|PYTEST_VALIDATE)_", cell.source):
+            faults.append(f"{name_cell(cell)}: nbval's marker in a comment instead of a tag")
+    return faults
+
+
+def find_run_faults(notebook) -> list[str]:
+    """Run in one go from a fresh kernel. nbval never compares a cell without an execution count."""
+    cells = code_cells(notebook)
+    faults = [
+        f"{name_cell(cell)}: execution count {cell.execution_count} instead of {number}"
+        for number, cell in enumerate(cells, start=1)
+        if cell.execution_count != number
+    ]
+    ignored = [cell for cell in cells if "nbval-ignore-output" in tags(cell)]
+    if 2 * len(ignored) > len(cells):
+        faults.append(f"{len(ignored)} of {len(cells)} outputs are not compared; at most half may be")
+    return faults
+
+
+def find_output_faults(notebook) -> list[str]:
+    """No stray errors, nothing on stderr, no places of one machine, no addresses in what is compared."""
+    faults = []
+    for cell in code_cells(notebook):
+        failed = any(output.output_type == "error" for output in cell.outputs)
+        if failed != ("raises-exception" in tags(cell)):
+            faults.append(f"{name_cell(cell)}: {'an error' if failed else 'tagged raises-exception, without an error'}")
+        if any(output.get("name") == "stderr" for output in cell.outputs):
+            faults.append(f"{name_cell(cell)}: output on stderr")
+        for text in texts_of(cell.outputs):
+            faults += [f"{name_cell(cell)}: absolute path in the output"] if ABSOLUTE.search(text) else []
+            if ADDRESS.search(text) and "nbval-ignore-output" not in tags(cell):
+                faults.append(f"{name_cell(cell)}: a memory address in the output")
+    return faults
+
+
+def texts_of(outputs) -> list[str]:
+    """Every text in a cell's outputs."""
+    texts = []
+    for output in outputs:
+        texts += [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
+        texts += [value for kind, value in output.get("data", {}).items() if kind.startswith("text/")]
+    return texts
+
+
+def find_code_faults(notebook) -> list[str]:
+    """Short cells, and imports that the pack installs."""
+    faults, lengths = [], []
+    for cell in code_cells(notebook):
+        lines = [line for line in cell.source.splitlines() if line.strip() and line.strip() not in (BEGIN, END)]
+        lengths.append(len(lines))
+        if len(lines) > 25:
+            faults.append(f"{name_cell(cell)}: {len(lines)} lines of code; the limit is 25")
+        if ABSOLUTE.search(cell.source):
+            faults.append(f"{name_cell(cell)}: absolute path in the code")
+        unknown = find_imports(cell.source) - IMPORTS - set(sys.stdlib_module_names)
+        faults += [f"{name_cell(cell)}: import of {name}" for name in sorted(unknown)]
+    if lengths and sum(lengths) > 15 * len(lengths):
+        faults.append(f"code cells of {sum(lengths) / len(lengths):.1f} lines on average; the limit is 15")
+    return faults
+
+
+def find_imports(source: str) -> set[str]:
+    """The top-level names of all packages that a cell imports; magics are understood."""
+    names = set()
+    for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or ".").split(".")[0])
+    return names
+
+
+def find_size_faults(notebook) -> list[str]:
+    """As long as a lab of 30 to 40 minutes is."""
+    faults = []
+    words = len(prose(notebook).split())
+    if not 25 <= len(notebook.cells) <= 45:
+        faults.append(f"{len(notebook.cells)} cells; 25 to 45 are right")
+    if not 1200 <= words <= 3000:
+        faults.append(f"{words} words; 1,200 to 3,000 are right")
+    return faults
+
+
+def find_prose_faults(notebook, folder: Path) -> list[str]:
+    """Pictures that are there and described, no places of one machine, no measured numbers."""
+    text = prose(notebook)
+    pictures = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", text)
+    for element in re.findall(r"<img\b[^>]*>", text):
+        found = {name: (re.findall(rf'\b{name}="([^"]*)"', element) or [""])[0] for name in ("alt", "src")}
+        pictures.append((found["alt"], found["src"]))
+    faults = [f"picture {target} does not exist" for _, target in pictures if not (folder / target).is_file()]
+    faults += [f"picture {target} is not described" for alt, target in pictures if len(alt.split()) < 3]
+    faults += [f"absolute path in the prose: {found[0]}" for found in ABSOLUTE.finditer(text)]
+    # Whether a page is still there only a network can tell; that it is an address, and no slip of the pen, we can.
+    links = re.findall(r"(?<!!)\[[^\]\n]+\]\(([^)\n]*)\)", re.sub(r"`[^`\n]*`", "", text))
+    faults += [f"the link {link!r} is no address" for link in links if not is_link(link, folder)]
+    plain = "\n".join(line for line in text.splitlines() if not re.match(r"\|\s*\**It takes\b", line))
+    plain = " ".join(re.sub(r"`[^`\n]*`", "", plain).split())
+    for phrase in NOT_MEASURED:
+        plain = plain.replace(phrase, "")
+    return faults + [f"a measured number in the prose: {found[0]!r}" for found in MEASURED.finditer(plain)]
+
+
+def is_link(target: str, folder: Path) -> bool:
+    """Whether a link's target is a secure address with a host and no blanks, or a file beside the notebook."""
+    if "://" in target:
+        return re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[^\s\"<>]*)?", target) is not None
+    return bool(target) and (folder / target.partition("#")[0]).exists()
+
+
+def find_exercise_scripts(source: str) -> list[str]:
+    """The scripts that the code of a cell hands to a check, as paths relative to the notebook."""
+    return re.findall(r'\bcheck\.exercise\(\s*"[\d.]+",\s*"(scripts/[^"]+\.py)"', source)
+
+
+def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
+    """The parts of a lab, in headings that leave out no level, and exercises that are checked."""
+    found = headings(notebook)
+    faults = []
+    if not found or found[0][0] != 1 or not re.fullmatch(rf"Lab {lab} · \S.*", found[0][1]):
+        faults.append(f"the first heading is not '# Lab {lab} · …'")
+    faults += [f"a second main heading: {text}" for level, text in found[1:] if level == 1]
+    for (above, _), (level, text) in pairwise(found):
+        if level > above + 1:
+            faults.append(f"the heading {text!r} leaves out a level")
+    for section in SECTIONS if lab else SECTIONS_OF_LAB_0:
+        if not any(section.lower() in text.lower() for _, text in found):
+            faults.append(f"no section {section!r}")
+    exercises = set(re.findall(rf"\bExercise ({lab}\.\d)", prose(notebook)))
+    code = "\n".join(cell.source for cell in code_cells(notebook))
+    # A script is one solution, however many gaps it has: its parts only run together.
+    beside = {name for name in find_exercise_scripts(code) if BEGIN in read_if_there(folder / name)}
+    # torchrun runs files, so the change that a lab is about may be in one. That takes no cell of the notebook, which
+    # has room for one exercise more then.
+    most, words = (5, "five") if beside else (4, "four")
+    if lab and not 2 <= len(exercises) <= most:
+        faults.append(f"{len(exercises)} exercises; two to {words} are right")
+    faults += [f"exercise {number} is not checked" for number in exercises if f'check.exercise("{number}"' not in code]
+    solutions = code.count(BEGIN) + len(beside)
+    if solutions < len(exercises):
+        faults.append(f"{solutions} solutions for {len(exercises)} exercises")
+    return faults
+
+
+def read_if_there(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
