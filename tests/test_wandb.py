@@ -18,6 +18,7 @@ import nodelaunch as launch
 from lab_common import LabError
 from lab_utils import wandb_runs
 from lab_utils.wandb_runs import reading, records
+from lab_utils.wandb_runs import server as asking
 
 KEY = "PLANTED" + "0123456789abcdef" * 3  # of the form that the SDK asks for
 PROGRAM = """
@@ -116,6 +117,11 @@ def test_a_malformed_key_is_offline_and_is_not_repeated(tmp_path, closed_port, k
     expect_whole_run_offline(tmp_path, lines, last, "does not have the form of a key")
     assert "PLANTED" not in str((lines, last))
     assert find_text(tmp_path, "PLANTED") == []
+
+
+def test_a_request_that_runs_out_before_its_thread_says_the_same(silent_server, monkeypatch):
+    monkeypatch.setattr(asking, "ASK_SECONDS", 0.2)
+    assert asking._query(KEY, silent_server) == f"{silent_server} did not answer within 0.2 s"
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def _ask_server(key: str, server: str) -> str:
 
     A thread, since looking up a name can hang longer than any limit that a request takes.
     """
-    answers = [f"{server} did not answer within {ASK_SECONDS:g} s"]
+    answers = [_silent(server)]
 
     def ask() -> None:
         answers.append(_query(key, server))
@@ -72,8 +72,14 @@ def _query(key: str, server: str) -> str:
     except urllib.error.HTTPError as error:
         refused = error.code in (401, 403)
         return f"{server} refuses the key" if refused else f"{server} answers with error {error.code}"
-    except OSError:
-        return f"{server} cannot be reached"
+    except OSError as error:
+        # The request's own limit can run out a moment before the thread's: it is the same finding.
+        late = isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError)
+        return _silent(server) if late else f"{server} cannot be reached"
     except (ValueError, KeyError, TypeError):
         return f"{server} does not answer as a W&B server does"
     return "" if viewer else f"{server} refuses the key"
+
+
+def _silent(server: str) -> str:
+    return f"{server} did not answer within {ASK_SECONDS:g} s"
