@@ -25,6 +25,7 @@ from nodelaunch.node.facts import hash_files
 from nodelaunch.node.probe import MARK
 from nodelaunch.packages import find_packages, list_modules
 from nodelaunch.preflight.client import make_program
+from nodelaunch.project import find_project
 
 # What stands beside a script is found before all that is installed, also by torchrun.
 TAKEN = sys.stdlib_module_names | {"lab_common", "nodelaunch", "numpy", "torch", "torchvision"}
@@ -34,27 +35,36 @@ LARGEST = 64 * 2**20
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files by their path in the code folder, and the SHA-256 over their names and contents."""
+    """Files by their path in the code folder, and the SHA-256 over their names and contents.
+
+    Attributes:
+        note: What of a project is copied, and what is not, in one line; "" where there is no project.
+    """
 
     files: Mapping[str, bytes]
     hash: str
+    note: str = ""
 
 
-def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
+def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
     """Reads the training script, other files that it imports or reads, and what runs around it on a node.
+
+    Args:
+        script: The training script.
+        extra: The other files; they lie beside it on the nodes.
+        root: The project that it is part of, all of which is read.
 
     Raises:
         LabError: A file is not there, cannot be read, is no regular file or too large, or two have the same name.
     """
-    files = {}
-    for path in (script, *extra):
-        shown, where = clean(repr(path.name), 60), clean(path, 300)
-        if f"script/{path.name}" in files:
-            raise LabError(f"Two files of the job are called {shown}.", where=where, fix="rename one of them")
-        files[f"script/{path.name}"] = path
-    contents = {name: _read_file(path) for name, path in files.items()}
+    if root is None:
+        contents, note = _read_script(script, extra), ""
+    else:
+        contents, note = _read_project(script, root)
     packages = find_packages([source for name, source in contents.items() if name.endswith(".py")])
-    for path in (script, *extra):
+    # What stands in the project is found there.
+    packages = {name: path for name, path in packages.items() if root is None or root not in path.parents}
+    for path in () if root else (script, *extra):
         if path.stem in TAKEN | packages.keys():
             shown, cause = clean(repr(path.name), 60), f"it would be imported in place of the module {path.stem!r}"
             fix = "rename it"
@@ -66,7 +76,25 @@ def collect_files(script: Path, extra: tuple[Path, ...] = ()) -> Bundle:
             # Of this package only what runs on a node.
             if package != "nodelaunch" or name.parts[1] in ("__init__.py", "node"):
                 contents[name.as_posix()] = _read_file(path)
-    return Bundle(contents, hash_files(contents))
+    return Bundle(contents, hash_files(contents), note)
+
+
+def _read_script(script: Path, extra: tuple[Path, ...]) -> dict[str, bytes]:
+    files = {}
+    for path in (script, *extra):
+        shown, where = clean(repr(path.name), 60), clean(path, 300)
+        if f"script/{path.name}" in files:
+            raise LabError(f"Two files of the job are called {shown}.", where=where, fix="rename one of them")
+        files[f"script/{path.name}"] = path
+    return {name: _read_file(path) for name, path in files.items()}
+
+
+def _read_project(script: Path, root: Path) -> tuple[dict[str, bytes], str]:
+    """Reads a project's files, and says which those are; the script is among them, also where git ignores it."""
+    project = find_project(root)
+    project.files[script.relative_to(root).as_posix()] = script
+    contents = {f"project/{Path(name).as_posix()}": _read_file(path) for name, path in project.files.items()}
+    return contents, project.describe()
 
 
 def _read_file(path: Path) -> bytes:

@@ -35,9 +35,13 @@ KNOWN = (
     (
         r"No module named",
         "the script imports what this node does not have",
-        "install it there, or name your own file in files=",
+        "install it there; yours: files=, or root='.' for the folder, with env={'PYTHONPATH': '.'} to look in it",
     ),
-    (r"No such file or directory|FileNotFoundError", "a path that is not on this node", "copy it there, or see data="),
+    (
+        r"No such file or directory|FileNotFoundError",
+        "a path that is not on this node: a job runs in a folder of its own, with the script and what files= names",
+        "root='.' copies the script's project and runs in it; give data as an absolute path",
+    ),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from nodelaunch.causes import look_up
 from nodelaunch.disks import explain_disk, explain_full_disk
@@ -12,6 +13,10 @@ from nodelaunch.node.reasons import StopReason
 from nodelaunch.result import Failure
 from nodelaunch.state import JobState
 
+HEADING = "Traceback (most recent call last):"
+# A frame of the script or of its project, which lie in these folders of a node.
+OWN_FRAME = re.compile(r'\s*File "([^"]*/(?:script|work)/[^"]*)", line (\d+)')
+OWN_FOLDER = re.compile(r'(File ")[^"]*/(?:script|work/[\w.-]+-[0-9a-f]{6})/')
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
 DEAD_MEMORY = "out of memory, as a rule: Linux ends the process that takes most (sudo dmesg | tail says so)"
 
@@ -23,7 +28,7 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
         state: What was heard of the job.
         reason: Why the launcher ended the job, where it did.
     """
-    errors = sorted(state.errors, key=lambda error: error["at"])
+    errors = sorted((_add_traceback(state, error) for error in state.errors), key=lambda error: error["at"])
     if reason in (StopReason.STOPPED, StopReason.INTERRUPTED):
         # What the ranks say about their end comes of that; what was heard before does not.
         errors = [error for error in errors if state.asked is not None and error["at"] <= state.asked]
@@ -64,6 +69,30 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
     return _describe_torchrun(state, bad[0].name) if bad else None
 
 
+def _add_traceback(state: JobState, error: dict) -> dict:
+    """An exit with the traceback that the rank printed last, where only its exit status was heard of."""
+    lines = list(state.tails.get(error["rank"], ()))
+    if error["kind"] != "exit" or "silent" not in error or HEADING not in lines:
+        return error
+    lines = lines[len(lines) - 1 - lines[::-1].index(HEADING) :]
+    message = next((line for line in lines[1:] if not line.startswith(" ")), "")
+    if not message:
+        return error
+    own = [(Path(place[1]).name, place[2]) for line in lines if (place := OWN_FRAME.match(line))]
+    location = "{}, line {}".format(*own[-1]) if own else ""
+    return {
+        **error,
+        "kind": "exception",
+        "message": message,
+        "traceback": OWN_FOLDER.sub(r"\1", "\n".join(lines)),
+        "location": location,
+    }
+
+
+def _find_last_line(state: JobState, rank: int) -> str:
+    return state.tails[rank][-1] if rank in state.tails else "it said nothing"
+
+
 def find_first(errors: list[dict]) -> str:
     """Names, in one line, the first of the failures after which the workers were started anew."""
     error = _sort_first(errors)[0]
@@ -97,9 +126,9 @@ def _describe_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
     elif kind == "mismatch":
         cause, fix = "a script was changed or started by hand with other arguments", "start all nodes with job.run()"
     elif kind == "exit":
-        cause, fix = "the script ended itself with this status", "look at the last lines of this rank"
+        cause, fix = cause or "the script ended itself with this status", fix or "look at the last lines of this rank"
         if error.get("silent"):
-            cause = f"it ended before the script began: {state.last_lines.get(rank, 'it said nothing')[:200]}"
+            cause = f"it ended before the script began: {_find_last_line(state, rank)[:200]}"
     said = message.strip().splitlines()[0] if message.strip() else kind
     verb = "was " if kind == "signal" else "failed first: "
     return Failure(

@@ -167,7 +167,7 @@ class TorchrunJob:
         return self._launch
 
     def _collect(self) -> Bundle:
-        return collect_files(self.spec.script, self.spec.files)
+        return collect_files(self.spec.script, self.spec.files, self.spec.root)
 
     def _plan(self, bundle: Bundle) -> list[Plan]:
         """What the script of each node says; asks the nodes first where an address or the port is not known."""
@@ -191,6 +191,8 @@ class TorchrunJob:
             started, self._started = time.monotonic(), True
             # Once: a script that is saved meanwhile must not be copied under the hash of the one before.
             bundle = self._collect()
+            if bundle.note:
+                say(bundle.note)
             plans = self._plan(bundle)
             self._write(plans, launch)
             self._backend.copy(spec, launch, bundle, found, force=force, say=say)

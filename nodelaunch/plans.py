@@ -7,6 +7,7 @@ import os
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node.facts import find_gpus
 from nodelaunch.preflight import Preflight
+from nodelaunch.project import name_work
 from nodelaunch.script import Plan
 from nodelaunch.spec import JobSpec, Launch
 from nodelaunch.values import read_threads
@@ -34,6 +35,7 @@ def make_plans(spec: JobSpec, launch: Launch, code: str, found: Preflight | None
         found.raise_if_red()
     known = found.interfaces if found else {}
     interfaces = dict(zip(names, (node.interface or known.get(node.name) for node in spec.nodes), strict=True))
+    work = f"/{name_work(spec.root)}" if spec.root else ""
     return [
         Plan(
             job_id=launch.id,
@@ -45,8 +47,8 @@ def make_plans(spec: JobSpec, launch: Launch, code: str, found: Preflight | None
             python=node.python,
             job_folder=node.name_job_folder(launch.id, index),
             code_folder=f"{node.folder}/code/{code}",
-            work_folder=f"{node.folder}/work",
-            script=spec.script.name,
+            work_folder=f"{node.folder}/work{work}",
+            script=spec.script.relative_to(spec.root).as_posix() if spec.root else spec.script.name,
             args=spec.args,
             address=addresses[node.name],
             head_address=addresses[names[0]],
@@ -59,6 +61,8 @@ def make_plans(spec: JobSpec, launch: Launch, code: str, found: Preflight | None
             max_restarts=spec.max_restarts,
             rank_order=spec.rank_order,
             env=_choose_env(spec, node),
+            program=spec.program,
+            project=spec.root is not None,
         )
         for index, node in enumerate(spec.nodes)
     ]

@@ -1,4 +1,8 @@
-"""The bash script that one node runs: short, readable, and safe whatever stands in its arguments and paths."""
+"""The bash script that one node runs: short, readable, and safe whatever stands in its arguments and paths.
+
+Every value is quoted by ``shlex.quote``, so that a space, a quote, ``;$( )`` or a newline in it is data; in comments it
+stands as JSON, which has no newline.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,9 @@ class Plan:
         nproc_per_node: Processes on each node, one per device.
         python: The interpreter on the node.
         job_folder: Folder of this job on the node; logs, events and results land here.
-        code_folder: Folder on the node that holds ``script/`` and the packages that it imports.
+        code_folder: Folder on the node that holds ``script/`` or ``project/``, and the packages that it imports.
         work_folder: The current folder of the script, kept from job to job: relative checkpoints are found again.
-        script: File name of the training script within ``script/``.
+        script: The training script within ``script/``, or within the project.
         args: Its arguments.
         address: The node's own IPv4 address.
         head_address: IPv4 address of node 0, where the rendezvous listens.
@@ -43,6 +47,8 @@ class Plan:
         max_restarts: How often torchrun starts the workers anew after a failure.
         rank_order: "address": c10d, which numbers the nodes by address; "nodes": static, in the order of the list.
         env: More environment variables.
+        program: What starts the script, with its options; () is torchrun.
+        project: Whether the script is part of a project, of which ``work_folder`` gets a copy.
     """
 
     job_id: str
@@ -68,138 +74,137 @@ class Plan:
     max_restarts: int = 0
     rank_order: str = "address"
     env: Mapping[str, str] = field(default_factory=dict)
+    program: tuple[str, ...] = ()
+    project: bool = False
 
     def __post_init__(self) -> None:
         """Checks the type and the range of every field: what is no text stands in the script without quotes."""
         kinds.settle(self, values.PLAN, owner="Plan")
 
 
+@dataclass(frozen=True)
+class Place:
+    """What differs between nodes, as it stands in a script: a value, or the variable of bash that holds it.
+
+    Attributes:
+        node: Its number.
+        own: Its address.
+        head: The address of node 0.
+        is_host: 1 on node 0, 0 on the others.
+        port: Of the rendezvous.
+        job: The folder of the job.
+        interface: Lines that set the variables of the network interface.
+        rendezvous_id: Of the job.
+        around: What runs around the program: "", or a command and a space.
+    """
+
+    node: str
+    own: str
+    head: str
+    is_host: str
+    port: str
+    job: str
+    interface: str
+    rendezvous_id: str
+    around: str = ""
+
+
 def write_script(plan: Plan) -> str:
     """Returns the text of a node's bash script, which also works when it is run by hand on that node.
-
-    Every value is quoted by ``shlex.quote``, so that a space, a quote, ``;$( )`` or a newline in it is data; in
-    comments it stands as JSON, which has no newline.
 
     Raises:
         LabError: A value cannot be in a script at all: a NUL byte, an address that is none, a name of a variable that
             is none, or a folder that PYTHONPATH cannot hold.
     """
-    _check(plan)
-    quote = shlex.quote
+    check_plan(plan)
+    for text in (plan.address, plan.head_address):
+        _check_address(text)
+    chosen = plan.interface and shlex.quote(plan.interface)
+    place = Place(
+        node=str(plan.node),
+        own=plan.address,
+        head=plan.head_address,
+        is_host=str(int(plan.node == 0)),
+        port=str(plan.port),
+        job=shlex.quote(plan.job_folder),
+        interface=write_interface(plan, chosen) if chosen else "# (not chosen: the preflight was skipped)",
+        rendezvous_id=shlex.quote(plan.rendezvous_id),
+    )
     return f"""#!/usr/bin/env bash
 # Node {plan.node} of {plan.nodes}, {_comment(plan.node_name)}, of job {plan.job_id}.
 # To run it by hand on that node, while the other nodes run theirs (all within {plan.join_timeout:g} s):
 #     bash node{plan.node}.sh
 
+{write_environment(plan, place)}
+{write_start(plan, place, write_variables(plan))}"""
+
+
+def write_environment(plan: Plan, place: Place) -> str:
+    """What is the same on all nodes of a job, as exports."""
+    quote = shlex.quote
+    rendezvous = f"""\
+# torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
+export PET_RDZV_ID={place.rendezvous_id}
+"""
+    return f"""\
+# What nodelaunch has to know about the job.
+export LAB_JOB_ID={quote(plan.job_id)} LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node}
+export {_write_bounds(plan)}
+{"" if plan.program else rendezvous}\
+# Lines appear when they are printed, and a crash in C code shows a traceback.
+export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
+{_write_restart_setting(plan)}"""
+
+
+def write_variables(plan: Plan) -> str:
+    """The job's own variables, as exports; PYTHONPATH stands elsewhere, behind ours."""
+    own = {name: value for name, value in plan.env.items() if name != "PYTHONPATH"}
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in own.items())
+
+
+def write_start(plan: Plan, place: Place, variables: str = "") -> str:
+    """What a node does: it prepares its folders, sets the ``variables``, and starts the program."""
+    quote = shlex.quote
+    path = plan.env.get("PYTHONPATH", "")
+    script = f'"$work/"{quote(plan.script)}' if plan.project else f'"$code/script/"{quote(plan.script)}'
+    return f"""\
 # The code as it was when the job was launched, and what this job leaves behind.
 code={quote(plan.code_folder)}
-job={quote(plan.job_folder)}
+job={place.job}
 # Relative paths of the training script count from here; the folder stays for the next job.
 work={quote(plan.work_folder)}
 mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
-
+{_write_copy(plan)}
 # The network interface of the gradients. Left alone, Gloo takes the one that the host's own name resolves to, which on
 # Debian and Ubuntu is the loopback: the other node then finds nobody there.
-{_write_interface(plan)}
+{place.interface}
 # torchrun sets this only for several processes per node; left alone, every process takes all cores.
 {_write_threads(plan)}
 
-# Where Python finds the training script, and the packages that it imports.
-export PYTHONPATH="$code:$code/script"
-# Lines appear when they are printed, and a crash in C code shows a traceback.
-export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-# What nodelaunch has to know about the job.
-export LAB_JOB_ID={quote(plan.job_id)} LAB_JOB_FOLDER="$job" LAB_NODE={plan.node}
-export LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node}
-export {write_bounds(plan)}
-# torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
-export PET_RDZV_ID={quote(plan.rendezvous_id)}
-{write_restart_setting(plan)}{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
+# Where Python finds the packages that the script imports. What runs around it takes none from the current folder.
+export PYTHONPATH="$code"{quote(f":{path}") if path else ""} PYTHONSAFEPATH=1
+export LAB_JOB_FOLDER="$job" LAB_NODE={place.node}
+{variables}\
 options=(
-{_write_options(plan)}
+{_write_options(_list_others(plan, place) if plan.program else _list_torchrun(plan, place))}
 )
 arguments=({"".join(f"{chr(10)}  {quote(argument)}" for argument in plan.args)}
 )
-# nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
-# only. nodelaunch.node.worker runs the training script unchanged; around it, it keeps the error, shows where a hanging
-# rank stands, compares the nodes, and dies with torchrun.
-exec {quote(plan.python)} -m nodelaunch.node.agent "${{options[@]}}" \\
-  -m nodelaunch.node.worker "$code/script/"{quote(plan.script)} "${{arguments[@]}}"
-"""
+{_write_program(plan, place, script) if plan.program else _write_torchrun(plan, place, script)}"""
 
 
-def write_bounds(plan: Plan) -> str:
-    """The seconds after which a node gives up, as assignments."""
-    bounds = {"JOIN_TIMEOUT": plan.join_timeout, "HANG_TIMEOUT": plan.hang_timeout, "LIMIT": plan.limit}
-    return " ".join(f"LAB_{name}={seconds:g}" for name, seconds in bounds.items())
+def write_interface(plan: Plan, name: str) -> str:
+    """The variables by which Gloo and NCCL are told the interface, but for those that the job sets by itself."""
+    variables = [variable for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if variable not in plan.env]
+    return f"export {' '.join(f'{variable}={name}' for variable in variables)}" if variables else "# (chosen by env=)"
 
 
-def write_restart_setting(plan: Plan) -> str:
-    """A line for jobs whose workers may be started anew; "" for others."""
-    if not plan.max_restarts:
-        return ""
-    return (
-        "# A new store for each attempt: in a shared one, workers that are started anew may read where those before\n"
-        "# them listened, and wait for the dead (seen with torch 2.14).\n"
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
-    )
+def check_plan(plan: Plan) -> None:
+    """Checks what no quotes can make harmless.
 
-
-def _write_interface(plan: Plan) -> str:
-    if plan.interface is None:
-        return "# (not chosen: the preflight was skipped)"
-    name = shlex.quote(plan.interface)
-    return f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-
-
-def _write_threads(plan: Plan) -> str:
-    if plan.threads is not None:
-        return f"export OMP_NUM_THREADS={plan.threads}"
-    share = plan.nproc_per_node
-    return f"export OMP_NUM_THREADS=$(( ($(nproc) + {share - 1}) / {share} ))"
-
-
-def _write_options(plan: Plan) -> str:
-    rows = [
-        (f"--nnodes={plan.nodes}", "nodes that take part"),
-        (f"--nproc-per-node={plan.nproc_per_node}", "processes on each, one per device"),
-        *_list_rendezvous(plan),
-        (f"--local-addr={plan.address}", "this node's own address, so that no host name has to resolve"),
-        (f"--max-restarts={plan.max_restarts}", "how often the workers are started anew after a failure"),
-        ("--monitor-interval=0.1", "seconds between two looks at the workers"),
-        ('--log-dir="$job/logs"', "a folder for what each rank prints"),
-        ("--tee=3", "which goes there and to the screen, errors too (1 + 2)"),
-        ("--log-line-prefix-template='[rank ${rank}] '", "with the rank in front"),
-    ]
-    width = 54
-    return "\n".join(f"  {option:<{width}}  # {comment}" for option, comment in rows)
-
-
-def _list_rendezvous(plan: Plan) -> list[tuple[str, str]]:
-    wait = math.ceil(plan.join_timeout)  # torchrun reads nothing but whole seconds
-    if plan.rank_order == "nodes":
-        return [
-            ("--rdzv-backend=static", "ranks in the order of the nodes"),
-            (f"--node-rank={plan.node}", "this node's place in that order"),
-            (f"--master-addr={plan.head_address}", "where node 0 listens"),
-            (f"--master-port={plan.port}", "and at which port"),
-            (f"--rdzv-conf=timeout={wait}", "seconds to wait for all nodes"),
-        ]
-    # is_host: torchrun would find out by comparing host names, and with "127.0.1.1 thishost" in /etc/hosts no node
-    # takes itself for the host. read_timeout bounds each question to it.
-    conf = f"is_host={int(plan.node == 0)},join_timeout={wait},read_timeout=30"
-    return [
-        ("--rdzv-backend=c10d", "the nodes find each other, and are numbered by address"),
-        (f"--rdzv-endpoint={plan.head_address}:{plan.port}", "where node 0 listens"),
-        (f"--rdzv-conf={conf}", "whether this node listens; seconds to wait"),
-    ]
-
-
-def _comment(text: str) -> str:
-    return json.dumps(text)
-
-
-def _check(plan: Plan) -> None:
+    Raises:
+        LabError: The names, the way to restart, or the folder of the code cannot be in a script.
+    """
     for name in (plan.job_id, plan.rendezvous_id):
         if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
             fix = "letters, digits, '-', '_' and '.' only"
@@ -211,8 +216,10 @@ def _check(plan: Plan) -> None:
             cause="torchrun's static rendezvous keeps the addresses of the workers that died",
             fix="leave rank_order as it is, or max_restarts=0",
         )
-    for text in (plan.address, plan.head_address):
-        _check_address(text)
+    if plan.max_restarts and plan.program:
+        where = f"max_restarts={plan.max_restarts}, program={_comment(plan.program[0])[:40]}"
+        cause, fix = "what runs in its place starts each process once", "leave one of the two away"
+        raise LabError("Only torchrun starts ranks anew.", where=where, cause=cause, fix=fix)
     if ":" in plan.code_folder:
         raise LabError(
             "The folder of a node must not have a ':' in its name.",
@@ -220,6 +227,112 @@ def _check(plan: Plan) -> None:
             cause="PYTHONPATH separates folders by it",
             fix="choose another folder=, or another LAB_RUNS",
         )
+
+
+def _write_bounds(plan: Plan) -> str:
+    """The seconds after which a node gives up, as assignments."""
+    bounds = {"JOIN_TIMEOUT": plan.join_timeout, "HANG_TIMEOUT": plan.hang_timeout, "LIMIT": plan.limit}
+    return " ".join(f"LAB_{name}={seconds:g}" for name, seconds in bounds.items())
+
+
+def _write_restart_setting(plan: Plan) -> str:
+    """A line for jobs whose workers may be started anew; "" for others."""
+    if not plan.max_restarts:
+        return ""
+    return (
+        "# A new store for each attempt: in a shared one, workers that are started anew may read where those before\n"
+        "# them listened, and wait for the dead (seen with torch 2.14).\n"
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
+    )
+
+
+def _write_threads(plan: Plan) -> str:
+    if plan.threads is not None:
+        return f"export OMP_NUM_THREADS={plan.threads}"
+    share = plan.nproc_per_node
+    return f"export OMP_NUM_THREADS=$(( ($(nproc) + {share - 1}) / {share} ))"
+
+
+def _write_copy(plan: Plan) -> str:
+    if not plan.project:
+        return ""
+    return (
+        "# The project as it was when the job was launched, over what earlier jobs left here.\n"
+        'cp -R -- "$code/project/." "$work/" || exit 1\n'
+    )
+
+
+def _write_options(rows: list[tuple[str, str]]) -> str:
+    width = 54
+    return "\n".join(f"  {option:<{width}}  # {comment}" for option, comment in rows)
+
+
+def _list_torchrun(plan: Plan, place: Place) -> list[tuple[str, str]]:
+    return [
+        (f"--nnodes={plan.nodes}", "nodes that take part"),
+        (f"--nproc-per-node={plan.nproc_per_node}", "processes on each, one per device"),
+        *_list_rendezvous(plan, place),
+        (f"--local-addr={place.own}", "this node's own address, so that no host name has to resolve"),
+        (f"--max-restarts={plan.max_restarts}", "how often the workers are started anew after a failure"),
+        ("--monitor-interval=0.1", "seconds between two looks at the workers"),
+        ('--log-dir="$job/logs"', "a folder for what each rank prints"),
+        ("--tee=3", "which goes there and to the screen, errors too (1 + 2)"),
+        ("--log-line-prefix-template='[rank ${rank}] '", "with the rank in front"),
+    ]
+
+
+def _list_rendezvous(plan: Plan, place: Place) -> list[tuple[str, str]]:
+    wait = math.ceil(plan.join_timeout)  # torchrun reads nothing but whole seconds
+    if plan.rank_order == "nodes":
+        return [
+            ("--rdzv-backend=static", "ranks in the order of the nodes"),
+            (f"--node-rank={place.node}", "this node's place in that order"),
+            (f"--master-addr={place.head}", "where node 0 listens"),
+            (f"--master-port={place.port}", "and at which port"),
+            (f"--rdzv-conf=timeout={wait}", "seconds to wait for all nodes"),
+        ]
+    # is_host: torchrun would find out by comparing host names, and with "127.0.1.1 thishost" in /etc/hosts no node
+    # takes itself for the host. read_timeout bounds each question to it.
+    conf = f"is_host={place.is_host},join_timeout={wait},read_timeout=30"
+    return [
+        ("--rdzv-backend=c10d", "the nodes find each other, and are numbered by address"),
+        (f"--rdzv-endpoint={place.head}:{place.port}", "where node 0 listens"),
+        (f"--rdzv-conf={conf}", "whether this node listens; seconds to wait"),
+    ]
+
+
+def _list_others(plan: Plan, place: Place) -> list[tuple[str, str]]:
+    return [
+        (f"--nnodes={plan.nodes}", "nodes that take part"),
+        (f"--node-rank={place.node}", "this node's place among them"),
+        (f"--nproc-per-node={plan.nproc_per_node}", "processes on each, one per device"),
+        (f"--master-addr={place.head}", "node 0: MASTER_ADDR of every process"),
+        (f"--master-port={place.port}", "a port that is free there: MASTER_PORT"),
+    ]
+
+
+def _write_torchrun(plan: Plan, place: Place, script: str) -> str:
+    return f"""\
+# nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
+# only. nodelaunch.node.worker runs the training script unchanged; around it, it keeps the error, shows where a hanging
+# rank stands, compares the nodes, and dies with torchrun.
+exec {place.around}{shlex.quote(plan.python)} -m nodelaunch.node.agent "${{options[@]}}" \\
+  -m nodelaunch.node.worker {script} "${{arguments[@]}}"
+"""
+
+
+def _write_program(plan: Plan, place: Place, script: str) -> str:
+    program = [plan.python if word in ("python", "python3") else word for word in plan.program]
+    return f"""\
+# nodelaunch.node.starter starts the command so many times, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and
+# the like), and ends all when one has failed.
+exec {place.around}{shlex.quote(plan.python)} -m nodelaunch.node.starter "${{options[@]}}" -- \\
+  {shlex.join(program)} {script} "${{arguments[@]}}"
+"""
+
+
+def _comment(text: str) -> str:
+    return json.dumps(text)
 
 
 def _check_address(text: str | None) -> None:

@@ -7,23 +7,24 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
-from lab_common import env_folder
+from lab_common import LabError, env_folder
+from lab_common.text import clean
 from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A training script that torchrun runs on one or more nodes.
+    """A training script that torchrun, or another program, runs on one or more nodes.
 
     Args:
-        script: The training script, on this machine.
+        script: The training script, on this machine; with ``root``, relative to that.
         args: Its arguments.
         nodes: From ``local_nodes``, ``ssh_nodes`` or ``slurm_nodes``.
         nproc_per_node: Processes on each node, one per device.
-        env: More environment variables for it. No secrets: they stand in the scripts.
+        env: More environment variables for it. No secrets: they stand in the scripts. PYTHONPATH is added to ours.
         port: Port of the rendezvous on the first node; None takes a free one.
         join_timeout: Seconds to wait until all nodes have joined.
         hang_timeout: Seconds after which a rank that does not move is said to hang.
@@ -31,7 +32,12 @@ class JobSpec:
         max_restarts: How often torchrun starts the workers anew after a failure.
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
             "nodes": on the first of the list (torchrun's static rendezvous).
-        files: Other files that the script imports or reads beside itself.
+        root: Folder of the project that the script is part of. Each node gets a copy of it, without what git ignores
+            and without files over 8 MiB, and the script runs in that copy, which stays for the next job.
+        program: What runs the script in place of torchrun, with its options: ``["python"]`` (the node's own),
+            ``["bash"]``. It is started ``nproc_per_node`` times on each node, with RANK, WORLD_SIZE, MASTER_ADDR and
+            torchrun's other variables. Nobody looks whether such a process hangs; ``limit`` ends it.
+        files: Other files that the script imports or reads beside itself; not with ``root``.
         dataset: Folder in ``LAB_DATA/packed`` of the data set, which the preflight compares; None skips that.
         pack: That folder here, where it has another name: ``Dataset.pack``.
         copy_data: Whether to copy that pack from this machine to the nodes that lack it.
@@ -51,6 +57,8 @@ class JobSpec:
     limit: float = 3600.0
     max_restarts: int = 0
     rank_order: str = "address"
+    root: str | Path | None = None
+    program: Sequence[str] = ()
     files: Sequence[str | Path] = ()
     dataset: str | None = None
     pack: Path | None = None
@@ -58,9 +66,33 @@ class JobSpec:
 
     def __post_init__(self) -> None:
         """Checks every field, and finds the pack."""
+        if self.root is not None:
+            root = kinds.check_value("TorchrunJob", "root", self.root, values.JOB["root"]).resolve()
+            if isinstance(self.script, str | PurePath):
+                object.__setattr__(self, "script", root / self.script)
+            object.__setattr__(self, "root", root)
         kinds.settle(self, values.JOB, owner="TorchrunJob")
         pack = self.pack or env_folder("LAB_DATA", "data") / "packed" / str(self.dataset)
         object.__setattr__(self, "pack", pack)
+        if self.root is not None:
+            self._check_root()
+
+    def _check_root(self) -> None:
+        """Checks that the project is a folder that holds the script.
+
+        Raises:
+            LabError: It is none, it does not, or ``files`` are named besides.
+        """
+        shown, fix = clean(self.root, 300), "root='.' is the folder of the notebook"
+        if not self.root.is_dir():
+            raise LabError("The root of a project is a folder.", where=shown, cause="there is none", fix=fix)
+        if self.root not in self.script.parents:
+            where = clean(self.script, 300)
+            raise LabError("The script is not within root=.", where=where, cause=f"root is {shown}", fix=fix)
+        if self.files:
+            fix = "leave files= away: the whole folder is copied"
+            cause = "root= copies the whole folder; files= names what is copied one by one"
+            raise LabError("A project has all of its files.", where="files=, root=", cause=cause, fix=fix)
 
     @property
     def manifest(self) -> str:

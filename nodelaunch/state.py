@@ -17,6 +17,8 @@ from nodelaunch.node.reasons import StopReason
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.result import Rank
 
+# Lines of a rank that are enough for a traceback.
+TAIL = 60
 SILENT = ("exit", "signal")  # kinds of errors of which a rank itself has said nothing
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
@@ -71,7 +73,7 @@ class JobState:
         self.stacks: dict[int, str] = {}
         self.done: dict[int, float] = {}
         self.memory: dict[int, int] = {}
-        self.last_lines: dict[int, str] = {}
+        self.tails: dict[int, deque[str]] = {}  # of each rank, its last lines that are not empty
         self.pids: dict[tuple[str, int], int] = {}  # of all attempts: node and pid -> rank
         self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
 
@@ -91,7 +93,7 @@ class JobState:
         rank, _, rest = text.removeprefix("[rank ").partition("] ")
         if text.startswith("[rank ") and rank.isdigit():
             if rest.strip():
-                self.last_lines[int(rank)] = rest
+                self.tails.setdefault(int(rank), deque(maxlen=TAIL)).append(rest)
             return text
         part.tail.append(text)
         self._read_torchrun(part, text)

@@ -38,7 +38,8 @@ from nodelaunch.kinds import (
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # What the script itself sets, and what bash does not let anyone set, or changes by itself.
 TAKEN = re.compile(
-    r"code|job|work|options|arguments|PYTHONPATH|PET_\w+|LAB_(JOB_ID|JOB_FOLDER|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
+    r"code|job|work|options|arguments|supervise|names|peer|route|own|head|known|interface|is_host|PYTHONSAFEPATH|PET_\w+"
+    r"|LAB_(JOB_\w+|LEASE|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
     r"|_|E?UID|PPID|PWD"
     r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
 )
@@ -183,6 +184,7 @@ RANK_ORDER = choice("address", "nodes")
 FLAG = Kind("True or False", "True", read_flag)
 ENV = Kind("a dictionary of texts", "{'LAB_SCALE': 'small'}", _read_env)
 ARGUMENTS = Kind("a list of texts and numbers", "['--lr', 0.1]", _read_arguments)
+PROGRAM = Kind("a list of texts", "['python']", _read_names)
 
 JOB = {
     "script": Kind("the path of a file", "'train.py'", _read_script),
@@ -196,6 +198,8 @@ JOB = {
     "limit": SECONDS,
     "max_restarts": RESTARTS,
     "rank_order": RANK_ORDER,
+    "root": optional(PATH),
+    "program": PROGRAM,
     "files": Kind("a list of paths", "['helper.py']", _read_files),
     "dataset": optional(Kind("the name of a data set", "'shapes10'", _read_data_set)),
     "pack": optional(PATH),
@@ -225,6 +229,8 @@ PLAN = {
     "max_restarts": RESTARTS,
     "rank_order": RANK_ORDER,
     "env": ENV,
+    "program": PROGRAM,
+    "project": FLAG,
 }
 NODE = {"address": optional(ADDRESS), "interface": optional(INTERFACE), "data": optional(NAME)}
 LOCAL_NODES = {"count": whole(1, 16, 2, "number of nodes"), "folder": optional(PLACE)}

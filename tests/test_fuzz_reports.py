@@ -491,7 +491,7 @@ def test_the_end_of_a_large_file_of_records_is_read(runs, workspace):
 def test_what_cannot_be_read_is_named_once_in_a_process(runs):
     runs.mkdir()
     (runs / "checks.jsonl").write_text("torn\n")
-    code = "from lab_utils import check\nfor _ in range(3):\n    check.progress()\n    check.calibration()"
+    code = "from course import check\nfor _ in range(3):\n    check.progress()\n    check.calibration()"
     environment = os.environ | {"MPLBACKEND": "agg"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     assert done.returncode == 0, done.stderr

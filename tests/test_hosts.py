@@ -116,7 +116,8 @@ def test_ssh_says_what_it_says_of_real_hosts(hosts):
 
 @pytest.mark.drill
 def test_a_killed_owner_leaves_hosts_that_the_next_one_removes(hosts):
-    code = "import time; from hosts import Hosts\nwith Hosts() as h: print(h.state, flush=True); time.sleep(600)"
+    code = "import time\nfrom harness.hosts import Hosts\n"
+    code += "with Hosts() as h: print(h.state, flush=True); time.sleep(600)"
     folder = Path(__file__).parent
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=folder)
     left = Path(child.stdout.readline().strip())
@@ -138,7 +139,7 @@ def test_a_killed_owner_leaves_hosts_that_the_next_one_removes(hosts):
 
 def test_an_owner_with_process_ids_of_its_own_is_left_alone_and_alive(hosts):
     """Each process of the tests has such; one's clean-up must not end another's hosts."""
-    code = "from hosts import Hosts\nwith Hosts() as h: print(h.state)"
+    code = "from harness.hosts import Hosts\nwith Hosts() as h: print(h.state)"
     own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", code]
     done = subprocess.run(own, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -154,7 +155,7 @@ def read_ticks(stat):
 def test_clearing_the_last_leftover_keeps_the_folder_for_who_clears(tmp_path, monkeypatch):
     """Else the first run after one that was killed would have nowhere to put its hosts."""
     (tmp_path / "none-0").mkdir()  # of no living process
-    monkeypatch.setattr("hosts.STATE", tmp_path)
+    monkeypatch.setattr("harness.hosts.STATE", tmp_path)
     _clear_leftovers()
     assert tmp_path.is_dir() and not list(tmp_path.iterdir())
 

@@ -281,12 +281,12 @@ def test_8_a_node_alone_does_not_train(write, tmp_path, root):
 
 def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
     job = TorchrunJob(write("short.py", SHORT), ["a b", 1, 0.5], nodes=local_nodes(1))
-    seen = [(job.id, find_port(job.write()[0]))]
+    seen = [(find_port(job.write()[0]), job.id)]
     first = job.run()
     assert first.results == (["a b", "1", "0.5"],)
     printed = capfd.readouterr().out
     assert "preflight: 1 node(s) ready" in printed and "[rank 0] done" in printed
-    seen.append((job.id, find_port(job.write()[0])))
+    seen.append((find_port(job.write()[0]), job.id))
     assert job.run(show=False).ok
     assert capfd.readouterr().out == ""
     assert seen[0][0] != seen[1][0] and seen[0][1] != seen[1][1], "what is left of one launch must not meet the next"

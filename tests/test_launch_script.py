@@ -199,7 +199,7 @@ def test_a_thousand_hostile_scripts_run_what_they_say_and_nothing_else(tmp_path)
         assert "--log-line-prefix-template=[rank ${rank}] " in options, path
         assert (job / "pwd").read_bytes() == os.fsencode(plan.work_folder) + b"\n", path
         wanted = {
-            "PYTHONPATH": f"{plan.code_folder}:{plan.code_folder}/script",
+            "PYTHONPATH": plan.code_folder,
             "LAB_JOB_ID": plan.job_id,
             "LAB_JOB_FOLDER": plan.job_folder,
             **({"GLOO_SOCKET_IFNAME": plan.interface, "NCCL_SOCKET_IFNAME": plan.interface} if plan.interface else {}),
@@ -364,24 +364,38 @@ def test_every_variable_arrives_or_is_refused(tmp_path):
     text = write_script(make_plan())
     own = {line.partition("=")[0] for line in text.splitlines() if line.partition("=")[0].isidentifier()}
     assert {"code", "job", "work", "options", "arguments"} <= own
-    refused, value = set(), "/bin:a[$(touch canary)]"  # bash computes what it assigns to some of its own variables
-    names = sorted({*listed, *own, "PYTHONPATH", "LAB_NODE", "RANDOM", "SECONDS", "LAB_DATA", "NCCL_DEBUG", "PATH"})
+    refused, hostile = set(), "/bin:a[$(touch canary)]"  # bash computes what it assigns to some of its own variables
+    names = sorted(
+        {
+            *listed,
+            *own,
+            "PYTHONPATH",
+            "PYTHONSAFEPATH",
+            "LAB_NODE",
+            "RANDOM",
+            "SECONDS",
+            "LAB_DATA",
+            "NCCL_DEBUG",
+            "PATH",
+        }
+    )
     for number, name in enumerate(names):
         job = tmp_path / f"job {number}"
         where = {"job_folder": str(job), "work_folder": str(tmp_path / "work"), "code_folder": str(tmp_path / "code")}
         try:
-            text = write_script(make_plan(python=python, env={name: value}, **where))
+            text = write_script(make_plan(python=python, env={name: hostile}, **where))
         except LabError as error:
             assert_explains(error, name)
             refused.add(name)
             continue
         done = subprocess.run(["bash", "-c", text], capture_output=True, cwd=tmp_path, timeout=20)
         assert (done.returncode, done.stderr) == (0, b""), name
+        value = f"{where['code_folder']}:{hostile}" if name == "PYTHONPATH" else hostile
         assert f"{name}={value}" in read_words(job / "environ"), name
         assert f"{where['code_folder']}/script/train.py" in read_words(job / "argv"), name
     assert not [path for path in tmp_path.rglob("*") if path.name == "canary"]
-    assert refused >= {"code", "job", "work", "UID", "LAB_NODE", "PYTHONPATH"}
-    assert not refused & {"LAB_DATA", "NCCL_DEBUG", "PATH", "HOME"}
+    assert refused >= {"code", "job", "work", "UID", "LAB_NODE", "PYTHONSAFEPATH"}
+    assert not refused & {"LAB_DATA", "NCCL_DEBUG", "PATH", "PYTHONPATH", "HOME"}
 
 
 @pytest.mark.parametrize(

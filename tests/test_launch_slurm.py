@@ -128,7 +128,7 @@ def test_the_request_is_written(plan):
         assert words in text
     assert "--master-addr" not in text
     static = write_sbatch(replace(plan, rank_order="nodes"), nodes[0].request)
-    assert "--master-addr" in static and "is_host" not in static
+    assert "--master-addr" in static and "--rdzv-conf=is_host" not in static
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
     text = write_sbatch(replace(plan, python=str(tools / "python"), rank_order=order), slurm_nodes(2)[0].request)
     # In place of srun: the same command, on each host in turn.
     (tmp_path / "job.sbatch").write_text(
-        text.partition("exec srun")[0] + 'bash -c "$(declare -f find_address run_node); run_node"'
+        text.partition("exec srun")[0] + 'bash -c "$(declare -f find_address find_place run_node); run_node"'
     )
     for index, node in enumerate(("n1", "n2")):
         hosts.set_hosts(node, f"127.0.0.1 localhost\n127.0.1.1 {node}\n{hosts.hosts_text}")

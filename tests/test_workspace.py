@@ -341,7 +341,7 @@ def test_a_full_disk_leaves_the_old_file_whole(labs, copy):
     nbformat.write(make_lab("x" * 200_000), labs / "01_lab.ipynb")
     # The child may write no file longer than 100 kB, which breaks off in the middle as a full disk does.
     code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-    code += "from lab_utils import workspace\nraise SystemExit(workspace.main())"
+    code += "from course import workspace\nraise SystemExit(workspace.main())"
     command = [sys.executable, "-c", code, "--notebooks", str(labs), "--workspace", str(copy)]
     child = subprocess.run(command, capture_output=True, text=True)
     assert child.returncode == 1
@@ -367,7 +367,7 @@ def test_killed_at_any_moment_it_leaves_whole_files_and_the_next_run_mends(labs,
     copy.mkdir()
     edited.write_bytes(b"mine")
     # A child that says when its imports are done, so that the blow falls while it works.
-    code = "from lab_utils import workspace\nprint('ready', flush=True)\nworkspace.main()"
+    code = "from course import workspace\nprint('ready', flush=True)\nworkspace.main()"
     chance, killed = random.Random(0), 0
     for trial in range(8):
         command = [sys.executable, "-c", code, "--notebooks", str(versions[trial % 2]), "--workspace", str(copy)]

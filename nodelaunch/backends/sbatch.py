@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lab_common import LabError
 from nodelaunch import kinds, values
-from nodelaunch.script import Plan, write_bounds, write_restart_setting, write_script
+from nodelaunch.script import Place, Plan, check_plan, write_environment, write_interface, write_start, write_variables
 
 PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
 TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}", re.ASCII)  # minutes, hours:minutes:seconds …
 # An option as it may stand in a line of #SBATCH, where a space or a quote would begin something else.
 OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -70,24 +68,27 @@ def write_sbatch(plan: Plan, request: SlurmRequest, *, lease: float = 8.0, grace
     Raises:
         LabError: A value cannot be in a script at all.
     """
-    # Its checks hold here too; the addresses, which it wants, are found out by the script.
-    write_script(replace(plan, address=LOOPBACK, head_address=LOOPBACK))
+    check_plan(plan)
     quote = shlex.quote
-    own = '"$LAB_JOB_ROOT"/node"$SLURM_NODEID"'
+    # The number of the job makes a port that two jobs on one node will not share.
+    port = str(plan.port) if plan.port else "$((20000 + SLURM_JOB_ID % 10000))"
+    place = Place(
+        node='"$SLURM_NODEID"',
+        own='"$own"',
+        head='"$head"',
+        is_host="$is_host",
+        port=port,
+        job='"$LAB_JOB_ROOT/node$SLURM_NODEID"',
+        interface=write_interface(plan, quote(plan.interface) if plan.interface else "$interface"),
+        rendezvous_id=f'{quote(plan.rendezvous_id)}-"$SLURM_JOB_ID"',
+        around='"${supervise[@]}" ',
+    )
     return f"""#!/usr/bin/env bash
 {_write_requests(plan, request)}
 # Job {plan.job_id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
 
-# What both this script and its part on each node have to know.
 export LAB_JOB_ROOT={quote(plan.job_folder)}
-export LAB_JOB_ID={quote(plan.job_id)} LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node}
-export {write_bounds(plan)}
-# torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of a node can see.
-export PET_RDZV_ID={quote(plan.rendezvous_id)}-"$SLURM_JOB_ID"
-# Where Python finds the training script and what it imports, as they were when the job was launched.
-export PYTHONPATH={quote(f"{plan.code_folder}:{plan.code_folder}/script")}
-export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-{write_restart_setting(plan)}{"".join(f"export {name}={quote(value)}{chr(10)}" for name, value in plan.env.items())}
+{write_environment(plan, place)}{write_variables(plan)}
 # The IPv4 address of a node by its name in Slurm, as it is seen from the node that asks.
 find_address() {{
   local known
@@ -95,12 +96,9 @@ find_address() {{
   getent ahostsv4 "$known" | sed -n '1s/ .*//p'
 }}
 
-# What runs on each node.
-run_node() {{
-  local names head peer route own
-  mkdir -p -- {own} {quote(plan.work_folder)} && cd -- {quote(plan.work_folder)} || exit 1
-  # A launcher reads one file per node; by hand, everything goes to the file of the job.
-  [ -z "${{LAB_LEASE:-}}" ] || exec > "$LAB_JOB_ROOT/node$SLURM_NODEID.out" 2>&1
+# Who this node is: its own address and interface, that of node 0, and whether it is that one.
+find_place() {{
+  local names peer route
   names=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
   # The way to another node tells the own address and interface. The own name would not: on Debian and Ubuntu it stands
   # for the loopback. Node 0 looks to node 1, and all others to node 0, where the rendezvous listens.
@@ -108,38 +106,29 @@ run_node() {{
   route=$(ip -4 route get "$peer")
   own=$(sed -n 's/.* src \\([^ ]*\\).*/\\1/p' <<< "$route")
   [ -n "$own" ] || {{ echo "No way to $peer, which is the other node: $route"; exit 1; }}
-  head=$([ "$SLURM_NODEID" = 0 ] && echo "$own" || echo "$peer")
-  {_write_interface(plan)}
-  export LAB_NODE=$SLURM_NODEID LAB_JOB_FOLDER={own}
-  # Left alone, every process takes all cores.
-  {_write_threads(plan)}
-  local options=(
-    --nnodes="$SLURM_NNODES"   # nodes that take part
-    --nproc-per-node={plan.nproc_per_node}       # processes on each, one per device
-{_write_rendezvous(plan)}
-    --local-addr="$own"        # so that no host name has to resolve
-    --max-restarts={plan.max_restarts}         # how often the workers are started anew after a failure
-    --monitor-interval=0.1     # seconds between two looks at the workers
-    --log-dir={own}/logs
-    --tee=3                    # the output of every rank goes to the output and into a file of its own
-    --log-line-prefix-template='[rank ${{rank}}] '
-  )
-  local arguments=({"".join(f"{chr(10)}    {quote(argument)}" for argument in plan.args)}
-  )
-  local supervise=()
-  # A launcher ends its job by taking this file away, and by dying; without one, that is for Slurm to do.
-  [ -z "${{LAB_LEASE:-}}" ] || supervise=(
-    {quote(plan.python)} -P -u -m nodelaunch.node.supervisor
-    --job-folder={own} --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={plan.limit:g} --
-  )
-  exec "${{supervise[@]}}" {quote(plan.python)} -m nodelaunch.node.agent "${{options[@]}}" \\
-    -m nodelaunch.node.worker {quote(f"{plan.code_folder}/script/{plan.script}")} "${{arguments[@]}}"
+  interface=$(sed -n 's/.* dev \\([^ ]*\\).*/\\1/p' <<< "$route")
+  head=$([ "$SLURM_NODEID" = 0 ] && echo "$own" || echo "$peer") is_host=$((SLURM_NODEID == 0))
 }}
 
-# One task per node, which is torchrun; when one has failed, the others are ended. srun does not know by itself how many
-# cores the job has per task. `declare -f` prints the two functions, since the other nodes do not have this file.
+# What runs on each node.
+run_node() {{
+supervise=()
+if [ -n "${{LAB_LEASE:-}}" ]; then
+  # A launcher reads one file per node, and ends its job by taking the lease away, and by dying. Without a launcher
+  # everything goes to the file of the job, and to end it is for Slurm to do.
+  exec > "$LAB_JOB_ROOT/node$SLURM_NODEID.out" 2>&1
+  supervise=(
+    {quote(plan.python)} -P -u -m nodelaunch.node.supervisor --job-folder="$LAB_JOB_ROOT/node$SLURM_NODEID"
+    --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={plan.limit:g} --
+  )
+fi
+find_place
+{write_start(plan, place)}}}
+
+# One task per node; when one has failed, the others are ended. srun does not know by itself how many cores the job has
+# per task. `declare -f` prints the functions, since the other nodes do not have this file.
 exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
-  bash -c "$(declare -f find_address run_node); run_node"
+  bash -c "$(declare -f find_address find_place run_node); run_node"
 """
 
 
@@ -159,35 +148,3 @@ def _write_requests(plan: Plan, request: SlurmRequest) -> str:
     lines += [(option, "as asked for") for option in request.extra]
     width = max(len(option) for option, _ in lines)
     return "\n".join(f"#SBATCH {option:<{width}}  # {comment}" for option, comment in lines)
-
-
-def _write_interface(plan: Plan) -> str:
-    if plan.interface is None:
-        found = "sed -n 's/.* dev \\([^ ]*\\).*/\\1/p' <<< \"$route\""
-        return f"GLOO_SOCKET_IFNAME=$({found})\n  export GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME=$GLOO_SOCKET_IFNAME"
-    name = shlex.quote(plan.interface)
-    return f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-
-
-def _write_threads(plan: Plan) -> str:
-    share = plan.nproc_per_node
-    return f"export OMP_NUM_THREADS={plan.threads or f'$(( ($(nproc) + {share - 1}) / {share} ))'}"
-
-
-def _find_port(plan: Plan) -> str:
-    # The number of the job makes a port that two jobs on one node will not share.
-    return str(plan.port) if plan.port else "$((20000 + SLURM_JOB_ID % 10000))"
-
-
-def _write_rendezvous(plan: Plan) -> str:
-    port = _find_port(plan)
-    if plan.rank_order == "nodes":
-        return f"""    --rdzv-backend=static      # ranks in the order of the nodes
-    --node-rank="$SLURM_NODEID"
-    --master-addr="$head"      # where node 0 listens
-    --master-port={port}
-    --rdzv-conf=timeout={math.ceil(plan.join_timeout)}     # seconds to wait for all nodes"""
-    conf = f"is_host=$((SLURM_NODEID == 0)),join_timeout={math.ceil(plan.join_timeout)},read_timeout=30"
-    return f"""    --rdzv-backend=c10d        # the nodes find each other, and are numbered by address
-    --rdzv-endpoint="$head:{port}"  # where node 0 listens
-    --rdzv-conf={conf}"""

@@ -22,14 +22,14 @@ MARGIN, GRACE = 10.0, 5.0
 
 def main() -> None:
     """Runs torchrun with this process's arguments."""
-    threading.Thread(target=_keep_bounds, daemon=True, name="bounds").start()
+    threading.Thread(target=keep_bounds, daemon=True, name="bounds").start()
     guard_stores()
     from torch.distributed.run import main as run_torchrun
 
     run_torchrun()
 
 
-def _keep_bounds() -> None:
+def keep_bounds() -> None:
     """Ends this process when its workers did not start in time, and after the job's limit."""
     start, events = time.monotonic(), Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
     join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))

@@ -1,14 +1,18 @@
-"""How a training script hands its result to the launcher."""
+"""What a rank tells the supervisor of its node: its result, events, one line of JSON each, and all that it prints."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 from lab_common import LabError
 from lab_common.files import write_atomically
+from nodelaunch.node import RANKS
 
 # Each rank's result goes over the connection to its node in one line.
 LONGEST = 8 * 2**20
@@ -41,3 +45,49 @@ def report(value: Any) -> None:
     results.mkdir(parents=True, exist_ok=True)
     with write_atomically(results / f"rank{os.environ.get('RANK', '0')}.json") as file:
         file.write(text.encode())
+
+
+class Events:
+    """Lines of JSON in a file that all ranks of a node append to, each in one write."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._path, self._rank = folder / "events.jsonl", rank
+
+    def write(self, event: str, **facts: object) -> None:
+        """Adds a line."""
+        line = json.dumps({"event": event, "rank": self._rank, "time": time.time(), **facts}) + "\n"
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+    def introduce(self, *, pid: int, local_rank: int, processes: int) -> None:
+        """Says who this rank is; ``processes`` is how many the node has."""
+        who = {"pid": pid, "host": socket.gethostname(), "local_rank": local_rank, "processes": processes}
+        self.write("worker", node=int(os.environ["LAB_NODE"]), **who)
+
+
+def open_output(folder: Path, rank: int) -> int | None:
+    """Returns a descriptor of which the node's supervisor reads what a rank prints, and bounds it.
+
+    None where there is no supervisor. torchrun would write all of it to the disk first, at the disk's speed and without
+    end.
+    """
+    here = Path.cwd()
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
+        os.chdir(folder)  # see Supervisor._open_socket
+        try:
+            link.connect(RANKS)
+        finally:
+            os.chdir(here)
+        theirs, ours = os.pipe()
+        try:
+            socket.send_fds(link, [str(rank).encode()], [theirs])
+            link.settimeout(10.0)
+            if link.recv(1):
+                return ours
+        finally:
+            os.close(theirs)
+        os.close(ours)
+    return None

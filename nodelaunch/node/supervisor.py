@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -28,13 +27,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nodelaunch.node import RANKS, guard
+from nodelaunch.node.children import PR_SET_CHILD_SUBREAPER, set_process, start_child
 from nodelaunch.node.errors import measure_room
 from nodelaunch.node.guard import kill_all
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Log, Output
 from nodelaunch.node.reasons import StopReason
 
 MARK = "\x1e"
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
 STOPPED = 124
 
 
@@ -60,7 +59,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the command to its end, or to a reason to stop; returns the exit status."""
-        _set_process(PR_SET_CHILD_SUBREAPER, 1)
+        set_process(PR_SET_CHILD_SUBREAPER, 1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._stop(StopReason.SIGNAL, f"signal {number}", signal=number))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
@@ -100,23 +99,8 @@ class Supervisor:
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
     def _start(self) -> subprocess.Popen:
-        parent = os.getpid()
-
-        def die_with_me() -> None:
-            # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the
-            # same. Not by SIGTERM: torchrun does not hear it while it waits, in C, for another node's to end.
-            _set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
-
-        return subprocess.Popen(
-            self._options.command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_me,
-        )
+        # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the same.
+        return start_child(self._options.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def _wait_for(self, thread: threading.Thread, started: float) -> None:
         """Waits as long as there is something to write and somebody who reads it; not for long where it has to end."""
@@ -289,11 +273,6 @@ def _start_guard() -> subprocess.Popen:
     identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
     program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
-
-
-def _set_process(option: int, value: int) -> None:
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(option, value)
 
 
 def _reap(process: subprocess.Popen) -> None:

@@ -10,11 +10,9 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
-import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -22,29 +20,35 @@ import traceback
 from pathlib import Path
 from types import TracebackType
 
-from nodelaunch.node import RANKS
 from nodelaunch.node.agreement import MismatchError, check_agreement
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
+from nodelaunch.node.report import Events, open_output
 from nodelaunch.node.stores import guard_stores
 
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
 HANG_EXIT = 75
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def main() -> None:
     """Runs the training script that stands first among the arguments."""
     script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.path.insert(0, str(Path(script).parent))  # as `python script` does; and so do the programs that it starts
+    os.environ.pop("PYTHONSAFEPATH", None)
     rank, folder = int(os.environ["RANK"]), Path(os.environ["LAB_JOB_FOLDER"])
     _die_with_agent()
-    events = Events(folder / "events.jsonl", rank)
+    events = Events(folder, rank)
     stacks = folder / "stacks"
     stacks.mkdir(parents=True, exist_ok=True)
-    _hand_over_output(folder, rank)
+    if output := open_output(folder, rank):  # else torchrun shows it
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
     with (stacks / f"rank{rank}.txt").open("w") as file:
         # torchrun ends a worker with SIGTERM: where it stood then is what tells which rank waited for which.
         faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
-        events.write("worker", **_introduce())
+        local_rank, processes = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+        events.introduce(pid=os.getpid(), local_rank=local_rank, processes=processes)
         try:
             # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at
             # each step of the training, takes time and finds none.
@@ -69,22 +73,6 @@ def main() -> None:
             os._exit(1)
     events.write("done")
     gc.freeze()  # the interpreter's last search for garbage takes longer than what it frees is worth
-
-
-class Events:
-    """Lines of JSON in a file that all ranks of a node append to, each in one write."""
-
-    def __init__(self, path: Path, rank: int) -> None:
-        self._path, self._rank = path, rank
-
-    def write(self, event: str, **facts: object) -> None:
-        """Adds a line."""
-        line = json.dumps({"event": event, "rank": self._rank, "time": time.time(), **facts}) + "\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
 
 
 class Watch(threading.Thread):
@@ -150,33 +138,6 @@ def _is_connected() -> bool:
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     return bool(distributed and distributed.is_available() and distributed.is_initialized())
-
-
-def _introduce() -> dict:
-    facts = {"pid": os.getpid(), "host": socket.gethostname(), "local_rank": int(os.environ["LOCAL_RANK"])}
-    return {**facts, "node": int(os.environ["LAB_NODE"]), "processes": int(os.environ["LOCAL_WORLD_SIZE"])}
-
-
-def _hand_over_output(folder: Path, rank: int) -> None:
-    """Has the node's supervisor read what this rank prints, which bounds it; where there is none, torchrun shows it.
-
-    torchrun would write all of it to the disk first, at the disk's speed and without end.
-    """
-    here = Path.cwd()
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
-        os.chdir(folder)  # see Supervisor._open_socket
-        try:
-            link.connect(RANKS)
-        finally:
-            os.chdir(here)
-        ends = os.pipe()
-        socket.send_fds(link, [str(rank).encode()], [ends[0]])
-        link.settimeout(10.0)
-        if link.recv(1):
-            os.dup2(ends[1], 1)
-            os.dup2(ends[1], 2)
-        for end in ends:
-            os.close(end)
 
 
 def _die_with_agent() -> None:

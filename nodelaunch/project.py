@@ -1,0 +1,124 @@
+"""A project's folder as it is copied to the nodes: without what is data, ignored by git, or made by tools."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lab_common import LabError, env_folder
+from lab_common.text import clean
+
+# Made by tools, and made anew by them; a virtual environment is told by its pyvenv.cfg.
+MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
+MADE |= {"__pycache__", "node_modules", "wandb"}
+# A larger file is data. All of a project is kept in memory, and sent to each node at each launch.
+LARGEST, TOTAL, MOST = 8 * 2**20, 64 * 2**20, 5000
+
+
+@dataclass(frozen=True)
+class Project:
+    """What of a folder is copied.
+
+    Attributes:
+        root: The folder.
+        files: By their path within it.
+        left_out: What is not copied, in words, for the learner.
+    """
+
+    root: Path
+    files: dict[str, Path]
+    left_out: tuple[str, ...]
+
+    def describe(self) -> str:
+        """One line: how much is copied, and what is not."""
+        size = sum(path.stat().st_size for path in self.files.values())
+        out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
+        return f"project {clean(self.root.name, 60)}: {len(self.files)} files, {size / 2**20:.1f} MiB{out}"
+
+
+def find_project(root: Path) -> Project:
+    """Looks through a folder.
+
+    Raises:
+        LabError: It has more files, or larger ones in sum, than a job can carry.
+    """
+    listed, left_out = _list_git(root), []
+    if listed is None:
+        listed = list(_walk(root, left_out))
+    files, size, large = {}, 0, []
+    for name in sorted(listed):
+        path = root / name
+        try:
+            facts = path.stat()
+        except OSError:  # git still lists it, or its link leads nowhere
+            left_out.append(f"{clean(name, 60)} (not there)")
+            continue
+        if not stat.S_ISREG(facts.st_mode) or root not in path.resolve().parents:
+            left_out.append(f"{clean(name, 60)} (leads elsewhere)")
+        elif facts.st_size > LARGEST:
+            large.append((facts.st_size, name))
+        else:
+            files[name], size = path, size + facts.st_size
+        if len(files) > MOST or size > TOTAL:
+            raise _refuse(root, files, size)
+    left_out += [f"{clean(name, 60)} ({bytes_ / 2**20:,.0f} MiB)" for bytes_, name in sorted(large, reverse=True)]
+    if len(left_out) > 6:
+        left_out[5:] = [f"and {len(left_out) - 5} more"]
+    return Project(root, files, tuple(left_out))
+
+
+def name_work(root: Path) -> str:
+    """The name of a project's folder on a node: readable, and another one for another folder of the same name."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.name)[:40].strip("-.") or "project"
+    return f"{name}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:6]}"
+
+
+def _list_git(root: Path) -> list[str] | None:
+    """The files that git knows or would take; None where the folder is not git's."""
+    if not shutil.which("git"):
+        return None
+    # Not what an unfriendly repository has in its configuration: a program that git asks for changes (fsmonitor).
+    git = ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-z"]
+    command = [*git, "--cached", "--others", "--exclude-standard", "--", "."]
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30)
+    except subprocess.TimeoutExpired:
+        return None
+    if done.returncode or not done.stdout:  # no repository, another user's, or a folder that one ignores
+        return None
+    names = {os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+    return [name for name in names if not MADE & {*Path(name).parts[:-1]}]
+
+
+def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
+    """The files below a folder; says which folders are left out."""
+    own = {env_folder("LAB_RUNS", "runs").resolve(), env_folder("LAB_DATA", "data").resolve()}
+    for place, folders, names in os.walk(root):
+        for name in list(folders):
+            path = Path(place, name)
+            if name in MADE or path.resolve() in own or (path / "pyvenv.cfg").exists() or path.is_symlink():
+                folders.remove(name)
+                if name != "__pycache__":
+                    left_out.append(clean(path.relative_to(root), 60))
+        yield from (str(Path(place, name).relative_to(root)) for name in names)
+
+
+def _refuse(root: Path, files: dict[str, Path], size: int) -> LabError:
+    by_folder: Counter[str] = Counter()
+    for name, path in files.items():
+        by_folder[name.partition("/")[0]] += path.stat().st_size
+    heaviest = ", ".join(clean(name, 40) for name, _ in by_folder.most_common(3))
+    return LabError(
+        f"The project is too large for a job: over {min(size, TOTAL) >> 20} MiB, or {min(len(files), MOST):,} files.",
+        where=clean(root, 300),
+        cause=f"a project is copied to each node at each launch; most of it is in {heaviest}",
+        fix="name data in a .gitignore, or give a smaller folder as root=",
+    )

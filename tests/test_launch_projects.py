@@ -1,0 +1,286 @@
+"""A project's folder as the unit of a job, and programs other than torchrun with the same lease, logs and diagnosis."""
+
+import signal
+import subprocess
+import time
+
+import pytest
+from harness.drawn import assert_explains
+from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, run_badly, wait_for
+
+from lab_common import LabError
+from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch.project import LARGEST, TOTAL, find_project
+
+pytestmark = pytest.mark.usefixtures("runs")
+
+# As other people write one: neighbours imported, files opened by relative paths, results left in the current folder.
+PROJECT = {
+    "examples/train.py": """
+import json, os, pathlib, sys
+import torch.distributed as dist
+from helper import double          # beside the script
+from net.model import WIDTH        # below the project's folder
+import nodelaunch as launch
+dist.init_process_group("gloo")
+width = json.load(open("configs/small.json"))["width"]
+runs = pathlib.Path("runs.txt")
+runs.write_text(f"{runs.read_text() if runs.exists() else ''}{sys.argv[1]};")
+launch.report([double(width), WIDTH, runs.read_text(), sys.argv[1:], sys.path[0] == os.path.dirname(__file__)])
+dist.destroy_process_group()
+""",
+    "examples/helper.py": "def double(x):\n    return 2 * x\n",
+    "net/__init__.py": "",
+    "net/model.py": "WIDTH = 7\n",
+    "configs/small.json": '{"width": 21}',
+}
+# Without torch: what every rank is told, by the variables.
+PLAIN = """
+import json, os, signal, sys, time
+import nodelaunch as launch
+mode, faulty = sys.argv[1], os.environ["RANK"] == "1"
+names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "COLOUR"]
+launch.report([*(os.environ.get(name) for name in names), sys.argv[1:], "torch" in sys.modules])
+print("connected")
+print("to stderr", file=sys.stderr)
+if mode == "raise" and faulty:
+    print(f"fault at {time.time()}")
+    raise ValueError("bad luck in batch 7")
+if mode == "kill" and faulty:
+    print(f"fault at {time.time()}")
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "exit" and faulty:
+    print(f"fault at {time.time()}")
+    sys.exit(3)
+if mode == "stubborn" and faulty:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while mode != "ok":
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    root = tmp_path / "my project"
+    for name, text in PROJECT.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+@pytest.fixture
+def plain(tmp_path):
+    path = tmp_path / "plain.py"
+    path.write_text(PLAIN)
+
+    def make(*arguments, nodes=None, program=("python",), **options):
+        return TorchrunJob(path, arguments, nodes=nodes or local_nodes(2), program=program, **options)
+
+    return make
+
+
+def test_a_project_runs_as_it_does_where_it_lies(project, monkeypatch):
+    """`PYTHONPATH=. torchrun examples/train.py first`, moved into a cell; what it leaves stays for the next job."""
+    monkeypatch.chdir(project)
+    heard = Heard()
+    for number, word in enumerate(("first", "second")):
+        path = {"PYTHONPATH": "."}
+        job = TorchrunJob("examples/train.py", [word], root=".", nodes=local_nodes(2), env=path)
+        result = job.run(show=heard)
+        for value in result.results:
+            assert value == [42, 7, "first;second;"[: 6 if number == 0 else 13], [word], True]
+    assert "project my project: 5 files, 0.0 MiB" in heard.lines
+    assert not (project / "runs.txt").exists(), "the project itself is left alone"
+
+
+def test_a_changed_project_is_what_runs_next(project):
+    def run():
+        job = TorchrunJob("examples/train.py", ["x"], root=project, nodes=local_nodes(1), env={"PYTHONPATH": "."})
+        return job.run(show=False).results[0][1]
+
+    assert run() == 7
+    (project / "net/model.py").write_text("WIDTH = 8\n")
+    assert run() == 8
+
+
+def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
+    """As with torchrun itself: a file beside the project's folders may have the name of a module of Python's."""
+    (project / "queue.py").write_text("raise SystemExit('this is not the standard library')\n")
+    (project / "examples/train.py").write_text("import queue, nodelaunch as l; l.report(hasattr(queue, 'Queue'))")
+    assert TorchrunJob("examples/train.py", root=project, nodes=local_nodes(1)).run(show=False).results == (True,)
+
+
+def test_two_projects_of_one_name_do_not_share_a_folder(tmp_path):
+    places = []
+    for number in "12":
+        script = tmp_path / number / "app" / "train.py"
+        script.parent.mkdir(parents=True)
+        script.write_text("import os, nodelaunch as launch; launch.report(os.getcwd())")
+        job = TorchrunJob("train.py", root=script.parent, nodes=local_nodes(1), program=["python"])
+        places += job.run(show=False).results
+    assert len(set(places)) == 2 and all("/work/app-" in place for place in places), places
+
+
+def test_git_says_what_is_ignored_and_what_is_large_is_left_out(project):
+    (project / ".gitignore").write_text("*.bin\nsecret.txt\n")
+    for name in ("weights.bin", "secret.txt", "new.py"):
+        (project / name).write_text("x")
+    with (project / "images.tar").open("wb") as file:
+        file.truncate(LARGEST + 1)
+    (project / "gone").symlink_to("nowhere")
+    (project / "shadow").symlink_to("/etc/passwd")
+    (project / "again.py").symlink_to("new.py")
+    for command in (["init", "-q"], ["add", "examples"]):
+        subprocess.run(["git", *command], cwd=project, check=True)
+    found = find_project(project)
+    assert found.files.keys() == {*PROJECT, ".gitignore", "new.py", "again.py"}
+    assert set(found.left_out) == {"images.tar (8 MiB)", "gone (not there)", "shadow (leads elsewhere)"}
+
+
+def test_without_git_what_tools_make_is_left_out(project, monkeypatch, tmp_path):
+    monkeypatch.setenv("LAB_DATA", str(project / "images"))
+    for name in (".git/config", "env/pyvenv.cfg", "env/lib.py", "net/__pycache__/a.pyc", "images/a.png", ".hidden"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("x")
+    (project / "linked").symlink_to(tmp_path)
+    found = find_project(project)
+    assert found.files.keys() == {*PROJECT, ".hidden"}
+    assert set(found.left_out) == {".git", "env", "images", "linked"}
+
+
+def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
+    (project / "images").mkdir()
+    for number in range(TOTAL // LARGEST + 1):
+        with (project / "images" / f"{number}").open("wb") as file:
+            file.truncate(LARGEST)
+    with pytest.raises(LabError) as caught:
+        find_project(project)
+    assert_explains(caught.value, "too large", "images", ".gitignore")
+
+
+def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
+    for options, words in (
+        ({"script": "train.py", "root": project / "nowhere"}, ("is a folder", "root='.'")),
+        ({"script": tmp_path / "train.py", "root": project}, ("not within", str(project))),
+        ({"script": "../train.py", "root": project}, ("not within", str(project))),
+        ({"script": "examples/train.py", "root": project, "files": ["a.py"]}, ("all of its files",)),
+        ({"script": "examples/train.py", "root": 3}, ("root", "path")),
+        ({"script": "examples/nothing.py", "root": project}, ("no file", "nothing.py")),
+    ):
+        with pytest.raises(LabError) as caught:
+            TorchrunJob(nodes=local_nodes(1), **options).run(show=False)
+        assert_explains(caught.value, *words)
+
+
+def test_a_file_that_is_not_copied_is_named_with_the_way_to_copy_it(project):
+    job = TorchrunJob(project / "examples" / "train.py", ["x"], nodes=local_nodes(1))
+    error = job.run(check=False, show=False).failure
+    assert "No module named 'helper'" in error.message and "root=" in error.fix
+    files = [project / "examples/helper.py", project / "net/model.py"]
+    (project / "examples/train.py").write_text("open('configs/small.json')")
+    error = TorchrunJob(project / "examples/train.py", files=files, nodes=local_nodes(1)).run(check=False, show=False)
+    assert "configs/small.json" in error.failure.message and "root=" in error.failure.fix
+    assert "folder of its own" in error.failure.cause
+
+
+def test_another_program_gets_the_variables_of_torchrun(plain):
+    heard = Heard()
+    job = plain("ok", "two words", "$(touch canary)", nproc_per_node=2, env={"COLOUR": "deep blue"})
+    result = job.run(show=heard)
+    addresses = {rank.address for rank in result.ranks}
+    assert addresses == {"127.0.0.1", "127.0.0.2"}
+    for rank, value in enumerate(result.results):
+        places = [str(rank), str(rank % 2), str(rank // 2), "4", "2", "127.0.0.1", "deep blue"]
+        assert value == [*places, ["ok", "two words", "$(touch canary)"], False]
+        assert {f"[rank {rank}] connected", f"[rank {rank}] to stderr"} <= set(heard.lines)
+    assert_gone(job.id, 1)
+
+
+@pytest.mark.parametrize(("mode", "kind", "words"), [
+    ("raise", "exception", ["Rank 1 on node1 failed first: ValueError: bad luck in batch 7", 'File "plain.py", line']),
+    ("kill", "signal", ["Rank 1 on node1 was killed by signal 9"]),
+    ("exit", "exit", ["Rank 1 on node1 failed first: exit status 3"]),
+])  # fmt: skip
+def test_another_program_that_fails_is_explained_as_well(plain, mode, kind, words):
+    error = run_badly(plain(mode), Heard(), seconds=8)
+    assert error.result.failure.kind == kind
+    for word in words:
+        assert word in str(error), str(error)
+
+
+def test_a_shell_script_is_a_program_too(write):
+    script = write("each.sh", 'echo "node $GROUP_RANK of $1, $PWD"; test -d "$LAB_JOB_FOLDER"\n')
+    job = TorchrunJob(script, ["two"], nodes=local_nodes(2), program=["bash", "-eu"])
+    lines = job.run(show=False).lines
+    assert sorted(line.partition(",")[0] for line in lines) == [f"[rank {n}] node {n} of two" for n in (0, 1)]
+
+
+def test_a_program_that_is_not_there_is_named(plain):
+    error = plain("ok", program=["no-such-program"]).run(check=False, show=False).failure
+    assert "no-such-program cannot be started" in error.what
+    assert "has no such program" in error.cause and "/path/to" in error.fix
+
+
+def test_only_torchrun_starts_anew(plain):
+    with pytest.raises(LabError) as caught:
+        plain("ok", max_restarts=1).run(show=False)
+    assert_explains(caught.value, "Only torchrun", "max_restarts=1")
+
+
+@pytest.mark.parametrize("text", ["python", [3], [""], [["python"]], "x"])
+def test_a_program_is_a_list_of_texts(plain, text):
+    with pytest.raises(LabError, match="program"):
+        plain("ok", program=text)
+
+
+def test_by_hand_it_needs_no_launcher(plain, runs):
+    job = plain("ok", nodes=local_nodes(1), nproc_per_node=2)
+    (path,) = job.write()
+    copy_code(job)
+    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.count("connected") == 2, done.stderr
+    assert len(list(runs.glob("nodes/node0/jobs/*/node0/results/rank*.json"))) == 2
+    assert_gone(job.id, 1)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("part", ["node.supervisor", "node.starter", "plain.py"])
+def test_18_parts_of_such_a_job_that_are_killed(plain, part):
+    """Whichever part goes, all of it goes: also a process that ignores SIGTERM."""
+    job, heard, times = plain("stubborn"), Heard(), []
+
+    def act(line):
+        times.append(time.time())
+        found = find_processes(job.id, part, 1)
+        if part == "plain.py":
+            found = [pid for pid in found if pid not in find_processes(job.id, "node.", 1)]
+        kill(found, signal.SIGKILL)
+
+    heard.when["[rank 1] connected"] = act
+    error = run_badly(job, heard, seconds=10, since=lambda: times[0])
+    assert "node1" in str(error)
+
+
+@pytest.mark.drill
+def test_such_a_job_on_two_hosts_is_stopped(plain, hosts):
+    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
+    try:
+        job = plain("stubborn", nodes=nodes)
+        running = job.start(show=(heard := Heard()))
+        wait_for(lambda: sum("connected" in line for line in heard.lines) == 2)
+        assert {rank for line in heard.lines for rank in ("[rank 0]", "[rank 1]") if rank in line}
+        start = time.monotonic()
+        running.stop()
+        assert running.wait(check=False).failure.kind == "stopped"
+        assert time.monotonic() - start < 5
+        assert_gone(job.id, 5)
+    finally:
+        nodes[0].close()
+
+
+def test_a_process_that_prints_without_end_is_bounded(write, runs):
+    script = write("loud.py", "import sys\nfor _ in range(300_000):\n    print('x' * 100)\nprint('last')\n")
+    result = TorchrunJob(script, nodes=local_nodes(1), program=["python"]).run(show=False)
+    assert result.lines[-1] == "[rank 0] last"
+    assert (result.folder / "output.log").stat().st_size < 64 * 2**20
+    assert (runs / "nodes/node0/jobs" / result.folder.name / "node0/output.log").stat().st_size < 64 * 2**20
