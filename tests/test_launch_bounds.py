@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from harness.jobs import (
+    PLAIN,
+    PYTHON,
     TROUBLE,
     assert_gone,
     check_error,
@@ -53,7 +55,7 @@ launch.report(7)
 MEASURE = """
 import json, resource, sys, time
 from nodelaunch import TorchrunJob, local_nodes
-job = TorchrunJob(sys.argv[1], [sys.argv[2]], nodes=local_nodes(2))
+job = TorchrunJob(sys.argv[1], [sys.argv[2]], nodes=local_nodes(2), program=["python"])
 job.preflight()
 def peak():  # Linux: KiB, and of this process alone, where ru_maxrss begins with that of its parent
     return int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]) / 1024
@@ -183,13 +185,12 @@ def test_a_result_that_is_too_long_is_refused():
 
 FAMILY = """
 import os, subprocess, sys, time
-import torch.distributed as dist
-import nodelaunch as launch
-dist.init_process_group("gloo")
+if "torchrun" in sys.argv:
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
 for words in (["sleep", "300"], [sys.executable, "-c", "import time; time.sleep(300)"]):
     subprocess.Popen(words, start_new_session=True)
 subprocess.Popen("sleep 300 & sleep 300", shell=True)
-dist.barrier()
 print("connected", flush=True)
 time.sleep(300)
 """
@@ -240,8 +241,8 @@ def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_
 @pytest.mark.drill
 @pytest.mark.parametrize("nodes", [[1], [0, 1]])
 def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, write):
-    limit = 20
-    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2), limit=limit)
+    limit = 10
+    job = TorchrunJob(write("train.py", PLAIN), ["loop"], nodes=local_nodes(2), limit=limit, **PYTHON)
     job_id, start = job.id, time.time()
 
     def stop():
@@ -267,7 +268,7 @@ def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where,
 @pytest.mark.drill
 @pytest.mark.parametrize(("where", "launcher_too"), [("local", False), ("local", True), ("hosts", True)])
 def test_43_supervisors_that_are_killed_leave_no_grandchildren(where, launcher_too, write, request):
-    launcher, job_id = start_job(write, where, request)
+    launcher, job_id = start_job(write, where, request, torchrun=not launcher_too)
     assert len(find_processes(job_id, "sleep")) >= 8
     kill(find_processes(job_id, "node.supervisor"), signal.SIGKILL)
     if launcher_too:
@@ -276,7 +277,7 @@ def test_43_supervisors_that_are_killed_leave_no_grandchildren(where, launcher_t
     launcher.wait(20)
 
 
-def start_job(write, where, request):
+def start_job(write, where, request, *, torchrun=False):
     """Starts a launcher whose ranks have children, in sessions of their own, too; returns it and the job's id."""
     nodes = "local_nodes(2)"
     if where == "hosts":
@@ -285,7 +286,9 @@ def start_job(write, where, request):
     script = write("family.py", FAMILY)
     code = f"""
 from nodelaunch import *
-job = TorchrunJob({str(script)!r}, nodes={nodes})
+torchrun = {torchrun}
+words, program = (["torchrun"], []) if torchrun else ([], ["python"])
+job = TorchrunJob({str(script)!r}, words, nodes={nodes}, program=program)
 print("id", job.id, "id", flush=True)
 job.run()
 """
@@ -319,7 +322,7 @@ def test_44_a_node_that_was_started_by_hand_and_never_joins_ends_by_itself(write
 
 
 def test_43_a_guard_is_no_part_of_the_job_and_goes_with_it(write):
-    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2))
+    job = TorchrunJob(write("train.py", PLAIN), ["loop"], nodes=local_nodes(2), **PYTHON)
     job_id, guards = job.id, []
 
     def look():

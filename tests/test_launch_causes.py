@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import TROUBLE, Heard, find_processes, run_badly
+from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, find_processes, run_badly
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
@@ -32,10 +32,15 @@ def script(write):
 
 
 @pytest.mark.parametrize("node", [0, 1])
-@pytest.mark.parametrize(("part", "program"), [("node.agent", "torchrun"), ("node.supervisor", "The supervisor")])
+@pytest.mark.parametrize("part", ["node.agent", "node.supervisor"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_whoever_is_ended_by_a_signal_is_named(script, number, part, program, node):
-    job, connected, sent = TorchrunJob(script, ["loop"], nodes=local_nodes(2)), [], []
+def test_whoever_is_ended_by_a_signal_is_named(script, number, part, node):
+    program = {"node.agent": "torchrun", "node.supervisor": "The supervisor"}[part]
+    options = {}
+    if part == "node.supervisor" and node == 0:  # which does not depend on what it supervises
+        script.write_text(PLAIN)
+        options = PYTHON
+    job, connected, sent = TorchrunJob(script, ["loop"], nodes=local_nodes(2), **options), [], []
 
     def send(line):
         connected.append(line)
@@ -85,7 +90,8 @@ if own[own.index("-m") + 1] == "nodelaunch.node.{part}" and os.environ["LAB_NODE
 )
 def test_a_rank_that_ends_before_its_first_word_is_named(write, act, kind, words):
     site, begun = write("own/sitecustomize.py", EARLY.format(part="worker", act=act)), time.time()
-    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), files=[site])
+    path = {"PYTHONPATH": site.parent}
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env=path)
     error = run_badly(job, Heard(), seconds=20, since=lambda: begun)
     failure = error.result.failure
     assert (failure.kind, failure.rank, failure.node) == (kind, 1, "node1"), str(error)
@@ -95,7 +101,8 @@ def test_a_rank_that_ends_before_its_first_word_is_named(write, act, kind, words
 
 def test_a_torchrun_that_is_killed_as_it_starts_is_named(write):
     site = write("own/sitecustomize.py", EARLY.format(part="agent", act="os.kill(os.getpid(), 9)"))
-    job, begun = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), files=[site]), time.time()
+    path, begun = {"PYTHONPATH": site.parent}, time.time()
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env=path)
     error = run_badly(job, Heard(), seconds=20, since=lambda: begun)
     assert "torchrun on node1 was ended by signal 9 (SIGKILL)" in error.what
 
@@ -276,7 +283,7 @@ def edit_code(node, job, how):
 def test_code_that_was_edited_after_the_preflight_is_named(write, how):
     """The preflight still counts, and has not seen it."""
     nodes = local_nodes(2)
-    job = TorchrunJob(write("train.py", SHORT), nodes=nodes)
+    job = TorchrunJob(write("train.py", SHORT), nodes=nodes, **PYTHON)
     assert job.run(show=False, force=True).results == (1, 1)
     assert not [red for red in job.preflight().reds if red.check == "code"]
     folder = edit_code(nodes[1], job, how)
@@ -287,7 +294,7 @@ def test_code_that_was_edited_after_the_preflight_is_named(write, how):
 
 def test_code_that_was_edited_is_named_where_the_job_is_forced(write):
     nodes = local_nodes(1)
-    job = TorchrunJob(write("train.py", SHORT), nodes=nodes)
+    job = TorchrunJob(write("train.py", SHORT), nodes=nodes, **PYTHON)
     assert job.run(show=False, force=True).ok
     folder, heard = edit_code(nodes[0], job, "package"), Heard()
     assert job.run(show=heard, force=True).ok

@@ -15,6 +15,8 @@ import time
 
 import pytest
 from harness.jobs import (
+    PLAIN,
+    PYTHON,
     TROUBLE,
     Heard,
     assert_gone,
@@ -34,10 +36,11 @@ pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 
 
 CHATTY = """
-import os, sys, threading, time
-import torch.distributed as dist
-dist.init_process_group("gloo")
-dist.barrier()
+import os, sys, time
+if sys.argv[1] == "failure":
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
 print("connected", flush=True)
 end = time.monotonic() + (3 if sys.argv[1] == "failure" and os.environ["RANK"] == "1" else 600)
 while time.monotonic() < end:
@@ -63,9 +66,12 @@ def remote(hosts):
 
 @pytest.fixture
 def make(script, request):
-    """Makes a job that goes wrong as told, on this machine or on the hosts."""
+    """Makes a job that goes wrong as told, on this machine or on the hosts; ``plain`` without torchrun."""
 
-    def run(mode, *, where="local", **kwargs):
+    def run(mode, *, where="local", plain=False, **kwargs):
+        if plain:
+            script.write_text(PLAIN)
+            kwargs |= PYTHON
         nodes = request.getfixturevalue("remote") if where == "hosts" else local_nodes(2)
         return TorchrunJob(script, [mode], nodes=nodes, **kwargs)
 
@@ -248,10 +254,10 @@ def start_launcher(tmp_path):
         launcher.end()
 
 
-def write_launch(script, mode, nodes):
+def write_launch(script, mode, nodes, program=()):
     return (
         "from nodelaunch import *\n"
-        f"job = TorchrunJob({str(script)!r}, [{mode!r}], nodes={nodes})\n"
+        f"job = TorchrunJob({str(script)!r}, [{mode!r}], nodes={nodes}, program={list(program)})\n"
         "print('id', job.id, 'id', flush=True)\n"
         "job.run()\n"
     )
@@ -260,14 +266,15 @@ def write_launch(script, mode, nodes):
 @pytest.mark.parametrize("where", ["local", "hosts"])
 def test_18_a_launcher_that_is_killed(where, script, start_launcher, request, runs):
     """Also with a worker that ignores SIGTERM: no process outlives its launcher by more than 10 s, anywhere."""
-    nodes = "local_nodes(2)"
+    nodes, program = "local_nodes(2)", ()
     if where == "hosts":
         config = str(request.getfixturevalue("hosts").ssh_config)
-        nodes = f"ssh_nodes(['n1', 'n2'], config={config!r}, folder='/node/labs')"
-    launcher = start_launcher(write_launch(script, "stubborn", nodes))
+        nodes, program = f"ssh_nodes(['n1', 'n2'], config={config!r}, folder='/node/labs')", ["python"]
+        script.write_text(PLAIN)
+    launcher = start_launcher(write_launch(script, "stubborn", nodes, program))
     launcher.wait_for("] connected", count=2)
     job_id = launcher.output.read_text().split(" id")[0].removeprefix("id ")
-    assert len(find_processes(job_id, "node.worker")) == 2
+    assert len(find_processes(job_id, "node.supervisor")) == 2
     launcher.process.kill()
     assert_gone(job_id, 10)
     # Whoever comes next finds the log, and nothing in the way.
@@ -351,10 +358,11 @@ def test_16_a_rank_that_failed_before_the_stop_is_named(make):
 def test_16_a_job_that_prints_without_end(way, script, start_launcher):
     """The launcher is behind with reading; the prompt is back all the same, and the failure is found."""
     script.write_text(CHATTY)
+    program = [] if way == "failure" else ["python"]
     launcher = start_launcher(
         "import threading, time\n"
         "from nodelaunch import *\n"
-        f"job = TorchrunJob({str(script)!r}, [{way!r}], nodes=local_nodes(2))\n"
+        f"job = TorchrunJob({str(script)!r}, [{way!r}], nodes=local_nodes(2), program={program})\n"
         "print('id', job.id, 'id', flush=True)\n"
         "def show(line):\n"
         "    time.sleep(0.002)\n"  # as slow as a notebook
@@ -394,7 +402,7 @@ def test_a_stop_while_the_nodes_join(make):
 
 def test_a_connection_that_is_dropped(make, remote, hosts):
     """The ssh of one node dies: the node ends by itself, and the launcher ends the other."""
-    job = make("loop", where="hosts")
+    job = make("loop", where="hosts", plain=True)
 
     def drop():
         folder = str(remote[0].connections._folder)
@@ -418,7 +426,7 @@ def read_command(pid):
 @pytest.mark.parametrize("fault", ["link", "power"])
 def test_a_host_that_is_gone(fault, make, hosts):
     """The cable is pulled, or the power: nobody says goodbye, so that only time tells."""
-    job = make("loop", where="hosts")
+    job = make("loop", where="hosts", plain=fault == "power")
     heard, since = when_connected(lambda: hosts.link_down("n2") if fault == "link" else hosts.crash("n2"))
     # ssh takes 6 s to notice (3 questions, 2 s apart); two more for what the others say; up to 4.5 for the end.
     # What is on the cut-off host ends by its lease of 6 s and a grace of 2.
@@ -431,7 +439,7 @@ def test_a_host_that_is_gone(fault, make, hosts):
 
 KERNEL = """
 import nodelaunch as launch
-job = launch.TorchrunJob({script!r}, ["loop"], nodes=launch.local_nodes(2))
+job = launch.TorchrunJob({script!r}, ["loop"], nodes=launch.local_nodes(2), program={program!r})
 open({flag!r}, "w").write(job.id)
 job.run()
 """
@@ -441,11 +449,13 @@ job.run()
 def test_17_a_kernel_that_goes(how, kernel, script, tmp_path):
     """The real kernel of a notebook, with a training that prints nothing more by which a broken pipe could end it."""
     manager, client = kernel
-    flag = tmp_path / f"id-{how}"
+    flag, program = tmp_path / f"id-{how}", [] if how == "killed" else ["python"]
+    if program:
+        script.write_text(PLAIN)
     # An interrupted cell would also end those that wait behind it, which on a busy machine is the next one.
-    client.execute(KERNEL.format(script=str(script), flag=str(flag)), stop_on_error=False)
+    client.execute(KERNEL.format(script=str(script), flag=str(flag), program=program), stop_on_error=False)
     job_id = wait_for(lambda: flag.exists() and flag.read_text())
-    wait_for(lambda: len(find_processes(job_id, "node.worker")) == 2)
+    wait_for(lambda: len(find_processes(job_id, "node.supervisor")) == 2)
     wait_for(lambda: find_log(job_id).read_text().count("] connected") == 2)
     start = time.monotonic()
     if how == "killed":

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import TROUBLE, Heard, assert_gone, copy_code, find_port, find_processes, run_badly
+from harness.jobs import PYTHON, TROUBLE, Heard, assert_gone, copy_code, find_port, find_processes, run_badly
 
 import nodelaunch as launch
 from lab_common import LabError
@@ -280,7 +280,7 @@ def test_8_a_node_alone_does_not_train(write, tmp_path, root):
 
 
 def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
-    job = TorchrunJob(write("short.py", SHORT), ["a b", 1, 0.5], nodes=local_nodes(1))
+    job = TorchrunJob(write("short.py", SHORT), ["a b", 1, 0.5], nodes=local_nodes(1), **PYTHON)
     seen = [(find_port(job.write()[0]), job.id)]
     first = job.run()
     assert first.results == (["a b", "1", "0.5"],)
@@ -298,7 +298,7 @@ WAITING = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists
 def test_a_started_job_runs_beside_the_caller_and_is_waited_for_or_stopped(write, tmp_path):
     enough, lines = tmp_path / "enough", []
     script = write("train.py", f"{WAITING}import nodelaunch as launch\nlaunch.report('done')")
-    job = TorchrunJob(script, [enough], nodes=local_nodes(1))
+    job = TorchrunJob(script, [enough], nodes=local_nodes(1), **PYTHON)
     running = job.start(show=lines.append)
     assert (running.id, running.folder) == (job.id, job.folder)
     with pytest.raises(TimeoutError, match=running.id):
@@ -344,7 +344,7 @@ def test_a_script_that_ends_badly_on_one_node(write, text, kind, words):
 
 @pytest.mark.drill
 def test_the_limit_ends_a_job(write):
-    job = TorchrunJob(write("short.py", "import time; time.sleep(1000)"), nodes=local_nodes(1), limit=4)
+    job = TorchrunJob(write("short.py", "import time; time.sleep(1000)"), nodes=local_nodes(1), limit=4, **PYTHON)
     job_id = job.id
     result = job.run(check=False, show=False)
     assert not result.ok and result.failure.kind == "limit"
@@ -443,6 +443,6 @@ def test_a_watch_sees_the_processes_of_the_job_that_it_is_around(write):
     text = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
     (node,) = nodes = local_nodes(1)
     with launch.watch(nodes, every=0.1) as seen:
-        assert TorchrunJob(write("burn.py", text), nodes=nodes).run(show=False, force=True).ok
+        assert TorchrunJob(write("burn.py", text), nodes=nodes, **PYTHON).run(show=False, force=True).ok
     if sys.platform.startswith("linux"):
         assert max(sample.job_busy for sample in seen.samples if sample.node == node.name) > 0.1

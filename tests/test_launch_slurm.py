@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import TROUBLE, Heard, assert_gone, check_error, list_processes, run_badly
+from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, check_error, list_processes, run_badly
 
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
@@ -400,7 +400,7 @@ dist.destroy_process_group()
 LAUNCHER = """
 import sys
 import nodelaunch as launch
-job = launch.TorchrunJob(sys.argv[1], ["loop"], nodes=launch.slurm_nodes(2, extra=sys.argv[2:]))
+job = launch.TorchrunJob(sys.argv[1], ["loop"], nodes=launch.slurm_nodes(2, extra=sys.argv[2:]), program=["python"])
 print("id", job.id, flush=True)
 try:
     job.run()
@@ -422,6 +422,7 @@ def train(tmp_path, monkeypatch):
 def launcher(train, root):
     """Starts a launcher in a process and session of its own, as a kernel; it says the job's id first."""
     started = []
+    train.write_text(PLAIN)
 
     def run(*extra):
         process = subprocess.Popen(
@@ -590,9 +591,10 @@ def test_what_slurm_does_not_have_is_red_before_anything_is_handed_over(slurm, t
 
 @pytest.mark.drill
 def test_a_busy_cluster_is_a_note_and_the_job_shows_its_place_in_the_queue(slurm, train, tmp_path):
+    train.write_text(PLAIN)
     other = submit(write_trivial(tmp_path / "other", "sleep 600", "--ntasks-per-node=2", "--exclusive"))
     wait_state(other, "RUNNING")
-    job = TorchrunJob(train, ["ok"], nodes=slurm_nodes(2))
+    job = TorchrunJob(train, ["ok"], nodes=slurm_nodes(2), **PYTHON)
     (verdict,) = job.preflight().verdicts
     assert (verdict.state, "0 of them idle" in verdict.found) == ("note", True)
     heard = Heard({"PENDING (Resources)": lambda line: cancel(other)})
@@ -607,7 +609,8 @@ def test_a_busy_cluster_is_a_note_and_the_job_shows_its_place_in_the_queue(slurm
 def test_code_that_was_changed_in_the_shared_folder_is_red_and_nothing_is_handed_over(slurm, train):
     """Its folder lies on this machine, so that it is looked at here, by the preflight and when the code is copied."""
     nodes = slurm_nodes(2)
-    job = TorchrunJob(train, ["ok"], nodes=nodes)
+    train.write_text(PLAIN)
+    job = TorchrunJob(train, ["ok"], nodes=nodes, **PYTHON)
     assert job.run(show=False).ok
     (folder,) = Path(nodes[0].folder, "code").iterdir()
     assert job.preflight().ok
@@ -627,7 +630,7 @@ def test_code_that_was_changed_in_the_shared_folder_is_red_and_nothing_is_handed
 def test_a_part_of_the_nodes_that_were_asked_for_is_a_job_of_its_own(slurm, train):
     """As in lab 5, which runs on the first of its two nodes what it then runs on both."""
     train.write_text("import os; import nodelaunch as launch; launch.report(os.environ['WORLD_SIZE'])")
-    job = TorchrunJob(train, nodes=slurm_nodes(2)[:1])
+    job = TorchrunJob(train, nodes=slurm_nodes(2)[:1], **PYTHON)
     assert "#SBATCH --nodes=1 " in job.write()[0].read_text()
     assert job.run(show=False).results == ("1",)
     slurm.wait_empty()

@@ -95,6 +95,27 @@ launch.report({"rank": dist.get_rank()})
 dist.destroy_process_group()
 """
 
+# The same without torch: for a job that starts plain Pythons, where it is the launcher that is tried and not torchrun.
+# Each import of torch takes seconds of a core, in each torchrun and in each rank.
+PLAIN = """
+import os, signal, sys, time
+import nodelaunch as launch
+
+mode, faulty = sys.argv[1], os.environ["RANK"] == "1"
+print("connected")
+if mode in ("raise", "kill") and faulty:
+    print(f"fault at {time.time()}")
+    if mode == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("bad luck in batch 7")
+if mode == "stubborn" and faulty:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+while mode != "ok":
+    time.sleep(0.05)
+launch.report({"rank": int(os.environ["RANK"])})
+"""
+PYTHON = {"program": ["python"]}
+
 
 @dataclass
 class Heard:
