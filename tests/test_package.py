@@ -169,3 +169,28 @@ def test_folders_follow_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("LAB_DATA")
     assert lab_common.env_folder("LAB_DATA", "data") == lab_common.checkout() / "data"
     assert (lab_common.checkout() / "pyproject.toml").exists()
+
+
+# Functions over 50 lines without their docstring, and why each is one.
+LONG = {
+    (
+        "course.exercises.lab1",
+        "_compare_amp_step",
+    ): "a list of checks, in the order in which a learner should hear of them",
+    ("course.exercises.lab6.cards.ddp_job", "main"): "a training script as learners write it, with a fault in it",
+    ("hosting.__main__", "parse_arguments"): "a table of options",
+    ("hosting.settings", "check_settings"): "a table of rules",
+    ("nodelaunch.backends.sbatch", "write_sbatch"): "a script as it is written, which is read as a whole",
+    ("nodelaunch.preflight", "check_nodes"): "what is asked, and then judged, line by line as in the table",
+}
+
+
+def test_a_long_function_has_a_reason():
+    found = set()
+    for module, path in arrows.list_modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                words = ast.get_docstring(node, clean=False) or ""
+                if node.end_lineno - node.lineno + 1 - len(words.splitlines()) > 50:
+                    found.add((module, node.name))
+    assert found == LONG.keys()
