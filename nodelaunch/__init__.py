@@ -10,6 +10,7 @@ from importlib import import_module
 
 # By the module that holds it. Imported at its first use: a rank that reports its result needs nothing of the launcher.
 PLACES = {
+    "DataFolder": "data",
     "Failure": "result",
     "GpuUsage": "usage",
     "JobError": "result",

@@ -42,6 +42,10 @@ class TorchrunJob:
     def __init__(
         self, script: str | Path, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
     ) -> None:
+        if old := {"dataset", "pack", "copy_data"} & {*options}:
+            cause = "an earlier version named data so; a DataFolder says it now"
+            fix = "data=nodelaunch.DataFolder(path, name, identity, copy_data=True)"
+            raise LabError(f"A job no longer takes {min(old)}=.", where="TorchrunJob", cause=cause, fix=fix)
         self.spec = JobSpec(script, args, nodes, **options)
         self._backend = find_backend(self.spec.nodes)
         self._preflight: Preflight | None = None
@@ -152,7 +156,7 @@ class TorchrunJob:
         Raises:
             JobError: The job failed; it names the rank that failed first.
             LabError: The preflight has a red line, or a node was not reached.
-            KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
+            KeyboardInterrupt: The launcher was interrupted; the job has ended on every node.
         """
         return self._begin(force=force, by_hand=by_hand, show=show).follow(check=check)
 
