@@ -1,4 +1,4 @@
-"""A torchrun job: what runs, on which nodes, and the scripts, the check and the launch of it."""
+"""A job: what runs, on which nodes, and the scripts, the check and the launch of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Say = Callable[[str], None]
 
 
 class TorchrunJob:
-    """A training script that torchrun runs on one or more nodes.
+    """A training script that torchrun, or another program, runs on one or more nodes.
 
-    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes.
+    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. A notebook, a script and
+    Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with an id and a folder of its own.
 
     Attributes:
         spec: What it was given; it does not change.
@@ -77,7 +78,7 @@ class TorchrunJob:
 
     @property
     def folder(self) -> Path:
-        """On this machine, with the scripts and the log of that launch."""
+        """On this machine, with the scripts and the log of that launch: ``jobs/<id>`` in LAB_RUNS or ``runs``."""
         return self._launch.folder
 
     @property

@@ -20,6 +20,9 @@ from nodelaunch.data import DataFolder
 class JobSpec:
     """A training script that torchrun, or another program, runs on one or more nodes.
 
+    Without ``root`` the nodes get the script, ``files``, and the modules of one's own that these import; with ``root``
+    they get that whole folder. Nothing else has to be on a node but Python, and torch where torchrun runs.
+
     Args:
         script: The training script, on this machine; with ``root``, relative to that.
         args: Its arguments.

@@ -279,6 +279,11 @@ def test_versions_that_differ():
     assert judge(gpus=[["0", "H100", "1", "80000"]], nccl="2.27.0") == [("red", "NCCL")]
     assert judge(torch="2.14.1+cpu", cuda=None) == [("note", "CUDA")]
     assert judge(torch=None, cuda=None, nccl=None)[0] == ("red", "/usr/bin/python3")
+    bare = {"n1": {"versions": {**VERSIONS, "torch": None}}}
+    assert "red" in {verdict.state for verdict in judge_versions(bare)}
+    assert [verdict.state for verdict in judge_versions(bare, torchrun=False)] == ["ok"], (
+        "another program may do without"
+    )
 
 
 def write_pack(folder: Path, digest: str, *, arrays: tuple[str, ...] = ("a.npy",)) -> Path:

@@ -26,6 +26,7 @@ def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
         nproc_per_node=spec.nproc_per_node,
         bundle=code,
         data=spec.data,
+        torchrun=not spec.program,
         job_id=job_id,
     )
 

@@ -98,6 +98,7 @@ def check_nodes(
     bundle: str = "",
     data: DataFolder | None = None,
     nproc_per_node: int = 1,
+    torchrun: bool = True,
     job_id: str = "",
     timeout: float = 8.0,
 ) -> Preflight:
@@ -110,6 +111,7 @@ def check_nodes(
         data: What data each node needs; None skips the check. Where the job copies them, what a node has already has
             to be the same.
         nproc_per_node: Processes on each node.
+        torchrun: Whether torchrun runs the script, and not another program.
         job_id: The job's own id.
         timeout: Seconds for everything; a second more in the worst case.
 
@@ -125,7 +127,7 @@ def check_nodes(
     machine = own_facts.find_system()["machine"]
     own = own_facts.identify_data(data.path / data.identity) if data and data.copy_data else {}
     copied = "" if own.get("missing") else own.get("hash") or ""
-    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid())
+    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun)
     with open_clients(nodes) as clients:
         tasks = {name: functools.partial(_examine, client, wanted, waits["facts"]) for name, client in clients.items()}
         answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))

@@ -54,6 +54,7 @@ class Wanted:
         job_id: The job that asks; its own processes are none of an earlier job.
         machine: Where the launcher runs, as :func:`nodelaunch.node.facts.find_system` names it.
         pid: The launcher's process.
+        torchrun: Whether torchrun runs the script; without torch on a node it cannot, and another program may.
     """
 
     processes: int = 1
@@ -63,6 +64,7 @@ class Wanted:
     job_id: str = ""
     machine: str = ""
     pid: int = 0
+    torchrun: bool = True
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
@@ -73,7 +75,7 @@ def judge_error(name: str, error: LabError) -> Verdict:
 
 def judge_facts(facts: Facts, wanted: Wanted) -> list[Verdict]:
     """Judges everything but the network, the clocks and other jobs."""
-    verdicts = judge_versions(facts)
+    verdicts = judge_versions(facts, torchrun=wanted.torchrun)
     for name, found in facts.items():
         judges = [("disk", judge_disk), ("gpus", judge_gpus), ("code", judge_code)]
         for part, judge in judges if wanted.bundle else judges[:-1]:
@@ -98,14 +100,14 @@ def list_per_node(values: Mapping[str, str]) -> str:
     return "".join(f"\n  {name:{width}}  {value}" for name, value in values.items())
 
 
-def judge_versions(facts: Facts) -> list[Verdict]:
-    """Compares Python's minor version, torch, NCCL and CUDA over the nodes, and that torch is there."""
+def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
+    """Compares Python's minor version, torch, NCCL and CUDA over the nodes, and that torch is there for torchrun."""
     verdicts = [judge_gap(name, found, "versions") for name, found in facts.items() if not is_there(found, "versions")]
     have = {name: found["versions"] for name, found in facts.items() if is_there(found, "versions")}
     if not have:
         return verdicts
     for name, own in have.items():
-        if not own["torch"]:
+        if torchrun and not own["torch"]:
             cause = "torch was not installed there, or python= names another environment"
             fix = f"install torch there, or name the Python that has it: python=…; now: {own['program']}"
             verdicts.append(Verdict(name, "torch", "red", f"{own['program']} has no torch", cause, fix))
