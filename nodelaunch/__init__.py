@@ -1,7 +1,19 @@
-"""Writes and launches torchrun scripts on the nodes of this machine, on SSH hosts and on Slurm, and ends what it began.
+"""Launches training scripts on nodes of this machine, on SSH hosts and on Slurm, and ends what it began.
 
-``TorchrunJob(script, args, nodes=local_nodes(2)).run()`` is the whole of it; ``.write()`` leaves the scripts to read
-and to run by hand, ``.preflight()`` says in seconds what would otherwise hang for minutes.
+``TorchrunJob("train.py", ["--lr", 0.1], nodes=ssh_nodes(["hostA", "hostB"]), root=".").run()`` copies the current
+folder to two hosts, starts torchrun on each, shows the output of all ranks, and names the rank that failed first.
+
+* ``local_nodes(2)`` are two nodes on this machine, ``slurm_nodes(2)`` two that Slurm chooses.
+* ``.preflight()`` says in seconds what would otherwise hang for minutes, and the fix; ``run`` does it first.
+* ``.write()`` leaves the bash script of each node to read, and to run by hand.
+* ``.start()`` returns while the job runs; ``.stop()`` ends it.
+* ``program=["python"]`` runs the script by another program than torchrun.
+* ``data=DataFolder(…)`` names a folder of data that each node needs.
+* ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``. This is optional.
+
+Everything of a job ends on all nodes when the program that launched it ends, or is cut off from them. Logs of jobs go
+to ``runs/jobs`` in the current folder, or below the folder that the variable LAB_RUNS names. In a terminal
+``python -m nodelaunch`` checks nodes, lists jobs and stops one.
 """
 
 from __future__ import annotations
@@ -10,6 +22,7 @@ from importlib import import_module
 
 # By the module that holds it. Imported at its first use: a rank that reports its result needs nothing of the launcher.
 PLACES = {
+    "DataFolder": "data",
     "Failure": "result",
     "GpuUsage": "usage",
     "JobError": "result",

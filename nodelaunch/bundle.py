@@ -115,9 +115,9 @@ def _read_file(path: Path) -> bytes:
                 return content
             what = f"The file {shown} is too large for a job: {size / 2**20:,.0f} MiB of {LARGEST >> 20}."
             cause = "the files of a job are copied to each node at each launch"
-            raise LabError(what, where=where, cause=cause, fix="name data by dataset=, or by a path in args=")
+            raise LabError(what, where=where, cause=cause, fix="name data by data=DataFolder(…), or by a path in args=")
     except (FileNotFoundError, NotADirectoryError) as error:
-        fix = "give its path, relative to the notebook's folder or absolute"
+        fix = "give its path, relative to the current folder or absolute"
         cause = "a typo in the path, or a link whose target is gone"
         raise LabError(f"There is no file {shown} to run.", where=where, cause=cause, fix=fix) from error
     except OSError as error:

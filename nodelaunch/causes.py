@@ -52,14 +52,14 @@ def look_up(text: str) -> tuple[str, str]:
 
 def explain_folder(folder: Path, error: OSError) -> LabError:
     """Says why the launcher's own folder of a job cannot be written, and what to do."""
-    fix = "export LAB_RUNS=/a/folder/of/yours, then start JupyterLab again"
+    fix = "export LAB_RUNS=/a/folder/of/yours, then start Python (or JupyterLab) again"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what = clean(f"The disk is full at {folder}", 110) + "."
         return LabError(what, where=clean(folder), cause=str(error.strerror), fix=f"free some space there, or {fix}")
     cause = f"{error.strerror} ({clean(error.filename or folder, 300)})"
     if isinstance(error, PermissionError) and (umask := _read_umask()) & 0o700:
         cause = f"the umask is {umask:04o}: you yourself may not enter the folders that you make"
-        fix = "umask 022, then start JupyterLab again; chmod u+rwx the folders that were made"
+        fix = "umask 022, then start Python (or JupyterLab) again; chmod u+rwx the folders that were made"
     return LabError("The folder of the job cannot be written.", where=clean(folder), cause=cause, fix=fix)
 
 

@@ -1,4 +1,4 @@
-"""The nodes that a lab runs on: two on this machine, or what LAB_NODES says."""
+"""The nodes that the variable LAB_NODES names; two on this machine where it is not set."""
 
 from __future__ import annotations
 

@@ -39,9 +39,11 @@ def copy_to_nodes(
         LabError: A node was not reached, or its disk is full; or code that is there was changed; or the data are not
             here either.
     """
-    if lacking and not (spec.pack / "manifest.json").is_file():
-        cause, fix = "it was not prepared here, or LAB_DATA points elsewhere", "python -m lab_utils.data prepare"
-        raise LabError(f"There is no {spec.dataset!r:.40} here to copy.", where=spec.pack, cause=cause, fix=fix)
+    if lacking and not spec.data.is_here:
+        cause = f"the folder was not made on this machine, or it has no {spec.data.identity[:60]}"
+        fix = spec.data.fix or "give the path of the folder on this machine: DataFolder(path=…)"
+        where = spec.data.path
+        raise LabError(f"There is no {spec.data.name!r:.40} here to copy.", where=where, cause=cause, fix=fix)
     started: list[subprocess.Popen] = []
     changed: list[Verdict] = []
     scripts = {path.name: path.read_bytes() for path in launch.folder.glob("*") if path.suffix in (".sh", ".sbatch")}
@@ -52,7 +54,7 @@ def copy_to_nodes(
             code = {"folder": f"{node.folder}/{name}", "hash": ""}
             changed.extend(judge_code(node.name, {"code": code}, Wanted(bundle=bundle.hash)))
         if node.name in lacking:
-            send(node, node.data_folder, {f"packed/{spec.dataset}": spec.pack}, started=started, timeout=None)
+            send(node, node.data_folder, {spec.data.name: spec.data.path}, started=started, timeout=None)
 
     pool = ThreadPoolExecutor(len(nodes))
     try:

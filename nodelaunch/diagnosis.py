@@ -49,8 +49,8 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
         return Failure("limit", what, cause=cause, fix="a larger limit=, or less work")
     for part in state.nodes.values():
         if part.ended and part.ended["reason"] == StopReason.SILENCE and not reason:
-            cause = "the computer that runs this notebook slept, or the network to the node was cut"
-            fix = "run the cell again; a checkpoint lets the job go on where it was"
+            cause = "the computer of the launcher slept, or the network to the node was cut"
+            fix = "run the job again; a checkpoint lets the job go on where it was"
             what = _shorten(f"{part.name} ended the job: {part.ended['why']}.")
             return Failure("lost", what, node=part.name, cause=cause, fix=fix)
     if not reason and (signalled := find_signalled(state)):
@@ -140,7 +140,7 @@ def _describe_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
         location=error["location"],
         traceback=error["traceback"],
         cause=cause,
-        fix=fix or "mend the script at the line that the traceback names, then run the cell again",
+        fix=fix or "mend the script at the line that the traceback names, then run the job again",
         noise={other["rank"]: _say_noise(other) for other in errors if other["rank"] != rank},
         stacks=state.stacks,
     )
@@ -215,8 +215,8 @@ def _describe_end(state: JobState, reason: StopReason) -> Failure:
             cause=cause,
             fix="start it (bash node….sh on that node), or let job.preflight() say what is in the way",
         )
-    cause = "the cell was interrupted" if reason == StopReason.INTERRUPTED else "job.stop() was called"
-    fix = "run the cell again; a checkpoint lets it go on where it was"
+    cause = "the launcher was interrupted" if reason == StopReason.INTERRUPTED else "job.stop() was called"
+    fix = "run the job again; a checkpoint lets it go on where it was"
     return Failure("stopped", f"The job was {reason.value}.", cause=cause, fix=fix, stacks=state.stacks)
 
 
@@ -230,7 +230,7 @@ def _describe_lost(state: JobState, node: str, noise: dict[int, str] | None = No
         node=node,
         message=f"{refusal or ''}",
         cause="the node was switched off, the network between you and it was cut, or its supervisor was killed",
-        fix="see that it answers (ssh), then run the cell again; a checkpoint lets the job go on where it was",
+        fix="see that it answers (ssh), then run the job again; a checkpoint lets the job go on where it was",
         noise=noise or {},
     )
 

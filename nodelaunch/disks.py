@@ -17,9 +17,7 @@ ROOM = 64 * 2**10  # bytes; a disk with less is full
 
 def advise_room(path: str) -> str:
     """What to do where a disk is full."""
-    return (
-        f"free some space there (df -h {clean(path, 200)}), or use a folder on a larger disk; then run the cell again"
-    )
+    return f"free some space there (df -h {clean(path, 200)}), or use a folder on a larger disk; then run the job again"
 
 
 def explain_disk(part: NodeState, path: str = "") -> tuple[str, str] | None:
@@ -30,7 +28,7 @@ def explain_disk(part: NodeState, path: str = "") -> tuple[str, str] | None:
     if path:
         return f"the disk is full at {path}", advise_room(path)
     if part.full:
-        fix = f"on {part.name}: df -h; free some space, or use a folder on a larger disk, then run the cell again"
+        fix = f"on {part.name}: df -h; free some space, or use a folder on a larger disk, then run the job again"
         return f"a disk is full: {clean(part.full, 200)}", fix
     return None
 

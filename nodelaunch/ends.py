@@ -44,7 +44,7 @@ def explain_end(name: str, folder: str, returncode: int, stderr: str) -> LabErro
 
 def explain_signal(number: int) -> tuple[str, str]:
     """The likely cause of a signal that ended a program, and what to do."""
-    fix = "run the cell again; a checkpoint lets the job go on where it was"
+    fix = "run the job again; a checkpoint lets the job go on where it was"
     if number == signal.SIGKILL:
         return "somebody sent it, or Linux did for want of memory (sudo dmesg | tail says so)", fix
     if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

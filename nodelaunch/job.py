@@ -1,4 +1,4 @@
-"""A torchrun job: what runs, on which nodes, and the scripts, the check and the launch of it."""
+"""A job: what runs, on which nodes, and the scripts, the check and the launch of it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Say = Callable[[str], None]
 
 
 class TorchrunJob:
-    """A training script that torchrun runs on one or more nodes.
+    """A training script that torchrun, or another program, runs on one or more nodes.
 
-    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes.
+    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. A notebook, a script and
+    Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with an id and a folder of its own.
 
     Attributes:
         spec: What it was given; it does not change.
@@ -42,6 +43,10 @@ class TorchrunJob:
     def __init__(
         self, script: str | Path, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
     ) -> None:
+        if old := {"dataset", "pack", "copy_data"} & {*options}:
+            cause = "an earlier version named data so; a DataFolder says it now"
+            fix = "data=nodelaunch.DataFolder(path, name, identity, copy_data=True)"
+            raise LabError(f"A job no longer takes {min(old)}=.", where="TorchrunJob", cause=cause, fix=fix)
         self.spec = JobSpec(script, args, nodes, **options)
         self._backend = find_backend(self.spec.nodes)
         self._preflight: Preflight | None = None
@@ -73,7 +78,7 @@ class TorchrunJob:
 
     @property
     def folder(self) -> Path:
-        """On this machine, with the scripts and the log of that launch."""
+        """On this machine, with the scripts and the log of that launch: ``jobs/<id>`` in LAB_RUNS or ``runs``."""
         return self._launch.folder
 
     @property
@@ -152,7 +157,7 @@ class TorchrunJob:
         Raises:
             JobError: The job failed; it names the rank that failed first.
             LabError: The preflight has a red line, or a node was not reached.
-            KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
+            KeyboardInterrupt: The launcher was interrupted; the job has ended on every node.
         """
         return self._begin(force=force, by_hand=by_hand, show=show).follow(check=check)
 

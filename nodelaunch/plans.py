@@ -82,6 +82,7 @@ def _share_cores(spec: JobSpec, node: Node) -> int | None:
 def _choose_env(spec: JobSpec, node: Node) -> dict[str, str]:
     env = {"LAB_DATA": node.data_folder, "LAB_RUNS": f"{node.folder}/runs"}
     env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    env |= {"LAB_DATA_FOLDER": spec.data.find_on(node)} if spec.data else {}
     env |= _share_gpus(spec, node)
     return {name: value for name, value in (env | dict(spec.env)).items() if name != "OMP_NUM_THREADS"}
 

@@ -30,7 +30,7 @@ class Project:
     Attributes:
         root: The folder.
         files: By their path within it.
-        left_out: What is not copied, in words, for the learner.
+        left_out: What is not copied, in words, for the user.
     """
 
     root: Path

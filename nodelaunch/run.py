@@ -74,7 +74,7 @@ class Run:
         join_timeout: Seconds until the workers of all nodes must have started.
         limit: Seconds after which the job is ended in any case.
         restarts: Whether a failure may be mended by torchrun itself.
-        say: Shows a line to the learner.
+        say: Shows a line to the user.
         stop: Set from another thread to end the job.
     """
 
@@ -104,7 +104,7 @@ class Run:
         """Follows the job until every supervisor has ended.
 
         Raises:
-            KeyboardInterrupt: The cell was interrupted; every node has ended, or ends by itself within its lease.
+            KeyboardInterrupt: The launcher was interrupted; every node has ended, or ends by itself within its lease.
         """
         over = threading.Event()
         try:

@@ -14,7 +14,7 @@ from nodelaunch.run import END_SECONDS, Run
 from nodelaunch.spec import JobSpec, Launch
 from nodelaunch.state import JobState
 
-# Between two looks for an interrupt while a cell waits.
+# Between two looks for an interrupt while somebody waits.
 LOOK_SECONDS = 0.1
 
 
@@ -69,7 +69,7 @@ class RunningJob:
         Raises:
             JobError: The job failed; it names the rank that failed first.
             TimeoutError: It still runs, and goes on.
-            KeyboardInterrupt: The cell was interrupted; the job has ended on every node.
+            KeyboardInterrupt: The launcher was interrupted; the job has ended on every node.
         """
         end = time.monotonic() + (timeout if timeout is not None else float("inf"))
         try:

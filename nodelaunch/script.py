@@ -27,7 +27,7 @@ class Plan:
         rendezvous_id: The rendezvous; new at each launch, so that nothing joins the dead job of before, and a secret,
             so that no stranger guesses it.
         node: Which node this is, from 0.
-        node_name: What the learner calls it; stands in a comment only.
+        node_name: What the user calls it; stands in a comment only.
         nodes: How many nodes the job has.
         nproc_per_node: Processes on each node, one per device.
         python: The interpreter on the node.

@@ -13,11 +13,15 @@ from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
+from nodelaunch.data import DataFolder
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """A training script that torchrun, or another program, runs on one or more nodes.
+
+    Without ``root`` the nodes get the script, ``files``, and the modules of one's own that these import; with ``root``
+    they get that whole folder. Nothing else has to be on a node but Python, and torch where torchrun runs.
 
     Args:
         script: The training script, on this machine; with ``root``, relative to that.
@@ -38,9 +42,7 @@ class JobSpec:
             ``["bash"]``. It is started ``nproc_per_node`` times on each node, with RANK, WORLD_SIZE, MASTER_ADDR and
             torchrun's other variables. Nobody looks whether such a process hangs; ``limit`` ends it.
         files: Other files that the script imports or reads beside itself; not with ``root``.
-        dataset: Folder in ``LAB_DATA/packed`` of the data set, which the preflight compares; None skips that.
-        pack: That folder here, where it has another name: ``Dataset.pack``.
-        copy_data: Whether to copy that pack from this machine to the nodes that lack it.
+        data: A :class:`nodelaunch.DataFolder`: what data each node needs; the preflight compares them. None: no data.
 
     Raises:
         LabError: A field cannot hold its value, which would stand in scripts that bash runs.
@@ -60,20 +62,16 @@ class JobSpec:
     root: str | Path | None = None
     program: Sequence[str] = ()
     files: Sequence[str | Path] = ()
-    dataset: str | None = None
-    pack: Path | None = None
-    copy_data: bool = False
+    data: DataFolder | None = None
 
     def __post_init__(self) -> None:
-        """Checks every field, and finds the pack."""
+        """Checks every field."""
         if self.root is not None:
             root = kinds.check_value("TorchrunJob", "root", self.root, values.JOB["root"]).resolve()
             if isinstance(self.script, str | PurePath):
                 object.__setattr__(self, "script", root / self.script)
             object.__setattr__(self, "root", root)
         kinds.settle(self, values.JOB, owner="TorchrunJob")
-        pack = self.pack or env_folder("LAB_DATA", "data") / "packed" / str(self.dataset)
-        object.__setattr__(self, "pack", pack)
         if self.root is not None:
             self._check_root()
 
@@ -83,7 +81,7 @@ class JobSpec:
         Raises:
             LabError: It is none, it does not, or ``files`` are named besides.
         """
-        shown, fix = clean(self.root, 300), "root='.' is the folder of the notebook"
+        shown, fix = clean(self.root, 300), "root='.' is the current folder"
         if not self.root.is_dir():
             raise LabError("The root of a project is a folder.", where=shown, cause="there is none", fix=fix)
         if self.root not in self.script.parents:
@@ -93,11 +91,6 @@ class JobSpec:
             fix = "leave files= away: the whole folder is copied"
             cause = "root= copies the whole folder; files= names what is copied one by one"
             raise LabError("A project has all of its files.", where="files=, root=", cause=cause, fix=fix)
-
-    @property
-    def manifest(self) -> str:
-        """Path within ``LAB_DATA`` of what identifies the data set; "" where there is none."""
-        return f"packed/{self.dataset}/manifest.json" if self.dataset else ""
 
 
 @dataclass(frozen=True)

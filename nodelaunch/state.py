@@ -41,7 +41,7 @@ class NodeState:
         tail: The last lines of torchrun itself.
         started: Whether the supervisor itself has started.
         ranks: Of the workers that have started.
-        by_hand: Whether the learner starts it, so that nothing is heard of it.
+        by_hand: Whether the user starts it, so that nothing is heard of it.
         told: Which of its programs a signal told to end, with the signal and when: "torchrun" or "the supervisor".
         full: What its ranks and its torchrun said of a full disk.
     """

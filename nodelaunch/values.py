@@ -43,14 +43,30 @@ TAKEN = re.compile(
     r"|_|E?UID|PPID|PWD"
     r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
 )
+DATA_EXAMPLE = "DataFolder('/my/digits', 'digits', 'index.json')"
 THREADS = re.compile(r"[1-9][0-9]{0,3}")
 
 
-def _read_data_set(value: object) -> str:
+def _read_inner(value: object) -> str:
+    """A path below a folder, which it cannot leave."""
+    read_path(value)
     text = read_name(value)
-    if "/" in text or text in (".", ".."):
-        raise UnfitError("it is the name of a folder in LAB_DATA/packed, and no path")
+    if {"", ".", ".."} & {*text.split("/")}:
+        raise UnfitError("it is a path below another folder: no slash at its ends, and no . or .. in it")
     return text
+
+
+def _read_file_name(value: object) -> str:
+    text = _read_inner(value)
+    if "/" in text:
+        raise UnfitError("it is the name of a file in the folder, and no path")
+    return text
+
+
+def _read_data(value: object) -> object:
+    if isinstance(value, type) or not all(hasattr(value, part) for part in ("path", "identity", "find_on")):
+        raise UnfitError(f"it is of the type {type(value).__name__}")
+    return value
 
 
 def _read_absolute(value: object) -> str:
@@ -63,7 +79,7 @@ def _read_absolute(value: object) -> str:
 def _read_script(value: object) -> Path:
     if callable(value):
         fix = "put it into a file (%%writefile train.py on a cell's first line) and give the file's name"
-        cause = "the nodes start Python anew, where nothing of this notebook exists"
+        cause = "the nodes start Python anew, where nothing of this session exists"
         raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
     return resolve(read_path(value))
 
@@ -162,7 +178,7 @@ def read_threads(text: str, *, where: str) -> int | None:
             f"OMP_NUM_THREADS={show(text, 60)} is no number of threads.",
             where=where,
             cause="a job takes one whole number from 1 to 9999",
-            fix="export OMP_NUM_THREADS=4, then start JupyterLab again" if where != "env" else "env={…: 4}",
+            fix="export OMP_NUM_THREADS=4, then start Python (or JupyterLab) again" if where != "env" else "env={…: 4}",
         )
     return int(text)
 
@@ -201,9 +217,14 @@ JOB = {
     "root": optional(PATH),
     "program": PROGRAM,
     "files": Kind("a list of paths", "['helper.py']", _read_files),
-    "dataset": optional(Kind("the name of a data set", "'shapes10'", _read_data_set)),
-    "pack": optional(PATH),
+    "data": optional(Kind("a DataFolder", f"nodelaunch.{DATA_EXAMPLE}", _read_data)),
+}
+DATA_FOLDER = {
+    "path": PLACE,
+    "name": Kind("a path below the data folder of a node", "'images/digits'", _read_inner),
+    "identity": Kind("the name of a file", "'index.json'", _read_file_name),
     "copy_data": FLAG,
+    "fix": TEXT,
 }
 PLAN = {
     "job_id": TEXT,

@@ -256,8 +256,8 @@ READ = """
 from lab_utils import data
 import nodelaunch as launch
 d = data.load()
-needs = {"dataset": d.name, "pack": d.pack, "copy_data": True}
-job = launch.TorchrunJob("/srv/labs/notebooks/scripts/four_numbers.py", nodes=launch.choose_nodes(), **needs)
+needs = launch.DataFolder(**d.for_nodes, copy_data=True)
+job = launch.TorchrunJob("/srv/labs/notebooks/scripts/four_numbers.py", nodes=launch.choose_nodes(), data=needs)
 print(d.summary, *(verdict.found for verdict in job.preflight().verdicts if verdict.check == "data"), sep="; ")
 """
 

@@ -12,7 +12,7 @@ from harness.jobs import copy_code
 
 from lab_common import LabError
 from lab_utils import data
-from nodelaunch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch import DataFolder, TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.backends.slurm import SlurmNode
 from nodelaunch.backends.ssh import SshNode
@@ -258,6 +258,13 @@ def test_what_is_planned_is_what_the_processes_get(script, tmp_path, monkeypatch
     assert Path(first["LAB_RUNS"]) == tmp_path / "runs" / "nodes" / "node0" / "runs"
 
 
+def name_pack(home: Path, **options) -> DataFolder:
+    """The pack that `make_pack` makes there, as a job's data."""
+    return DataFolder(
+        home / "data" / "packed" / "shapes10", "packed/shapes10", "manifest.json", fix="make digits", **options
+    )
+
+
 def say_data(found):
     return {verdict.node: (verdict.state, verdict.found) for verdict in found.verdicts if verdict.check == "data"}
 
@@ -269,7 +276,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
     folder = f"/node/plans-{os.getpid()}"
     nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder=folder)
     script.write_text(LOAD)
-    job = TorchrunJob(script, nodes=nodes, dataset="shapes10")
+    job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path))
     try:
         red = job.preflight()
         assert not red.ok
@@ -280,7 +287,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
         assert_explains(caught.value, "data", "copy_data=True")
         assert not hosts.run_on("n1", ["ls", f"{folder}/data"], check=False)
 
-        copying = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=True)
+        copying = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True))
         assert copying.preflight().ok
         results = copying.run(show=False).results
         assert results[0] == results[1]
@@ -302,7 +309,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
 def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
     make_pack(tmp_path / "data")
     nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
-    job = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=True, env={"OMP_NUM_THREADS": 1})
+    job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True), env={"OMP_NUM_THREADS": 1})
     script.write_text(LOAD)
     assert job.run(show=False, force=True).results[0][0] == 20
     assert (tmp_path / "big" / "packed" / "shapes10" / "manifest.json").exists()
@@ -313,15 +320,16 @@ def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_lo
     make_folder(tmp_path / "data" / "cinic10")
     dataset = data.load()
     assert dataset.pack.name.startswith("cinic10-folder-")
-    needs = {"dataset": dataset.name, "pack": dataset.pack}
+    needs = {"data": DataFolder(**dataset.for_nodes)}
+    copied = {"data": DataFolder(**dataset.for_nodes, copy_data=True)}
     ((state, found),) = set(say_data(TorchrunJob(script, nodes=local_nodes(2), **needs).preflight()).values())
     assert state == "ok" and found.startswith("the same")
     other = tmp_path / "data" / "packed" / "cinic10"  # an imported one, which data.load() passes by for the folder
     shutil.copytree(make_pack(tmp_path / "other") / "packed" / "shapes10", other)
-    assert TorchrunJob(script, nodes=local_nodes(2), **needs, copy_data=True).preflight().ok
+    assert TorchrunJob(script, nodes=local_nodes(2), **copied).preflight().ok
     nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
     assert say_data(TorchrunJob(script, nodes=nodes, **needs).preflight())["node0"][0] == "red"
-    job = TorchrunJob(script, nodes=nodes, **needs, copy_data=True, env={"OMP_NUM_THREADS": 1})
+    job = TorchrunJob(script, nodes=nodes, **copied, env={"OMP_NUM_THREADS": 1})
     assert say_data(job.preflight())["node0"] == ("ok", "not there yet: will be copied")
     script.write_text(LOAD.replace("shapes10", "cinic10"))
     images, labels = dataset.train.images[:20], dataset.train.labels[:20]
@@ -333,15 +341,25 @@ def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_lo
 def test_data_that_are_not_here_either_are_named(script, tmp_path):
     nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
     with pytest.raises(LabError) as caught:
-        TorchrunJob(script, nodes=nodes, dataset="cinic10", copy_data=True).run(show=False, force=True)
-    assert_explains(caught.value, "cinic10", "lab_utils.data prepare")
+        TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True)).run(show=False, force=True)
+    assert_explains(caught.value, "packed/shapes10", "no manifest.json", "fix: make digits")
+
+
+def test_a_script_is_told_where_its_data_are(script, tmp_path):
+    make_pack(tmp_path / "data")
+    folder = name_pack(tmp_path)
+    own, other = local_nodes(1)[0], replace(local_nodes(2)[1], data=str(tmp_path / "big"))
+    plans = plan_job(TorchrunJob(script, nodes=[own, other], data=folder, port=29555))
+    told = [plan.env["LAB_DATA_FOLDER"] for plan in plans]
+    assert told == [str(folder.path), str(tmp_path / "big" / "packed" / "shapes10")]
+    assert "LAB_DATA_FOLDER" not in plan_job(TorchrunJob(script, nodes=[own], port=29555))[0].env
 
 
 def test_data_are_copied_to_slurms_shared_folder(script, tmp_path):
     make_pack(tmp_path / "data")
     nodes = slurm_nodes(2, folder=tmp_path / "shared")
     for copied in (False, True):
-        job = TorchrunJob(script, nodes=nodes, dataset="shapes10", copy_data=copied)
+        job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=copied))
         job.write()
         copy_code(job)
         assert (tmp_path / "shared" / "data" / "packed" / "shapes10" / "manifest.json").exists() == copied

@@ -120,7 +120,7 @@ def test_a_missing_python_is_explained(make_nodes):
     (node,) = make_nodes(["n1"], python="/no such/python")
     code, _, err = run(node, [node.python, "-c", ""])
     assert code in (126, 127)
-    assert_explains(node.explain(code, err), "n1", "/no such/python", "make setup")
+    assert_explains(node.explain(code, err), "n1", "/no such/python", "install Python and torch there")
     (node,) = make_nodes(["n1"], python="~/none/bin/python")
     with pytest.raises(LabError) as caught:
         _ = node.python

@@ -12,7 +12,7 @@ from harness.drawn import assert_explains
 from harness.forked import drop_root_rights, run_forked
 
 from lab_common import LabError
-from nodelaunch import TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch import DataFolder, TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.__main__ import main
 from nodelaunch.backends.slurm import SlurmNode
 from nodelaunch.backends.ssh import SshNode
@@ -60,9 +60,11 @@ def make_job(script, **options):
         ({"nodes": "node0"}, ["nodes", "str"]),
         ({"nodes": [None]}, ["nodes", "NoneType", "no node"]),
         ({"rank_order": "size"}, ["rank_order is 'address' or 'nodes', not 'size'"]),
-        ({"dataset": "../x"}, ["dataset", "no path"]),
-        ({"copy_data": "no"}, ["copy_data is True or False", "'no'"]),
-        ({"pack": 3}, ["pack", "int"]),
+        ({"data": "digits"}, ["data is a DataFolder", "'digits'", "of the type str", "DataFolder('/my/digits'"]),
+        ({"data": {"path": "digits"}}, ["data is a DataFolder", "of the type dict"]),
+        ({"data": DataFolder}, ["data is a DataFolder", "of the type type"]),
+        ({"dataset": "shapes10"}, ["no longer takes dataset=", "data=nodelaunch.DataFolder("]),
+        ({"pack": "x", "copy_data": True}, ["no longer takes copy_data=", "data=nodelaunch.DataFolder("]),
     ],
     ids=str,
 )
@@ -72,6 +74,41 @@ def test_a_value_of_another_type_is_refused(script, options, words):
     assert caught.value.where and caught.value.fix and len(caught.value.what) <= 120
     for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"path": 3}, ["path is a path", "int"]),
+        ({"path": "~nobody-has-this-name/x"}, ["path", "home"]),
+        ({"name": "../digits"}, ["name is a path below the data folder", "no . or .."]),
+        ({"name": "/digits"}, ["name", "no slash at its ends"]),
+        ({"name": "a//b"}, ["name"]),
+        ({"name": "a/./b"}, ["name"]),
+        ({"name": ""}, ["name", "empty"]),
+        ({"name": "x" * 300}, ["name", "longer than a path"]),
+        ({"identity": "a/index.json"}, ["identity is the name of a file", "no path"]),
+        ({"identity": ".."}, ["identity"]),
+        ({"identity": "a\0"}, ["NUL"]),
+        ({"copy_data": "no"}, ["copy_data is True or False", "'no'"]),
+        ({"fix": None}, ["fix", "NoneType"]),
+    ],
+    ids=str,
+)
+def test_data_of_other_values_are_refused(options, words):
+    with pytest.raises(LabError) as caught:
+        DataFolder(**{"path": "digits", "name": "digits", "identity": "index.json", **options})
+    assert_explains(caught.value, *words)
+
+
+def test_a_data_folder_is_absolute_and_does_not_change(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "digits").symlink_to("real")
+    folder = DataFolder("digits", "images/digits", "index.json")
+    assert folder.path == tmp_path / "real", "a link would be copied as one"
+    with pytest.raises(FrozenInstanceError):
+        folder.name = "x"
 
 
 def test_what_was_checked_does_not_change(script):
@@ -218,7 +255,7 @@ def make_unreadable(folder, kind):
         ("FIFO", ["no regular file", "pipe"]),
         ("socket", ["no regular file", "socket"]),
         ("device", ["no regular file", "device"]),
-        ("large", ["too large for a job: 3,072 MiB", "dataset="]),
+        ("large", ["too large for a job: 3,072 MiB", "data=DataFolder("]),
     ],
 )
 @pytest.mark.parametrize("where", ["script", "files"])

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from lab_common import LabError
+from nodelaunch import DataFolder
 from nodelaunch import __main__ as launch_main
 from nodelaunch.__main__ import main
 from nodelaunch.backends.local import LocalNode, local_nodes
@@ -219,7 +220,7 @@ def test_a_job_that_starts_between_two_nodes_answers_is_no_leftover():
     lists = {"node0": [supervisor], "node1": [supervisor, *workers]}
     assert [verdict.state for verdict in judge_jobs(facts, Wanted(), lists)] == ["note", "note"]
     causes = [verdict.cause for verdict in judge_jobs(facts, Wanted(), lists)]
-    assert all("another notebook" in cause for cause in causes)
+    assert all("another notebook or script" in cause for cause in causes)
     lists = {"node0": [supervisor], "node1": workers}
     assert "leftover" in judge_jobs(facts, Wanted(), lists)[1].cause
 
@@ -278,6 +279,11 @@ def test_versions_that_differ():
     assert judge(gpus=[["0", "H100", "1", "80000"]], nccl="2.27.0") == [("red", "NCCL")]
     assert judge(torch="2.14.1+cpu", cuda=None) == [("note", "CUDA")]
     assert judge(torch=None, cuda=None, nccl=None)[0] == ("red", "/usr/bin/python3")
+    bare = {"n1": {"versions": {**VERSIONS, "torch": None}}}
+    assert "red" in {verdict.state for verdict in judge_versions(bare)}
+    assert [verdict.state for verdict in judge_versions(bare, torchrun=False)] == ["ok"], (
+        "another program may do without"
+    )
 
 
 def write_pack(folder: Path, digest: str, *, arrays: tuple[str, ...] = ("a.npy",)) -> Path:
@@ -296,7 +302,8 @@ def test_data_has_to_be_the_same_on_all_nodes(pair, tmp_path):
 
     def check(folder, **options):
         nodes = [replace(pair[0], data=str(one)), replace(pair[1], data=str(folder))]
-        return find(look(nodes, data_file="packed/shapes10/manifest.json", **options), "data", "node1")[0]
+        data = DataFolder("none", "packed/shapes10", "manifest.json", fix="make digits", **options)
+        return find(look(nodes, data=data), "data", "node1")[0]
 
     assert check(same).state == "ok", "where and when a pack was made does not matter"
     assert check(other).state == "red"
@@ -304,7 +311,7 @@ def test_data_has_to_be_the_same_on_all_nodes(pair, tmp_path):
     assert "a.npy is missing" in check(cut).found
     missing = check(tmp_path / "none")
     assert missing.state == "red"
-    assert "copy_data=True" in missing.fix
+    assert missing.fix == "copy_data=True, or on that node: make digits"
     assert check(tmp_path / "none", copy_data=True).state == "ok"
 
 
@@ -312,10 +319,10 @@ def test_data_that_were_copied_before_have_to_be_the_launchers(pair, tmp_path):
     """Also where all nodes agree: they would train on what the launcher had another day."""
     here, same = write_pack(tmp_path / "here", "new"), write_pack(tmp_path / "same", "new")
     old, cut = write_pack(tmp_path / "old data", "old"), write_pack(tmp_path / "cut", "new", arrays=())
-    wanted = {"data_file": "packed/shapes10/manifest.json", "pack": str(here / "packed" / "shapes10")}
 
     def check(folder, **options):
-        return find(look([replace(node, data=str(folder)) for node in pair], **wanted, **options), "data")
+        data = DataFolder(here / "packed" / "shapes10", "packed/shapes10", "manifest.json", **options)
+        return find(look([replace(node, data=str(folder)) for node in pair], data=data), "data")
 
     assert [verdict.state for verdict in check(old)] == ["ok", "ok"], "nothing is copied: the nodes have to agree only"
     assert [verdict.state for verdict in check(same, copy_data=True)] == ["ok", "ok"]
@@ -389,7 +396,7 @@ def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
     found = look([pair[0], make_odd(pair[1], env=path)], nproc_per_node=2)
     texts = [verdict.found for verdict in find(found, "GPUs", "node1")]
     assert texts[0] == "1 GPU(s) for 2 processes: gloo on the CPU will be used"
-    assert texts[1] == f"this notebook's own kernel (pid {os.getpid()}) holds 700 MiB"
+    assert texts[1] == f"the launcher's own process (pid {os.getpid()}) holds 700 MiB"
     assert texts[2] == "pid 77 (other) holds 200 MiB"
     assert found.ok
     smi.write_text('#!/bin/sh\necho "Failed to initialize NVML: Driver/library version mismatch"; exit 18\n')
@@ -406,7 +413,7 @@ def test_a_gpu_that_others_fill_and_one_that_torch_cannot_use():
 
 
 def test_a_node_that_could_find_nothing_out_costs_nobody_a_verdict():
-    verdicts = judge_facts({"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data_file="x"))
+    verdicts = judge_facts({"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data=DataFolder("x", "x", "y")))
     gaps = [verdict.check for verdict in verdicts if verdict.node == "n1"]
     assert gaps == ["versions", "disk", "gpus", "code", "data"]
     assert {verdict.state for verdict in verdicts} <= {"ok", "note"}

@@ -16,6 +16,7 @@ from lab_utils.data.archive import import_archive
 from lab_utils.data.batches import Batches
 from lab_utils.data.fetch import fetch_archive
 from lab_utils.data.folder import classic_loader, export
+from lab_utils.data.pack import MANIFEST
 from lab_utils.data.sources import find_cinic10, provide_pack
 
 __all__ = [
@@ -78,6 +79,12 @@ class Dataset:
         sizes = ", ".join(f"{len(getattr(self, split)):,} {split}" for split in ("train", "valid", "test"))
         left_out = f"; {self.skipped:,} unreadable images were left out" if self.skipped else ""
         return f"{self.name}: {sizes} images of {len(self.class_names)} classes, {self.source}{left_out}"
+
+    @property
+    def for_nodes(self) -> dict[str, object]:
+        """Where it is, here and on a node, and what makes it there: the arguments of ``nodelaunch.DataFolder``."""
+        fix = "python -m lab_utils.data prepare"
+        return {"path": self.pack, "name": f"packed/{self.name}", "identity": MANIFEST, "fix": fix}
 
     def batches(
         self,

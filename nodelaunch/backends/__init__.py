@@ -24,7 +24,7 @@ class Backend(Protocol):
     """What a module has to have that launches jobs on nodes of a kind.
 
     Attributes:
-        BY_HAND: Whether a learner may start some of the nodes.
+        BY_HAND: Whether a user may start some of the nodes.
     """
 
     BY_HAND: bool

@@ -25,9 +25,8 @@ def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
         port=spec.port,
         nproc_per_node=spec.nproc_per_node,
         bundle=code,
-        data_file=spec.manifest,
-        pack=str(spec.pack),
-        copy_data=spec.copy_data,
+        data=spec.data,
+        torchrun=not spec.program,
         job_id=job_id,
     )
 

@@ -62,7 +62,7 @@ class LocalNode:
             f"A program could not be run on {self.name}.",
             where=self.folder,
             cause=last[:300],
-            fix="see that the folder can be written to and that the disk has room, then run the cell again",
+            fix="see that the folder can be written to and that the disk has room, then run the job again",
         )
 
 

@@ -18,12 +18,12 @@ class Node(Protocol):
     """A machine, or what stands for one, on which one torchrun of a job runs.
 
     Attributes:
-        name: What the learner calls it; unique in a job.
+        name: What the user calls it; unique in a job.
         python: The interpreter on that node.
         folder: Absolute folder on that node for all that is ours: ``jobs/<id>``, ``code/<hash>`` and ``work``.
         address: IPv4 address by which the other nodes reach it; None where the preflight has to find it.
-        interface: The network interface, fixed by the learner; None where the route decides.
-        data: ``LAB_DATA`` on that node, as the learner gave it.
+        interface: The network interface, fixed by the user; None where the route decides.
+        data: ``LAB_DATA`` on that node, as the user gave it.
         backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`.
         here: Whether it is this machine, whose cores and GPUs its nodes share.
     """

@@ -58,10 +58,10 @@ def _explain_program(name: str, returncode: int, lines: list[str], python: str, 
     said = _shorten(lines)
     if returncode in (126, 127):  # what a shell ends with when the program is not there, or is none
         return LabError(
-            f"The Python for the labs is not on {name[:60]}.",
+            f"The Python for the job is not on {name[:60]}.",
             where=f"{name}: {python}",
             cause=said or "no such program",
-            fix=f"set the labs up there too ({ssh}, then make setup), or name one: ssh_nodes(…, python='/its/path')",
+            fix=f"install Python and torch there ({ssh}), or name the one to use: ssh_nodes(…, python='/its/path')",
         )
     return LabError(
         f"A program on {name[:60]} ended with exit status {returncode}.",
@@ -75,7 +75,7 @@ def _explain_name(name: str, lines: list[str], ssh: str, config: Path | None) ->
     return LabError(
         f"The name {name[:60]} is not known on this machine.",
         where=f"/etc/hosts and {config or '~/.ssh/config'} name no such host, nor does the network's name server",
-        cause="a slip of the pen, or a name that only the hosts know",
+        cause="a typo, or a name that only the hosts know",
         fix=f"use the host's IP address in ssh_nodes, or add to /etc/hosts: <IP address> {name[:60]}",
     )
 

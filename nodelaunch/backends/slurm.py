@@ -91,7 +91,7 @@ class SlurmNode:
             "The nodes' shared folder could not be prepared.",
             where=self.folder,
             cause=last[:300],
-            fix="see that the folder can be written to and that the disk has room, then run the cell again",
+            fix="see that the folder can be written to and that the disk has room, then run the job again",
         )
 
 
@@ -160,7 +160,7 @@ def write(plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
     """Copies into the folder that all nodes share."""
     # The preflight asks no node for its data; what is there already stays.
-    lacking = {spec.nodes[0].name} if spec.dataset and spec.copy_data else ()
+    lacking = {spec.nodes[0].name} if spec.data and spec.data.copy_data else ()
     copy_to_nodes(spec, launch, bundle, nodes=spec.nodes[:1], lacking=lacking, force=force, say=say)
 
 

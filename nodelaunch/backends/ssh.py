@@ -1,4 +1,4 @@
-"""Nodes that are reached with the OpenSSH client and the learner's own configuration, and its refusals in plain words.
+"""Nodes that are reached with the OpenSSH client and the user's own configuration, and its refusals in plain words.
 
 Host keys are always checked, and nothing ever asks for a password: what ssh would ask at a terminal is an error here,
 which says what to do once by hand.
@@ -90,12 +90,12 @@ class SshNode:
     were not given in full.
 
     Attributes:
-        name: What ssh takes: a name of the learner's configuration or of the network, an address, ``user@host``.
+        name: What ssh takes: a name of the user's configuration or of the network, an address, ``user@host``.
         address: As in Node.
         interface: As in Node.
         data: As in Node.
-        wanted_python: What the learner gave; None looks for this interpreter's own path there, then for python3.
-        wanted_folder: What the learner gave, with ``~`` for the home on the host.
+        wanted_python: What the user gave; None looks for this interpreter's own path there, then for python3.
+        wanted_folder: What the user gave, with ``~`` for the home on the host.
         connections: What the nodes of one list share.
     """
 

@@ -10,12 +10,12 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
+from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
 from nodelaunch.preflight import routes, table
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
@@ -96,10 +96,9 @@ def check_nodes(
     *,
     port: int | None = None,
     bundle: str = "",
-    data_file: str = "",
-    pack: str = "",
-    copy_data: bool = False,
+    data: DataFolder | None = None,
     nproc_per_node: int = 1,
+    torchrun: bool = True,
     job_id: str = "",
     timeout: float = 8.0,
 ) -> Preflight:
@@ -109,11 +108,10 @@ def check_nodes(
         nodes: Of the job; the rendezvous listens on the first.
         port: Of the rendezvous; None picks a free one.
         bundle: Hash of the job's code, as :func:`nodelaunch.node.facts.hash_tree` takes it; "" skips the check.
-        data_file: Path within ``LAB_DATA`` of a pack's manifest (or of any file that identifies the data set), such as
-            ``packed/shapes10/manifest.json``; "" skips the check.
-        pack: The launcher's own pack of it, whatever its name here.
-        copy_data: The job copies that pack to nodes that lack it; what is there already has to be the same.
+        data: What data each node needs; None skips the check. Where the job copies them, what a node has already has
+            to be the same.
         nproc_per_node: Processes on each node.
+        torchrun: Whether torchrun runs the script, and not another program.
         job_id: The job's own id.
         timeout: Seconds for everything; a second more in the worst case.
 
@@ -127,13 +125,11 @@ def check_nodes(
     # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}
     machine = own_facts.find_system()["machine"]
-    own = own_facts.identify_data(Path(pack, Path(data_file).name)) if copy_data and pack else {}
+    own = own_facts.identify_data(data.path / data.identity) if data and data.copy_data else {}
     copied = "" if own.get("missing") else own.get("hash") or ""
-    wanted = Wanted(nproc_per_node, bundle, data_file, copy_data, copied, job_id, machine, os.getpid())
+    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun)
     with open_clients(nodes) as clients:
-        tasks = {
-            name: functools.partial(_examine, client, wanted, pack, waits["facts"]) for name, client in clients.items()
-        }
+        tasks = {name: functools.partial(_examine, client, wanted, waits["facts"]) for name, client in clients.items()}
         answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
         machines = {answer["facts"].get("system", {}).get("machine") for answer in answers.values()}
         together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
@@ -170,7 +166,7 @@ def _split(answers: Mapping[str, dict | LabError]) -> tuple[dict[str, dict], dic
     return {name: answer for name, answer in answers.items() if name not in errors}, errors
 
 
-def _examine(client: ProbeClient, wanted: Wanted, pack: str, seconds: float) -> dict:
+def _examine(client: ProbeClient, wanted: Wanted, seconds: float) -> dict:
     """Starts a node's probe and asks for all that it knows by itself, and for its clock."""
     end = time.monotonic() + seconds
     client.open()
@@ -184,8 +180,10 @@ def _examine(client: ProbeClient, wanted: Wanted, pack: str, seconds: float) -> 
     delay, offset = min(readings)  # the quickest answer tells the most
     node = client.node
     question = {"do": "facts", "folder": node.folder, "code": wanted.bundle, "seconds": 0.5 * seconds}
-    own = node.here and not node.data
-    question |= {"data": node.data_folder, "data_file": wanted.data_file, "pack": pack if own else ""}
+    file = wanted.data.identity_path if wanted.data else ""
+    # A node of this machine needs no copy, unless it was given a data folder of its own.
+    own = str(wanted.data.path) if wanted.data and node.here and not node.data else ""
+    question |= {"data": node.data_folder, "data_file": file, "pack": own}
     found = client.ask(question, end - time.monotonic())
     return {"facts": found, **_find_jobs(client, wanted, end), "offset": offset, "delay": delay}
 

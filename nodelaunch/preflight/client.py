@@ -177,7 +177,7 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], nodes: Mapping[str, Node], 
     for name in tasks:  # in the nodes' order, not in that of their answers
         answer = errors.get(name) or found.get(name) or explain_silence(nodes[name], seconds)
         if isinstance(answer, dict) and "error" in answer:
-            cause, fix = answer["error"], "python -m lab_utils.machine   (on that node)"
+            cause, fix = answer["error"], f"python -m nodelaunch preflight {nodes[name].name}   (asks it again)"
             answer = LabError(f"{name} could not be asked.", where=name, cause=cause, fix=fix)
         answers[name] = answer
     return answers

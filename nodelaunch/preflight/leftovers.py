@@ -28,7 +28,7 @@ def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping
             what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
             state, cause = "note", f"a leftover, or a node that was started by hand: {own[0]['command']}"
             if job in watched:
-                cause = "another notebook runs it; the two share the machine"
+                cause = "another notebook or script runs it; the two share the machine"
             elif holders & {process["pid"] for process in own}:
                 state, what = "red", f"{what}, and holds GPU memory"
             verdicts.append(Verdict(name, "jobs", state, what, cause, stop_command(job, name, system, wanted)))
@@ -56,8 +56,8 @@ def judge_inherited(facts: Facts, inherited: Mapping[str, Sequence[str]], machin
             if (place, identity) in seen:
                 continue
             seen.add((place, identity))
-            where, cause = "in the environment of this kernel", "it was exported in the shell that started JupyterLab"
-            fix = "unset LAB_JOB_ID in that shell, then start JupyterLab from it again"
+            where, cause = "in the environment of the launcher", "it was exported in the shell that started Python"
+            fix = "unset LAB_JOB_ID in that shell, then start Python (or JupyterLab) from it again"
             if place != machine:
                 where, cause = "in every login there", "a profile exports it, such as ~/.profile or ~/.bashrc"
                 fix = "on that node, remove the line that exports LAB_JOB_ID"

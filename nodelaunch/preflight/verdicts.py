@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lab_common import LabError
+from nodelaunch.data import DataFolder
 
 # Per node, what its probe found, by the names in nodelaunch.node.facts.find_facts.
 Facts = Mapping[str, Mapping]
@@ -48,22 +49,22 @@ class Wanted:
     Attributes:
         processes: Per node.
         bundle: Hash of the code, "" where none is asked for.
-        data_file: Path within ``LAB_DATA`` of what identifies the data set, "" where none is asked for.
-        copied: The launcher copies the data set to the nodes that lack it.
-        data_hash: Of what it copies, "" where it has no whole pack or copies none.
+        data: What data each node needs, None where none are.
+        data_hash: Of what the launcher copies, "" where it has no whole folder or copies none.
         job_id: The job that asks; its own processes are none of an earlier job.
         machine: Where the launcher runs, as :func:`nodelaunch.node.facts.find_system` names it.
         pid: The launcher's process.
+        torchrun: Whether torchrun runs the script; without torch on a node it cannot, and another program may.
     """
 
     processes: int = 1
     bundle: str = ""
-    data_file: str = ""
-    copied: bool = False
+    data: DataFolder | None = None
     data_hash: str = ""
     job_id: str = ""
     machine: str = ""
     pid: int = 0
+    torchrun: bool = True
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
@@ -74,12 +75,12 @@ def judge_error(name: str, error: LabError) -> Verdict:
 
 def judge_facts(facts: Facts, wanted: Wanted) -> list[Verdict]:
     """Judges everything but the network, the clocks and other jobs."""
-    verdicts = judge_versions(facts)
+    verdicts = judge_versions(facts, torchrun=wanted.torchrun)
     for name, found in facts.items():
         judges = [("disk", judge_disk), ("gpus", judge_gpus), ("code", judge_code)]
         for part, judge in judges if wanted.bundle else judges[:-1]:
             verdicts += judge(name, found, wanted) if is_there(found, part) else [judge_gap(name, found, part)]
-    return verdicts + (judge_data(facts, wanted) if wanted.data_file else [])
+    return verdicts + (judge_data(facts, wanted) if wanted.data else [])
 
 
 def is_there(found: Mapping, part: str) -> bool:
@@ -99,16 +100,16 @@ def list_per_node(values: Mapping[str, str]) -> str:
     return "".join(f"\n  {name:{width}}  {value}" for name, value in values.items())
 
 
-def judge_versions(facts: Facts) -> list[Verdict]:
-    """Compares Python's minor version, torch, NCCL and CUDA over the nodes, and that torch is there."""
+def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
+    """Compares Python's minor version, torch, NCCL and CUDA over the nodes, and that torch is there for torchrun."""
     verdicts = [judge_gap(name, found, "versions") for name, found in facts.items() if not is_there(found, "versions")]
     have = {name: found["versions"] for name, found in facts.items() if is_there(found, "versions")}
     if not have:
         return verdicts
     for name, own in have.items():
-        if not own["torch"]:
-            cause = "python= names another environment than the one that was set up"
-            fix = f"set the labs up there (make setup), or name its Python: python=…; now: {own['program']}"
+        if torchrun and not own["torch"]:
+            cause = "torch was not installed there, or python= names another environment"
+            fix = f"install torch there, or name the Python that has it: python=…; now: {own['program']}"
             verdicts.append(Verdict(name, "torch", "red", f"{own['program']} has no torch", cause, fix))
     texts = {name: _describe_versions(own) for name, own in have.items()}
     with_gpus = any(found.get("gpus", {}).get("gpus") for found in facts.values())
@@ -121,7 +122,7 @@ def judge_versions(facts: Facts) -> list[Verdict]:
     differing = {kind: state for kind, (state, values) in kinds.items() if len(values) > 1}
     for kind, state in differing.items():
         cause = "the environments were made at different times, or python= names another one on one node"
-        fix = "install the same on every node: pip install -r requirements.lock"
+        fix = "install the same versions on every node, by the same requirements file"
         words = f"{kind} is not the same on all nodes{list_per_node(texts)}"
         verdicts.append(Verdict(", ".join(have), "versions", state, words, cause, fix))
     if not differing:
@@ -166,7 +167,7 @@ def judge_gpus(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
     verdicts = []
     versions = found.get("versions", {})
     if versions.get("torch") and not versions.get("cuda"):
-        cause, fix = "torch is a build without CUDA", "install torch with CUDA there: pip install -r requirements.lock"
+        cause, fix = "torch is a build without CUDA", "install a build of torch with CUDA there, as on the other nodes"
         verdicts.append(Verdict(name, "GPUs", "note", f"{count} GPU(s) that torch cannot use", cause, fix))
     elif count < wanted.processes:
         what = f"{count} GPU(s) for {wanted.processes} processes: gloo on the CPU will be used"
@@ -175,7 +176,8 @@ def judge_gpus(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
     for pid, program, used in apps:
         local = wanted.machine and found.get("system", {}).get("machine") == wanted.machine
         if local and pid == str(wanted.pid):
-            what, fix = f"this notebook's own kernel (pid {pid}) holds {used} MiB", "restart the kernel before the job"
+            what = f"the launcher's own process (pid {pid}) holds {used} MiB"
+            fix = "start the launcher anew before the job; in a notebook: restart the kernel"
         else:
             what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
         verdicts.append(Verdict(name, "GPUs", "note", what, "a GPU that is shared is slower and may run full", fix))
@@ -199,26 +201,26 @@ def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
 
 
 def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Judges that every node has the data set that the launcher copies, or that of the first node that has it."""
+    """Judges that every node has the data that the launcher copies, or those of the first node that has them."""
     verdicts = [judge_gap(name, found, "data") for name, found in facts.items() if not is_there(found, "data")]
     have = {name: found["data"] for name, found in facts.items() if is_there(found, "data")}
     hashes = {"the launcher": wanted.data_hash} if wanted.data_hash else {}
     hashes |= {name: own["hash"] for name, own in have.items() if own["hash"] and not own["missing"]}
     first = next(iter(hashes.values()), None)
     for name, own in have.items():
-        place = f"{own['folder']}/{wanted.data_file}"
-        fix = "copy_data=True, or on that node: python -m lab_utils.data prepare"
+        place = f"{own['folder']}/{wanted.data.identity_path}"
+        fix = f"copy_data=True, or on that node: {wanted.data.fix or 'copy the folder there by hand'}"
         if own["hash"] and wanted.data_hash:  # what is there is never written over
             fix = f"on that node: rm -r -- {shlex.quote(place.rpartition('/')[0])}   (it is copied again)"
         state, what = "red", f"{place} is missing"
-        cause = "the data set was not made or copied there, or LAB_DATA points elsewhere"
+        cause = "the folder was not made or copied there, or LAB_DATA points elsewhere"
         if own["missing"]:
             what, cause = f"{place}: {', '.join(own['missing'])} is missing", "a copy was cut short"
         elif own["hash"] and own["hash"] != first:
             lines = list_per_node({other: digest[:12] for other, digest in hashes.items()})
-            what = f"the data set is not that of {'the launcher' if wanted.data_hash else 'the other nodes'}{lines}"
+            what = f"the folder is not that of {'the launcher' if wanted.data_hash else 'the other nodes'}{lines}"
             cause = f"it was made from other files, or by another version ({place})"
-        elif own["hash"] or wanted.copied:
+        elif own["hash"] or wanted.data.copy_data:
             found = f"the same on the nodes that have it ({own['hash'][:12]})" if own["hash"] else WILL_COPY
             state, what, cause, fix = "ok", found, "", ""
         lacking = state == "ok" and not own["hash"]
