@@ -2,6 +2,10 @@
 
 ``TorchrunJob(script, args, nodes=local_nodes(2)).run()`` is the whole of it; ``.write()`` leaves the scripts to read
 and to run by hand, ``.preflight()`` says in seconds what would otherwise hang for minutes.
+
+Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
+copies of code and the newest 100 jobs; it removes older ones, unless they are in use or were changed within the last
+hour. ``python -m nodelaunch clean`` removes more. Neither touches ``work``, or data.
 """
 
 from __future__ import annotations
