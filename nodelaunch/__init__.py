@@ -14,6 +14,10 @@ folder to two hosts, starts torchrun on each, shows the output of all ranks, and
 Everything of a job ends on all nodes when the program that launched it ends, or is cut off from them. Logs of jobs go
 to ``runs/jobs`` in the current folder, or below the folder that the variable LAB_RUNS names. In a terminal
 ``python -m nodelaunch`` checks nodes, lists jobs and stops one.
+
+Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
+copies of code and the newest 100 jobs; it removes older ones, unless they are in use or were changed within the last
+hour. ``python -m nodelaunch clean`` removes more. Neither touches ``work``, or data.
 """
 
 from __future__ import annotations

@@ -1,19 +1,27 @@
-"""``python -m nodelaunch``: look at nodes before a job, list the jobs on them, stop one that was left behind."""
+"""``python -m nodelaunch``: look at nodes before a job, list the jobs on them, stop one, remove what old ones left."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.nodes import Node
+from nodelaunch.backends.slurm import slurm_nodes
 from nodelaunch.backends.ssh import FOLDER, ssh_nodes
 from nodelaunch.preflight import check_nodes
 from nodelaunch.preflight.client import ask_once
+
+CLEAN = """Removes from each node the copies of code and the folders of jobs that no running job uses and that were not
+changed for some days. It keeps what was changed within the last hour, or within the time limit of its job. It does not
+touch `work`, data, or any folder whose name is not ours. It also leaves LAB_RUNS/jobs on this machine alone: that is
+your record of the jobs. Without hosts it cleans all nodes of this machine, and the folder of its Slurm jobs."""
+CLEAN_SECONDS = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +54,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     jobs = commands.add_parser("jobs", help="list the processes of jobs")
     jobs.set_defaults(run=_list)
 
-    for command in (look, stop, jobs):
+    tidy = commands.add_parser("clean", help="remove what old jobs left on nodes", description=CLEAN)
+    tidy.set_defaults(run=_clean)
+    help_days = "days since the last change (default: %(default)g); 0: all that is not in use"
+    tidy.add_argument("--days", type=float, default=14.0, metavar="D", help=help_days)
+    tidy.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+
+    for command in (look, stop, jobs, tidy):
         command.add_argument("hosts", nargs="*", help="hosts as you would type them after ssh; none: this machine")
         command.add_argument("--local", type=int, metavar="N", help="N nodes on this machine in place of hosts")
         command.add_argument("--python", help="the interpreter on the hosts")
@@ -61,7 +75,11 @@ def _make_nodes(arguments: argparse.Namespace) -> list[Node]:
         return ssh_nodes(arguments.hosts, interface=getattr(arguments, "interface", None), **options)
     if arguments.hosts:
         raise LabError("Hosts and --local do not go together.", where="--local", fix="leave one of them away")
-    nodes = local_nodes(1 if arguments.local is None else arguments.local)
+    if arguments.local is None and arguments.run is _clean:
+        # All that lie on this machine, however many nodes its jobs had.
+        nodes = [node for node in (*local_nodes(16), *slurm_nodes(1)) if Path(node.folder).is_dir()]
+    else:
+        nodes = local_nodes(1 if arguments.local is None else arguments.local)
     given = {name: value for name in ("interface", "python") if (value := getattr(arguments, name, None))}
     return [replace(node, **given) for node in nodes]
 
@@ -97,6 +115,31 @@ def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
         if not answer["jobs"]:
             print(f"{name}: no job runs")
     return int(any(isinstance(answer, LabError) for answer in answers.values()))
+
+
+def _clean(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
+    if not arguments.days >= 0:
+        raise LabError("The days cannot be negative.", where=f"--days {arguments.days:g}", fix="--days 14")
+    question = {"do": "clean", "days": arguments.days, "dry_run": arguments.dry_run, "seconds": CLEAN_SECONDS}
+    answers = ask_once(nodes, lambda node: {**question, "folder": node.folder}, seconds=CLEAN_SECONDS + 10)
+    for name, answer in answers.items():
+        if isinstance(answer, LabError):
+            print(f"{name}: {answer}")
+            continue
+        print(f"{name}: {_describe_removal(answer, dry_run=arguments.dry_run)}")
+        for path, cause in answer["failed"].items():
+            print(clean(f"{name}: {path} could not be removed: {cause}"))
+        if answer["more"]:
+            print(f"{name}: there is more to remove than {CLEAN_SECONDS:g} s allow: run it again")
+    if not nodes:
+        print("this machine: no job has left anything")
+    return int(any(isinstance(answer, LabError) or answer["failed"] for answer in answers.values()))
+
+
+def _describe_removal(answer: Mapping, *, dry_run: bool) -> str:
+    kinds = {"code": "code folder(s)", "jobs": "job folder(s)", "copies": "leftover(s) of copying"}
+    counts = [f"{answer[kind]} {words}" for kind, words in kinds.items() if answer[kind] or kind != "copies"]
+    return f"{', '.join(counts)} {'would be ' if dry_run else ''}removed, {answer['bytes'] / 2**20:,.1f} MiB"
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 
+from nodelaunch.node.cleaning import clean_folder
 from nodelaunch.node.facts import collect, find_facts, read, resolve
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
@@ -124,7 +125,7 @@ def tell_time(request):
 
 
 ANSWERS = {"facts": find_facts, "clock": tell_time, "listen": listen, "connect": connect}
-ANSWERS.update({"jobs": find_jobs, "stop_job": stop_job})
+ANSWERS.update({"jobs": find_jobs, "stop_job": stop_job, "clean": clean_folder})
 
 
 def main():

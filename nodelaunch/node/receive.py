@@ -1,18 +1,22 @@
 """Unpacks on a node what the launcher sends on standard input: the code, unless it is there, and the job's script.
 
-Sent as text (``python -c``) behind ``facts.py``, since nothing of ours may lie on the node yet: the standard library
-alone, Python 3.9. It prints, behind the byte 0x1e, a JSON list of what was there already and was changed.
+Sent as text (``python -c``) behind the modules that it imports, since nothing of ours may lie on the node yet: the
+standard library alone, Python 3.9. It prints, behind the byte 0x1e, a JSON list of what was there already and was
+changed. Afterwards it removes the oldest code and jobs that nothing uses, see :mod:`nodelaunch.node.cleaning`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
+from nodelaunch.node.cleaning import STAGING, trim_folder
 from nodelaunch.node.facts import hash_tree
 
 
@@ -25,16 +29,20 @@ def unpack(stream, folder, targets):
     changed = []
     folder.mkdir(parents=True, exist_ok=True)
     # A file that is cut off midway stays in the temporary folder; under its name only what is whole appears.
-    staging = Path(tempfile.mkdtemp(prefix=".receiving-", dir=folder))
+    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             archive.extractall(staging, **safe)
         for target in targets:
             place = folder / target
+            is_code = place.parent.name == "code"
+            if is_code:
+                with contextlib.suppress(OSError):  # it is not there yet, or another user's
+                    os.utime(place, follow_symlinks=False)  # its last use: what was not used for long goes first
             # Code is named by its hash, and a job by its id: what is there under this name is the same.
             if place.exists():
-                if place.parent.name == "code" and hash_tree(place) != place.name:
+                if is_code and hash_tree(place) != place.name:
                     changed.append(target)
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +53,8 @@ def unpack(stream, folder, targets):
                     raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+    if any(target.startswith("code/") for target in targets):  # else it is the folder of data sets
+        trim_folder(folder)
     return changed
 
 

@@ -18,7 +18,7 @@ from types import ModuleType
 
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node import facts, probe, processes
+from nodelaunch.node import cleaning, facts, probe, processes
 from nodelaunch.node.output import read_lines
 
 # At the beginning of a line: `from nodelaunch.node.x import (…)`, over as many lines as it takes.
@@ -27,7 +27,7 @@ OWN_IMPORT = re.compile(r"^from (?:nodelaunch|__future__)\S* import (?:\([^)]*\)
 
 def make_program(*modules: ModuleType) -> str:
     """Returns modules, by default the probe's, as one text for ``python -c``, without imports of ours."""
-    sources = [inspect.getsource(module) for module in modules or (facts, processes, probe)]
+    sources = [inspect.getsource(module) for module in modules or (facts, processes, cleaning, probe)]
     # The lines stay where they are. Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
     return "".join(OWN_IMPORT.sub(lambda found: "\n" * found[0].count("\n"), source) for source in sources)
 
@@ -183,13 +183,15 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], nodes: Mapping[str, Node], 
     return answers
 
 
-def ask_once(nodes: Sequence[Node], request: Mapping, *, seconds: float = 10.0) -> dict[str, dict | LabError]:
-    """Asks every node one question, in a probe of its own."""
+def ask_once(
+    nodes: Sequence[Node], request: Mapping | Callable[[Node], Mapping], *, seconds: float = 10.0
+) -> dict[str, dict | LabError]:
+    """Asks every node one question, or the one that a function makes for it, in a probe of its own."""
     with open_clients(nodes) as clients:
 
         def ask(client: ProbeClient) -> dict:
             client.open()
-            return client.ask(request, seconds)
+            return client.ask(request(client.node) if callable(request) else request, seconds)
 
         tasks = {name: lambda client=client: ask(client) for name, client in clients.items()}
         return ask_all(tasks, {node.name: node for node in nodes}, seconds)
