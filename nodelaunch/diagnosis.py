@@ -96,7 +96,7 @@ def _find_last_line(state: JobState, rank: int) -> str:
 def find_first(errors: list[dict]) -> str:
     """Names, in one line, the first of the failures after which the workers were started anew."""
     error = _sort_first(errors)[0]
-    return _shorten(f"rank {error['rank']} on {error['node']}: {_say_noise(error)}")
+    return _shorten(f"rank {error['rank']} on {error['node']}: {_shorten_message(error)}")
 
 
 def _sort_first(errors: list[dict]) -> list[dict]:
@@ -141,7 +141,7 @@ def _describe_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
         traceback=error["traceback"],
         cause=cause,
         fix=fix or "mend the script at the line that the traceback names, then run the job again",
-        noise={other["rank"]: _say_noise(other) for other in errors if other["rank"] != rank},
+        consequences={other["rank"]: _shorten_message(other) for other in errors if other["rank"] != rank},
         stacks=state.stacks,
     )
 
@@ -157,7 +157,9 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
     common = {"node": heard["node"], "message": heard["message"], "traceback": "", "stacks": stacks}
     for part in state.nodes.values():
         if part.gone and part.ended is None:
-            return _describe_lost(state, part.name, noise={error["rank"]: _say_noise(error) for error in errors})
+            return _describe_lost(
+                state, part.name, consequences={error["rank"]: _shorten_message(error) for error in errors}
+            )
     if early:
         return Failure(
             "exit",
@@ -165,7 +167,7 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
             rank=early[0],
             cause="the ranks have different numbers of batches, so that one takes a step more than the other",
             fix="drop_last=True, or torch.distributed.algorithms.join.Join around the loop",
-            noise={error["rank"]: _say_noise(error) for error in errors},
+            consequences={error["rank"]: _shorten_message(error) for error in errors},
             **common,
         )
     if heard["kind"] == "hang" or WAITED.search(text):
@@ -181,11 +183,11 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
     missing = sorted(set(state.ranks) - waiting)
     return Failure(
         "lost",
-        _shorten(f"Rank {heard['rank']} on {heard['node']} lost its peers: {_say_noise(heard)}"),
+        _shorten(f"Rank {heard['rank']} on {heard['node']} lost its peers: {_shorten_message(heard)}"),
         rank=missing[0] if missing else heard["rank"],
         cause=cause or "another rank died without a word, or the network between the nodes was cut",
         fix=fix or "job.preflight() looks at the network both ways; the log has what torchrun said",
-        noise={error["rank"]: _say_noise(error) for error in errors},
+        consequences={error["rank"]: _shorten_message(error) for error in errors},
         **common,
     )
 
@@ -199,7 +201,7 @@ def _describe_signal(state: JobState, node: str, program: str, number: int, erro
         node=node,
         cause=cause,
         fix=fix,
-        noise={error["rank"]: _say_noise(error) for error in errors},
+        consequences={error["rank"]: _shorten_message(error) for error in errors},
     )
 
 
@@ -220,7 +222,7 @@ def _describe_end(state: JobState, reason: StopReason) -> Failure:
     return Failure("stopped", f"The job was {reason.value}.", cause=cause, fix=fix, stacks=state.stacks)
 
 
-def _describe_lost(state: JobState, node: str, noise: dict[int, str] | None = None) -> Failure:
+def _describe_lost(state: JobState, node: str, consequences: dict[int, str] | None = None) -> Failure:
     refusal = state.nodes[node].refusal
     if refusal and (isinstance(refusal, EndError) or not state.nodes[node].started):
         return Failure("lost", refusal.what, node=node, message=str(refusal), cause=refusal.cause, fix=refusal.fix)
@@ -231,7 +233,7 @@ def _describe_lost(state: JobState, node: str, noise: dict[int, str] | None = No
         message=f"{refusal or ''}",
         cause="the node was switched off, the network between you and it was cut, or its supervisor was killed",
         fix="see that it answers (ssh), then run the job again; a checkpoint lets the job go on where it was",
-        noise=noise or {},
+        consequences=consequences or {},
     )
 
 
@@ -256,7 +258,7 @@ def _describe_torchrun(state: JobState, node: str) -> Failure:
     )
 
 
-def _say_noise(error: dict) -> str:
+def _shorten_message(error: dict) -> str:
     lines = error["message"].strip().splitlines() or [error["kind"]]
     return shorten_gloo(lines[-1])[:160]
 

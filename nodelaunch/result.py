@@ -35,7 +35,7 @@ class Failure:
         traceback: Its traceback, without the frames of the launcher.
         cause: The likely cause.
         fix: What to do.
-        noise: By rank, in one line, what the others said; they failed because the first one did.
+        consequences: By rank, in one line, what the others said; they failed because the first one did.
         stacks: By rank, where it stood when it was ended.
     """
 
@@ -48,7 +48,7 @@ class Failure:
     traceback: str = ""
     cause: str = ""
     fix: str = ""
-    noise: dict[int, str] = field(default_factory=dict)
+    consequences: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Failure:
         if self.kind == "hang":
             for rank, text in sorted(self.stacks.items()):
                 lines += [f"  rank {rank} stood at: {text}"]
-        lines += [f"  rank {rank} only followed: {text}" for rank, text in sorted(self.noise.items())]
+        lines += [f"  rank {rank} failed as a consequence: {text}" for rank, text in sorted(self.consequences.items())]
         hints = [("likely", self.cause), ("fix", self.fix)]
         return "\n".join([*lines, *(f"  {label}: {text}" for label, text in hints if text)])
 

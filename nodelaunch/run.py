@@ -112,7 +112,7 @@ class Run:
             for node, link in self._links.items():
                 threading.Thread(target=self._read, args=[node, link, over], daemon=True).start()
             threading.Thread(target=self._beat, args=[over], daemon=True).start()
-            self._attend()
+            self._follow_lines()
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             self.reason = StopReason.INTERRUPTED if interrupted else StopReason.STOPPED
@@ -152,7 +152,7 @@ class Run:
             for link in self._links.values():
                 link.beat()
 
-    def _attend(self) -> None:
+    def _follow_lines(self) -> None:
         while not self._is_over():
             self._take(timeout=0.1)
             if self._stop.is_set():
@@ -189,10 +189,10 @@ class Run:
         if waiting > FEW_LINES if self._unshown else late and waiting > MANY_LINES:
             self._unshown += 1
             return
-        self._confess()
+        self._report_unshown()
         self._say(line)
 
-    def _confess(self) -> None:
+    def _report_unshown(self) -> None:
         if self._unshown:
             self._say(f"({self._unshown} lines came too fast to be shown; they are in {self._path})")
             self._unshown = 0
@@ -247,4 +247,4 @@ class Run:
             self._take(timeout=0.1)
         for _ in range(self._queue.qsize()):
             self._take(timeout=0)
-        self._confess()
+        self._report_unshown()

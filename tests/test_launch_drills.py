@@ -164,8 +164,8 @@ def test_12_a_rank_that_raises(make, hosts):
     assert error.what == "Rank 1 on n2 failed first: ValueError: bad luck in batch 7"
     assert text.count("Traceback (most recent call last)") == 1
     assert 'File "train.py", line' in text and 'raise ValueError("bad luck in batch 7")' in text
-    # The other rank only followed: one line, no traceback, neither here nor in the output.
-    assert set(failure.noise) <= {0}
+    # The other rank failed as a consequence: one line, no traceback, neither here nor in the output.
+    assert set(failure.consequences) <= {0}
     assert sum("Traceback" in line for line in heard.lines) == 1
     assert error.result.results == (None, None)
     assert_no_listeners(hosts, error.result.folder)

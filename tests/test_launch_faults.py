@@ -69,7 +69,7 @@ def test_the_exit_of_a_rank_does_not_hide_what_it_said():
     state.read("b", exit_of(58, -9))
     failure = diagnose(state)
     assert (failure.rank, failure.kind) == (1, "signal")
-    assert set(failure.noise) == {0}
+    assert set(failure.consequences) == {0}
 
 
 def test_an_exit_behind_an_unfinished_line_is_heard():

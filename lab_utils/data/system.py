@@ -1,4 +1,4 @@
-"""What the data room asks of the system: a lock that ends with the process, and the command that starts this Python."""
+"""What this package asks of the system: a lock that ends with the process, and the command that starts this Python."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quote(path: object) -> str:
 
 
 def make_command(arguments: str) -> str:
-    """Returns the line that runs a command of this room with this very Python, to be typed in the repository's root."""
+    """Returns the line that runs a command of this package with this Python, typed in the repository's root."""
     python = Path(sys.executable or "python")
     if python.is_absolute():
         python = python.parent.resolve() / python.name  # the file itself is a link that leads out of the environment
