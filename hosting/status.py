@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,6 +12,7 @@ from hosting.commands import is_served
 from hosting.files import HOME, PYTHON
 from hosting.guard import is_guarded
 from hosting.teams import Team
+from lab_common.nvidia import query_smi
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
 ASK = f"""
@@ -32,7 +31,7 @@ MOST_LABS, MOST_EXERCISES, MOST_BYTES = 100, 1000, 10**15
 ODD = "odd answer"
 # Teams that are asked at a time. One that does not answer holds up the others no longer than itself.
 AT_A_TIME = 8
-QUERY = "index,uuid,utilization.gpu,memory.used,memory.total"
+QUERY = "gpu=index,uuid,utilization.gpu,memory.used,memory.total"
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,12 @@ def check_guard(found: Class) -> list[str]:
 
 def read_gpus() -> dict[str, str]:
     """Returns how busy each GPU is, in words, by index and by UUID; empty where ``nvidia-smi`` finds none."""
-    query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        rows = query_smi(QUERY)
+    except OSError:
         return {}
     states = {}
-    for row in csv.reader(found.stdout.splitlines() if not found.returncode else ()):
-        index, uuid, busy, used, total = (field.strip() for field in row)
+    for index, uuid, busy, used, total in rows:
         states[index] = states[uuid] = f"GPU {index}: {busy} %, {used} of {total} MiB"
     return states
 

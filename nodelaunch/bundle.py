@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lab_common
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from lab_common.text import clean
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import facts, receive
@@ -150,7 +150,7 @@ def send(
     Raises:
         LabError: The node was not reached, or its disk is full.
     """
-    process = node.popen([node.python, "-c", make_program(facts, receive), root, *folders])
+    process = node.popen([node.python, "-c", make_program(nvidia, facts, receive), root, *folders])
     started.append(process)
     # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
     alarm = threading.Timer(timeout, process.kill) if timeout else None
