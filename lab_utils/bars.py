@@ -1,0 +1,25 @@
+"""Bars of progress: in a notebook and a terminal, and not in a file or a pipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tqdm.auto import tqdm
+
+
+def open_bar(total: float | None, title: str, *, show: bool = True, **options: Any) -> tqdm:
+    """Returns a bar of progress to ``update``, and to close, as ``with`` does.
+
+    Where standard error is neither a terminal nor a notebook, nothing is shown: a log would hold a line per update.
+
+    Args:
+        total: How much there is to do; None where nobody knows.
+        title: What stands before the bar.
+        show: Whether to show it where one can see it.
+        options: What else ``tqdm`` takes, such as ``unit`` and ``delay``.
+    """
+    from tqdm.auto import tqdm
+
+    # tqdm asks itself where None: its bar in a notebook is always shown, any other one in a terminal.
+    return tqdm(total=total, desc=title, disable=None if show else True, **options)
