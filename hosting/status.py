@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from hosting.classes import Class
 from hosting.commands import is_served
+from hosting.deployment import Deployment
 from hosting.files import HOME, PYTHON
 from hosting.guard import is_guarded
 from hosting.teams import Team
@@ -59,22 +59,22 @@ class Standing:
     fault: str = ""
 
 
-def read_status(found: Class) -> list[Standing]:
+def read_status(deployment: Deployment) -> list[Standing]:
     """Asks every team's containers how they stand."""
     devices = read_gpus()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(lambda team: _read_team(found, team, devices), found.teams))
+        return list(pool.map(lambda team: _read_team(deployment, team, devices), deployment.teams))
 
 
-def _read_team(found: Class, team: Team, devices: dict[str, str]) -> Standing:
+def _read_team(deployment: Deployment, team: Team, devices: dict[str, str]) -> Standing:
     states = []
-    for node in range(found.settings.nodes):
-        name = f"{found.settings.project}-{team.name}-node{node}"
-        asked = found.engine.ask("inspect", "-f", "{{.State.Status}}", name)
+    for node in range(deployment.settings.nodes):
+        name = f"{deployment.settings.project}-{team.name}-node{node}"
+        asked = deployment.engine.ask("inspect", "-f", "{{.State.Status}}", name)
         states.append(asked.stdout.strip() if asked.returncode == 0 else "absent")
     gpus = tuple(devices[gpu] for gpu in team.gpus if gpu in devices)
-    standing = Standing(team, tuple(states), is_served(found.settings, team), gpus)
-    status, said = found.ask(team, *PYTHON, ASK)
+    standing = Standing(team, tuple(states), is_served(deployment.settings, team), gpus)
+    status, said = deployment.ask(team, *PYTHON, ASK)
     if status:
         return replace(standing, fault=ODD) if status < 0 else standing
     try:
@@ -105,9 +105,9 @@ def _check_count(value: object, most: int) -> int:
     return value
 
 
-def check_guard(found: Class) -> list[str]:
+def check_guard(deployment: Deployment) -> list[str]:
     """What is wrong with the guard, in a line for a terminal; nothing where it runs, or cannot."""
-    if not found.settings.guarded or is_guarded(found.engine, found.settings):
+    if not deployment.settings.guarded or is_guarded(deployment.engine, deployment.settings):
         return []
     return ["The guard does NOT run: the teams' containers can reach the cloud's metadata. fix: python3 -m hosting up"]
 
