@@ -8,8 +8,9 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from hosting import classes, commands, hub
+from hosting import commands, hub
 from hosting.collect import collect
+from hosting.deployment import open_deployment, parse_settings, read_deployment
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import check_guard, read_status, show_status
@@ -76,33 +77,33 @@ def run(chosen: argparse.Namespace) -> None:
     folder, engine = chosen.state.resolve(), chosen.engine
     if chosen.command in ("up", "build"):
         given = {field.name: getattr(chosen, field.name, None) for field in fields(Settings)}
-        settings = classes.parse_settings(folder, given)
+        settings = parse_settings(folder, given)
         if chosen.command == "build":
             folder.mkdir(parents=True, exist_ok=True)
             return commands.build(find_engine(folder, wanted=engine), settings, base=chosen.base, torch=chosen.torch)
-        found = classes.read_class(folder, settings, engine=engine)
-        return (hub if settings.hub else commands).up(found, say=say)
-    found = classes.open_class(folder, engine=engine)
-    variant = hub if found.settings.hub else commands
-    team = found.find(chosen.team) if "team" in chosen else None
+        deployment = read_deployment(folder, settings, engine=engine)
+        return (hub if settings.hub else commands).up(deployment, say=say)
+    deployment = open_deployment(folder, engine=engine)
+    variant = hub if deployment.settings.hub else commands
+    team = deployment.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
-        say(show_status(read_status(found)))
-        say("\n".join(["", *commands.describe_bounds(found), *check_guard(found)]))
+        say(show_status(read_status(deployment)))
+        say("\n".join(["", *commands.describe_bounds(deployment), *check_guard(deployment)]))
     elif chosen.command == "down":
-        variant.down(found)
+        variant.down(deployment)
         say("all containers have ended; the teams' work stays in their volumes")
     elif chosen.command == "collect":
-        for one in collect(found, found.teams, chosen.into):
+        for one in collect(deployment, deployment.teams, chosen.into):
             say(one.describe())
     elif chosen.command == "logs":
-        say(commands.read_logs(found, chosen.container))
+        say(commands.read_logs(deployment, chosen.container))
     elif chosen.command == "rotate":
-        renewed = classes.open_class(folder, engine=engine, renew=team.name)
+        renewed = open_deployment(folder, engine=engine, renew=team.name)
         say(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
     elif chosen.command == "reset":
-        say(f"fresh labs for team {team.name}; what it had: {commands.reset(found, team)}")
+        say(f"fresh labs for team {team.name}; what it had: {commands.reset(deployment, team)}")
     elif chosen.command == "restart":
-        commands.restart(found, team)
+        commands.restart(deployment, team)
         say(f"team {team.name} was started anew; its files are as they were")
     return None
 

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from hosting.classes import Class
+from hosting.deployment import Deployment
 from hosting.engine import LOG
 from hosting.files import HOME, LABS, PYTHON, name_container
 from hosting.teams import Team
@@ -162,11 +162,13 @@ class Collected:
             self.more += 1
 
 
-def collect(found: Class, teams: Sequence[Team], target: Path, *, bounds: Bounds | None = None) -> list[Collected]:
+def collect(
+    deployment: Deployment, teams: Sequence[Team], target: Path, *, bounds: Bounds | None = None
+) -> list[Collected]:
     """Fetches each team's report and work into ``target/<team>``, a new folder; one of before is kept beside it.
 
     Args:
-        found: The class.
+        deployment: Of these teams.
         teams: Whose work.
         target: The folder for all of them.
         bounds: What of one team is fetched.
@@ -182,7 +184,7 @@ def collect(found: Class, teams: Sequence[Team], target: Path, *, bounds: Bounds
         free = shutil.disk_usage(target).free // 2
         limits = bounds or Bounds()
         limits = Bounds(limits.files, limits.largest, min(limits.total, free), limits.seconds)
-        one = _collect_team(found, team, target, limits)
+        one = _collect_team(deployment, team, target, limits)
         if one.problem:
             failed[team.name] = one.problem
         else:
@@ -190,25 +192,29 @@ def collect(found: Class, teams: Sequence[Team], target: Path, *, bounds: Bounds
     if failed:
         what = f"{len(failed)} of {len(teams)} teams could not be collected whole: {', '.join(failed)}."
         # A hub ends the containers that nobody uses; both variants work on the same volumes.
-        fix = f"python3 -m hosting up{' --no-hub' if found.settings.hub else ''}, and `collect` again"
+        fix = f"python3 -m hosting up{' --no-hub' if deployment.settings.hub else ''}, and `collect` again"
         raise LabError(
-            what[:120], where=target, cause=next(iter(failed.values()))[-300:], fix=fix, log=found.engine.folder / LOG
+            what[:120],
+            where=target,
+            cause=next(iter(failed.values()))[-300:],
+            fix=fix,
+            log=deployment.engine.folder / LOG,
         )
     return whole
 
 
-def _collect_team(found: Class, team: Team, target: Path, bounds: Bounds) -> Collected:
+def _collect_team(deployment: Deployment, team: Team, target: Path, bounds: Bounds) -> Collected:
     """Fetches one team's work; where nothing of it came, no folder is made."""
-    status, said = found.ask(team, "true", timeout=20)
+    status, said = deployment.ask(team, "true", timeout=20)
     if status:
         return Collected(target / team.name, problem=said or "its container does not run")
     numbers = (bounds.largest, bounds.total, bounds.files, MOST_NAMED, int(bounds.seconds / 2))
-    command = ["exec", "-w", LABS, name_container(found.settings, team, 0), *PYTHON, PACK]
+    command = ["exec", "-w", LABS, name_container(deployment.settings, team, 0), *PYTHON, PACK]
     # Only we can enter it until it has its name.
     fresh = Path(tempfile.mkdtemp(prefix=f".{team.name}.", dir=target))
     try:
         one = Collected(fresh)
-        with found.engine.stream(
+        with deployment.engine.stream(
             *command, f"{HOME}/{WORK}", team.name, *map(str, numbers), timeout=bounds.seconds
         ) as stream:
             receive(stream, one, bounds)

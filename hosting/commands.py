@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from hosting.classes import Class
+from hosting.deployment import Deployment
 from hosting.engine import LOG, Engine
 from hosting.files import HOME, PORT, PYTHON, name_container
 from hosting.guard import REMEDY, can_guard, start_guard, stop_guard
@@ -47,7 +47,7 @@ def build(engine: Engine, settings: Settings, *, base: str = "", torch: str = ""
     engine.run("build", "-f", "hosting/Dockerfile", "-t", settings.image, *arguments, ".", cwd=checkout())
 
 
-def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
+def up(deployment: Deployment, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
     """Starts what does not run yet, waits until every team's JupyterLab answers, and writes the hand-out.
 
     What is right is left alone: a team that works does not notice.
@@ -55,115 +55,115 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     Raises:
         LabError: The port is taken, Compose failed, or a team's JupyterLab does not answer in time.
     """
-    found = prepare(found, say)
-    settings = found.settings
-    found.engine.run_compose(found.write(), "up", "-d", *found.engine.orphans)
-    _end_orphans(found)
-    guard(found)
+    deployment = prepare(deployment, say)
+    settings = deployment.settings
+    deployment.engine.run_compose(deployment.write(), "up", "-d", *deployment.engine.orphans)
+    _end_orphans(deployment)
+    guard(deployment)
     end = time.monotonic() + seconds
-    for team in found.teams:
-        _wait_for(found, team, f"JupyterLab of team {team.name} does not answer.", end, *PYTHON, ALIVE)
+    for team in deployment.teams:
+        _wait_for(deployment, team, f"JupyterLab of team {team.name} does not answer.", end, *PYTHON, ALIVE)
         if settings.nodes > 1:
             reach = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3", "node1", "true")
-            _wait_for(found, team, f"node0 of team {team.name} does not reach its node1.", end, *reach)
-    wait_for_front(found, end)
-    sheet = write_handout(found.folder, found.teams, found.tokens, settings)
-    say(f"{len(found.teams)} teams are up at {settings.url}/; hand out: {sheet}")
+            _wait_for(deployment, team, f"node0 of team {team.name} does not reach its node1.", end, *reach)
+    wait_for_front(deployment, end)
+    sheet = write_handout(deployment.folder, deployment.teams, deployment.tokens, settings)
+    say(f"{len(deployment.teams)} teams are up at {settings.url}/; hand out: {sheet}")
     return sheet
 
 
-def _wait_for(found: Class, team: Team, what: str, end: float, *command: str) -> None:
+def _wait_for(deployment: Deployment, team: Team, what: str, end: float, *command: str) -> None:
     """Repeats a command in a team's container until it succeeds, or it is too late."""
-    while (answer := found.ask(team, *command, timeout=20))[0]:
+    while (answer := deployment.ask(team, *command, timeout=20))[0]:
         if time.monotonic() > end:
-            container = name_container(found.settings, team, 0)
+            container = name_container(deployment.settings, team, 0)
             cause = answer[1].splitlines()[-1][:300] if answer[1] else "it is still starting"
             fix = f"python3 -m hosting logs {container}"
-            raise LabError(what, where=container, cause=cause, fix=fix, log=found.engine.folder / LOG)
+            raise LabError(what, where=container, cause=cause, fix=fix, log=deployment.engine.folder / LOG)
         time.sleep(0.5)
 
 
-def wait_for_front(found: Class, end: float) -> None:
+def wait_for_front(deployment: Deployment, end: float) -> None:
     """Waits until the first team's JupyterLab, or the hub, answers through the front.
 
     Raises:
         LabError: It is later than ``end``, in seconds of the monotonic clock.
     """
-    while not is_served(found.settings, found.teams[0]):
+    while not is_served(deployment.settings, deployment.teams[0]):
         if time.monotonic() > end:
-            fix = f"python3 -m hosting logs {found.settings.project}-front"
-            raise LabError("The front does not answer.", where=found.settings.url, cause="see its log", fix=fix)
+            fix = f"python3 -m hosting logs {deployment.settings.project}-front"
+            raise LabError("The front does not answer.", where=deployment.settings.url, cause="see its log", fix=fix)
         time.sleep(0.5)
 
 
-def prepare(found: Class, say: Callable[[str], None]) -> Class:
+def prepare(deployment: Deployment, say: Callable[[str], None]) -> Deployment:
     """What both variants need before they start: the other one ended, the port, the image, and what can be guarded.
 
     Returns:
-        The class, whose settings say whether the teams' containers can be kept from the cloud's metadata.
+        The deployment, whose settings say whether the teams' containers can be kept from the cloud's metadata.
 
     Raises:
         LabError: The port is taken, or the image cannot be built.
     """
-    settings = found.settings
-    names = _list_composed(found)
+    settings = deployment.settings
+    names = _list_composed(deployment)
     if names and (f"{settings.project}-hub" in names) != settings.hub:
         # The variants share the front's name and the teams' volumes.
-        found.engine.ask("stop", *names, timeout=120)
-        found.engine.ask("rm", "-f", *names, timeout=120)
-        end_spawned(found)
-    running = found.engine.ask("inspect", "-f", "{{.State.Running}}", f"{settings.project}-front")
+        deployment.engine.ask("stop", *names, timeout=120)
+        deployment.engine.ask("rm", "-f", *names, timeout=120)
+        end_spawned(deployment)
+    running = deployment.engine.ask("inspect", "-f", "{{.State.Running}}", f"{settings.project}-front")
     if running.stdout.strip() != "true":
         _check_port(settings)
-    if not found.engine.has_image(settings.image):
-        say(f"building {settings.image}; the first time takes some minutes (log: {found.engine.folder / LOG})")
-        build(found.engine, settings)
-    found = replace(found, settings=replace(settings, guarded=can_guard(found.engine, settings)))
-    save_settings(found.settings, found.folder)
-    for line in describe_bounds(found):
+    if not deployment.engine.has_image(settings.image):
+        say(f"building {settings.image}; the first time takes some minutes (log: {deployment.engine.folder / LOG})")
+        build(deployment.engine, settings)
+    deployment = replace(deployment, settings=replace(settings, guarded=can_guard(deployment.engine, settings)))
+    save_settings(deployment.settings, deployment.folder)
+    for line in describe_bounds(deployment):
         say(line)
-    return found
+    return deployment
 
 
-def guard(found: Class) -> None:
+def guard(deployment: Deployment) -> None:
     """Starts the guard before the teams' networks, which are there by now, or ends it where it can do nothing."""
-    if found.settings.guarded:
-        start_guard(found.engine, found.settings, found.teams, image_id=found.image_id)
+    if deployment.settings.guarded:
+        start_guard(deployment.engine, deployment.settings, deployment.teams, image_id=deployment.image_id)
     else:
-        stop_guard(found.engine, found.settings)
+        stop_guard(deployment.engine, deployment.settings)
 
 
-def describe_bounds(found: Class) -> list[str]:
+def describe_bounds(deployment: Deployment) -> list[str]:
     """What the teams are held to, in lines for a terminal."""
-    lines = describe_limits(found.shares, found.machine)
-    if found.settings.guarded:
+    lines = describe_limits(deployment.shares, deployment.machine)
+    if deployment.settings.guarded:
         return [*lines, "the cloud's metadata service: kept from the teams"]
     return [*lines, f"the cloud's metadata service: NOT kept from the teams, this engine may not; {REMEDY}"]
 
 
-def _list_composed(found: Class) -> list[str]:
-    """The containers that Compose has made for this class."""
-    label = f"label=com.docker.compose.project={found.settings.project}"
-    return found.engine.ask("ps", "-a", "--filter", label, "--format", "{{.Names}}").stdout.split()
+def _list_composed(deployment: Deployment) -> list[str]:
+    """The containers that Compose has made for this deployment."""
+    label = f"label=com.docker.compose.project={deployment.settings.project}"
+    return deployment.engine.ask("ps", "-a", "--filter", label, "--format", "{{.Names}}").stdout.split()
 
 
-def _end_orphans(found: Class) -> None:
+def _end_orphans(deployment: Deployment) -> None:
     """Ends the containers of teams that have left, where Compose did not."""
-    if found.engine.orphans:
+    if deployment.engine.orphans:
         return
-    settings = found.settings
-    ours = {name_container(settings, team, node) for team in found.teams for node in range(settings.nodes)}
-    if left := sorted(set(_list_composed(found)) - ours - {f"{settings.project}-front"}):
-        found.engine.ask("rm", "-f", *left, timeout=120)
+    settings = deployment.settings
+    ours = {name_container(settings, team, node) for team in deployment.teams for node in range(settings.nodes)}
+    if left := sorted(set(_list_composed(deployment)) - ours - {f"{settings.project}-front"}):
+        deployment.engine.ask("rm", "-f", *left, timeout=120)
 
 
-def end_spawned(found: Class) -> None:
+def end_spawned(deployment: Deployment) -> None:
     """Ends the containers that a hub has started: Compose does not know of them."""
-    label = f"label=labs.hub={found.settings.project}"
-    if names := found.engine.ask("ps", "-a", "-q", "--filter", label).stdout.split():
-        found.engine.ask("stop", *names, timeout=120)
+    label = f"label=labs.hub={deployment.settings.project}"
+    if names := deployment.engine.ask("ps", "-a", "-q", "--filter", label).stdout.split():
+        deployment.engine.ask("stop", *names, timeout=120)
         # The engine removes them, too, but some time after they have ended; until then their names are taken.
-        found.engine.ask("rm", "-f", *names, timeout=120)
+        deployment.engine.ask("rm", "-f", *names, timeout=120)
 
 
 def _check_port(settings: Settings) -> None:
@@ -201,7 +201,7 @@ def _read_page(settings: Settings, request: str, *, name: str) -> bytes:
     The answer is the team's own: it may be of any length, come drop by drop, or lead elsewhere.
 
     Args:
-        settings: Of the class.
+        settings: Of the deployment.
         request: In full.
         name: Of the host that TLS is to be for; "" without TLS.
 
@@ -227,28 +227,28 @@ def _read_page(settings: Settings, request: str, *, name: str) -> bytes:
     return page
 
 
-def down(found: Class) -> None:
+def down(deployment: Deployment) -> None:
     """Ends all containers and networks; what the teams saved stays in their volumes."""
-    found.engine.run_compose(found.write(), "down", "--remove-orphans")
-    end_bounds(found)
+    deployment.engine.run_compose(deployment.write(), "down", "--remove-orphans")
+    end_bounds(deployment)
 
 
-def end_bounds(found: Class) -> None:
+def end_bounds(deployment: Deployment) -> None:
     """Ends the guard and forgets the teams' shares, once their containers are gone."""
-    stop_guard(found.engine, found.settings)
-    forget_shares(found.folder)
+    stop_guard(deployment.engine, deployment.settings)
+    forget_shares(deployment.folder)
 
 
-def rotate(found: Class, team: Team) -> Path:
-    """Starts a team's JupyterLab anew with the new token that ``read_class`` made; returns the new hand-out.
+def rotate(deployment: Deployment, team: Team) -> Path:
+    """Starts a team's JupyterLab anew with the new token that ``read_deployment`` made; returns the new hand-out.
 
     Its kernels end with it: that is what shuts out whoever had the old token.
     """
-    found.engine.run_compose(found.write(), "up", "-d", f"{team.name}-node0")
-    return write_handout(found.folder, found.teams, found.tokens, found.settings)
+    deployment.engine.run_compose(deployment.write(), "up", "-d", f"{team.name}-node0")
+    return write_handout(deployment.folder, deployment.teams, deployment.tokens, deployment.settings)
 
 
-def reset(found: Class, team: Team) -> str:
+def reset(deployment: Deployment, team: Team) -> str:
     """Gives a team a fresh copy of the labs, and returns where the old one is kept in its volume.
 
     Raises:
@@ -257,7 +257,7 @@ def reset(found: Class, team: Team) -> str:
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     kept = f"{HOME}/work/labs-{stamp}"
     move = f"mv {HOME}/work/labs {kept} && python -I -m course.workspace --workspace {HOME}/work/labs"
-    status, said = found.ask(team, "sh", "-c", move, timeout=120)
+    status, said = deployment.ask(team, "sh", "-c", move, timeout=120)
     if status:
         raise LabError(
             f"The labs of team {team.name} were not reset.",
@@ -268,25 +268,27 @@ def reset(found: Class, team: Team) -> str:
     return kept
 
 
-def read_logs(found: Class, container: str) -> str:
-    """What a container of the class has printed lately; a team can print there what it wants.
+def read_logs(deployment: Deployment, container: str) -> str:
+    """What a container of the deployment has printed lately; a team can print there what it wants.
 
     Raises:
         LabError: There is no such container.
     """
-    asked = found.engine.ask("logs", "--tail", str(LOG_LINES), container) if _is_ours(found, container) else None
+    asked = (
+        deployment.engine.ask("logs", "--tail", str(LOG_LINES), container) if _is_ours(deployment, container) else None
+    )
     if not asked or asked.returncode:
-        known = ", ".join(name_container(found.settings, team, 0) for team in found.teams)
+        known = ", ".join(name_container(deployment.settings, team, 0) for team in deployment.teams)
         cause = asked.stderr[-300:] if asked else "a typing error"
         raise LabError(f"There is no log of {ascii(container)[:60]}.", cause=cause, fix=f"one of: {known}")
     return (asked.stdout + asked.stderr).rstrip()
 
 
-def _is_ours(found: Class, container: str) -> bool:
-    return bool(re.fullmatch(rf"{found.settings.project}-[a-z0-9-]+", container))
+def _is_ours(deployment: Deployment, container: str) -> bool:
+    return bool(re.fullmatch(rf"{deployment.settings.project}-[a-z0-9-]+", container))
 
 
-def restart(found: Class, team: Team) -> None:
+def restart(deployment: Deployment, team: Team) -> None:
     """Starts a team's containers anew, as one does with a computer that is stuck; its files stay."""
-    for node in range(found.settings.nodes):
-        found.engine.run("restart", name_container(found.settings, team, node))
+    for node in range(deployment.settings.nodes):
+        deployment.engine.run("restart", name_container(deployment.settings, team, node))

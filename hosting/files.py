@@ -32,7 +32,7 @@ PORT, FRONT_PORT = 8888, 8443
 
 @dataclass(frozen=True)
 class Setup:
-    """What was decided for a class beside its settings.
+    """What was decided for a deployment beside its settings.
 
     Attributes:
         tokens: The teams' tokens by their names.
@@ -58,7 +58,7 @@ def write_files(folder: Path, teams: Sequence[Team], settings: Settings, setup: 
     Args:
         folder: Where they go.
         teams: Of the class.
-        settings: Of the class.
+        settings: Of the deployment.
         setup: What was decided beside them.
     """
     write_tokens(folder / TOKENS, setup.tokens)

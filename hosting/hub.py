@@ -1,6 +1,6 @@
 """The variant with accounts: JupyterHub before the same teams, with their tokens as passwords and their volumes.
 
-What never changes is in ``hosting/hub/``; written here is what depends on the class.
+What never changes is in ``hosting/hub/``; written here is what depends on the deployment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hosting.classes import Class
 from hosting.commands import START_SECONDS, end_bounds, end_spawned, guard, prepare, wait_for_front
+from hosting.deployment import Deployment
 from hosting.files import CADDY, Setup, make_base, make_caddyfile, make_environment, write_changed
 from hosting.handout import write_handout
 from hosting.limits import limit
@@ -36,9 +36,9 @@ def write_hub(folder: Path, teams: Sequence[Team], settings: Settings, setup: Se
     """Writes what the hub and its front read; returns the files for Compose, in their order.
 
     Args:
-        folder: The class's; all goes into its folder ``hub``.
+        folder: The deployment's; all goes into its folder ``hub``.
         teams: Of ``read_teams``.
-        settings: Of the class.
+        settings: Of the deployment.
         setup: What was decided beside them. Of the tokens, only their hashes are written.
 
     Raises:
@@ -84,7 +84,7 @@ def make_front(teams: Sequence[Team], settings: Settings) -> str:
 
 
 def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy: str, setup: Setup) -> dict:
-    """What of the front and the hub depends on the class; the teams' containers are started by the hub.
+    """What of the front and the hub depends on the deployment; the teams' containers are started by the hub.
 
     The project and the teams' networks have the same names as without accounts: ``up`` of one variant ends the other,
     so that two servers never work on one volume.
@@ -140,7 +140,7 @@ def _keep_secrets(path: Path) -> None:
             raise LabError(f"The hub's {name} is missing.", where=path, cause="the file was edited", fix=fix)
 
 
-def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
+def up(deployment: Deployment, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
     """Starts the hub, or changes it to what ``teams.csv`` says now, and writes the hand-out.
 
     A team's container is started by its first login, and goes on while the hub is started anew.
@@ -148,12 +148,12 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
     Raises:
         LabError: The port is taken, Compose failed, or the hub does not answer in time.
     """
-    _check_names(found.teams, found.settings)
-    found = prepare(found, say)
-    settings, engine = found.settings, found.engine
-    files = write_hub(found.folder, found.teams, settings, found.setup)
-    _run_compose(found, files, "up", "-d", "--build", *engine.orphans)
-    guard(found)
+    _check_names(deployment.teams, deployment.settings)
+    deployment = prepare(deployment, say)
+    settings, engine = deployment.settings, deployment.engine
+    files = write_hub(deployment.folder, deployment.teams, settings, deployment.setup)
+    _run_compose(deployment, files, "up", "-d", "--build", *engine.orphans)
+    guard(deployment)
     end, name = time.monotonic() + seconds, f"{settings.project}-hub"
     while (asked := engine.ask("exec", name, "python3", "-c", ALIVE, timeout=20)).returncode:
         if time.monotonic() > end:
@@ -161,26 +161,26 @@ def up(found: Class, *, say: Callable[[str], None] = print, seconds: float = STA
             fix = f"python3 -m hosting logs {name}"
             raise LabError("The hub does not answer.", where=name, cause=cause, fix=fix)
         time.sleep(0.5)
-    wait_for_front(found, end)
-    sheet = write_handout(found.folder, found.teams, found.tokens, settings)
-    say(f"the hub of {len(found.teams)} teams is up at {settings.url}/; hand out: {sheet}")
+    wait_for_front(deployment, end)
+    sheet = write_handout(deployment.folder, deployment.teams, deployment.tokens, settings)
+    say(f"the hub of {len(deployment.teams)} teams is up at {settings.url}/; hand out: {sheet}")
     return sheet
 
 
-def _run_compose(found: Class, files: Sequence[Path], *arguments: str) -> None:
-    """Runs Compose on the hub's files, in the class's project: podman-compose reads the first file's name only."""
-    found.engine.run_compose(files, *arguments, variables={"COMPOSE_PROJECT_NAME": found.settings.project})
+def _run_compose(deployment: Deployment, files: Sequence[Path], *arguments: str) -> None:
+    """Runs Compose on the hub's files, in the deployment's project: podman-compose reads the first file's name only."""
+    deployment.engine.run_compose(files, *arguments, variables={"COMPOSE_PROJECT_NAME": deployment.settings.project})
 
 
-def down(found: Class) -> None:
+def down(deployment: Deployment) -> None:
     """Ends the teams' containers, the hub and the front; the teams' work stays in their volumes."""
-    end_spawned(found)
-    files = write_hub(found.folder, found.teams, found.settings, found.setup)
-    _run_compose(found, files, "down", "--remove-orphans")
-    end_bounds(found)
+    end_spawned(deployment)
+    files = write_hub(deployment.folder, deployment.teams, deployment.settings, deployment.setup)
+    _run_compose(deployment, files, "down", "--remove-orphans")
+    end_bounds(deployment)
 
 
-def rotate(found: Class, team: Team) -> Path:
+def rotate(deployment: Deployment, team: Team) -> Path:
     """Tells the hub the team's new token, at which the old one's logins end; returns the new hand-out."""
-    write_hub(found.folder, found.teams, found.settings, found.setup)
-    return write_handout(found.folder, found.teams, found.tokens, found.settings)
+    write_hub(deployment.folder, deployment.teams, deployment.settings, deployment.setup)
+    return write_handout(deployment.folder, deployment.teams, deployment.tokens, deployment.settings)

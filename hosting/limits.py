@@ -153,7 +153,7 @@ def keep_shares(
         folder: Where they are kept.
         machine: What is divided.
         teams: Of the class.
-        settings: Of the class.
+        settings: Of the deployment.
         save: Whether they are kept for the next command.
     """
     told = [settings.memory, settings.cpus, settings.shm, settings.nodes]

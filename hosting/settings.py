@@ -1,4 +1,4 @@
-"""What ``up`` was told about a class, kept beside the tokens, so that other commands need not be told again."""
+"""What ``up`` was told about a deployment, kept beside the tokens, so that other commands need not be told again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE = re.compile(r"([1-9]\d{0,6})(mb|gb|m|g)")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one class.
+    """The settings of one deployment.
 
     Attributes:
         teams: Path of ``teams.csv``.
@@ -83,7 +83,7 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
     """Returns the settings, where they are safe and can work.
 
     Args:
-        settings: Of a class.
+        settings: Of the deployment.
         starts: Whether containers are started with them, so that their folders have to be there.
 
     Raises:
@@ -214,7 +214,7 @@ def save_settings(settings: Settings, folder: Path) -> None:
 
 
 def load_settings(folder: Path) -> Settings:
-    """Returns what ``save_settings`` kept; its folders need not be there, so that a class can always be ended.
+    """Returns what ``save_settings`` kept; its folders need not be there, so that a deployment can always be ended.
 
     Raises:
         LabError: No class was started here, or the file is broken.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from hosting.classes import Class
 from hosting.commands import is_served
+from hosting.deployment import Deployment
 from hosting.files import HOME, PYTHON
 from hosting.guard import is_guarded
 from hosting.teams import Team
+from lab_common.nvidia import query_smi
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
 ASK = f"""
@@ -32,7 +31,7 @@ MOST_LABS, MOST_EXERCISES, MOST_BYTES = 100, 1000, 10**15
 ODD = "odd answer"
 # Teams that are asked at a time. One that does not answer holds up the others no longer than itself.
 AT_A_TIME = 8
-QUERY = "index,uuid,utilization.gpu,memory.used,memory.total"
+QUERY = "gpu=index,uuid,utilization.gpu,memory.used,memory.total"
 
 
 @dataclass(frozen=True)
@@ -60,22 +59,22 @@ class Standing:
     fault: str = ""
 
 
-def read_status(found: Class) -> list[Standing]:
+def read_status(deployment: Deployment) -> list[Standing]:
     """Asks every team's containers how they stand."""
     devices = read_gpus()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
-        return list(pool.map(lambda team: _read_team(found, team, devices), found.teams))
+        return list(pool.map(lambda team: _read_team(deployment, team, devices), deployment.teams))
 
 
-def _read_team(found: Class, team: Team, devices: dict[str, str]) -> Standing:
+def _read_team(deployment: Deployment, team: Team, devices: dict[str, str]) -> Standing:
     states = []
-    for node in range(found.settings.nodes):
-        name = f"{found.settings.project}-{team.name}-node{node}"
-        asked = found.engine.ask("inspect", "-f", "{{.State.Status}}", name)
+    for node in range(deployment.settings.nodes):
+        name = f"{deployment.settings.project}-{team.name}-node{node}"
+        asked = deployment.engine.ask("inspect", "-f", "{{.State.Status}}", name)
         states.append(asked.stdout.strip() if asked.returncode == 0 else "absent")
     gpus = tuple(devices[gpu] for gpu in team.gpus if gpu in devices)
-    standing = Standing(team, tuple(states), is_served(found.settings, team), gpus)
-    status, said = found.ask(team, *PYTHON, ASK)
+    standing = Standing(team, tuple(states), is_served(deployment.settings, team), gpus)
+    status, said = deployment.ask(team, *PYTHON, ASK)
     if status:
         return replace(standing, fault=ODD) if status < 0 else standing
     try:
@@ -106,23 +105,21 @@ def _check_count(value: object, most: int) -> int:
     return value
 
 
-def check_guard(found: Class) -> list[str]:
+def check_guard(deployment: Deployment) -> list[str]:
     """What is wrong with the guard, in a line for a terminal; nothing where it runs, or cannot."""
-    if not found.settings.guarded or is_guarded(found.engine, found.settings):
+    if not deployment.settings.guarded or is_guarded(deployment.engine, deployment.settings):
         return []
     return ["The guard does NOT run: the teams' containers can reach the cloud's metadata. fix: python3 -m hosting up"]
 
 
 def read_gpus() -> dict[str, str]:
     """Returns how busy each GPU is, in words, by index and by UUID; empty where ``nvidia-smi`` finds none."""
-    query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        rows = query_smi(QUERY)
+    except OSError:
         return {}
     states = {}
-    for row in csv.reader(found.stdout.splitlines() if not found.returncode else ()):
-        index, uuid, busy, used, total = (field.strip() for field in row)
+    for index, uuid, busy, used, total in rows:
         states[index] = states[uuid] = f"GPU {index}: {busy} %, {used} of {total} MiB"
     return states
 

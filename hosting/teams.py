@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import re
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lab_common import LabError
+from lab_common.nvidia import run_smi
 
 COLUMNS = ("team", "gpus")
 # A name becomes part of an address, a host name, a volume and a variable: what all of these take, and no more.
 NAME = re.compile(r"[a-z](?:-?[a-z0-9])*")
 LONGEST = 32
 GPU = re.compile(r"\d{1,3}|(?:GPU|MIG)-[0-9a-f]+(?:-[0-9a-f]+)*")
+# A line of ``nvidia-smi -L``: a GPU, or an instance of the one above it, which has no index of its own.
+LISTED_GPU = re.compile(r"\s*(?:GPU (\d+))?.*\(UUID: ((?:GPU|MIG)-[0-9a-f-]+)\)")
 # Docker's address pools hold some thirty networks, and each team has its own.
 MOST_TEAMS = 30
 # Likely cause, and what mends it.
@@ -153,15 +155,15 @@ def _check_gpus(text: str, path: Path, line: int) -> tuple[str, ...]:
 def find_gpus() -> dict[str, str]:
     """Returns this machine's GPUs as ``{index or UUID: UUID}``; empty where ``nvidia-smi -L`` finds none."""
     try:
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        lines = run_smi("-L")
+    except OSError:
         return {}
     known = {}
-    for index, uuid in re.findall(
-        r"^\s*(?:GPU (\d+))?.*\(UUID: ((?:GPU|MIG)-[0-9a-f-]+)\)", found.stdout, re.MULTILINE
-    ):
-        known |= {key: uuid for key in (index, uuid) if key}
-    return known if not found.returncode else {}
+    for line in lines:
+        if match := LISTED_GPU.match(line):
+            index, uuid = match.groups()
+            known |= {key: uuid for key in (index, uuid) if key}
+    return known
 
 
 def check_gpus(teams: Sequence[Team], there: dict[str, str], *, path: Path, share: bool = False) -> None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lab_common
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from lab_common.text import clean
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node import cleaning, facts, processes, receive
+from nodelaunch.node import cleaning, facts, guard, receive
 from nodelaunch.node.facts import hash_files
 from nodelaunch.node.probe import MARK
 from nodelaunch.packages import find_packages, list_modules
@@ -150,7 +150,8 @@ def send(
     Raises:
         LabError: The node was not reached, or its disk is full.
     """
-    process = node.popen([node.python, "-c", make_program(facts, processes, cleaning, receive), root, *folders])
+    program = make_program(nvidia, facts, guard, cleaning, receive)
+    process = node.popen([node.python, "-c", program, root, *folders])
     started.append(process)
     # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
     alarm = threading.Timer(timeout, process.kill) if timeout else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import subprocess
 import threading
@@ -11,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from nodelaunch.node import sampler
+from nodelaunch.preflight.client import make_program
 
 # How long the last line may take once a node was told to stop.
 PATIENCE = 3.0
@@ -108,7 +108,7 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     if every < 0.05:
         raise LabError("Samples closer than 0.05 s measure nothing.", where=f"watch(every={every})", fix="every=0.5")
     seen = Watch()
-    source = inspect.getsource(sampler)
+    source = make_program(nvidia, sampler)
     running: list[tuple[subprocess.Popen, threading.Thread]] = []
     try:
         for index, node in enumerate(nodes):

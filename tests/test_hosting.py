@@ -16,8 +16,9 @@ from harness.containers import MACHINE, make_setup
 from harness.drawn import assert_explains
 
 from hosting import __main__ as hosting_main
-from hosting import classes, commands, handout, teams
+from hosting import commands, handout, teams
 from hosting.__main__ import main
+from hosting.deployment import Deployment, open_deployment, parse_settings, read_deployment
 from hosting.engine import Engine, find_engine
 from hosting.files import (
     BASE,
@@ -269,10 +270,10 @@ def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
         load_settings(tmp_path)
     save_settings(public, tmp_path)
     assert load_settings(tmp_path) == public
-    assert classes.parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
+    assert parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
     for text in ("{", "[]", '{"port": "many"}'):
         (tmp_path / "settings.json").write_text(text)
-        for read in (load_settings, lambda folder: classes.parse_settings(folder, {"nodes": 2})):
+        for read in (load_settings, lambda folder: parse_settings(folder, {"nodes": 2})):
             with pytest.raises(LabError, match="cannot be read"):
                 read(tmp_path)
 
@@ -284,26 +285,26 @@ def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path)
     docker.chmod(0o755)
     given = {"teams": str(write("team,gpus\nred,0\n")), "data": str(tmp_path / "data")}
     make_data(tmp_path / "data")
-    started = classes.read_class(tmp_path, classes.parse_settings(tmp_path, given), engine="docker")
+    started = read_deployment(tmp_path, parse_settings(tmp_path, given), engine="docker")
     save_settings(started.settings, tmp_path)
     shutil.rmtree(tmp_path / "data")
     smi.write_text("#!/bin/sh\nexit 18\n")
-    assert classes.open_class(tmp_path, engine="docker") == started
+    assert open_deployment(tmp_path, engine="docker") == started
     for mend, words in ((lambda: make_data(tmp_path / "data"), "data folder"), (lambda: smi.write_text(""), "GPU 0")):
         for refused in (
-            lambda: classes.open_class(tmp_path, engine="docker", renew="red"),
-            lambda: classes.read_class(tmp_path, classes.parse_settings(tmp_path, {}), engine="docker"),
+            lambda: open_deployment(tmp_path, engine="docker", renew="red"),
+            lambda: read_deployment(tmp_path, parse_settings(tmp_path, {}), engine="docker"),
         ):
             with pytest.raises(LabError, match=words):
                 refused()
         mend()
-    assert classes.open_class(tmp_path, engine="docker") == started, "the token is as it was"
+    assert open_deployment(tmp_path, engine="docker") == started, "the token is as it was"
 
 
 def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
     make_data(tmp_path / "data")
     monkeypatch.chdir(tmp_path)
-    made = classes.parse_settings(tmp_path, {"teams": "teams.csv", "data": "data", "tls": "internal"})
+    made = parse_settings(tmp_path, {"teams": "teams.csv", "data": "data", "tls": "internal"})
     assert (made.teams, made.data, made.tls) == (f"{tmp_path}/teams.csv", f"{tmp_path}/data", "internal")
 
 
@@ -530,7 +531,7 @@ esac""")
     program.chmod(0o755)
     monkeypatch.setattr("hosting.status.is_served", lambda settings, team: True)
     engine = Engine(str(program), (), tmp_path)
-    return classes.Class(tmp_path, Settings(), [Team("red"), Team("blue")], {}, engine, MACHINE, {})
+    return Deployment(tmp_path, Settings(), [Team("red"), Team("blue")], {}, engine, MACHINE, {})
 
 
 @pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)

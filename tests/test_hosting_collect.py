@@ -14,8 +14,8 @@ import pytest
 from harness.containers import MACHINE
 from harness.drawn import assert_explains, list_all
 
-from hosting import classes
 from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, receive
+from hosting.deployment import Deployment
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.teams import Team
@@ -55,9 +55,9 @@ def fetch(tmp_path):
         teams = [Team(name) for name in names]
         for team in teams:
             (tmp_path / f"labs-{team.name}-node0" / "labs").mkdir(parents=True, exist_ok=True)
-        found = classes.Class(tmp_path, Settings(hub=hub), teams, {}, Engine(str(program), (), tmp_path), MACHINE, {})
+        deployment = Deployment(tmp_path, Settings(hub=hub), teams, {}, Engine(str(program), (), tmp_path), MACHINE, {})
         with pytest.raises(LabError) as caught:
-            collect(found, teams, tmp_path / "in", bounds=bounds)
+            collect(deployment, teams, tmp_path / "in", bounds=bounds)
         return caught.value
 
     run.into, run.work = tmp_path / "in", tmp_path / "labs-red-node0"

@@ -10,7 +10,8 @@ import pytest
 from harness.containers import MACHINE, make_setup
 from harness.drawn import assert_explains
 
-from hosting import classes, commands, guard
+from hosting import commands, guard
+from hosting.deployment import Deployment
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.status import check_guard
@@ -31,7 +32,7 @@ NETWORKS = {
 
 
 @pytest.fixture
-def found(tmp_path):
+def deployment(tmp_path):
     """A class of two teams with an engine that answers what is in files, and notes what it was asked."""
     program = tmp_path / "engine"
     program.write_text(f"""#!/bin/sh
@@ -41,14 +42,14 @@ cat {tmp_path}/$1 2> /dev/null || true
     program.chmod(0o755)
     settings = Settings(guarded=True)
     shares = make_setup(TEAMS).shares
-    return classes.Class(tmp_path, settings, TEAMS, {}, Engine(str(program), (), tmp_path), MACHINE, shares)
+    return Deployment(tmp_path, settings, TEAMS, {}, Engine(str(program), (), tmp_path), MACHINE, shares)
 
 
 @pytest.mark.parametrize("said", NETWORKS.values(), ids=NETWORKS)
-def test_the_guard_is_told_the_teams_networks(found, tmp_path, said):
+def test_the_guard_is_told_the_teams_networks(deployment, tmp_path, said):
     (tmp_path / "network").write_text(json.dumps(said, indent=2))
     (tmp_path / "logs").write_text("guarded\n")
-    guard.start_guard(found.engine, found.settings, TEAMS, image_id="one")
+    guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
     asked = (tmp_path / "asked").read_text().splitlines()
     (begun,) = (line for line in asked if line.startswith("run "))
     assert begun.endswith(f"{guard.PROGRAM} 172.18.0.0/16 172.19.0.0/16 fd01::/64")
@@ -56,30 +57,30 @@ def test_the_guard_is_told_the_teams_networks(found, tmp_path, said):
     assert "network inspect labs-red labs-blue" in asked
     label = begun.partition("labs.guard=")[2].split()[0]
     (tmp_path / "inspect").write_text(f"true {label}\n")
-    guard.start_guard(found.engine, found.settings, TEAMS, image_id="one")
+    guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
     assert (tmp_path / "asked").read_text().count("\nrun ") == 1, "one that runs for these networks stays"
-    guard.start_guard(found.engine, found.settings, TEAMS, image_id="another")
+    guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="another")
     assert (tmp_path / "asked").read_text().count("\nrun ") == 2
 
 
-def test_a_guard_that_does_not_start_is_told(found, tmp_path, monkeypatch):
+def test_a_guard_that_does_not_start_is_told(deployment, tmp_path, monkeypatch):
     monkeypatch.setattr(guard, "START_SECONDS", 0.5)
     (tmp_path / "logs").write_text("RTNETLINK answers: Operation not permitted\n")
     with pytest.raises(LabError) as caught:
-        guard.start_guard(found.engine, found.settings, TEAMS, image_id="one")
+        guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
     assert_explains(caught.value, "Operation not permitted", "python3 -m hosting logs labs-guard")
 
 
-def test_where_there_can_be_no_guard_the_cloud_s_own_setting_is_named(found, tmp_path):
-    assert any("kept from the teams" in line for line in commands.describe_bounds(found))
-    without = replace(found, settings=replace(found.settings, guarded=False))
+def test_where_there_can_be_no_guard_the_cloud_s_own_setting_is_named(deployment, tmp_path):
+    assert any("kept from the teams" in line for line in commands.describe_bounds(deployment))
+    without = replace(deployment, settings=replace(deployment.settings, guarded=False))
     (said,) = (line for line in commands.describe_bounds(without) if "metadata" in line)
     assert "NOT kept" in said and "--http-put-response-hop-limit 1" in said
     assert check_guard(without) == []
-    (said,) = check_guard(found)
+    (said,) = check_guard(deployment)
     assert "does NOT run" in said and "fix: python3 -m hosting up" in said
     (tmp_path / "inspect").write_text("true\n")
-    assert check_guard(found) == []
+    assert check_guard(deployment) == []
 
 
 def test_the_guard_s_script_is_read_by_bash_and_refuses_what_it_may_not(root):

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from harness.drawn import assert_explains
@@ -18,6 +19,7 @@ from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, check_error
 
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
+from nodelaunch.backends import slurm as slurm_backend
 from nodelaunch.backends import submission
 from nodelaunch.backends.slurm import (
     LEASE_SECONDS,
@@ -163,6 +165,26 @@ def test_nodes_ask_nothing_and_run_helpers_here(monkeypatch, tmp_path):
     assert nodes[0].folder == str(tmp_path / "slurm")
     out, _ = nodes[0].popen([nodes[0].python, "-c", "print(input())"]).communicate(b"x y\n", timeout=30)
     assert out == b"x y\n"
+
+
+def test_a_job_that_still_waits_is_cancelled_when_its_launcher_is_interrupted(monkeypatch, tmp_path):
+    ended = []
+
+    class Waiting:
+        state, number = "PENDING", 7
+
+        def end(self):
+            ended.append(self.number)
+
+    def interrupt(number):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(slurm_backend, "submit", lambda path, lease: 7)
+    monkeypatch.setattr(slurm_backend, "SlurmJob", lambda number, folder: Waiting())
+    monkeypatch.setattr(slurm_backend, "describe_queue", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        slurm_backend.start(None, [SimpleNamespace(job_folder=tmp_path)], say=print, stop=threading.Event())
+    assert ended == [7]
 
 
 def test_a_machine_without_slurm_is_explained(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from lab_utils import machine
 from lab_utils.machine import environment, facts
 
@@ -114,6 +114,25 @@ def test_a_gpu_that_torch_cannot_use_is_a_fail(monkeypatch, tmp_path):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     program.write_text("#!/bin/sh\nexit 9\n")  # a driver that answers with an error, as without a card
     assert environment.check_gpu({"torch": "2.14.1+cpu", "cuda": None, "gpus": 0}).ok
+
+
+def test_why_nvidia_smi_gave_no_answer_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(OSError, match="there is no nvidia-smi"):
+        nvidia.run_smi("-L")
+    program = tmp_path / "nvidia-smi"
+    for text, told in {
+        "echo 'Failed to initialize NVML'; echo more; exit 18": "^Failed to initialize NVML$",
+        "echo 'no such option' >&2; exit 2": "^no such option$",
+        "exit 9": "^nvidia-smi ended with 9$",
+        "exec /bin/sleep 5": r"^nvidia-smi did not answer within 0\.3 s$",
+    }.items():
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+        with pytest.raises(OSError, match=told):
+            nvidia.query_smi("gpu=index", seconds=0.3)
+    program.write_text('#!/bin/sh\necho "0, ${1#--} , $#"; echo; echo "a warning" >&2\n')
+    assert nvidia.query_smi("gpu=index") == [["0", "query-gpu=index", "2"]]
 
 
 def test_versions_outside_the_package_s_ranges_are_named(monkeypatch):

@@ -64,8 +64,19 @@ def test_every_figure_is_returned_and_drawn_where_asked():
 
 
 def test_figures_of_nothing_are_empty_and_no_error():
-    for ax in (plots.timeline({}), plots.timeline({0: []}), plots.utilisation([]), plots.scaling({})):
+    figures = {
+        plots.timeline({}): ["", "time in ms since the first phase began"],
+        plots.timeline({0: []}): ["", "time in ms since the first phase began"],
+        plots.utilisation([]): ["busy in %", "time in s"],
+        plots.scaling({}): ["images per second, all ranks together", ""],
+    }
+    assert len(figures) == 4, "each has axes of its own"
+    for ax, (vertical, horizontal) in figures.items():
         ax.figure.canvas.draw()
+        assert not any([*ax.lines, *ax.collections, *ax.patches, *ax.texts]), "nothing was measured"
+        assert not ax.get_legend() or labels_of(ax) == ["1 node", "2 nodes"]
+        assert (ax.get_ylabel(), ax.get_xlabel()) == (vertical, horizontal)
+    assert [[tick.get_text() for tick in ax.get_yticklabels()] for ax in [*figures][:2]] == [[], ["rank 0"]]
 
 
 def test_the_timeline_has_a_lane_per_rank_in_milliseconds_since_the_first_start():

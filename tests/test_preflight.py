@@ -124,6 +124,7 @@ def test_a_healthy_pair_is_green_within_two_seconds(pair):
         v.check for v in found.verdicts
     }
     assert f"node0 on port {found.port}" in str(found)
+    assert repr(found) == str(found), "what a cell shows"
 
 
 def test_the_probe_is_small_and_plain():
@@ -151,6 +152,13 @@ def test_nothing_that_a_node_prints_or_has_lying_about_disturbs(pair, tmp_path):
     noise = ("sh", "-c", 'echo "{} welcome"; echo "motd" >&2; exec "$@"', "sh")
     found = look([make_odd(pair[0], before=noise), make_odd(pair[1], cwd=str(tmp_path))])
     assert found.ok, found
+
+
+def test_a_question_that_a_probe_cannot_answer_is_an_error(pair):
+    (answer,) = ask_once(pair[:1], {"do": "sing"}).values()
+    assert isinstance(answer, LabError)
+    assert answer.what == "node0 could not be examined." and answer.cause == "KeyError: 'sing'"
+    assert "newer Python" in answer.fix
 
 
 def test_a_port_that_a_stranger_holds_is_named_with_its_process(pair, start):

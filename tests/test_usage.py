@@ -1,5 +1,6 @@
 """Watching nodes: what is seen of real load, whose load it is, and that nothing is left behind."""
 
+import ast
 import json
 import os
 import stat
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 import pytest
 
 import nodelaunch as launch
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from nodelaunch import usage
 from nodelaunch.node import sampler
+from nodelaunch.preflight.client import make_program
 
 BURN = """
 import sys, time
@@ -215,6 +217,9 @@ def test_an_interval_that_measures_nothing_is_refused():
 
 
 def test_the_sampler_needs_the_standard_library_only():
-    program = "import runpy, sys; runpy.run_path(sys.argv[1]); print({'lab_common', 'nodelaunch'} & {*sys.modules})"
-    command = [sys.executable, "-S", "-c", program, sampler.__file__]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "set()\n"
+    program = make_program(nvidia, sampler)
+    ast.parse(program, feature_version=(3, 9))
+    ends = "print({'lab_common', 'nodelaunch'} & {*sys.modules})"
+    command = [sys.executable, "-I", "-S", "-c", f"{program}\n    {ends}\n", "9", "0", "/f"]
+    end = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "check": True}
+    assert subprocess.run(command, **end).stdout == "set()\n"

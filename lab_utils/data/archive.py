@@ -16,6 +16,7 @@ from typing import BinaryIO
 from lab_common import LabError, env_folder
 from lab_common.files import open_regular
 from lab_common.text import clean_name
+from lab_utils.bars import open_bar
 from lab_utils.data.fetch import MD5
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD, Listing, check_listing, has_layout
 from lab_utils.data.headers import MOST_LETTERS, ODD, CappedReader, Caps, RefusedError, Tar
@@ -126,15 +127,13 @@ def _read_members(
         RefusedError: A member is something that the data set cannot have.
         LabError: The archive is cut short or damaged.
     """
-    from tqdm.auto import tqdm
-
     stream.seek(0)
     files = folders = 0
     top: set[str] = set()
     try:
         with (
             Tar.open(fileobj=CappedReader(stream, caps.total_bytes), mode="r|") as tar,
-            tqdm(total=size, desc=f"{verb} the archive", unit="B", unit_scale=True, delay=3) as bar,
+            open_bar(size, f"{verb} the archive", unit="B", unit_scale=True, delay=3) as bar,
         ):
             while (member := tar.next()) is not None:
                 tar.members.clear()  # tarfile would keep all 270,000 headers in memory

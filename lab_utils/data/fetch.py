@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from lab_common import LabError
 from lab_common.text import clean_name
+from lab_utils.bars import open_bar
 from lab_utils.data.system import hold_lock, make_command
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
@@ -141,8 +142,6 @@ def _fetch_from(url: str, part: BinaryIO, *, size: int, md5: str, timeout: float
 
 def _receive(url: str, part: BinaryIO, *, size: int, timeout: float) -> None:
     """Makes one request for what is missing and appends what comes."""
-    from tqdm.auto import tqdm
-
     start = part.seek(0, os.SEEK_END)
     headers = {"User-Agent": "distributed-training-labs", "Accept-Encoding": "identity"}
     request = urllib.request.Request(url, headers=headers | ({"Range": f"bytes={start}-"} if start else {}))
@@ -162,7 +161,7 @@ def _receive(url: str, part: BinaryIO, *, size: int, timeout: float) -> None:
             raise _Failure(f"its file has {int(total):,} bytes, expected {size:,}")
         if start == 0:
             part.truncate(0)  # only now: a server without Range costs what had arrived, a web page does not
-        with tqdm(total=size, initial=start, desc=Path(part.name).stem, unit="B", unit_scale=True, delay=1) as bar:
+        with open_bar(size, Path(part.name).stem, initial=start, unit="B", unit_scale=True, delay=1) as bar:
             while first and start + len(first) <= size:
                 part.write(first)
                 part.flush()

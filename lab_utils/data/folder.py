@@ -14,6 +14,7 @@ import numpy as np
 from lab_common import LabError
 from lab_common.text import clean_name
 from lab_utils import load_torchvision
+from lab_utils.bars import open_bar
 from lab_utils.data.images import decode, describe_bad, is_image, is_image_path, load_picture, read_image, refuse_bad
 from lab_utils.data.pack import SPLITS
 from lab_utils.data.system import make_command
@@ -109,13 +110,11 @@ def check_listing(listing: Mapping[str, Mapping[str, Sequence[str]]], where: Pat
 
 def pack_folder(folder: Path, pack: Path, listing: Listing, *, source: Mapping[str, object], skip_bad: bool) -> None:
     """Reads every image of a folder in CINIC-10's layout, in the order of ImageFolder, into a pack."""
-    from tqdm.auto import tqdm
-
     counts = {split: sum(map(len, listing[split].values())) for split in SPLITS}
     bad: list[str] = []
     with (
         write_pack(pack, counts, class_names=CLASS_NAMES, source=source, mean_std=MEAN_STD) as draft,
-        tqdm(total=sum(counts.values()), desc="packing cinic10", unit=" images", delay=3) as bar,
+        open_bar(sum(counts.values()), "packing cinic10", unit=" images", delay=3) as bar,
     ):
         for split in SPLITS:
             files = ((label, n, f) for label, n in enumerate(CLASS_NAMES) for f in listing[split][n])
@@ -210,7 +209,6 @@ def export(dataset: Dataset, folder: Path | str) -> Path:
         LabError: The folder is there already and not empty.
     """
     from PIL import Image
-    from tqdm.auto import tqdm
 
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -218,7 +216,7 @@ def export(dataset: Dataset, folder: Path | str) -> Path:
         raise LabError("The folder is not empty.", where=folder, cause=cause, fix="choose another folder")
     names = _name_folders(dataset.class_names)
     total = sum(len(getattr(dataset, split)) for split in SPLITS)
-    with tqdm(total=total, desc=f"writing {dataset.name}", unit=" files", delay=3) as bar:
+    with open_bar(total, f"writing {dataset.name}", unit=" files", delay=3) as bar:
         for split in SPLITS:
             part = getattr(dataset, split)
             for name in names:

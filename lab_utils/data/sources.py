@@ -11,6 +11,7 @@ import numpy as np
 
 from lab_common import LabError, checkout
 from lab_common.text import clean_name
+from lab_utils.bars import open_bar
 from lab_utils.data import shapes
 from lab_utils.data.folder import has_layout, pack_folder, survey
 from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, restore_pack
@@ -101,12 +102,10 @@ def _provide_made(name: str, root: Path) -> tuple[Path, dict, dict]:
 
 def pack_shapes(pack: Path) -> None:
     """Draws shapes10 into a pack."""
-    from tqdm.auto import tqdm
-
     source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
     with (
         write_pack(pack, shapes.COUNTS, class_names=shapes.CLASS_NAMES, source=source) as draft,
-        tqdm(total=sum(shapes.COUNTS.values()), desc="drawing shapes10", unit=" images", delay=3) as bar,
+        open_bar(sum(shapes.COUNTS.values()), "drawing shapes10", unit=" images", delay=3) as bar,
     ):
         for split, count in shapes.COUNTS.items():
             for index in range(count):

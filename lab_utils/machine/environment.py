@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lab_common import LabError, env_folder
+from lab_common.nvidia import run_smi
 from lab_utils import choose_repair, describe_pair
 from lab_utils.machine.facts import measure_memory
 from lab_utils.machine.settings import scale
@@ -152,14 +154,9 @@ def check_gpu(found: dict) -> Verdict:
 
 
 def _lists_gpu() -> bool:
-    program = shutil.which("nvidia-smi")
-    if not program:
-        return False
-    try:
-        child = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return child.returncode == 0 and "GPU" in child.stdout
+    with contextlib.suppress(OSError):
+        return any("GPU" in line for line in run_smi("-L"))
+    return False
 
 
 def check_tensorboard() -> Verdict:

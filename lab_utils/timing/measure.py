@@ -14,6 +14,7 @@ from torch import distributed
 
 from lab_common import LabError
 from lab_utils import machine
+from lab_utils.bars import open_bar
 
 Step = Callable[[], object]
 
@@ -166,8 +167,6 @@ def interleave(
     Returns:
         One Timing per set-up, in the order of ``steps``; under ``torch.distributed`` the slowest rank's, on every rank.
     """
-    from tqdm.auto import tqdm
-
     if repeats < 1 or warmup < 0 or not steps:
         raise LabError(
             "There is nothing to measure.",
@@ -178,7 +177,7 @@ def interleave(
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
     samples: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
-    with tqdm(total=(warmup + repeats) * len(steps), desc="measuring", leave=False, disable=not show) as bar:
+    with open_bar((warmup + repeats) * len(steps), "measuring", show=show, leave=False) as bar:
         for round_number in range(warmup + repeats):
             for name in _order(list(steps), round_number):
                 if name in samples:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lab_common import LabError
+from lab_utils.bars import open_bar
 from lab_utils.timing import synchronize
 
 if TYPE_CHECKING:
@@ -150,12 +151,10 @@ def evaluate(model: nn.Module, batches: Batches, *, limit: int | None = None, pr
 
 
 def _run_epoch(run: Callable, batches: Batches, *, limit: int | None, progress: bool, title: str) -> Epoch:
-    from tqdm.auto import tqdm
-
     total = len(batches) if isinstance(batches, Sized) else None
     total = min((number for number in (total, limit) if number is not None), default=None)
     sums, clock, seen, number = _Sums(), _Clock(), 0, 0
-    with tqdm(total=total, desc=title, unit="batch", leave=False, disable=not progress) as bar:
+    with open_bar(total, title, show=progress, unit="batch", leave=False) as bar:
         for number, (images, labels) in enumerate(itertools.islice(batches, limit), start=1):
             clock.mark_ready(images.device)
             loss, logits = run(images, labels)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from nodelaunch.node.facts import read
-from nodelaunch.node.processes import list_processes
+from nodelaunch.node.guard import list_processes, read_environment
 
 HOUR, DAY = 3600.0, 86400.0
 STAGING = ".receiving-"
@@ -123,11 +123,18 @@ def list_own(folder, kind):
 def find_used():
     """The ids of jobs, and the hashes of code, that stand in the environment of a living process."""
     used = set()
-    for pid in list_processes():
-        for line in read(f"/proc/{pid}/environ").split("\0"):
+    for pid, _, _ in list_processes():
+        for line in _read_lines(pid):
             name, _, value = line.partition("=")
             used |= {value} if name == "LAB_JOB_ID" else set(HASH.findall(value)) if name == "PYTHONPATH" else set()
     return used
+
+
+def _read_lines(pid):
+    """The variables of a process; none where it is gone, or somebody else's."""
+    with contextlib.suppress(OSError):
+        return [line.decode(errors="replace") for line in read_environment(pid)]
+    return []
 
 
 def read_scripts(job):

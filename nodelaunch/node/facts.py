@@ -15,13 +15,13 @@ import json
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+from lab_common.nvidia import find_smi, query_smi
 
 SKIPPED = ("__pycache__", ".ipynb_checkpoints")
 
@@ -116,19 +116,10 @@ def find_interfaces():
 
 def find_gpus():
     """What nvidia-smi says: GPUs with their memory in MiB, and the processes that hold some."""
-    program = shutil.which("nvidia-smi")
-    if not program:
+    if not find_smi():
         return {"gpus": [], "apps": []}
-
-    def ask(query):
-        command = [program, f"--query-{query}", "--format=csv,noheader,nounits"]
-        child = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=2.5)
-        lines = child.stdout.decode(errors="replace").splitlines()
-        if child.returncode:
-            raise RuntimeError(lines[0] if lines else f"nvidia-smi ended with {child.returncode}")
-        return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
-
-    both = collect({name: functools.partial(ask, query) for name, query in QUERIES.items()}, 3.0)
+    tasks = {name: functools.partial(query_smi, query, seconds=2.5) for name, query in QUERIES.items()}
+    both = collect(tasks, 3.0)
     if isinstance(both.get("gpus"), dict):
         return both["gpus"]
     return {"gpus": both["gpus"], "apps": both["apps"], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}

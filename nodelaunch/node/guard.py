@@ -2,7 +2,9 @@
 
 The supervisor starts ``python guard.py LAB_JOB_ID=… LAB_NODE=…``, and says on its standard input that it lives. The
 parent-death signal ends torchrun and its ranks when the supervisor is killed; but not what a rank has started.
-Standard library only: it is started by its path, with an empty environment, so that it is no part of the job.
+It is started by its path, with an empty environment, so that it is no part of the job, and so it can import nothing of
+ours: the walk over all processes, which others use, too, stands here. Part of the program that
+:mod:`nodelaunch.node.probe` describes: the standard library alone, and Python 3.9.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import contextlib
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -38,11 +41,35 @@ def main(identity: list[str]) -> int:
 def _find_carriers(identity: set[bytes]) -> list[int]:
     """Process ids of all living processes that have this in their environment; [] where there is no /proc."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for pid, _, _ in list_processes():
         with contextlib.suppress(OSError):
-            if identity.issubset((folder / "environ").read_bytes().split(b"\0")):
-                found.append(int(folder.name))
+            if identity.issubset(read_environment(pid)):
+                found.append(pid)
     return found
+
+
+def list_processes() -> list[tuple[int, int, str]]:
+    """Process id, parent and state of every process."""
+    found = []
+    if Path("/proc/self").is_dir():
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+                found.append((int(folder.name), int(parent), state))
+        return found
+    # macOS has no /proc. `ps` lists itself, too, as a child of ours.
+    lister = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,state="], stdout=subprocess.PIPE, text=True)
+    rows = [line.split() for line in lister.communicate()[0].splitlines()]
+    return [(int(pid), int(parent), state) for pid, parent, state, *_ in rows if int(pid) != lister.pid]
+
+
+def read_environment(pid: int) -> list[bytes]:
+    """The variables that a process was started with, each as NAME=value.
+
+    Raises:
+        OSError: It has ended, is somebody else's, or there is no /proc.
+    """
+    return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
 
 
 def kill_all(find: Callable[[], list[int]]) -> int:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from nodelaunch.node.facts import link, read
+from nodelaunch.node.guard import list_processes, read_environment
 
 VARIABLE = b"LAB_JOB_ID="
 GRACE = 2.0
@@ -27,7 +28,7 @@ def find_jobs(request):
     """
     found, above = [], list_ancestors(os.getpid())
     inherited = sorted({job_of(pid) for pid in above} - {""})
-    for pid in list_processes():
+    for pid, _, _ in list_processes():
         identity = job_of(pid)
         if not identity or pid in above or identity != request.get("id", identity):
             continue
@@ -56,31 +57,21 @@ def stop_job(request):
         time.sleep(0.05)
 
 
-def list_processes():
-    """The ids of all processes; [] where there is no /proc."""
-    try:
-        return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
-    except OSError:
-        return []
-
-
 def list_ancestors(pid):
     """A process's id, its parent's, and so on up to the first process that can be seen."""
-    found = []
+    found, parents = [], {own: parent for own, parent, _ in list_processes()}
     while pid > 0 and pid not in found:
         found.append(pid)
-        words = read(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        pid = int(words[1]) if len(words) > 1 else 0
+        pid = parents.get(pid, 0)
     return found
 
 
 def job_of(pid):
     """The id of the job that a process of this user belongs to, or ""."""
-    folder = Path("/proc", str(pid))
     try:
-        if folder.stat().st_uid != os.getuid():
+        if Path("/proc", str(pid)).stat().st_uid != os.getuid():
             return ""
-        lines = (folder / "environ").read_bytes().split(b"\0")
+        lines = read_environment(pid)
     except OSError:
         return ""
     return next((line[len(VARIABLE) :].decode(errors="replace") for line in lines if line.startswith(VARIABLE)), "")
@@ -99,7 +90,7 @@ def find_owner(port):
             cells = row.split()
             if int(cells[1].rpartition(":")[2], 16) == port and cells[3] != "06":  # TIME_WAIT belongs to nobody
                 users[f"socket:[{cells[9]}]"] = name_user(int(cells[7]))
-    for pid in list_processes():
+    for pid, _, _ in list_processes():
         try:
             held = {link(path) for path in Path("/proc", str(pid), "fd").iterdir()}
         except OSError:

@@ -1,4 +1,6 @@
-"""Says, a line of JSON at a time, how busy this machine is; sent to a node as text, so standard library only.
+"""Says, a line of JSON at a time, how busy this machine is.
+
+Sent to a node as text, behind ``lab_common/nvidia.py``: the standard library alone, Python 3.9.
 
 ``python -c SOURCE EVERY NODE FOLDER`` prints until its standard input ends. NODE is the number that the launcher gave
 to the node, and FOLDER the node's folder, in which its jobs have theirs: the processes of jobs carry both in their
@@ -11,12 +13,13 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+
+from lab_common.nvidia import PLAIN_ROWS, find_smi, split_row
 
 PROC = Path("/proc")
 ALL = "all"
@@ -130,8 +133,8 @@ class Gpus:
     def __init__(self, every: float) -> None:
         self._found: dict[int, dict] = {}
         self._process = None
-        if program := shutil.which("nvidia-smi"):
-            query = [f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits", f"-lms={round(every * 1000)}"]
+        if program := find_smi():
+            query = [f"--query-gpu={GPU_FIELDS}", PLAIN_ROWS, f"-lms={round(every * 1000)}"]
             quiet = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             self._process = subprocess.Popen([program, *query], stdout=subprocess.PIPE, text=True, **quiet)
             threading.Thread(target=self._read, daemon=True).start()
@@ -144,7 +147,7 @@ class Gpus:
     def _read(self) -> None:
         for line in self._process.stdout:
             with contextlib.suppress(ValueError):  # "[N/A]" on a device that does not say
-                index, uuid, busy, used, total = (field.strip() for field in line.split(","))
+                index, uuid, busy, used, total = split_row(line)
                 memory = {"memory": int(used) * 2**20, "memory_total": int(total) * 2**20}
                 self._found[int(index)] = {"index": int(index), "uuid": uuid, "busy": int(busy) / 100, **memory}
 

@@ -29,7 +29,7 @@ from typing import BinaryIO
 from nodelaunch.node import RANKS, guard
 from nodelaunch.node.children import PR_SET_CHILD_SUBREAPER, set_process, start_child
 from nodelaunch.node.errors import measure_room
-from nodelaunch.node.guard import kill_all
+from nodelaunch.node.guard import kill_all, list_processes
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Log, Output
 from nodelaunch.node.reasons import StopReason
 
@@ -287,7 +287,7 @@ def _reap(process: subprocess.Popen) -> None:
 def _find_descendants() -> list[int]:
     """Process ids of all living descendants of this process."""
     children: dict[int, list[int]] = {}
-    for pid, parent, state in _list_processes():
+    for pid, parent, state in list_processes():
         if not state.startswith("Z"):
             children.setdefault(parent, []).append(pid)
     found, todo = [], [os.getpid()]
@@ -296,21 +296,6 @@ def _find_descendants() -> list[int]:
         found += below
         todo += below
     return found
-
-
-def _list_processes() -> list[tuple[int, int, str]]:
-    """Process id, parent and state of every process."""
-    found = []
-    if Path("/proc/self").is_dir():
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-                found.append((int(folder.name), int(parent), state))
-        return found
-    # macOS has no /proc. `ps` lists itself, too, as a child of ours.
-    lister = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,state="], stdout=subprocess.PIPE, text=True)
-    rows = [line.split() for line in lister.communicate()[0].splitlines()]
-    return [(int(pid), int(parent), state) for pid, parent, state, *_ in rows if int(pid) != lister.pid]
 
 
 def main() -> int:

@@ -16,20 +16,31 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node import cleaning, facts, probe, processes
+from nodelaunch.node import cleaning, facts, guard, probe, processes
 from nodelaunch.node.output import read_lines
 
 # At the beginning of a line: `from nodelaunch.node.x import (…)`, over as many lines as it takes.
-OWN_IMPORT = re.compile(r"^from (?:nodelaunch|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)
+OWN_IMPORT = re.compile(r"^from (?:nodelaunch|lab_common|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)
+OWN_MAIN = '\nif __name__ == "__main__":\n'
+# Python 3.9 cannot evaluate annotations such as `str | None`.
+FUTURE = "from __future__ import annotations\n"
+
+
+PROBE = (nvidia, facts, guard, processes, cleaning, probe)
 
 
 def make_program(*modules: ModuleType) -> str:
-    """Returns modules, by default the probe's, as one text for ``python -c``, without imports of ours."""
-    sources = [inspect.getsource(module) for module in modules or (facts, processes, cleaning, probe)]
-    # The lines stay where they are. Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
-    return "".join(OWN_IMPORT.sub(lambda found: "\n" * found[0].count("\n"), source) for source in sources)
+    """Returns modules, by default the probe's, as one text for ``python -c``, without imports of ours.
+
+    Args:
+        modules: Each before those that import it; the last is the one that is run.
+    """
+    *sources, last = [inspect.getsource(module) for module in modules or PROBE]
+    sources = [source.partition(OWN_MAIN)[0] for source in sources]
+    # Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
+    return FUTURE + "".join(OWN_IMPORT.sub("", source) for source in [*sources, last])
 
 
 class ProbeClient:

@@ -1,4 +1,4 @@
-"""A class: its teams, tokens, settings and engine, read and checked before anything of it starts."""
+"""What is deployed for a class: teams, tokens, settings and engine, read and checked before anything of it starts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lab_common import LabError
 
 
 @dataclass(frozen=True)
-class Class:
-    """A class that was read and checked: nothing of it has been started by that."""
+class Deployment:
+    """Everything that one class is deployed with, read and checked; nothing of it is started by that."""
 
     folder: Path
     settings: Settings
@@ -64,12 +64,14 @@ class Class:
         return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
 
 
-def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str = "", starts: bool = True) -> Class:
-    """Reads and checks everything that a class is made of, before anything starts.
+def read_deployment(
+    folder: Path, settings: Settings, *, engine: str = "", renew: str = "", starts: bool = True
+) -> Deployment:
+    """Reads and checks everything that a deployment is made of, before anything starts.
 
     Args:
-        folder: Where the class's files are kept.
-        settings: Of the class.
+        folder: Where the deployment's files are kept.
+        settings: Of the deployment.
         engine: ``docker`` or ``podman``; what is there by default.
         renew: A team that gets a new token.
         starts: Whether containers are started, so that the teams' GPUs have to be there.
@@ -88,11 +90,11 @@ def read_class(folder: Path, settings: Settings, *, engine: str = "", renew: str
     _make_private(folder)
     tokens = keep_tokens(folder, teams, renew=renew)
     shares = keep_shares(folder, machine, teams, settings, save=starts)
-    return Class(folder, settings, teams, tokens, found, machine, shares)
+    return Deployment(folder, settings, teams, tokens, found, machine, shares)
 
 
-def open_class(folder: Path, *, engine: str = "", renew: str = "") -> Class:
-    """Reads the class that was started from a folder.
+def open_deployment(folder: Path, *, engine: str = "", renew: str = "") -> Deployment:
+    """Reads the deployment that was started from a folder.
 
     One whose data or GPUs have gone can still be looked at, collected and ended; a new token (``renew``) starts a
     container, which needs them.
@@ -100,7 +102,7 @@ def open_class(folder: Path, *, engine: str = "", renew: str = "") -> Class:
     settings = load_settings(folder)
     if renew:
         check_settings(settings)
-    return read_class(folder, settings, engine=engine, renew=renew, starts=bool(renew))
+    return read_deployment(folder, settings, engine=engine, renew=renew, starts=bool(renew))
 
 
 def _make_private(folder: Path) -> None:
