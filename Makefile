@@ -1,4 +1,4 @@
-# Every target does its own set-up, in .venv/. `make` alone lists them.
+# Each target does the set-up that it needs, in .venv/. `make` alone lists them.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -136,5 +136,5 @@ lock:
 ## help: this list
 .PHONY: help
 help:
-	@awk '/^## [a-z]+: / {line = substr($$0, 4); at = index(line, ": "); \
-	  printf "  make %-10s %s\n", substr(line, 1, at - 1), substr(line, at + 2)}' $(MAKEFILE_LIST)
+	@awk '/^## [a-z-]+: / {line = substr($$0, 4); at = index(line, ": "); \
+	  printf "  make %-12s %s\n", substr(line, 1, at - 1), substr(line, at + 2)}' $(MAKEFILE_LIST)

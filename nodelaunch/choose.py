@@ -15,12 +15,13 @@ from nodelaunch.backends.ssh import ssh_nodes
 def choose_nodes() -> list[Node]:
     """Returns the nodes that ``LAB_NODES`` names: ``local:2`` (the default), ``slurm:2``, or hosts, ``hostA,hostB``.
 
-    Options of sbatch follow the number of nodes, as in ``slurm:2 --gpus-per-node=1 --account=course``.
+    Any other text is read as names of hosts; the preflight says which of them it does not find. Options of sbatch
+    follow the number of nodes, as in ``slurm:2 --gpus-per-node=1 --account=course``.
     ``LAB_SSH_CONFIG`` may name a configuration of ssh for the hosts in place of your own, and ``LAB_NODES_DATA`` the
     folder in which they have data sets.
 
     Raises:
-        LabError: ``LAB_NODES`` says something else.
+        LabError: The number is none, a host is named twice or cannot be one, or an option does not fit.
     """
     text = os.environ.get("LAB_NODES", "").strip() or "local:2"
     kind, colon, rest = text.partition(":")

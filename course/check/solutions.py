@@ -26,7 +26,8 @@ def find_solution(number: str) -> str:
                 solution = _cut(cell.source, folder)
                 if BEGIN in solution:
                     return solution
-    cause, fix = "this copy was made without solutions, or its notebooks were moved", "ask your instructor"
+    cause = f"this copy has no solutions, its notebooks were moved, or none of them has exercise {number}"
+    fix = "ask your instructor"
     raise LabError(f"The solution of {number} is not here.", where=folder, cause=cause, fix=fix)
 
 

@@ -24,8 +24,10 @@ class Node(Protocol):
         address: IPv4 address by which the other nodes reach it; None where the preflight has to find it.
         interface: The network interface, fixed by the user; None where the route decides.
         data: ``LAB_DATA`` on that node, as the user gave it.
-        backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`.
-        here: Whether it is this machine, whose cores and GPUs its nodes share.
+        backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`. For nodes that are
+            reached one by one it is ``nodelaunch.backends.direct``.
+        here: Whether it is this machine, whose cores and GPUs its nodes share. Such a node also needs ``index`` and
+            ``together``, which say its share; see :class:`nodelaunch.backends.local.LocalNode`.
     """
 
     name: str

@@ -82,6 +82,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="labs-") as scratch:
         if arguments.save:
             os.environ |= {"LAB_DATA": f"{scratch}/data", "LAB_RUNS": f"{scratch}/runs", "LAB_SCALE": "small"}
+            data.load()  # drawn before: a slow machine would show its bar of progress in the outputs
         for path in arguments.notebooks:
             print(path, "...", flush=True)
             source = path.read_bytes()
