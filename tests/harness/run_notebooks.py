@@ -15,6 +15,7 @@ from nbclient import NotebookClient
 
 from lab_common import LabError
 from lab_common.files import write_atomically
+from lab_utils import data
 
 PICTURE = ("01_mixed_precision", "throughput-figure")  # the notebook and the cell of the README's figure
 
