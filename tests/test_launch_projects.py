@@ -1,8 +1,11 @@
 """A project's folder as the unit of a job, and programs other than torchrun with the same lease, logs and diagnosis."""
 
+import os
+import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
@@ -146,6 +149,117 @@ def test_without_git_what_tools_make_is_left_out(project, monkeypatch, tmp_path)
     found = find_project(project)
     assert found.files.keys() == {*PROJECT, ".hidden"}
     assert set(found.left_out) == {".git", "env", "images", "linked"}
+
+
+def _git(folder, *command):
+    names = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    subprocess.run(["git", *names, *command], cwd=folder, check=True, capture_output=True)
+
+
+def test_what_jobs_leave_in_a_project_is_not_copied_with_it(project, monkeypatch):
+    """LAB_RUNS is `runs` in the current folder, which is the project's, and no .gitignore of it names that."""
+    _git(project, "init")
+    monkeypatch.setenv("LAB_RUNS", str(project / "runs"))
+    for number in range(2):
+        script = project / "plain.py"
+        script.write_text(f"import os; print({number}, os.path.exists('runs'))")
+        job = TorchrunJob(script, root=project, nodes=local_nodes(1), program=["python"])
+        assert job.run(show=False).lines == (f"[rank 0] {number} False",)
+    found = find_project(project)
+    assert found.files.keys() == {*PROJECT, "plain.py"}
+    assert found.left_out == ("runs",)
+
+
+def test_repositories_within_a_project_are_copied(project, tmp_path):
+    """A submodule, one within that, and a repository that was only cloned there; each with what it ignores left out."""
+    for name, inner in (("deep", None), ("lib", "deep")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "code.py").write_text("")
+        (folder / ".gitignore").write_text("*.bin\n")
+        _git(folder, "init")
+        if inner:
+            _git(folder, "submodule", "add", str(tmp_path / inner), inner)
+        _git(folder, "add", ".")
+        _git(folder, "commit", "-m", "x")
+    _git(project, "init")
+    _git(project, "submodule", "add", str(tmp_path / "lib"), "lib")
+    _git(project, "submodule", "update", "--init", "--recursive")
+    _git(project, "clone", str(tmp_path / "deep"), "cloned")
+    (project / "lib" / "a.bin").write_text("x")
+    found = find_project(project)
+    inner = {f"{place}/{name}" for place in ("lib", "lib/deep", "cloned") for name in ("code.py", ".gitignore")}
+    assert found.files.keys() == {*PROJECT, ".gitmodules", "lib/.gitmodules", *inner}
+    assert not found.left_out
+    shutil.rmtree(project / "lib")
+    (project / "lib").mkdir()
+    assert find_project(project).left_out == ("lib (git lists no files of it)",)
+
+
+def test_what_git_tracks_is_copied_whatever_its_folder_is_called(project):
+    for name in ("wandb/log.py", "net/__pycache__/model.pyc"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("")
+    _git(project, "init")
+    _git(project, "add", ".")
+    (project / "wandb/new").write_text("")
+    assert find_project(project).files.keys() == {*PROJECT, "wandb/log.py"}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_repository_cannot_run_programs_here(project, tmp_path, sparse):
+    """One that lacks an object asks git to get it, by a command that its configuration names."""
+    canary = tmp_path / "canary"
+    command = f"touch {canary}; git-upload-pack"
+    (project / "net/.gitignore").write_text("x\n")
+    _git(project, "init")
+    _git(project, "add", ".")
+    _git(project, "commit", "-m", "x")
+    if sparse:
+        _git(project, "sparse-checkout", "set", "--cone", "--sparse-index", "configs")
+        lacking = "HEAD:net"
+    else:
+        _git(project, "update-index", "--skip-worktree", "net/.gitignore")
+        (project / "net/.gitignore").unlink()
+        (project / "net/new.py").write_text("")  # git asks whether it is ignored
+        lacking = "HEAD:net/.gitignore"
+    done = subprocess.run(["git", "rev-parse", lacking], cwd=project, capture_output=True, text=True, check=True)
+    (project / ".git/objects" / done.stdout[:2] / done.stdout[2:].strip()).unlink()
+    for name, value in (
+        ("core.repositoryformatversion", "1"),
+        ("extensions.partialClone", "origin"),
+        ("remote.origin.url", str(project)),
+        ("remote.origin.promisor", "true"),
+        ("remote.origin.uploadpack", command),
+        ("protocol.allow", "always"),
+        ("core.fsmonitor", command),
+    ):
+        _git(project, "config", name, value)
+    canary.unlink(missing_ok=True)
+    find_project(project)
+    assert not canary.exists()
+
+
+def test_folders_that_cannot_be_read_are_said(project, monkeypatch):
+    (project / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    found = find_project(project)
+    assert found.files.keys() == PROJECT.keys() and found.left_out == ("closed (Permission denied)",)
+
+
+@pytest.mark.parametrize("root", ["/", "/proc"])
+def test_a_root_that_holds_all_is_refused_in_seconds(root):
+    start = time.monotonic()
+    with pytest.raises(LabError, match="too large"):
+        find_project(Path(root))
+    assert time.monotonic() - start < 10
 
 
 def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
