@@ -72,7 +72,8 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
 def _add_traceback(state: JobState, error: dict) -> dict:
     """An exit with the traceback that the rank printed last, where only its exit status was heard of."""
     lines = list(state.tails.get(error["rank"], ()))
-    if error["kind"] != "exit" or "silent" not in error or HEADING not in lines:
+    # With another status it did not end by an exception: it caught that, and printed it.
+    if error["kind"] != "exit" or error.get("code") != 1 or HEADING not in lines:
         return error
     lines = lines[len(lines) - 1 - lines[::-1].index(HEADING) :]
     message = next((line for line in lines[1:] if not line.startswith(" ")), "")

@@ -322,6 +322,14 @@ def test_another_program_that_fails_is_explained_as_well(plain, mode, kind, word
         assert word in str(error), str(error)
 
 
+def test_a_traceback_that_was_only_printed_is_not_the_failure(write):
+    """Python ends with status 1 for an exception that nobody caught."""
+    lines = ("import sys, traceback", "try: 1 / 0", "except Exception: traceback.print_exc()", "sys.exit(3)")
+    script = write("caught.py", "\n".join(lines))
+    error = TorchrunJob(script, nodes=local_nodes(1), program=["python"]).run(check=False, show=False).failure
+    assert (error.kind, error.what, error.traceback) == ("exit", "Rank 0 on node0 failed first: exit status 3", "")
+
+
 def test_a_shell_script_is_a_program_too(write):
     script = write("each.sh", 'echo "node $GROUP_RANK of $1, $PWD"; test -d "$LAB_JOB_FOLDER"\n')
     job = TorchrunJob(script, ["two"], nodes=local_nodes(2), program=["bash", "-eu"])
