@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -104,6 +105,49 @@ def test_a_changed_project_is_what_runs_next(project):
     assert run() == 7
     (project / "net/model.py").write_text("WIDTH = 8\n")
     assert run() == 8
+
+
+def test_programs_of_a_project_can_be_run(project):
+    """Also those that were made programs after a job had failed for it."""
+    script = project / "run.py"
+    script.write_text("import subprocess; subprocess.run(['tools/say.sh', 'hello'], check=True)")
+    (project / "tools").mkdir()
+    (project / "tools/say.sh").write_text("#!/bin/sh\necho $1\n")
+    job = TorchrunJob(script, root=project, nodes=local_nodes(1), program=["python"])
+    assert "Permission denied" in job.run(check=False, show=False).failure.what
+    (project / "tools/say.sh").chmod(0o755)
+    assert job.run(show=False).lines == ("[rank 0] hello",)
+
+
+def test_what_an_earlier_job_left_in_the_way_of_a_file_is_named(project):
+    script = project / "run.py"
+    script.write_text("import pathlib; pathlib.Path('out').mkdir(); pathlib.Path('log').symlink_to('/dev/null')")
+    job = TorchrunJob(script, root=project, nodes=local_nodes(1), program=["python"])
+    job.run(show=False)
+    script.write_text("print(open('log').read())")
+    (project / "log").write_text("of the project")
+    assert job.run(show=False).lines == ("[rank 0] of the project",)
+    (project / "out").write_text("a file now")
+    error = job.run(check=False, show=False).failure
+    assert "out of the project cannot be copied" in error.what and "rm -r -- " in error.message, error
+
+
+def test_a_file_of_a_project_is_whole_at_any_time(project, tmp_path):
+    """Nodes that share a folder, and jobs of one project, copy into the same one, where others read already."""
+    code, work = tmp_path / "code", tmp_path / "work"
+    (code / "project").mkdir(parents=True)
+    (code / "project/a.txt").write_text("x" * 2**20)
+    command = [sys.executable, "-m", "nodelaunch.node.place", code, work]
+    subprocess.run(command, check=True)
+    before = (work / "a.txt").stat()
+    copies = [subprocess.Popen(command) for _ in range(2)]
+    while any(copy.poll() is None for copy in copies):
+        assert (work / "a.txt").stat() == before
+    (code / "project/a.txt").write_text("y" * 2**20)
+    copies = [subprocess.Popen(command) for _ in range(2)]
+    while any(copy.poll() is None for copy in copies):
+        assert len((work / "a.txt").read_text()) == 2**20
+    assert [path.name for path in work.iterdir()] == ["a.txt"] and (work / "a.txt").read_text()[0] == "y"
 
 
 def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
