@@ -92,6 +92,8 @@ def _list_git(root: Path, left_out: list[str]) -> list[str] | None:
     git = ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-t", "-z"]
     command = [*git, "--cached", "--others", "--exclude-standard", "--", "."]
     env = os.environ | {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # another repository's, where its hook runs us
+        env.pop(name, None)
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, env=env)
     except subprocess.TimeoutExpired:
@@ -117,7 +119,9 @@ def _list_git(root: Path, left_out: list[str]) -> list[str] | None:
 
 def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
     """The files below a folder; says which folders are left out."""
-    own = {env_folder("LAB_RUNS", "runs").resolve(), env_folder("LAB_DATA", "data").resolve()}
+    own = {env_folder("LAB_RUNS", "runs").resolve()}
+    if os.environ.get("LAB_DATA"):  # else `data` may be any folder of the project, such as a package
+        own.add(env_folder("LAB_DATA", "data").resolve())
 
     def refuse(error: OSError) -> None:
         left_out.append(f"{clean(Path(error.filename).relative_to(root), 60)} ({error.strerror})")
