@@ -250,6 +250,25 @@ def test_what_git_tracks_is_copied_whatever_its_folder_is_called(project):
     assert find_project(project).files.keys() == {*PROJECT, "wandb/log.py"}
 
 
+def test_a_folder_called_data_is_copied_unless_it_is_that_of_data_sets(project, monkeypatch):
+    monkeypatch.delenv("LAB_DATA", raising=False)
+    monkeypatch.setattr("lab_common.checkout", lambda: project)
+    (project / "data").mkdir()
+    (project / "data/loader.py").write_text("")
+    assert find_project(project).files.keys() == {*PROJECT, "data/loader.py"}
+
+
+def test_another_repository_in_the_environment_counts_for_nothing(project, monkeypatch, tmp_path):
+    _git(tmp_path, "init", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert find_project(project).files.keys() == PROJECT.keys()
+    (project / ".gitignore").write_text("*.py\n")
+    monkeypatch.delenv("GIT_DIR")
+    _git(project, "init")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert find_project(project).files.keys() == {".gitignore", "configs/small.json"}
+
+
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_repository_cannot_run_programs_here(project, tmp_path, sparse):
     """One that lacks an object asks git to get it, by a command that its configuration names."""
@@ -372,6 +391,28 @@ def test_a_traceback_that_was_only_printed_is_not_the_failure(write):
     script = write("caught.py", "\n".join(lines))
     error = TorchrunJob(script, nodes=local_nodes(1), program=["python"]).run(check=False, show=False).failure
     assert (error.kind, error.what, error.traceback) == ("exit", "Rank 0 on node0 failed first: exit status 3", "")
+
+
+def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
+    """Not one of a library in a folder called work, as the disks of clusters are."""
+    (tmp_path / "work/site").mkdir(parents=True)
+    (tmp_path / "work/site/library.py").write_text("def fail():\n    raise ValueError('bad')\n")
+    (project / "train.py").write_text("\nimport library\nlibrary.fail()\n")
+    path = {"PYTHONPATH": str(tmp_path / "work/site")}
+    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), program=["python"], env=path)
+    error = job.run(check=False, show=False).failure
+    assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
+    error = TorchrunJob("train.py", root=project, nodes=local_nodes(1), env=path).run(check=False, show=False).failure
+    assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
+
+
+def test_where_the_ranks_of_a_project_stand_is_said(project):
+    lines = ("import torch.distributed as dist", "dist.init_process_group('gloo')", "if dist.get_rank() == 0:")
+    (project / "train.py").write_text("\n".join([*lines, "    while True: pass", "dist.barrier()"]))
+    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), nproc_per_node=2, hang_timeout=3)
+    error = job.run(check=False, show=False).failure
+    assert error.kind == "hang"
+    assert "train.py, line 4, in <module>" in str(error) and "train.py, line 5, in <module>" in str(error), error
 
 
 def test_a_shell_script_is_a_program_too(write):
