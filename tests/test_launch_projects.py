@@ -13,7 +13,7 @@ from harness.drawn import assert_explains
 from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, run_badly, wait_for
 
 from lab_common import LabError
-from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch import DataFolder, TorchrunJob, local_nodes, ssh_nodes
 from nodelaunch.project import LARGEST, TOTAL, find_project
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -155,6 +155,13 @@ def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
     (project / "queue.py").write_text("raise SystemExit('this is not the standard library')\n")
     (project / "examples/train.py").write_text("import queue, nodelaunch as l; l.report(hasattr(queue, 'Queue'))")
     assert TorchrunJob("examples/train.py", root=project, nodes=local_nodes(1)).run(show=False).results == (True,)
+
+
+def test_a_data_folder_of_this_machine_is_named_where_it_is(plain, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/index.json").write_text('{"sha256": {"a.bin": ""}}')
+    job = plain("ok", data=DataFolder(tmp_path / "mine", "digits", "index.json"))
+    assert f"{tmp_path}/mine/index.json: a.bin is missing" in " ".join(str(job.preflight()).split())
 
 
 def test_two_projects_of_one_name_do_not_share_a_folder(tmp_path):
