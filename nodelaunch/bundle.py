@@ -22,6 +22,7 @@ from lab_common.text import clean
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import cleaning, facts, guard, receive
 from nodelaunch.node.facts import hash_files
+from nodelaunch.node.place import PROGRAMS
 from nodelaunch.node.probe import MARK
 from nodelaunch.packages import find_packages, list_modules
 from nodelaunch.preflight.client import make_program
@@ -94,6 +95,9 @@ def _read_project(script: Path, root: Path) -> tuple[dict[str, bytes], str]:
     project = find_project(root)
     project.files[script.relative_to(root).as_posix()] = script
     contents = {f"project/{Path(name).as_posix()}": _read_file(path) for name, path in project.files.items()}
+    programs = sorted(name for name, path in project.files.items() if path.stat().st_mode & stat.S_IXUSR)
+    if programs:  # as a file, so that the code's hash, which is over names and contents, is another one, too
+        contents[PROGRAMS] = json.dumps(programs).encode()
     return contents, project.describe()
 
 

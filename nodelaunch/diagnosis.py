@@ -14,9 +14,10 @@ from nodelaunch.result import Failure
 from nodelaunch.state import JobState
 
 HEADING = "Traceback (most recent call last):"
-# A frame of the script or of its project, which lie in these folders of a node.
-OWN_FRAME = re.compile(r'\s*File "([^"]*/(?:script|work)/[^"]*)", line (\d+)')
-OWN_FOLDER = re.compile(r'(File ")[^"]*/(?:script|work/[\w.-]+-[0-9a-f]{6})/')
+# Where on a node the script lies, or its project; libraries, too, may be in a folder called work.
+OWN = r"[^\"]*/(?:code/[0-9a-f]{64}/script|work/[\w.-]+-[0-9a-f]{6})/"
+OWN_FRAME = re.compile(rf'\s*File "({OWN}[^"]*)", line (\d+)')
+OWN_FOLDER = re.compile(rf'(File "){OWN}')
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
 DEAD_MEMORY = "out of memory, as a rule: Linux ends the process that takes most (sudo dmesg | tail says so)"
 
@@ -72,7 +73,8 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
 def _add_traceback(state: JobState, error: dict) -> dict:
     """An exit with the traceback that the rank printed last, where only its exit status was heard of."""
     lines = list(state.tails.get(error["rank"], ()))
-    if error["kind"] != "exit" or "silent" not in error or HEADING not in lines:
+    # With another status it did not end by an exception: it caught that, and printed it.
+    if error["kind"] != "exit" or error.get("code") != 1 or HEADING not in lines:
         return error
     lines = lines[len(lines) - 1 - lines[::-1].index(HEADING) :]
     message = next((line for line in lines[1:] if not line.startswith(" ")), "")
@@ -267,7 +269,7 @@ def _find_stand(stack: str) -> str:
     """The line of the training script in a stack of faulthandler (innermost first) or of traceback (last)."""
     found = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
     # In traceback's own form the script has no folder, see nodelaunch.node.worker.
-    own = [place for place in found if "/script/" in place[0] or not re.search("[/<]", place[0])]
+    own = [place for place in found if re.match(OWN, place[0]) or not re.search("[/<]", place[0])]
     if not own:
         return "(not known)"
     path, line, name = own[0] if "most recent call first" in stack else own[-1]

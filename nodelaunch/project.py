@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
+from nodelaunch.node.facts import SKIPPED
 
 # Made by tools, and made anew by them; a virtual environment is told by its pyvenv.cfg.
 MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
@@ -50,18 +51,19 @@ def find_project(root: Path) -> Project:
     Raises:
         LabError: It has more files, or larger ones in sum, than a job can carry.
     """
-    listed, left_out = _list_git(root), []
-    if listed is None:
-        listed = list(_walk(root, left_out))
+    left_out: list[str] = []
+    listed = _list_git(root, left_out)
     files, size, large = {}, 0, []
-    for name in sorted(listed):
+    for name in _walk(root, left_out) if listed is None else sorted(listed):
         path = root / name
         try:
             facts = path.stat()
         except OSError:  # git still lists it, or its link leads nowhere
             left_out.append(f"{clean(name, 60)} (not there)")
             continue
-        if not stat.S_ISREG(facts.st_mode) or root not in path.resolve().parents:
+        if stat.S_ISDIR(facts.st_mode) and not path.is_symlink():
+            left_out.append(f"{clean(name, 60)} (git lists no files of it)")
+        elif not stat.S_ISREG(facts.st_mode) or root not in path.resolve().parents:
             left_out.append(f"{clean(name, 60)} (leads elsewhere)")
         elif facts.st_size > LARGEST:
             large.append((facts.st_size, name))
@@ -81,34 +83,65 @@ def name_work(root: Path) -> str:
     return f"{name}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:6]}"
 
 
-def _list_git(root: Path) -> list[str] | None:
-    """The files that git knows or would take; None where the folder is not git's."""
+def _list_git(root: Path, left_out: list[str]) -> list[str] | None:
+    """The files that git knows or would take, also in repositories within; None where the folder is not git's."""
     if not shutil.which("git"):
         return None
-    # Not what an unfriendly repository has in its configuration: a program that git asks for changes (fsmonitor).
-    git = ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-z"]
+    # Not what an unfriendly repository has in its configuration: a program that git asks for changes (fsmonitor), or
+    # one that gets an object which the repository lacks.
+    git = ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-t", "-z"]
     command = [*git, "--cached", "--others", "--exclude-standard", "--", "."]
+    env = os.environ | {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # another repository's, where its hook runs us
+        env.pop(name, None)
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30)
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, env=env)
     except subprocess.TimeoutExpired:
         return None
     if done.returncode or not done.stdout:  # no repository, another user's, or a folder that one ignores
         return None
-    names = {os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
-    return [name for name in names if not MADE & {*Path(name).parts[:-1]}]
+    runs, listed = env_folder("LAB_RUNS", "runs").resolve(), {}
+    for line in done.stdout.split(b"\0"):
+        mark, _, name = os.fsdecode(line).partition(" ")  # "?" before what git does not know yet
+        if not name or (MADE if mark == "?" else set(SKIPPED)) & {*Path(name).parts[:-1]}:
+            continue
+        path = root / name
+        if root in runs.parents and runs in (path, *path.parents):
+            left_out.append(clean(runs.relative_to(root), 60))
+        # A repository within this one, of which git lists the folder only.
+        elif _has(path, ".git") and (inner := _list_git(path, left_out)):
+            listed |= dict.fromkeys(f"{name.rstrip('/')}/{file}" for file in inner)
+        else:
+            listed[name] = None
+    left_out[:] = dict.fromkeys(left_out)
+    return list(listed)
 
 
 def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
     """The files below a folder; says which folders are left out."""
-    own = {env_folder("LAB_RUNS", "runs").resolve(), env_folder("LAB_DATA", "data").resolve()}
-    for place, folders, names in os.walk(root):
+    own = {env_folder("LAB_RUNS", "runs").resolve()}
+    if os.environ.get("LAB_DATA"):  # else `data` may be any folder of the project, such as a package
+        own.add(env_folder("LAB_DATA", "data").resolve())
+
+    def refuse(error: OSError) -> None:
+        left_out.append(f"{clean(Path(error.filename).relative_to(root), 60)} ({error.strerror})")
+
+    for place, folders, names in os.walk(root, onerror=refuse):
+        folders.sort()
         for name in list(folders):
             path = Path(place, name)
-            if name in MADE or path.resolve() in own or (path / "pyvenv.cfg").exists() or path.is_symlink():
+            linked = os.path.islink(path)  # noqa: PTH114 - see _has
+            if name in MADE or linked or path.resolve() in own or _has(path, "pyvenv.cfg"):
                 folders.remove(name)
                 if name != "__pycache__":
                     left_out.append(clean(path.relative_to(root), 60))
-        yield from (str(Path(place, name).relative_to(root)) for name in names)
+        yield from (str(Path(place, name).relative_to(root)) for name in sorted(names))
+
+
+def _has(folder: Path, name: str) -> bool:
+    """Whether something of this name is in a folder that is no link."""
+    # Not by methods of Path, which raise where we may not look.
+    return not os.path.islink(folder) and os.path.exists(folder / name)  # noqa: PTH110, PTH114
 
 
 def _refuse(root: Path, files: dict[str, Path], size: int) -> LabError:

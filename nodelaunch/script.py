@@ -258,7 +258,7 @@ def _write_copy(plan: Plan) -> str:
         return ""
     return (
         "# The project as it was when the job was launched, over what earlier jobs left here.\n"
-        'cp -R -- "$code/project/." "$work/" || exit 1\n'
+        f'PYTHONPATH="$code" {shlex.quote(plan.python)} -P -m nodelaunch.node.place "$code" "$work" || exit 1\n'
     )
 
 

@@ -1,15 +1,19 @@
 """A project's folder as the unit of a job, and programs other than torchrun with the same lease, logs and diagnosis."""
 
+import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
 from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, run_badly, wait_for
 
 from lab_common import LabError
-from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch import DataFolder, TorchrunJob, local_nodes, ssh_nodes
 from nodelaunch.project import LARGEST, TOTAL, find_project
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -103,11 +107,61 @@ def test_a_changed_project_is_what_runs_next(project):
     assert run() == 8
 
 
+def test_programs_of_a_project_can_be_run(project):
+    """Also those that were made programs after a job had failed for it."""
+    script = project / "run.py"
+    script.write_text("import subprocess; subprocess.run(['tools/say.sh', 'hello'], check=True)")
+    (project / "tools").mkdir()
+    (project / "tools/say.sh").write_text("#!/bin/sh\necho $1\n")
+    job = TorchrunJob(script, root=project, nodes=local_nodes(1), program=["python"])
+    assert "Permission denied" in job.run(check=False, show=False).failure.what
+    (project / "tools/say.sh").chmod(0o755)
+    assert job.run(show=False).lines == ("[rank 0] hello",)
+
+
+def test_what_an_earlier_job_left_in_the_way_of_a_file_is_named(project):
+    script = project / "run.py"
+    script.write_text("import pathlib; pathlib.Path('out').mkdir(); pathlib.Path('log').symlink_to('/dev/null')")
+    job = TorchrunJob(script, root=project, nodes=local_nodes(1), program=["python"])
+    job.run(show=False)
+    script.write_text("print(open('log').read())")
+    (project / "log").write_text("of the project")
+    assert job.run(show=False).lines == ("[rank 0] of the project",)
+    (project / "out").write_text("a file now")
+    error = job.run(check=False, show=False).failure
+    assert "out of the project cannot be copied" in error.what and "rm -r -- " in error.message, error
+
+
+def test_a_file_of_a_project_is_whole_at_any_time(project, tmp_path):
+    """Nodes that share a folder, and jobs of one project, copy into the same one, where others read already."""
+    code, work = tmp_path / "code", tmp_path / "work"
+    (code / "project").mkdir(parents=True)
+    (code / "project/a.txt").write_text("x" * 2**20)
+    command = [sys.executable, "-m", "nodelaunch.node.place", code, work]
+    subprocess.run(command, check=True)
+    before = (work / "a.txt").stat()
+    copies = [subprocess.Popen(command) for _ in range(2)]
+    while any(copy.poll() is None for copy in copies):
+        assert (work / "a.txt").stat() == before
+    (code / "project/a.txt").write_text("y" * 2**20)
+    copies = [subprocess.Popen(command) for _ in range(2)]
+    while any(copy.poll() is None for copy in copies):
+        assert len((work / "a.txt").read_text()) == 2**20
+    assert [path.name for path in work.iterdir()] == ["a.txt"] and (work / "a.txt").read_text()[0] == "y"
+
+
 def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
     """As with torchrun itself: a file beside the project's folders may have the name of a module of Python's."""
     (project / "queue.py").write_text("raise SystemExit('this is not the standard library')\n")
     (project / "examples/train.py").write_text("import queue, nodelaunch as l; l.report(hasattr(queue, 'Queue'))")
     assert TorchrunJob("examples/train.py", root=project, nodes=local_nodes(1)).run(show=False).results == (True,)
+
+
+def test_a_data_folder_of_this_machine_is_named_where_it_is(plain, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/index.json").write_text('{"sha256": {"a.bin": ""}}')
+    job = plain("ok", data=DataFolder(tmp_path / "mine", "digits", "index.json"))
+    assert f"{tmp_path}/mine/index.json: a.bin is missing" in " ".join(str(job.preflight()).split())
 
 
 def test_two_projects_of_one_name_do_not_share_a_folder(tmp_path):
@@ -146,6 +200,136 @@ def test_without_git_what_tools_make_is_left_out(project, monkeypatch, tmp_path)
     found = find_project(project)
     assert found.files.keys() == {*PROJECT, ".hidden"}
     assert set(found.left_out) == {".git", "env", "images", "linked"}
+
+
+def _git(folder, *command):
+    names = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
+    subprocess.run(["git", *names, *command], cwd=folder, check=True, capture_output=True)
+
+
+def test_what_jobs_leave_in_a_project_is_not_copied_with_it(project, monkeypatch):
+    """LAB_RUNS is `runs` in the current folder, which is the project's, and no .gitignore of it names that."""
+    _git(project, "init")
+    monkeypatch.setenv("LAB_RUNS", str(project / "runs"))
+    for number in range(2):
+        script = project / "plain.py"
+        script.write_text(f"import os; print({number}, os.path.exists('runs'))")
+        job = TorchrunJob(script, root=project, nodes=local_nodes(1), program=["python"])
+        assert job.run(show=False).lines == (f"[rank 0] {number} False",)
+    found = find_project(project)
+    assert found.files.keys() == {*PROJECT, "plain.py"}
+    assert found.left_out == ("runs",)
+
+
+def test_repositories_within_a_project_are_copied(project, tmp_path):
+    """A submodule, one within that, and a repository that was only cloned there; each with what it ignores left out."""
+    for name, inner in (("deep", None), ("lib", "deep")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "code.py").write_text("")
+        (folder / ".gitignore").write_text("*.bin\n")
+        _git(folder, "init")
+        if inner:
+            _git(folder, "submodule", "add", str(tmp_path / inner), inner)
+        _git(folder, "add", ".")
+        _git(folder, "commit", "-m", "x")
+    _git(project, "init")
+    _git(project, "submodule", "add", str(tmp_path / "lib"), "lib")
+    _git(project, "submodule", "update", "--init", "--recursive")
+    _git(project, "clone", str(tmp_path / "deep"), "cloned")
+    (project / "lib" / "a.bin").write_text("x")
+    found = find_project(project)
+    inner = {f"{place}/{name}" for place in ("lib", "lib/deep", "cloned") for name in ("code.py", ".gitignore")}
+    assert found.files.keys() == {*PROJECT, ".gitmodules", "lib/.gitmodules", *inner}
+    assert not found.left_out
+    shutil.rmtree(project / "lib")
+    (project / "lib").mkdir()
+    assert find_project(project).left_out == ("lib (git lists no files of it)",)
+
+
+def test_what_git_tracks_is_copied_whatever_its_folder_is_called(project):
+    for name in ("wandb/log.py", "net/__pycache__/model.pyc"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("")
+    _git(project, "init")
+    _git(project, "add", ".")
+    (project / "wandb/new").write_text("")
+    assert find_project(project).files.keys() == {*PROJECT, "wandb/log.py"}
+
+
+def test_a_folder_called_data_is_copied_unless_it_is_that_of_data_sets(project, monkeypatch):
+    monkeypatch.delenv("LAB_DATA", raising=False)
+    monkeypatch.setattr("lab_common.checkout", lambda: project)
+    (project / "data").mkdir()
+    (project / "data/loader.py").write_text("")
+    assert find_project(project).files.keys() == {*PROJECT, "data/loader.py"}
+
+
+def test_another_repository_in_the_environment_counts_for_nothing(project, monkeypatch, tmp_path):
+    _git(tmp_path, "init", "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert find_project(project).files.keys() == PROJECT.keys()
+    (project / ".gitignore").write_text("*.py\n")
+    monkeypatch.delenv("GIT_DIR")
+    _git(project, "init")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other/.git"))
+    assert find_project(project).files.keys() == {".gitignore", "configs/small.json"}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_repository_cannot_run_programs_here(project, tmp_path, sparse):
+    """One that lacks an object asks git to get it, by a command that its configuration names."""
+    canary = tmp_path / "canary"
+    command = f"touch {canary}; git-upload-pack"
+    (project / "net/.gitignore").write_text("x\n")
+    _git(project, "init")
+    _git(project, "add", ".")
+    _git(project, "commit", "-m", "x")
+    if sparse:
+        _git(project, "sparse-checkout", "set", "--cone", "--sparse-index", "configs")
+        lacking = "HEAD:net"
+    else:
+        _git(project, "update-index", "--skip-worktree", "net/.gitignore")
+        (project / "net/.gitignore").unlink()
+        (project / "net/new.py").write_text("")  # git asks whether it is ignored
+        lacking = "HEAD:net/.gitignore"
+    done = subprocess.run(["git", "rev-parse", lacking], cwd=project, capture_output=True, text=True, check=True)
+    (project / ".git/objects" / done.stdout[:2] / done.stdout[2:].strip()).unlink()
+    for name, value in (
+        ("core.repositoryformatversion", "1"),
+        ("extensions.partialClone", "origin"),
+        ("remote.origin.url", str(project)),
+        ("remote.origin.promisor", "true"),
+        ("remote.origin.uploadpack", command),
+        ("protocol.allow", "always"),
+        ("core.fsmonitor", command),
+    ):
+        _git(project, "config", name, value)
+    canary.unlink(missing_ok=True)
+    find_project(project)
+    assert not canary.exists()
+
+
+def test_folders_that_cannot_be_read_are_said(project, monkeypatch):
+    (project / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr("os.scandir", refuse)
+    found = find_project(project)
+    assert found.files.keys() == PROJECT.keys() and found.left_out == ("closed (Permission denied)",)
+
+
+@pytest.mark.parametrize("root", ["/", "/proc"])
+def test_a_root_that_holds_all_is_refused_in_seconds(root):
+    start = time.monotonic()
+    with pytest.raises(LabError, match="too large"):
+        find_project(Path(root))
+    assert time.monotonic() - start < 10
 
 
 def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
@@ -206,6 +390,36 @@ def test_another_program_that_fails_is_explained_as_well(plain, mode, kind, word
     assert error.result.failure.kind == kind
     for word in words:
         assert word in str(error), str(error)
+
+
+def test_a_traceback_that_was_only_printed_is_not_the_failure(write):
+    """Python ends with status 1 for an exception that nobody caught."""
+    lines = ("import sys, traceback", "try: 1 / 0", "except Exception: traceback.print_exc()", "sys.exit(3)")
+    script = write("caught.py", "\n".join(lines))
+    error = TorchrunJob(script, nodes=local_nodes(1), program=["python"]).run(check=False, show=False).failure
+    assert (error.kind, error.what, error.traceback) == ("exit", "Rank 0 on node0 failed first: exit status 3", "")
+
+
+def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
+    """Not one of a library in a folder called work, as the disks of clusters are."""
+    (tmp_path / "work/site").mkdir(parents=True)
+    (tmp_path / "work/site/library.py").write_text("def fail():\n    raise ValueError('bad')\n")
+    (project / "train.py").write_text("\nimport library\nlibrary.fail()\n")
+    path = {"PYTHONPATH": str(tmp_path / "work/site")}
+    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), program=["python"], env=path)
+    error = job.run(check=False, show=False).failure
+    assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
+    error = TorchrunJob("train.py", root=project, nodes=local_nodes(1), env=path).run(check=False, show=False).failure
+    assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
+
+
+def test_where_the_ranks_of_a_project_stand_is_said(project):
+    lines = ("import torch.distributed as dist", "dist.init_process_group('gloo')", "if dist.get_rank() == 0:")
+    (project / "train.py").write_text("\n".join([*lines, "    while True: pass", "dist.barrier()"]))
+    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), nproc_per_node=2, hang_timeout=3)
+    error = job.run(check=False, show=False).failure
+    assert error.kind == "hang"
+    assert "train.py, line 4, in <module>" in str(error) and "train.py, line 5, in <module>" in str(error), error
 
 
 def test_a_shell_script_is_a_program_too(write):

@@ -170,7 +170,8 @@ def find_data(request):
     path = root / request["data_file"]
     # The launcher's own pack may have another name: one that was made of a folder of images is named after that.
     own = Path(request["pack"], path.name)
-    return {"folder": str(root), **identify_data(own if request["pack"] and own.is_file() else path)}
+    used = own if request["pack"] and own.is_file() else path
+    return {"folder": str(root), "path": str(used), **identify_data(used)}
 
 
 def identify_data(path):

@@ -36,6 +36,9 @@ def main() -> None:
     sys.path.insert(0, str(Path(script).parent))  # as `python script` does; and so do the programs that it starts
     os.environ.pop("PYTHONSAFEPATH", None)
     rank, folder = int(os.environ["RANK"]), Path(os.environ["LAB_JOB_FOLDER"])
+    # A project is the current folder; a script without one lies beside its files.
+    here = Path.cwd()
+    root = here if here in Path(script).parents else Path(script).parents[1]
     _die_with_agent()
     events = Events(folder, rank)
     stacks = folder / "stacks"
@@ -65,7 +68,7 @@ def main() -> None:
                 raise
         except BaseException as error:
             _add_parameter_name(error)
-            facts = _describe(error, script)
+            facts = _describe(error, script, root)
             events.write("error", **facts)
             print(_say_error(facts), file=sys.stderr, flush=True)
             sys.stdout.flush()
@@ -160,7 +163,7 @@ def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
     return start
 
 
-def _describe(error: BaseException, script: str) -> dict:
+def _describe(error: BaseException, script: str, root: Path) -> dict:
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     message, line = "".join(traceback.format_exception_only(error)).strip(), frames[-1].lineno if frames else None
@@ -170,7 +173,7 @@ def _describe(error: BaseException, script: str) -> dict:
         "kind": "mismatch" if isinstance(error, MismatchError) else "exception",
         "message": message,
         # The copy that runs here lies deep in a folder with a hash for a name; the reader knows the script by its own.
-        "traceback": text.replace(script, Path(script).name).replace(f"{Path(script).parents[1]}/", "").rstrip(),
+        "traceback": text.replace(script, Path(script).name).replace(f"{root}/", "").rstrip(),
         "location": f"{Path(script).name}, line {line}" if line else "",
         "disk": find_full_disk(error),
         # What our own errors (LabError) know of themselves.

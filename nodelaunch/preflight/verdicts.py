@@ -208,7 +208,7 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
     hashes |= {name: own["hash"] for name, own in have.items() if own["hash"] and not own["missing"]}
     first = next(iter(hashes.values()), None)
     for name, own in have.items():
-        place = f"{own['folder']}/{wanted.data.identity_path}"
+        place = own.get("path") or f"{own['folder']}/{wanted.data.identity_path}"
         fix = f"copy_data=True, or on that node: {wanted.data.fix or 'copy the folder there by hand'}"
         if own["hash"] and wanted.data_hash:  # what is there is never written over
             fix = f"on that node: rm -r -- {shlex.quote(place.rpartition('/')[0])}   (it is copied again)"
