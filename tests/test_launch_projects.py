@@ -150,6 +150,25 @@ def test_a_file_of_a_project_is_whole_at_any_time(project, tmp_path):
     assert [path.name for path in work.iterdir()] == ["a.txt"] and (work / "a.txt").read_text()[0] == "y"
 
 
+def test_what_was_deleted_from_a_project_is_gone_from_its_copy_unless_a_job_changed_it(project, runs):
+    for name in ("old.py", "results.txt"):
+        (project / name).write_text("as it was")
+    script = "import pathlib; pathlib.Path('results.txt').write_text('of the job'); pathlib.Path('own.txt').touch()"
+    (project / "examples/train.py").write_text(script)
+
+    def run():
+        job = TorchrunJob("examples/train.py", root=project, nodes=local_nodes(1), program=["python"])
+        assert job.run(show=False).ok
+        (work,) = (runs / "nodes/node0/work").iterdir()
+        return {path.name: path.read_text() for path in work.iterdir() if path.is_file() and path.name[0] != "."}
+
+    assert run() == {"old.py": "as it was", "results.txt": "of the job", "own.txt": ""}
+    for name in ("old.py", "results.txt"):
+        (project / name).unlink()
+    assert run() == {"results.txt": "of the job", "own.txt": ""}
+    assert run() == {"results.txt": "of the job", "own.txt": ""}
+
+
 def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
     """As with torchrun itself: a file beside the project's folders may have the name of a module of Python's."""
     (project / "queue.py").write_text("raise SystemExit('this is not the standard library')\n")

@@ -1,13 +1,16 @@
 """Puts a project's files into the folder that its jobs run in, over what earlier jobs left there.
 
 ``python -m nodelaunch.node.place CODE WORK`` copies ``CODE/project``. Another job of the project may run in WORK, and
-nodes may share it: so a file appears there whole or not at all, and one that is the same already is left alone.
+nodes may share it: so a file appears there whole or not at all, and one that is the same already is left alone. What an
+earlier launch copied, and the project no longer has, is removed, unless it was changed here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -16,6 +19,8 @@ from pathlib import Path
 
 # In the folder of the code: the names of those files of the project that are programs.
 PROGRAMS = "programs.json"
+# In the folder that jobs run in: the folder of the code that was copied last.
+LAST = ".nodelaunch-last"
 
 
 def main() -> int:
@@ -23,6 +28,7 @@ def main() -> int:
     code, work = map(Path, sys.argv[1:])
     listed = code / PROGRAMS
     programs = set(json.loads(listed.read_text())) if listed.exists() else set()
+    remove_old(code, work)
     for path in sorted((code / "project").rglob("*")):
         if path.is_dir():
             continue
@@ -35,6 +41,21 @@ def main() -> int:
             print(f"Error: {words}: rm -r -- {shlex.quote(str(where))}", file=sys.stderr)
             return 1
     return 0
+
+
+def remove_old(code: Path, work: Path) -> None:
+    """Removes what is as the last launch copied it and is no part of the project any more: it would be imported."""
+    with contextlib.suppress(OSError):  # there was none, or its code is no longer here
+        last = Path(os.fsdecode((work / LAST).read_bytes()))
+        for path in last.joinpath("project").rglob("*"):
+            name = path.relative_to(last / "project")
+            here = work / name
+            if path.is_file() and not (code / "project" / name).exists() and not here.is_symlink():
+                with contextlib.suppress(OSError):
+                    if filecmp.cmp(path, here, shallow=False):
+                        here.unlink()
+    with contextlib.suppress(OSError):  # something is in its place
+        (work / LAST).write_bytes(os.fsencode(code))
 
 
 def place(path: Path, target: Path, mode: int) -> None:
