@@ -199,7 +199,7 @@ def _describe_signal(state: JobState, node: str, program: str, number: int, erro
     what = f"{program} on {node} was ended by signal {number} ({name_signal(number)})."
     return Failure(
         "lost" if program == "the supervisor" else "torchrun",
-        _shorten(what.replace("the supervisor", "The supervisor", 1)),
+        _shorten(_capitalise(what)),
         node=node,
         cause=cause,
         fix=fix,
@@ -211,7 +211,11 @@ def _describe_end(state: JobState, reason: StopReason) -> Failure:
     if reason == StopReason.JOIN:
         absent = [part.name for part in state.nodes.values() if not part.joined]
         silent = [part.name for part in state.nodes.values() if not part.started]
-        cause = "its torchrun was not started" if silent else "it was started, and did not reach the meeting point"
+        cause = (
+            f"{state.starter} was not started there"
+            if silent
+            else "it was started, and did not reach the meeting point"
+        )
         return Failure(
             "join",
             _shorten(f"Not all nodes joined in time; missing: {', '.join(silent or absent)}."),
@@ -251,7 +255,7 @@ def _describe_torchrun(state: JobState, node: str) -> Failure:
     cause, fix = explain_disk(part) or (cause, fix)
     return Failure(
         "torchrun",
-        _shorten(f"torchrun ended on {node}: {said}"),
+        _shorten(_capitalise(f"{state.starter} ended on {node}: {said}")),
         node=node,
         message=said,
         traceback="\n".join(list(part.tail)[-15:]),
@@ -274,6 +278,11 @@ def _find_stand(stack: str) -> str:
         return "(not known)"
     path, line, name = own[0] if "most recent call first" in stack else own[-1]
     return f"{path.rpartition('/')[2]}, line {line}, in {name}"
+
+
+def _capitalise(text: str) -> str:
+    """A sentence with a capital; torchrun keeps its own letters."""
+    return text if text.startswith("torchrun") else text[0].upper() + text[1:]
 
 
 def _shorten(text: str) -> str:

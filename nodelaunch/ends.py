@@ -75,6 +75,6 @@ def find_signalled(state: JobState) -> tuple[str, str, int] | None:
         return None
     for part in parts:
         if part.ended and part.ended["returncode"] < 0 and not part.ended["reason"]:
-            return part.name, "torchrun", -part.ended["returncode"]
+            return part.name, state.starter, -part.ended["returncode"]
     told = sorted((part.told[2], part.name, *part.told[:2]) for part in parts if part.told)
     return told[0][1:] if told else None

@@ -201,7 +201,9 @@ class TorchrunJob:
             plans = self._plan(bundle)
             self._write(plans, launch)
             self._backend.copy(spec, launch, bundle, found, force=force, say=say)
-            state = JobState([node.name for node in spec.nodes], [plan.address or "" for plan in plans])
+            starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
+            addresses = [plan.address or "" for plan in plans]
+            state = JobState([node.name for node in spec.nodes], addresses, starter)
             for name in by_hand:
                 state.nodes[name].by_hand = True
             links = self._backend.start(spec, plans, by_hand=by_hand, say=say, stop=stop)

@@ -62,9 +62,10 @@ class NodeState:
 
 
 class JobState:
-    """Everything that was heard of a job."""
+    """Everything that was heard of a job; ``starter`` is what starts its ranks on each node, in words."""
 
-    def __init__(self, names: list[str], addresses: list[str]) -> None:
+    def __init__(self, names: list[str], addresses: list[str], starter: str = "torchrun") -> None:
+        self.starter = starter
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}

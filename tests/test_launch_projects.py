@@ -491,7 +491,8 @@ def test_18_parts_of_such_a_job_that_are_killed(plain, part):
 
     heard.when["[rank 1] connected"] = act
     error = run_badly(job, heard, seconds=10, since=lambda: times[0])
-    assert "node1" in str(error)
+    who = {"node.supervisor": "The supervisor", "node.starter": "The starter of python", "plain.py": "Rank 1"}[part]
+    assert error.what.startswith(f"{who} on node1 was "), str(error)
 
 
 @pytest.mark.drill
