@@ -31,18 +31,19 @@ class Project:
     Attributes:
         root: The folder.
         files: By their path within it.
+        size: Of all of them, in bytes.
         left_out: What is not copied, in words, for the user.
     """
 
     root: Path
     files: dict[str, Path]
+    size: int
     left_out: tuple[str, ...]
 
     def describe(self) -> str:
         """One line: how much is copied, and what is not."""
-        size = sum(path.stat().st_size for path in self.files.values())
         out = f"; left out: {', '.join(self.left_out)}" if self.left_out else ""
-        return f"project {clean(self.root.name, 60)}: {len(self.files)} files, {size / 2**20:.1f} MiB{out}"
+        return f"project {clean(self.root.name, 60)}: {len(self.files)} files, {self.size / 2**20:.1f} MiB{out}"
 
 
 def find_project(root: Path) -> Project:
@@ -53,28 +54,28 @@ def find_project(root: Path) -> Project:
     """
     left_out: list[str] = []
     listed = _list_git(root, left_out)
-    files, size, large = {}, 0, []
+    files, sizes, total, large = {}, {}, 0, []
     for name in _walk(root, left_out) if listed is None else sorted(listed):
         path = root / name
         try:
-            facts = path.stat()
+            facts, inside = path.stat(), root in path.resolve().parents
         except OSError:  # git still lists it, or its link leads nowhere
             left_out.append(f"{clean(name, 60)} (not there)")
             continue
         if stat.S_ISDIR(facts.st_mode) and not path.is_symlink():
             left_out.append(f"{clean(name, 60)} (git lists no files of it)")
-        elif not stat.S_ISREG(facts.st_mode) or root not in path.resolve().parents:
+        elif not stat.S_ISREG(facts.st_mode) or not inside:
             left_out.append(f"{clean(name, 60)} (leads elsewhere)")
         elif facts.st_size > LARGEST:
             large.append((facts.st_size, name))
         else:
-            files[name], size = path, size + facts.st_size
-        if len(files) > MOST or size > TOTAL:
-            raise _refuse(root, files, size)
+            files[name], sizes[name], total = path, facts.st_size, total + facts.st_size
+        if len(files) > MOST or total > TOTAL:
+            raise _refuse(root, sizes)
     left_out += [f"{clean(name, 60)} ({bytes_ / 2**20:,.0f} MiB)" for bytes_, name in sorted(large, reverse=True)]
     if len(left_out) > 6:
         left_out[5:] = [f"and {len(left_out) - 5} more"]
-    return Project(root, files, tuple(left_out))
+    return Project(root, files, total, tuple(left_out))
 
 
 def name_work(root: Path) -> str:
@@ -144,13 +145,13 @@ def _has(folder: Path, name: str) -> bool:
     return not os.path.islink(folder) and os.path.exists(folder / name)  # noqa: PTH110, PTH114
 
 
-def _refuse(root: Path, files: dict[str, Path], size: int) -> LabError:
+def _refuse(root: Path, sizes: dict[str, int]) -> LabError:
     by_folder: Counter[str] = Counter()
-    for name, path in files.items():
-        by_folder[name.partition("/")[0]] += path.stat().st_size
+    for name, size in sizes.items():
+        by_folder[name.partition("/")[0]] += size
     heaviest = ", ".join(clean(name, 40) for name, _ in by_folder.most_common(3))
     return LabError(
-        f"The project is too large for a job: over {min(size, TOTAL) >> 20} MiB, or {min(len(files), MOST):,} files.",
+        f"The project is too large for a job: more than {TOTAL >> 20} MiB or {MOST:,} files.",
         where=clean(root, 300),
         cause=f"a project is copied to each node at each launch; most of it is in {heaviest}",
         fix="name data in a .gitignore, or give a smaller folder as root=",

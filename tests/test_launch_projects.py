@@ -348,7 +348,7 @@ def test_a_root_that_holds_all_is_refused_in_seconds(root):
     start = time.monotonic()
     with pytest.raises(LabError, match="too large"):
         find_project(Path(root))
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 60, "and not after the whole tree was listed"
 
 
 def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
