@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, ru
 
 from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch.node import agent
 from nodelaunch.node.place import LAST
 from nodelaunch.project import LARGEST, MOST, TOTAL, find_project
 
@@ -446,6 +448,29 @@ def test_where_the_ranks_of_a_project_stand_is_said(project):
     error = job.run(check=False, show=False).failure
     assert error.kind == "hang"
     assert "train.py, line 4, in <module>" in str(error) and "train.py, line 5, in <module>" in str(error), error
+
+
+def test_a_start_is_no_late_start_however_late_the_thread_that_watches_it(tmp_path, monkeypatch):
+    """Its thread may get a core only after the processes have said that they started."""
+    monkeypatch.setenv("LAB_JOB_FOLDER", str(tmp_path))
+    monkeypatch.setenv("LAB_JOIN_TIMEOUT", "0.1")
+    monkeypatch.setenv("LAB_LIMIT", "1000")
+    begun, ended, late = threading.Event(), [], []
+    monkeypatch.setattr(agent, "MARGIN", 0.0)
+    monkeypatch.setattr(agent, "_end", lambda words: ended.append(words))
+    monkeypatch.setattr(agent.time, "sleep", lambda seconds: late.append(seconds) or begun.wait(5))
+
+    class Late(threading.Thread):
+        def run(self):
+            begun.wait(5)
+            super().run()
+
+    monkeypatch.setattr(agent.threading, "Thread", Late)
+    agent.keep_bounds()
+    (tmp_path / "events.jsonl").write_text("{}")
+    begun.set()
+    wait_for(lambda: ended, 10)
+    assert ended == ["The job's time limit of 1000 s is over."], "and not: no worker has started"
 
 
 def test_a_shell_script_is_a_program_too(write):

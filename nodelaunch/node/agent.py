@@ -22,7 +22,7 @@ MARGIN, GRACE = 10.0, 5.0
 
 def main() -> None:
     """Runs torchrun with this process's arguments."""
-    threading.Thread(target=keep_bounds, daemon=True, name="bounds").start()
+    keep_bounds()
     guard_stores()
     from torch.distributed.run import main as run_torchrun
 
@@ -30,10 +30,18 @@ def main() -> None:
 
 
 def keep_bounds() -> None:
-    """Ends this process when its workers did not start in time, and after the job's limit."""
-    start, events = time.monotonic(), Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
-    join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
+    """Has a thread end this process when its workers did not start in time, and after the job's limit.
+
+    To be called before a worker can have started.
+    """
+    events = Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
     before = _measure(events)  # of an earlier start by hand in the same folder
+    threading.Thread(target=_wait_for_bounds, args=[events, before], daemon=True, name="bounds").start()
+
+
+def _wait_for_bounds(events: Path, before: int) -> None:
+    start = time.monotonic()
+    join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
     time.sleep(min(join, limit) + MARGIN)
     if _measure(events) == before:
         _end(f"No worker has started within {join:g} s: the other nodes did not come.")

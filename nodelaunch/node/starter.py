@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -28,7 +27,7 @@ def main() -> int:
     """Runs the command's processes to their end; returns the exit status of the first that failed, or 0."""
     options = _read_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    threading.Thread(target=keep_bounds, daemon=True, name="bounds").start()
+    keep_bounds()
     processes: dict[int, subprocess.Popen] = {}
     folder = Path(os.environ["LAB_JOB_FOLDER"])
     try:
