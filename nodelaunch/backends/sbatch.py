@@ -138,7 +138,7 @@ def _write_requests(plan: Plan, request: SlurmRequest) -> str:
     lines = [
         (f"--job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.job_id)}", "what squeue calls it"),
         (f"--nodes={plan.nodes}", "nodes that take part"),
-        ("--ntasks-per-node=1", "one torchrun on each, which starts the processes"),
+        ("--ntasks-per-node=1", "one on each, which starts the processes"),
         (f"--time={request.time_limit}", "after which Slurm ends it"),
         ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
         ("--no-requeue", "a job that runs twice would join its own past"),
