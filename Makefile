@@ -19,9 +19,9 @@ export TORCH TORCH_CPU_INDEX
 
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
-test drills fuzz checks notebooks reference bench: export OMP_NUM_THREADS := 1
+test test-system drills fuzz checks notebooks reference bench: export OMP_NUM_THREADS := 1
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
-test drills fuzz: export LAB_SCALE := small
+test test-system drills fuzz: export LAB_SCALE := small
 
 ## lab: set up, prepare the data, make your copy of the labs in workspace/, open JupyterLab (LAB_PORT=8888)
 .PHONY: lab
@@ -39,10 +39,15 @@ lab: setup
 	  --ServerApp.root_dir="$(WORKSPACE)" $(if $(SSH_CONNECTION)$(CI),--no-browser) \
 	  $$(test $$(id -u) -ne 0 || echo --allow-root)
 
-## test: set up and run all tests: unit tests, every notebook, the drills
+## test: set up and run the tests: unit tests, every notebook, two nodes on this machine, the drills
 .PHONY: test
 test: setup
 	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
+
+## test-system: what needs root and packages: two hosts with sshd, a Slurm, a learner in Chromium (CONTRIBUTING.md)
+.PHONY: test-system
+test-system: setup
+	@$(PY) -m pytest -n $(WORKERS) -m "system and not hosting" -rs tests $(ARGS)
 
 ## host: bring up the teams of TEAMS=hosting/teams.csv in containers of their own (hosting/README.md; ARGS="--address ...")
 .PHONY: host
@@ -57,7 +62,7 @@ test-hosting: setup
 ## drills: what goes wrong between nodes, and with more interrupts than `make test` has time for
 .PHONY: drills
 drills: setup
-	@LAB_INTERRUPTS=50 $(PY) -m pytest -n $(WORKERS) -m drill tests $(ARGS)
+	@LAB_INTERRUPTS=50 $(PY) -m pytest -n $(WORKERS) -m "drill and not hosting" tests $(ARGS)
 
 ## fuzz: thousands of hostile archives, checkpoints, reports and records, at most five minutes (SEED=number repeats a run)
 .PHONY: fuzz

@@ -20,6 +20,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
+# The fixtures of what needs root, or packages that the lock does not have.
+SYSTEM = {"hosts", "slurm", "chromium", "nbgrader"}
 # The browser's tests come after those notebooks whose long measurements they take over.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
 LONGEST = (
@@ -37,6 +39,7 @@ def pytest_configure(config):
     """Gives all tests, and the kernels of the notebooks, folders of their own and the small scale."""
     config.addinivalue_line("markers", "drill: starts processes, cuts them off, and looks at what is left")
     config.addinivalue_line("markers", "hosting: builds images and runs containers; `make test-hosting` alone runs it")
+    config.addinivalue_line("markers", "system: has hosts, a Slurm or a browser of its own; `make test-system` runs it")
     # Not a fixture: the cells of a notebook are no functions, and fixtures do not reach them.
     root = Path(tempfile.mkdtemp(prefix="labs-"))
     config.stash[FOLDERS] = root
@@ -48,15 +51,15 @@ def pytest_configure(config):
     config.stash[SETTINGS] = {name: value for name, value in os.environ.items() if name.startswith("LAB_")}
 
 
-def pytest_collection_modifyitems(config, items):
-    """Leaves the tests of containers to their own target, and begins with what takes longest.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks what needs more than a Python, before marks are chosen by, and begins with what takes longest.
 
     So that no process is left alone with it at the end.
     """
-    if "hosting" not in config.option.markexpr:
-        left_out = [item for item in items if item.get_closest_marker("hosting")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    for item in items:
+        if not SYSTEM.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("system")
     items.sort(
         key=lambda item: next((n for n, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))
     )

@@ -121,8 +121,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> containers.Podman:
 def chromium() -> str:
     """An installed Chromium."""
     found = find_chromium()
-    if found is None:
-        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
+    _need("" if found else "it is not installed (apt-get install chromium)", "a learner's way in Chromium")
     return found
 
 
