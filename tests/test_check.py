@@ -1,9 +1,13 @@
 """What all checks have in common: hints that grow, what is kept of the tries, progress, the solution beside yours."""
 
+import ast
+import contextlib
 import importlib
 import os
+import runpy
 import subprocess
 import sys
+import time
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
@@ -11,10 +15,10 @@ import pytest
 from harness.drawn import assert_explains
 
 from course import check
-from course.check import NotYetError, attempts
+from course.check import NotYetError, OpenError, attempts
 from course.check.hints import SECOND_HINTS
 from course.check.solutions import find_solution
-from course.workspace import BEGIN
+from course.workspace import BEGIN, STUB
 from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -68,16 +72,49 @@ def test_another_exercise_has_its_own_count():
     assert "more:" not in refuse(lambda *_: 7, "4.3")
 
 
-def test_an_untouched_stub_and_an_error_of_the_learner_are_no_tries():
-    def stub(*_):
-        raise NotImplementedError
+def list_functions():
+    """The exercises whose answer is a function."""
+    for number in NUMBERS:
+        with contextlib.suppress(LabError):
+            if find_solution(number).startswith("def "):
+                yield number
 
-    def broken(*_):
-        raise ZeroDivisionError
 
-    for answer, error in ((stub, NotImplementedError), (broken, ZeroDivisionError)):
-        with pytest.raises(error):
-            check.exercise("1.3", answer)
+def write_answer(number, body, folder):
+    """A function with the signature of the solution, as a cell defines it."""
+    (function,) = ast.parse(find_solution(number)).body
+    function.body, function.returns = ast.parse(body).body, None
+    for arg in ast.walk(function.args):
+        if isinstance(arg, ast.arg):
+            arg.annotation = None
+    path = folder / "cell.py"
+    path.write_text(ast.unparse(function))
+    return runpy.run_path(str(path), {"time": time})[function.name]
+
+
+@pytest.mark.parametrize("number", [*list_functions()])
+def test_an_untouched_stub_says_so_in_a_line_and_gives_nothing_away(number, tmp_path):
+    with pytest.raises(OpenError) as caught:
+        check.exercise(number, write_answer(number, STUB[1], tmp_path))
+    first, *more = caught.value._render_traceback_()
+    assert first == f"✎ {number} {check._find(number).title}: still to be written."
+    assert [line.partition(":")[0].strip() for line in more] == ["fix"] and len(more[0]) < 88
+    assert attempts.read_standings() == {}, "it is no try"
+
+
+@pytest.mark.parametrize("number", [*list_functions()])
+def test_a_slip_of_the_learner_s_own_is_shown_with_its_line_and_is_no_try(number, tmp_path):
+    for slip, cause in {
+        "torch.modle": "AttributeError: module 'torch' has no attribute 'modle'",
+        "imges": "NameError: name 'imges' is not defined",
+    }.items():
+        with pytest.raises(OpenError) as caught:
+            check.exercise(number, write_answer(number, f"import torch\n{slip}", tmp_path))
+        assert str(caught.value).splitlines() == [
+            f"✘ {number} stopped with an error in your code; this counts as no try.",
+            f"  where: line 3: {slip}",
+            f"  likely: {cause}",
+        ]
     assert attempts.read_standings() == {}
 
 

@@ -2,10 +2,10 @@
 
 A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. A right answer prints one line that says
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
-measure with it. ``NotImplementedError`` from an untouched stub, and errors of the learner's own code, pass through.
-A second wrong answer gets a second, stronger hint. ``check.progress()`` draws where the learner stands,
-``check.diff("1.1")`` sets the solution beside the learner's answer, and ``check.calibration()`` sums up what
-``check.keep_guess`` kept of guesses and findings.
+measure with it. An untouched stub, and an error in the learner's own code, stop it too, with a message of their own,
+and count as no answer. A second wrong answer gets a second, stronger hint. ``check.progress()`` draws where the
+learner stands, ``check.diff("1.1")`` sets the solution beside the learner's answer, and ``check.calibration()`` sums up
+what ``check.keep_guess`` kept of guesses and findings.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "LABS",
     "Exercise",
     "NotYetError",
+    "OpenError",
     "calibration",
     "diff",
     "exercise",
@@ -53,6 +54,10 @@ class NotYetError(LabError):
         """The message as a learner sees it, one line each."""
         lines = {"yours": self.yours, "expected": self.expected, "hint": self.hint, "more": self.more}
         return "\n".join([self.what, *(f"  {name + ':':<9} {text}" for name, text in lines.items() if text)])
+
+
+class OpenError(LabError):
+    """There is nothing to check yet: a stub was not touched, or the answer stops with an error of its own."""
 
 
 @dataclass(frozen=True)
@@ -78,12 +83,16 @@ def expect(right: bool, case: str, *, yours: object, expected: object, hint: str
 
 @contextmanager
 def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -> Iterator[None]:
-    """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint."""
+    """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint.
+
+    A slip of the pen is none: the word of an untouched stub, which is a RuntimeError, and a name that nothing has. That
+    ``None`` has an attribute is a mistake of thought.
+    """
     try:
         yield
-    except NotImplementedError:  # a RuntimeError by birth, and here the word of an untouched stub
-        raise
     except errors as error:
+        if isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
+            raise
         yours = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
 
@@ -97,6 +106,7 @@ def exercise(number: str, answer: Callable | str | Card) -> None:
 
     Raises:
         NotYetError: The answer is not right yet; the message shows yours, expected and one hint.
+        OpenError: There is no answer yet, or it stops with an error, which the message shows with its line.
         LabError: There is no such exercise.
     """
     found = _find(number)
@@ -107,6 +117,17 @@ def exercise(number: str, answer: Callable | str | Card) -> None:
             error.more = f"{SECOND_HINTS[number]}. The solution: check.diff({number!r})"
         attempts.note(number, "wrong", attempts.read_source(answer))
         raise
+    except LabError:
+        raise
+    except NotImplementedError as error:
+        fix = "put your code where it says YOUR CODE HERE, then run the cell again"
+        raise OpenError(f"✎ {number} {found.title}: still to be written.", fix=fix) from error
+    except Exception as error:
+        line = attempts.find_line(error, answer)
+        if not line:
+            raise
+        what = f"✘ {number} stopped with an error in your code; this counts as no try."
+        raise OpenError(what, where=line, cause=f"{type(error).__name__}: {error}") from error
     attempts.note(number, "right", attempts.read_source(answer))
     print(f"✔ {number} {found.title}: {proven}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,3 +72,16 @@ def read_source(answer: Callable | str | Card) -> str:
         return read_bounded(Path(getattr(answer, "path", answer)), SOURCE_BYTES).decode()
     except (OSError, TypeError, ValueError):
         return ""
+
+
+def find_line(error: Exception, answer: Callable | str | Card) -> str:
+    """Returns the last line of the learner's own that an error went through; "" where it went through none.
+
+    The cells of a notebook are files of one folder, so that a helper in another cell is the learner's, too.
+    """
+    if isinstance(error, SyntaxError):
+        return f"{Path(error.filename or '').name}, line {error.lineno}: {(error.text or '').strip()}"
+    code = getattr(inspect.unwrap(answer), "__code__", None) if callable(answer) else None
+    own = Path(code.co_filename).parent if code else None
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == own]
+    return f"line {frames[-1].lineno}: {frames[-1].line}" if frames else ""

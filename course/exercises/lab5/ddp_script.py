@@ -21,7 +21,7 @@ from pathlib import Path
 
 import lab_utils
 import nodelaunch as launch
-from course.check import NotYetError, attempts, expect
+from course.check import NotYetError, OpenError, attempts, expect
 from course.exercises.lab5.checkpoint import expect_same_state, expect_saved_once
 from course.exercises.lab5.precautions import expect_precautions
 from lab_common import LabError
@@ -79,7 +79,8 @@ def verify_ddp_script(path: str | Path) -> str:
     tree = _parse(script)
     gaps = sum(isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) for node in ast.walk(tree))
     if gaps:
-        raise NotImplementedError(f"{path} has {gaps} place{'s' if gaps > 1 else ''} left to fill in.")
+        fix = "put your code where it says YOUR CODE HERE, save the file, then run this cell again"
+        raise OpenError(f"✎ {path} has {gaps} place{'s' if gaps > 1 else ''} left to fill in.", fix=fix)
     expect_precautions(tree)
     with tempfile.TemporaryDirectory(prefix="lab5-", ignore_cleanup_errors=True) as folder:
         runs = _run_both(script, Path(folder))
