@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import math
 import statistics
@@ -113,15 +115,7 @@ def synchronize(device: torch.device | str) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(
-    step: Step,
-    *,
-    name: str = "step",
-    images: int = 0,
-    repeats: int = 10,
-    warmup: int = 3,
-    device: torch.device | str | None = None,
-) -> Timing:
+def measure(step: Step, *, name: str = "step", **settings: object) -> Timing:
     """Measures ``repeats`` calls of a step, after ``warmup`` calls that are dropped.
 
     The first steps of a run are not like the rest: memory is allocated, algorithms are chosen, code is loaded. The
@@ -130,15 +124,12 @@ def measure(
     Args:
         step: What to measure; called without arguments.
         name: The set-up's name in tables and figures.
-        images: Images that one step handles, over all ranks together.
-        repeats: Number of kept steps.
-        warmup: Number of dropped steps.
-        device: The device to synchronise; ``machine.device()`` where None.
+        settings: ``images``, ``repeats``, ``warmup`` and ``device``, as for ``interleave``.
 
     Returns:
         The Timing; under ``torch.distributed`` the slowest rank's, on every rank.
     """
-    return interleave({name: step}, images=images, repeats=repeats, warmup=warmup, device=device, progress=False)[0]
+    return interleave({name: step}, progress=False, **settings)[0]
 
 
 def interleave(
@@ -187,6 +178,7 @@ def interleave(
                     elif round_number >= warmup:
                         samples[name].append(sample)
                 bar.update()
+    _return_memory()
     timings = []
     for name in steps:
         seconds, cpu_seconds, peaks = zip(*samples[name], strict=True) if name in samples else ((), (), ())
@@ -220,9 +212,14 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
         return seconds, cpu_seconds, torch.cuda.max_memory_allocated(device) if cuda else 0
     # Only here, after the except block, has the exception let go of the frames that hold the step's tensors.
     gc.collect()
-    if cuda:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without CUDA
     return None
+
+
+def _return_memory() -> None:
+    """Has glibc give free memory back to the system; what some ResNets of different sizes leave is several GB."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

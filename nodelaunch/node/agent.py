@@ -7,6 +7,7 @@ A node that is started by hand has no supervisor; so it is this program that end
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -26,7 +27,20 @@ def main() -> None:
     guard_stores()
     from torch.distributed.run import main as run_torchrun
 
-    run_torchrun()
+    try:
+        run_torchrun()
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """Ends this process as Python would, but leaves torch's objects to the system: freeing each takes long."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def keep_bounds() -> None:
