@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.drawn import assert_explains
-from harness.jobs import Heard, assert_gone, wait_for
+from harness.jobs import PYTHON, Heard, assert_gone, wait_for
 
 from course.exercises.lab5.accumulation import group_of_one
 from lab_common import LabError
@@ -328,8 +328,6 @@ def test_a_full_disk_of_a_node_costs_its_log_and_not_the_job(supervise, tmp_path
 
 CHILD = """
 import subprocess, time
-import torch.distributed as dist
-dist.init_process_group("gloo")
 subprocess.Popen(["sleep", "77"], start_new_session=True)
 print("has a child", flush=True)
 time.sleep(60)
@@ -338,7 +336,7 @@ time.sleep(60)
 
 @pytest.mark.drill
 def test_a_second_interrupt_leaves_nothing_either(write):
-    job = TorchrunJob(write("train.py", CHILD), nodes=local_nodes(1))
+    job = TorchrunJob(write("train.py", CHILD), nodes=local_nodes(1), **PYTHON)
     job_id, begun = job.id, []
 
     def interrupt_twice(line):
@@ -385,16 +383,16 @@ def test_nodes_may_share_one_home(write):
     text = "import os; import nodelaunch as launch; launch.report(os.environ['LAB_NODE']); {}"
     first, second = local_nodes(2)
     nodes = [first, replace(second, folder=first.folder)]
-    result = TorchrunJob(write("train.py", text.format("pass")), nodes=nodes).run(show=False, force=True)
+    result = TorchrunJob(write("train.py", text.format("pass")), nodes=nodes, **PYTHON).run(show=False, force=True)
     assert result.results == ("0", "1")
     assert [(rank.rank, rank.node) for rank in result.ranks] == [(0, "node0"), (1, "node1")]
     bad = write("bad.py", text.format("assert os.environ['RANK'] == '0'"))
-    failure = TorchrunJob(bad, nodes=nodes).run(show=False, force=True, check=False).failure
+    failure = TorchrunJob(bad, nodes=nodes, **PYTHON).run(show=False, force=True, check=False).failure
     assert (failure.rank, failure.node) == (1, "node1")
 
 
 def test_a_stop_while_nothing_runs_is_forgotten(write):
-    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1))
+    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), **PYTHON)
     job.stop()
     assert job.run(show=False, force=True).ok
     job.stop()
@@ -405,7 +403,8 @@ def test_what_was_red_is_looked_at_again(write):
     with socket.socket() as holder:
         holder.bind(("0.0.0.0", 0))
         holder.listen()
-        job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), port=holder.getsockname()[1])
+        port = holder.getsockname()[1]
+        job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), port=port, **PYTHON)
         assert "port" in {verdict.check for verdict in job.preflight().reds}
     # Jobs that other tests leave behind for a moment are no matter here.
     wait_for(lambda: job.preflight().ok, 20)
@@ -426,7 +425,7 @@ def test_a_preflight_counts_for_a_while(write, monkeypatch, seconds, times):
 
     monkeypatch.setattr("nodelaunch.backends.direct.check_nodes", count)
     monkeypatch.setattr("nodelaunch.job.FRESH_SECONDS", seconds)
-    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1))
+    job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), **PYTHON)
     job.preflight()
     assert job.run(show=False, force=True).ok
     assert len(asked) == times
@@ -436,7 +435,7 @@ def test_a_script_that_is_saved_during_the_launch_runs_as_it_was(write):
     """Its hash stands in the nodes' scripts, and its text is what was hashed."""
     text = "import nodelaunch as launch; launch.report({!r})"
     path = write("train.py", text.format("before"))
-    job = TorchrunJob(path, nodes=local_nodes(1))
+    job = TorchrunJob(path, nodes=local_nodes(1), **PYTHON)
     write_scripts = job._write
 
     def save_meanwhile(plans, launch):

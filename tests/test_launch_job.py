@@ -10,7 +10,7 @@ import time
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import PYTHON, TROUBLE, Heard, assert_gone, copy_code, find_port, find_processes, run_badly
+from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, copy_code, find_port, find_processes, run_badly
 
 import nodelaunch as launch
 from lab_common import LabError
@@ -356,11 +356,11 @@ def test_the_limit_ends_a_job(write):
 @pytest.mark.drill
 def test_the_limit_ends_both_nodes_and_is_named(write):
     """The nodes end one after the other, and the ranks of the second then miss those of the first."""
-    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2), limit=15)
+    job = TorchrunJob(write("train.py", PLAIN), ["loop"], nodes=local_nodes(2), limit=8, **PYTHON)
     job_id = job.id
     result = job.run(check=False, show=False)
     assert result.failure.kind == "limit", str(result.failure)
-    assert "15 s" in result.failure.what and "limit=" in result.failure.fix
+    assert "8 s" in result.failure.what and "limit=" in result.failure.fix
     assert_gone(job_id, 5)
 
 

@@ -16,7 +16,8 @@ import pytest
 
 from nodelaunch import JobError, TorchrunJob
 
-# Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault.
+# Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault. DDP only where it is tried:
+# the first one of a process imports for a second.
 TROUBLE = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -48,7 +49,7 @@ elif mode == "raise":
     if faulty:
         fault()
         raise ValueError("bad luck in batch 7")
-    take_step(DDP(torch.nn.Linear(4, 4)))
+    dist.all_reduce(value)
 elif mode == "kill":
     if faulty:
         held = hold_memory()
@@ -87,9 +88,8 @@ elif mode == "alone":
 elif mode in ("loop", "stubborn"):
     if mode == "stubborn" and faulty:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    model = DDP(torch.nn.Linear(4, 4))
     while True:
-        take_step(model)
+        dist.all_reduce(value)
         time.sleep(0.01)
 launch.report({"rank": dist.get_rank()})
 dist.destroy_process_group()
