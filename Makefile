@@ -26,8 +26,7 @@ test test-system drills fuzz: export LAB_SCALE := small
 ## lab: set up, prepare the data, make your copy of the labs in workspace/, open JupyterLab (LAB_PORT=8888)
 .PHONY: lab
 lab: setup
-	@$(PY) -c "import socket as s; p = s.socket(); p.setsockopt(s.SOL_SOCKET, s.SO_REUSEADDR, 1); p.bind(('127.0.0.1', $(LAB_PORT)))" \
-	  2>/dev/null || { echo "Port $(LAB_PORT) is in use, or not yours to use. Choose another: make lab LAB_PORT=8899"; exit 1; }
+	@$(PY) -m course.running $(LAB_PORT)
 	@$(PY) -m lab_utils.machine || echo "The labs may not run as they should until this is mended; going on all the same."
 	@$(PY) -m lab_utils.data prepare
 	@$(PY) -m course.workspace --workspace "$(WORKSPACE)"
@@ -36,7 +35,7 @@ lab: setup
 	  echo "    ssh -N -L $(LAB_PORT):127.0.0.1:$(LAB_PORT) $$(id -un)@$$(echo $$SSH_CONNECTION | cut -d' ' -f3)"; \
 	  echo "then open the address with the token that JupyterLab prints below."; echo; fi
 	@exec $(PY) -m jupyterlab --ServerApp.ip=127.0.0.1 --ServerApp.port=$(LAB_PORT) --ServerApp.port_retries=0 \
-	  --ServerApp.root_dir="$(WORKSPACE)" $(if $(SSH_CONNECTION)$(CI),--no-browser) \
+	  --ServerApp.root_dir="$(WORKSPACE)" --LabApp.default_url=/lab/tree/START.md --Application.log_level=WARN $(if $(SSH_CONNECTION)$(CI),--no-browser) \
 	  $$(test $$(id -u) -ne 0 || echo --allow-root)
 
 ## test: set up and run the tests: unit tests, every notebook, two nodes on this machine, the drills
@@ -82,7 +81,7 @@ setup: $(READY)
 ifneq ($(shell cat $(READY) 2>/dev/null && $(PY) -c '' 2>/dev/null && echo runs),$(CURDIR) runs)
 $(READY): FORCE
 endif
-$(READY): requirements.lock pyproject.toml
+$(READY): requirements.lock pyproject.toml course/jupyterlab.json
 	@for candidate in $(if $(PYTHON),"$(PYTHON)",python3 python3.13 python3.12 python3.11); do \
 	  python=$$("$$candidate" -c '$(SUITS)' 2>/dev/null) && break; done; \
 	if [ -z "$$python" ]; then \
@@ -142,4 +141,4 @@ lock:
 .PHONY: help
 help:
 	@awk '/^## [a-z-]+: / {line = substr($$0, 4); at = index(line, ": "); \
-	  printf "  make %-12s %s\n", substr(line, 1, at - 1), substr(line, at + 2)}' $(MAKEFILE_LIST)
+	  printf "  make %-13s %s\n", substr(line, 1, at - 1), substr(line, at + 2)}' $(MAKEFILE_LIST)

@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
 # The fixtures of what needs root, or packages that the lock does not have.
-SYSTEM = {"hosts", "slurm", "chromium", "nbgrader"}
+SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
 # The browser's tests come after those notebooks whose long measurements they take over.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
 LONGEST = (
@@ -39,7 +39,7 @@ def pytest_configure(config):
     """Gives all tests, and the kernels of the notebooks, folders of their own and the small scale."""
     config.addinivalue_line("markers", "drill: starts processes, cuts them off, and looks at what is left")
     config.addinivalue_line("markers", "hosting: builds images and runs containers; `make test-hosting` alone runs it")
-    config.addinivalue_line("markers", "system: has hosts, a Slurm or a browser of its own; `make test-system` runs it")
+    config.addinivalue_line("markers", "system: needs root or packages, or takes long; `make test-system` runs it")
     # Not a fixture: the cells of a notebook are no functions, and fixtures do not reach them.
     root = Path(tempfile.mkdtemp(prefix="labs-"))
     config.stash[FOLDERS] = root
@@ -58,7 +58,8 @@ def pytest_collection_modifyitems(items):
     So that no process is left alone with it at the end.
     """
     for item in items:
-        if not SYSTEM.isdisjoint(getattr(item, "fixturenames", ())):
+        chosen = getattr(getattr(item, "callspec", None), "params", {}).values()  # which ask for a fixture by its name
+        if SYSTEM.intersection(getattr(item, "fixturenames", ()), [name for name in chosen if isinstance(name, str)]):
             item.add_marker("system")
     items.sort(
         key=lambda item: next((n for n, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))

@@ -159,10 +159,27 @@ def install_cpu_builds(pins: list[str]) -> None:
         lock.replace(REMEMBERED)  # whole or not at all
 
 
-def install(*arguments: object) -> None:
-    """Runs pip in the environment; versions and their needs are the lock's business, hence no dependencies."""
-    pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, *map(str, arguments)], check=True, cwd=ROOT)
+def install(*arguments: object, count: int = 0) -> None:
+    """Runs pip in the environment; versions and their needs are the lock's business, hence no dependencies.
+
+    Says which of ``count`` packages it is at: on a terminal in one line, else in a line for every twentieth.
+    """
+    pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off", "--no-deps"]
+    terminal, seen = sys.stdout.isatty(), 0
+    with subprocess.Popen([*pip, *map(str, arguments)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        for line in process.stdout:
+            words = ""
+            if found := re.match(r"(?:Collecting|Ignoring|Requirement already satisfied:) ([\w.-]+)", line):
+                seen += 1
+                words = f"{seen} of {count}: {found[1]}" if terminal or seen % 20 == 0 else ""
+            elif line.startswith("Installing collected"):
+                words = "all are here; unpacking them ..."
+            if count and words:
+                print(f"\r\033[K  {words}" if terminal else f"  {words}", end="" if terminal else "\n", flush=True)
+    if count and terminal:
+        print("\r\033[K", end="", flush=True)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, pip)
 
 
 def install_all() -> None:
@@ -173,8 +190,11 @@ def install_all() -> None:
         install_cpu_builds(find_pins(text))
         lock = VENV / "without-cuda.lock"
         lock.write_text(without_cuda(text), encoding="utf-8")
-    install("--require-hashes", "-r", lock)
+    install("--require-hashes", "-r", lock, count=len(re.findall(r"^[\w.-]+==", lock.read_text("utf-8"), re.MULTILINE)))
     install("--no-build-isolation", "--editable", ROOT)
+    settings = VENV / "share" / "jupyter" / "lab" / "settings"
+    settings.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(ROOT / "course" / "jupyterlab.json", settings / "overrides.json")
 
 
 def write_cpu_lock() -> None:
@@ -195,7 +215,8 @@ def main(arguments: Sequence[str]) -> None:
     updating = is_usable()
     if not updating:
         make_environment()
-        print("Setting up .venv (about three minutes and 6 GB the first time) ...", flush=True)
+        size = "" if os.environ.get("TORCH") == "cpu" else " and 6 GB"
+        print(f"Setting up .venv (the first time about three minutes{size}) ...", flush=True)
     else:
         READY.rename(UPDATING)  # a rename keeps the file's time, by which make sees that there is something to do
         print("Updating .venv ...", flush=True)

@@ -101,7 +101,8 @@ def _replace_solutions(source: str, where: str, stub: tuple[str, ...] = STUB) ->
 def update(notebooks: Path, workspace: Path) -> Report:
     """Makes or updates the learner's copy of every lab, and of the figures and scripts beside them.
 
-    A file whose bytes are not those that were once generated is the learner's, and is never overwritten. A run that is
+    A file that is not what was once generated is the learner's, and is never overwritten; outputs of a notebook do not
+    count, since a run is no edit. A run that is
     cut off at any point leaves whole files only, and the next run goes on from there.
 
     Raises:
@@ -133,14 +134,16 @@ def update(notebooks: Path, workspace: Path) -> Report:
 def _judge(path: Path, known: list[str], wanted: str) -> str:
     """Says what to do with one file, from the digests of what was generated before and of what is wanted now."""
     try:
-        found = _digest(read_bounded(path, NOTEBOOK_BYTES))
+        text = read_bounded(path, NOTEBOOK_BYTES)
     except FileNotFoundError:
         return "written"
     except OSError:  # a folder, say, or larger than anything of ours: not ours to replace
-        found = None
-    if found == wanted:
+        found = set()
+    else:
+        found = {_digest(text), hashlib.sha256(text).hexdigest()}  # older manifests have those of all bytes
+    if wanted in found:
         return "current"
-    if found in known:
+    if found.intersection(known):
         return "refreshed"
     # Without a manifest nobody knows which version the learner started from; the next new one will be announced.
     return "outdated" if known and wanted not in known else "kept"
@@ -173,6 +176,10 @@ def _copy(path: Path, name: str) -> bytes:
 
 
 def _digest(text: bytes) -> str:
+    """The SHA-256 of a file's bytes, or of what a notebook's cells say, without their outputs and counts."""
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        cells = json.loads(text)["cells"]
+        text = json.dumps([[cell["cell_type"], cell.get("id"), "".join(cell["source"])] for cell in cells]).encode()
     return hashlib.sha256(text).hexdigest()
 
 
@@ -229,9 +236,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--workspace", type=Path, default=checkout() / "workspace", help="the learner's copy")
     chosen = parser.parse_args(arguments)
+    from course.start import write_start  # what it imports takes longer than all else here
+
     try:
         print("\n".join(describe(update(chosen.notebooks, chosen.workspace))))
-    except LabError as error:
+        write_start(chosen.notebooks, chosen.workspace)
+    except (LabError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0

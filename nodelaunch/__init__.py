@@ -9,6 +9,7 @@ folder to two hosts, starts torchrun on each, shows the output of all ranks, and
 * ``.start()`` returns while the job runs; ``.stop()`` ends it.
 * ``program=["python"]`` runs the script by another program than torchrun.
 * ``data=DataFolder(…)`` names a folder of data that each node needs.
+* ``last()`` tells the newest job again, after a tab was closed or a kernel was started anew.
 * ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``. This is optional.
 
 Everything of a job ends on all nodes when the program that launched it ends, or is cut off from them. Logs of jobs go
@@ -37,6 +38,7 @@ PLACES = {
     "Watch": "usage",
     "choose_nodes": "choose",
     "find_log": "result",
+    "last": "past",
     "local_nodes": "backends.local",
     "report": "node.report",
     "slurm_nodes": "backends.slurm",

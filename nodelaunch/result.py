@@ -118,5 +118,6 @@ def find_log(job_id: str | None = None) -> Path:
     jobs = env_folder("LAB_RUNS", "runs") / "jobs"
     logs = sorted(jobs.glob(f"{job_id or '*'}/output.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
-        raise LabError("No job has left a log yet.", where=jobs, fix="job.run() writes one")
+        cause = "none was run, or LAB_RUNS points elsewhere"
+        raise LabError("No job has left a log yet.", where=jobs, cause=cause, fix="job.run() writes one")
     return logs[-1]

@@ -20,6 +20,8 @@ from harness.drawn import make_folder
 from harness.hosts import Hosts, find_missing
 from harness.slurm_cluster import SlurmCluster, find_missing_slurm
 
+from nodelaunch import TorchrunJob
+
 # A shell that starts us in the background has interrupts ignored, which all our children would inherit; some tests
 # interrupt them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -39,6 +41,16 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the test's own jobs and records."""
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     return tmp_path / "runs"
+
+
+@pytest.fixture
+def without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs start their ranks by the launcher's own starter: for tests of what ranks do, of whoever starts them.
+
+    Each torchrun imports torch, which takes more of a core than all else that a launch does.
+    """
+    start = TorchrunJob.__init__
+    monkeypatch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": ["python"], **b}))
 
 
 @pytest.fixture

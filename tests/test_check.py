@@ -105,8 +105,8 @@ def test_an_untouched_stub_says_so_in_a_line_and_gives_nothing_away(number, tmp_
 @pytest.mark.parametrize("number", [*list_functions()])
 def test_a_slip_of_the_learner_s_own_is_shown_with_its_line_and_is_no_try(number, tmp_path):
     for slip, cause in {
-        "torch.modle": "AttributeError: module 'torch' has no attribute 'modle'",
-        "imges": "NameError: name 'imges' is not defined",
+        "torch.no_such": "AttributeError: module 'torch' has no attribute 'no_such'",
+        "no_such_name": "NameError: name 'no_such_name' is not defined",
     }.items():
         with pytest.raises(OpenError) as caught:
             check.exercise(number, write_answer(number, f"import torch\n{slip}", tmp_path))
@@ -124,7 +124,8 @@ def test_progress_says_and_draws_where_the_learner_stands(capsys):
     refuse(lambda *_: 7, "4.3")
     capsys.readouterr()
     with mpl.rc_context({"backend": "agg"}):
-        ax = check.progress()
+        check.progress()
+        (ax,) = plt.gcf().axes
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "Lab 0: 0 of 3 solved"
     assert lines[1] == "Lab 1: 1 of 3 solved"
@@ -134,6 +135,24 @@ def test_progress_says_and_draws_where_the_learner_stands(capsys):
     assert [text for text in texts if "✔" in text] == ["1.3 ✔"] and [text for text in texts if "…" in text] == ["4.3 …"]
     assert [tick.get_text() for tick in ax.get_yticklabels()] == [f"Lab {lab}" for lab in check.LABS]
     assert len({patch.get_facecolor() for patch in ax.patches}) == 3
+
+
+def test_a_page_to_keep_when_all_is_solved(tmp_path):
+    for number in NUMBERS[:-1]:
+        attempts.note(number, "right")
+    check.keep_guess("lab 1: what costs $1", 2.0, 1.5)
+    check.progress()
+    assert len(plt.get_fignums()) == 1
+    attempts.note(NUMBERS[-1], "right")
+    check.progress()
+    figure = plt.gcf()
+    texts = [text.get_text() for text in figure.texts]
+    assert f"All {len(NUMBERS)} exercises solved" in texts
+    assert r"lab 1: what costs \$1: guessed 2, found 1.5" in texts
+    figure.canvas.draw()
+    page = figure.bbox
+    assert all(page.contains(*text.get_window_extent().min) for text in figure.texts)
+    assert all(page.contains(*text.get_window_extent().max) for text in figure.texts)
 
 
 def test_a_wrong_answer_after_a_right_one_does_not_unsolve_it(capsys):
@@ -202,7 +221,8 @@ def test_guesses_are_summed_up_by_their_ratio(capsys):
     check.keep_guess("third", 1.0, 8.0)
     check.keep_guess("fourth", 0.1, -0.02)
     with mpl.rc_context({"backend": "agg"}):
-        ax = check.calibration()
+        check.calibration()
+        (ax,) = plt.gcf().axes
         ax.figure.canvas.draw()
     out = capsys.readouterr().out
     assert "fourth: guessed 0.1, found -0.02" in out
@@ -214,14 +234,15 @@ def test_guesses_are_summed_up_by_their_ratio(capsys):
 
 
 def test_no_guesses_draw_nothing(capsys, tmp_path, monkeypatch):
-    assert check.calibration() is None
+    check.calibration()
     check.keep_guess("first", float("nan"), 1.0)
-    assert check.calibration() is None
+    check.calibration()
     assert capsys.readouterr().out.count("No guess has been compared yet") == 2
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "file"))
     check.keep_guess("first", 1.0, 1.0)
-    assert check.calibration() is None
+    check.calibration()
+    assert not plt.get_fignums()
 
 
 ANSWERS = """

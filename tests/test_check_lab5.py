@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from course import check
-from course.check import NotYetError
+from course.check import NotYetError, OpenError
 from course.exercises.lab5 import ddp_script
 from course.workspace import make_script_stub
 from lab_common import LabError
@@ -138,7 +138,7 @@ def test_the_lab_s_own_script_gets_the_tick(write, capsys):
     assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("same_reference")
+@pytest.mark.usefixtures("same_reference", "without_torchrun")
 def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys):
     changes = [
         ('    dist.init_process_group("nccl" if cuda else "gloo", timeout', "    dist.init_process_group(timeout"),
@@ -164,7 +164,9 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
         ((BARRIER, "    " + BARRIER), "none of them may stand in `if rank == 0`"),
     ],
 )
-def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch, change, hint):
+def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch, request, change, hint):
+    if "every process saved" in hint or "first epoch" in hint:  # the script ends well
+        request.getfixturevalue("without_torchrun")
     monkeypatch.setattr(ddp_script, "HANG_SECONDS", 6)
     found = refuse("5.1", write(change))
     assert hint in found
@@ -330,7 +332,7 @@ def test_right_accumulation_is_accepted(plan, capsys):
 
 
 def test_no_group_is_left_behind_by_an_error():
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(OpenError, match="ZeroDivisionError"):
         check.exercise("5.2", accumulation("broken []"))
     assert not dist.is_initialized()
 

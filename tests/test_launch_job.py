@@ -446,3 +446,30 @@ def test_a_watch_sees_the_processes_of_the_job_that_it_is_around(write):
         assert TorchrunJob(write("burn.py", text), nodes=nodes, **PYTHON).run(show=False, force=True).ok
     if sys.platform.startswith("linux"):
         assert max(sample.job_busy for sample in seen.samples if sample.node == node.name) > 0.1
+
+
+def test_the_newest_job_is_told_again(write, capsys, runs):
+    """As a kernel that was started anew would: from what lies on the disk alone."""
+    with pytest.raises(LabError) as caught:
+        launch.last()
+    assert_explains(caught.value, "No job has left a log yet")
+    nodes = local_nodes(2)
+    good = TorchrunJob(write("train.py", PLAIN), ["ok"], nodes=nodes, **PYTHON)
+    name = good.id
+    good.run(show=False, force=True)
+    bad = TorchrunJob(write("train.py", PLAIN), ["raise"], nodes=nodes, **PYTHON).run(
+        show=False, force=True, check=False
+    )
+    capsys.readouterr()
+    launch.last()
+    told = capsys.readouterr().out
+    assert told.startswith(f"job {bad.folder.name}, ")
+    assert "[rank 1] connected" in told and str(bad.failure) in told and f"log: {bad.folder}" in told
+    assert "{" not in told.replace("\x01", ""), "none of what the launcher's programs tell each other"
+    launch.last(name)
+    told = capsys.readouterr().out
+    assert told.startswith(f"job {name}, ") and "It ended well." in told
+    log = runs / "jobs" / name / "output.log"
+    log.write_bytes(b"".join(line for line in log.read_bytes().splitlines(keepends=True) if b'"ended"' not in line))
+    launch.last(name)
+    assert "It was cut off" in capsys.readouterr().out

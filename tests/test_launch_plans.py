@@ -269,6 +269,7 @@ def say_data(found):
     return {verdict.node: (verdict.state, verdict.found) for verdict in found.verdicts if verdict.check == "data"}
 
 
+@pytest.mark.usefixtures("without_torchrun")
 @pytest.mark.drill
 def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -306,6 +307,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
         nodes[0].close()
 
 
+@pytest.mark.usefixtures("without_torchrun")
 def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
     make_pack(tmp_path / "data")
     nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
@@ -315,6 +317,7 @@ def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
     assert (tmp_path / "big" / "packed" / "shapes10" / "manifest.json").exists()
 
 
+@pytest.mark.usefixtures("without_torchrun")
 def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_looked_for(script, tmp_path):
     """Such a pack has the folder's name in its own; a node without the folder takes it for an imported one."""
     make_folder(tmp_path / "data" / "cinic10")

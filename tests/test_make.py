@@ -64,10 +64,10 @@ def ask(address, token=None):
 
 
 def test_help_lists_every_target_in_one_line_each(root, make):
-    listed = re.findall(r"^  make (\w+) {2,}\S.*$", make().communicate()[0], flags=re.MULTILINE)
-    targets = re.findall(r"^\.PHONY: (\w+)$", (root / "Makefile").read_text(), flags=re.MULTILINE)
+    listed = re.findall(r"^  make ([\w-]+) {2,}\S.*$", make().communicate()[0], flags=re.MULTILINE)
+    targets = re.findall(r"^\.PHONY: ([\w-]+)$", (root / "Makefile").read_text(), flags=re.MULTILINE)
     assert sorted(listed) == sorted(targets)
-    assert {"lab", "test"} <= set(listed)
+    assert {"lab", "test", "test-hosting"} <= set(listed)
 
 
 def test_a_busy_port_is_said_before_anything_is_done(make, tmp_path):
@@ -90,7 +90,7 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
     try:
         for line in process.stdout:
             printed.append(line)
-            if found := re.search(rf"http://127\.0\.0\.1:{port}/lab\?token=(\w+)", line):
+            if found := re.search(rf"http://127\.0\.0\.1:{port}/lab/tree/START\.md\?token=(\w+)", line):
                 token = found[1]
                 break
         assert token, "".join(printed)
@@ -101,11 +101,14 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
         assert wait_for(port, listening=True), "".join(printed)  # it prints its address before it listens
         contents = f"http://127.0.0.1:{port}/api/contents"
         names = {entry["name"] for entry in ask(contents, token)["content"]}
-        assert {"00_start_here.ipynb", "01_mixed_precision.ipynb", "figures"} <= names
+        assert {"START.md", "00_start_here.ipynb", "01_mixed_precision.ipynb", "figures"} <= names
         assert ask(contents) == 403
         lab = ask(f"{contents}/01_mixed_precision.ipynb", token)["content"]
         sources = "".join(cell["source"] for cell in lab["cells"])
         assert "raise NotImplementedError" in sources and "BEGIN SOLUTION" not in sources
+        assert printed[-1].strip().startswith("http://"), "nothing but the address at the end"
+        again = make(*arguments).communicate(timeout=60)[0]
+        assert "is running already" in again and again.rstrip().endswith(f"START.md?token={token}"), again
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=30)

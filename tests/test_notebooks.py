@@ -181,11 +181,19 @@ def make_prose(folder: Path, text: str):
 ANATOMY = """# Lab 1 · A thing
 ## Predict
 ## One change
-**Exercise 1.1** (about 3 lines) **Exercise 1.2**
+### Exercise 1.1 · First
+
+> **Your turn: about 3 lines.** Write it.
+
+### Exercise 1.2 · Second
+
+> **Your turn: 1 line.** Write it.
+
 ### Why
 ## What you saw
 ## If something went wrong
 ## Further reading"""
+SECOND = "### Exercise 1.2 · Second\n\n> **Your turn: 1 line.** Write it.\n"
 SCRIPT = "### BEGIN SOLUTION\nprint(2)\n### END SOLUTION\n"
 SOLVED = '### BEGIN SOLUTION\n### END SOLUTION\ncheck.exercise("1.{}", f)'
 
@@ -196,12 +204,13 @@ SOLVED = '### BEGIN SOLUTION\n### END SOLUTION\ncheck.exercise("1.{}", f)'
         ("# Lab 1 · A thing", "# Lab 2 · A thing"),
         ("# Lab 1 · A thing", "# Lab 1: A thing"),
         ("## Predict", "## Guess"),
-        ("### Why", "#### Why"),
+        ("### Why", "##### Why"),
         ("### Why", "# Why"),
         ("## What you saw\n", ""),
         ("## Further reading", "```\n## Further reading\n```"),
-        ("**Exercise 1.2**", ""),
-        ("**Exercise 1.2**", "**Exercise 1.3**"),
+        (SECOND, ""),
+        ("Exercise 1.2 ·", "Exercise 1.3 ·"),
+        ("> **Your turn: 1 line.**", "Your turn."),
     ],
 )
 def test_faults_of_anatomy_are_found(tmp_path, wrong, right):
@@ -213,7 +222,7 @@ def test_faults_of_anatomy_are_found(tmp_path, wrong, right):
 
 def test_an_exercise_may_be_a_script_and_then_there_may_be_five(tmp_path):
     def find(count, scripts):
-        more = " ".join(f"**Exercise 1.{number}**" for number in range(3, count + 1))
+        more = "\n".join(SECOND.replace("1.2", f"1.{number}") for number in range(3, count + 1))
         cells = [code(SOLVED.format(number)) for number in range(scripts + 1, count + 1)]
         named = [code(f'check.exercise("1.{number}", "scripts/work{number}.py")') for number in range(1, scripts + 1)]
         return find_anatomy_faults(notebook(ANATOMY + "\n" + more, *named, *cells), 1, tmp_path)

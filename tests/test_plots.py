@@ -1,6 +1,7 @@
 """The figures: labelled axes, what is drawn where, and the diff."""
 
 import math
+import re
 
 import matplotlib as mpl
 import pytest
@@ -198,24 +199,30 @@ def mixed(images):
     return logits < 1
 
 
+def read_rows(page):
+    """Style and text of each line of a diff."""
+    return re.findall(r'<span style="(.*?)">(.*?)</span>', page)
+
+
 def test_the_diff_marks_each_line_in_sign_and_colour_and_leaves_out_the_solution_markers():
     page = plots.show_diff(plain, mixed).data
     assert "SOLUTION" not in page
-    rows = page.removeprefix('<pre style="line-height:1.35">').removesuffix("</pre>").split("\n")
-    marks = [row.split(">")[1][0] if row.startswith("<span") else row[0] for row in rows]
-    assert marks == ["−", "−", "+", "+", "+", " "]
-    assert rows[-1] == "      return logits &lt; 1"
-    colours = {mark: row.split('"')[1] for mark, row in zip(marks, rows, strict=True) if mark != " "}
-    assert colours["+"] != colours["−"]
+    rows = read_rows(page)
+    assert [text[0] for _, text in rows] == ["−", "−", "+", "+", "+", " "]
+    assert rows[-1][0] == "display:block;" and rows[-1][1].rstrip() == "      return logits &lt; 1"
+    assert len({style for style, _ in rows}) == 3
+    # A line is a block: else the background of the next one is painted over its underscores.
+    assert all(style.startswith("display:block;") for style, _ in rows)
     assert plots.show_diff(plain, mixed).data == page
 
 
 def test_the_diff_of_texts_keeps_what_is_the_same_and_every_line_of_it():
     before = "\n".join(f"line {number}" for number in range(30))
     page = plots.show_diff("    " + before.replace("\n", "\n    "), before.replace("line 29", "last")).data
-    assert page.count("\n") == 30
-    assert page.count("<span") == 2
-    assert "<span" not in plots.show_diff(before, before).data and "line 7" in plots.show_diff(before, before).data
+    assert [text.split()[-1] for _, text in read_rows(page)] == [*map(str, range(29)), "29", "last"]
+    assert page.count("background") == 2
+    same = plots.show_diff(before, before).data
+    assert "background" not in same and "line 7" in same
 
 
 def contrast(first, second):
@@ -229,9 +236,6 @@ def contrast(first, second):
 
 
 def test_text_of_the_diff_has_the_contrast_that_wcag_asks_for():
-    styles = [
-        row.split('"')[1] for row in plots.show_diff(plain, mixed).data.split("\n")[1:] if row.startswith("<span")
-    ]
-    for style in set(styles):
-        background, colour = (part.split(":")[1] for part in style.split(";"))
+    for style in {style for style, text in read_rows(plots.show_diff(plain, mixed).data) if text[0] != " "}:
+        background, colour = (part.split(":")[1] for part in style.split(";")[1:])
         assert contrast(background, colour) >= 7

@@ -37,8 +37,9 @@ def checkout(root, tmp_path):
     """A checkout of the set-up's own files, with a toy lock, in a folder with a space in its name."""
     folder = tmp_path / "the labs"
     folder.mkdir()
-    for name in ("Makefile", "setup_venv.py"):
-        shutil.copy(root / name, folder)
+    (folder / "course").mkdir()
+    for name in ("Makefile", "setup_venv.py", "course/jupyterlab.json"):
+        shutil.copy(root / name, folder / name)
     (folder / "backend.py").write_text(BACKEND)
     (tmp_path / "wheels").mkdir()
     write_wheel = runpy.run_path(str(folder / "backend.py"))["write_wheel"]

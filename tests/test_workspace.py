@@ -16,6 +16,8 @@ from harness.notebook_rules import find_solutions
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course import workspace
+from course.check import attempts
+from course.start import write_start
 from course.workspace import MANIFEST, Report, make_script_stub, make_stub, update
 from lab_common import LabError
 
@@ -182,7 +184,7 @@ def test_a_lab_that_was_only_run_again_upstream_is_no_news(labs, copy):
 
 def test_a_changed_copy_is_kept_silently_while_upstream_is_the_same(labs, copy, capsys):
     update(labs, copy)
-    edited = (copy / "01_lab.ipynb").read_bytes() + b" "
+    edited = (copy / "01_lab.ipynb").read_bytes().replace(b"x = 1", b"x = 2")
     (copy / "01_lab.ipynb").write_bytes(edited)
     for _ in range(2):
         assert workspace.main(["--notebooks", str(labs), "--workspace", str(copy)]) == 0
@@ -389,3 +391,36 @@ def test_killed_at_any_moment_it_leaves_whole_files_and_the_next_run_mends(labs,
     assert not list(copy.rglob(f"{workspace.TEMPORARY}*"))
     for path in copy.glob("figures/[0-9].png"):
         assert path.read_bytes() == (versions[1] / "figures" / path.name).read_bytes()
+
+
+def test_a_notebook_that_was_only_run_is_brought_up_to_date(labs, copy):
+    update(labs, copy)
+    path = copy / "01_lab.ipynb"
+    lab = nbformat.read(path, as_version=4)
+    lab.cells[1].execution_count, lab.cells[1].outputs = 7, [new_output("stream", text="7\n")]
+    lab.metadata["kernelspec"] = {"name": "other", "display_name": "Other"}
+    nbformat.write(lab, path)
+    run = path.read_bytes()
+    assert "01_lab.ipynb" in update(labs, copy).current and path.read_bytes() == run, "its outputs stay"
+    upstream = nbformat.read(labs / "01_lab.ipynb", as_version=4)
+    upstream.cells[1].source += "  # better"
+    nbformat.write(upstream, labs / "01_lab.ipynb")
+    assert update(labs, copy).refreshed == ("01_lab.ipynb",)
+    lab.cells[1].source = "mine"
+    nbformat.write(lab, path)
+    assert "01_lab.ipynb" in update(labs, copy).outdated + update(labs, copy).kept
+
+
+def test_the_first_page_names_the_labs_and_where_to_go_on(root, copy, runs):
+    copy.mkdir()
+    write_start(root / "notebooks", copy)
+    page = (copy / "START.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| [Lab ")]
+    assert len(rows) == len(list((root / "notebooks").glob("*.ipynb")))
+    assert "**Begin with [Lab 0 · Start here](00_start_here.ipynb).**" in page and rows[0].endswith("| 0 of 3 |")
+    assert all(len(row.split("|")) == 6 and "" not in [part.strip() for part in row.split("|")[1:-1]] for row in rows)
+    for number in ("0.1", "0.2", "0.3", "1.1"):
+        attempts.note(number, "right", "")
+    write_start(root / "notebooks", copy)
+    page = (copy / "START.md").read_text()
+    assert "**Go on with [Lab 1 " in page and "| 3 of 3 |" in page and "| 1 of 3 |" in page

@@ -13,17 +13,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from course.check import attempts
-from course.check.guesses import calibration, keep_guess
+from course.check.guesses import calibration, keep_guess, read_guesses
 from course.check.hints import SECOND_HINTS
 from lab_common import LabError
+from lab_common.text import clean
+from lab_utils import machine
 
 if TYPE_CHECKING:
     from IPython.display import HTML
-    from matplotlib.axes import Axes
 
     from course.exercises.lab6.cards import Card
 
@@ -140,13 +142,11 @@ def _find(number: str) -> Exercise:
         raise LabError(f"There is no exercise {number!r}.", fix="use the number in the exercise's heading") from error
 
 
-def progress() -> Axes:
+def progress() -> None:
     """Draws where the learner stands in all labs, and prints it, a line for each lab.
 
-    It reads what ``exercise`` kept under ``LAB_RUNS``; nothing leaves the machine.
-
-    Returns:
-        The Axes: a row for each lab, a square for each exercise.
+    A row for each lab, a square for each exercise; when all are solved, also a page to keep, with what the learner
+    guessed and measured. It reads what was kept under ``LAB_RUNS``; nothing leaves the machine.
     """
     from course.check import figures
 
@@ -161,7 +161,14 @@ def progress() -> Axes:
         solved = sum(standing.solved for standing in row.values())
         tried = [f"{number} {state}" for number, state in rows[f"Lab {lab}"].items() if state.startswith("tried")]
         print(f"Lab {lab}: {'; '.join([f'{solved} of {len(row)} solved', *tried])}")
-    return figures.progress(rows)
+    figures.progress(rows)
+    if standings and all(state == "solved" for row in rows.values() for state in row.values()):
+        count, here = sum(len(row) for row in rows.values()), machine.describe()
+        measured = [
+            f"{what}: guessed {guess:.3g}, found {found:.3g}" for what, (guess, found) in read_guesses().items()
+        ]
+        lines = [f"{here.label}, torch {here.torch}, {date.today():%d %B %Y}", "", *measured]
+        figures.certificate(f"All {count} exercises solved", [clean(line, 100) for line in lines])
 
 
 def diff(number: str) -> HTML | None:

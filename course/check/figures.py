@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lab_utils.plots.style import new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Face, text and mark of a square, by the first word of its state; the mark serves those who see no colour.
 STATES = {
@@ -40,6 +41,29 @@ def progress(rows: Mapping[str, Mapping[str, str]], *, ax: Axes | None = None) -
     ax.spines[:].set_visible(False)
     ax.tick_params(length=0)
     return ax
+
+
+def certificate(title: str, lines: Sequence[str]) -> Figure:
+    """Draws a page to keep: a title in a frame, and below it what was measured, a line each.
+
+    Args:
+        title: One sentence.
+        lines: What stands below, at most 30 lines.
+    """
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import FancyBboxPatch
+
+    height = 1.6 + 0.27 * min(len(lines), 30)
+    figure = plt.figure(figsize=(9, height), facecolor="white")
+    frame = FancyBboxPatch((0.02, 0.03), 0.96, 0.94, boxstyle="round,pad=0,rounding_size=0.02", linewidth=2)
+    frame.set(transform=figure.transFigure, figure=figure, facecolor="none", edgecolor="#009E73")
+    figure.add_artist(frame)
+    figure.text(0.5, 1 - 0.55 / height, "Distributed Training Labs", ha="center", fontsize=17, color="#111111")
+    figure.text(0.5, 1 - 0.95 / height, title.replace("$", r"\$"), ha="center", fontsize=12, color="#009E73")
+    for number, line in enumerate(lines[:30]):
+        place = 1 - (1.4 + 0.27 * number) / height
+        figure.text(0.08, place, line.replace("$", r"\$"), fontsize=9.5, color="#333333")
+    return figure
 
 
 def ratios(factors: Mapping[str, float], *, ax: Axes | None = None) -> Axes:

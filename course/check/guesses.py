@@ -5,14 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from typing import TYPE_CHECKING
 
 from lab_common import LabError
 from lab_common.text import clean
 from lab_utils.timing import Records
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 # Questions, of which the labs have some 20; and the largest ratio, either way, that a figure has room for.
 MOST_QUESTIONS, FARTHEST = 100, 1e12
@@ -48,14 +44,11 @@ def _is_guess(result: object) -> bool:
     return all(type(number) is float or (type(number) is int and abs(number) < 2**63) for number in result[1:])
 
 
-def calibration() -> Axes | None:
+def calibration() -> None:
     """Draws by which factor each guess was off, and prints how far off they typically were.
 
     Only a guess and a finding that are both above 0, and neither infinite nor 10¹²-fold each other, have a ratio that
     can be drawn; others are named.
-
-    Returns:
-        The Axes; None while there is no guess to draw.
     """
     from course.check import figures
 
@@ -66,10 +59,10 @@ def calibration() -> Axes | None:
         print(f"{what}: guessed {kept[what][0]:g}, found {kept[what][1]:g}, which has no ratio")
     if not ratios:
         print("No guess has been compared yet: run the labs from their Predict cells on.")
-        return None
+        return
     typical = math.exp(statistics.median(abs(math.log(ratio)) for ratio in ratios.values()))
     high = sum(ratio > 1 for ratio in ratios.values())
     count = f"{len(ratios)} guess{'es' * (len(ratios) > 1)}"
     print(f"{count}, half of them within a factor of {typical:.1f}; {high} too high, {len(ratios) - high} too low")
     # In a figure, a formula would begin.
-    return figures.ratios({what.replace("$", r"\$"): ratio for what, ratio in ratios.items()})
+    figures.ratios({what.replace("$", r"\$"): ratio for what, ratio in ratios.items()})

@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from lab_common import LabError, env_folder
+from lab_common.text import clean
 from lab_utils.data.archive import import_archive
 from lab_utils.data.batches import Batches
 from lab_utils.data.fetch import fetch_archive
@@ -148,7 +150,7 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
     Args:
         name: One of :data:`NAMES`; by default ``cinic10`` where it is found under ``root``, else ``shapes10``.
         root: The folder that holds data sets, or a folder in CINIC-10's layout; by default the environment variable
-            ``LAB_DATA``, else the repository's ``data/``.
+            ``LAB_DATA``, else the repository's ``data/``. Where that is not there, it is named, and made.
         skip_bad: Go on without the images that cannot be read, instead of naming them and stopping.
 
     Raises:
@@ -159,6 +161,8 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
     if name is None:
         name = "cinic10" if find_cinic10(root) else "shapes10"
         note = " (no CINIC-10 was found in LAB_DATA)" if name == "shapes10" else ""
+        if note and not root.exists() and os.environ.get("LAB_DATA"):
+            print(f"LAB_DATA names {clean(root, 200)}, which is not there: shapes10 is drawn into it.")
     if name not in NAMES:
         raise LabError(
             f"There is no data set {name!r}.",

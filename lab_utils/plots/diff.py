@@ -29,10 +29,10 @@ def show_diff(before: Callable[..., object] | str, after: Callable[..., object] 
     rows = []
     for line in lines:
         mark, text = line[0].replace("-", "−"), f"{line[1:]:<{width}}"
-        colours = {"+": "background:#D3E8F8;color:#003A5D", "−": "background:#FBE3C4;color:#5A3000"}.get(mark)
-        row = html.escape(f"{mark} {text}", quote=False)
-        rows.append(f'<span style="{colours}">{row}</span>' if colours else row.rstrip())
-    return HTML('<pre style="line-height:1.35">' + "\n".join(rows) + "</pre>")
+        colours = {"+": "background:#D3E8F8;color:#003A5D", "−": "background:#FBE3C4;color:#5A3000"}.get(mark, "")
+        # Blocks: the background of a line that is none would be painted over the underscores of the line above.
+        rows.append(f'<span style="display:block;{colours}">{html.escape(f"{mark} {text}", quote=False)}</span>')
+    return HTML('<pre style="line-height:1.35">' + "".join(rows) + "</pre>")
 
 
 def _source_lines(source: Callable[..., object] | str) -> list[str]:

@@ -27,11 +27,13 @@ def judge_jobs(facts: Facts, wanted: Wanted, jobs: Mapping[str, Sequence[Mapping
             pids = ", ".join(str(process["pid"]) for process in own[:8])
             what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
             state, cause = "note", f"a leftover, or a node that was started by hand: {own[0]['command']}"
+            fix = stop_command(job, name, system, wanted)
             if job in watched:
                 cause = "another notebook or script runs it; the two share the machine"
+                fix = "none is needed; to measure without it, wait until it has ended"
             elif holders & {process["pid"] for process in own}:
                 state, what = "red", f"{what}, and holds GPU memory"
-            verdicts.append(Verdict(name, "jobs", state, what, cause, stop_command(job, name, system, wanted)))
+            verdicts.append(Verdict(name, "jobs", state, what, cause, fix))
     return verdicts
 
 

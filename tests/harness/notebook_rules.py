@@ -181,7 +181,7 @@ def find_imports(source: str) -> set[str]:
 def find_size_faults(notebook) -> list[str]:
     """As long as a lab of 30 to 40 minutes is."""
     faults = []
-    words = len(prose(notebook).split())
+    words = len([word for word in prose(notebook).split() if word not in (">", "#", "##", "###")])
     if not 25 <= len(notebook.cells) <= 45:
         faults.append(f"{len(notebook.cells)} cells; 25 to 45 are right")
     if not 1200 <= words <= 3000:
@@ -234,7 +234,9 @@ def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
     for section in SECTIONS if lab else SECTIONS_OF_LAB_0:
         if not any(section.lower() in text.lower() for _, text in found):
             faults.append(f"no section {section!r}")
-    exercises = set(re.findall(rf"\bExercise ({lab}\.\d)", prose(notebook)))
+    exercises = set(re.findall(rf"^### Exercise ({lab}\.\d) · \S", prose(notebook), re.MULTILINE))
+    if len(exercises) != len(re.findall(r"^> \*\*Your turn: \S", prose(notebook), re.MULTILINE)):
+        faults.append("an exercise is a heading `### Exercise 1.1 · …`, and a quotation that begins **Your turn: …**")
     code = "\n".join(cell.source for cell in code_cells(notebook))
     # A script is one solution, however many gaps it has: its parts only run together.
     beside = {name for name in find_exercise_scripts(code) if BEGIN in read_if_there(folder / name)}

@@ -74,8 +74,8 @@ def verify_ddp_script(path: str | Path) -> str:
     """Runs the script on two nodes and compares it with ``train_single.py`` beside it."""
     script = Path(path).resolve()
     if not script.is_file():
-        fix = "name it relative to the notebook's folder: scripts/train_ddp.py"
-        raise LabError(f"There is no script {script.name!r}.", where=script, cause="a slip in the path", fix=fix)
+        cause, fix = "a slip in the path, or the script was deleted", "make workspace writes scripts/train_ddp.py again"
+        raise LabError(f"There is no script {script.name!r}.", where=script, cause=cause, fix=fix)
     tree = _parse(script)
     gaps = sum(isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) for node in ast.walk(tree))
     if gaps:

@@ -1,0 +1,39 @@
+"""``python -m course.running PORT``: is the port free for JupyterLab? Where a Jupyter has it, says that one's URL."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+from jupyter_server.serverapp import list_running_servers
+
+
+def find_url(port: int) -> str:
+    """Returns the URL, with its token, of this user's Jupyter server on a port of this computer; "" where none is."""
+    for server in list_running_servers():
+        if server.get("port") == port and server.get("token"):
+            return f"{server['url']}lab/tree/START.md?token={server['token']}"
+    return ""
+
+
+def main() -> int:
+    """Returns 0 where the port is free."""
+    port = int(sys.argv[1])
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            url = find_url(port)
+        else:
+            return 0
+    if url:
+        print(f"JupyterLab is running already on port {port}. To start another: make lab LAB_PORT=8899")
+        print(f"Open the one that runs:\n\n    {url}")
+    else:
+        print(f"Port {port} is in use, or not yours to use. Choose another: make lab LAB_PORT=8899")
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
