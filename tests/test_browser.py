@@ -173,10 +173,10 @@ def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(l
     page.evaluate(f"labs.panel.content.activeCellIndex = {ids.index('run') + 1}")
     run_all(page, "notebook:run-all-above")
     page.evaluate(f"labs.look({ids.index('start-server')})")
-    frame = f"labs.cells[{ids.index('start-server')}].node.querySelector('iframe')"
+    frame = f"labs.cells[{ids.index('start-server')}].node.querySelector('object')"
     page.wait_for(f"{frame}?.contentDocument?.title === 'TensorBoard'")
-    assert page.evaluate(f"new URL({frame}.src).origin") == lab.url
-    assert page.evaluate(f"fetch({frame}.src).then(answer => answer.status)") == 200
+    assert page.evaluate(f"new URL({frame}.data).origin") == lab.url
+    assert page.evaluate(f"fetch({frame}.data).then(answer => answer.status)") == 200
 
     def shows_the_run() -> bool:
         """Whether its page names the run, which it fetches through the proxy, after a learner's click on reload."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
@@ -92,9 +93,13 @@ def test_a_script_that_cannot_be_read_is_named(tmp_path, count_runs, content):
     assert "train_ddp.py" in str(caught.value) and not count_runs
 
 
-def test_a_script_with_gaps_is_not_run(write, count_runs):
-    with pytest.raises(LabError, match=r"train_ddp.py has 5 places left to fill in"):
+def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
+    with pytest.raises(LabError, match=r"train_ddp.py has 5 places left to fill in") as caught:
         check.exercise("5.1", write(stub=True))
+    lines = (tmp_path / "train_ddp.py").read_text().splitlines()
+    places = [number for number, line in enumerate(lines, 1) if "YOUR CODE HERE" in line]
+    assert caught.value.where == "line " + ", ".join(str(number + 1) for number in places)
+    assert sorted(re.findall(r"Place (\d) of exercise 5\.1", "\n".join(lines))) == list("12345")
     filled = "dist.all_reduce(counts)  # NEW\n"
     stub = "raise NotImplementedError("
     with pytest.raises(LabError, match="has 1 place left"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import html
 import importlib.util
 import json
 import os
@@ -25,7 +26,7 @@ from lab_common import LabError, env_folder
 from lab_common.text import clean
 
 if TYPE_CHECKING:
-    from IPython.display import IFrame
+    from IPython.display import HTML
 
 SERVER = Path(__file__).with_name("server.py")
 PORT = 6006
@@ -57,11 +58,14 @@ class Board:
         """Whether the server is still there."""
         return self.process.poll() is None
 
-    def show(self, *, height: int = 640) -> IFrame:
-        """Returns the frame that shows TensorBoard in a cell; ``height`` in pixels."""
-        from IPython.display import IFrame
+    def show(self, *, height: int = 640) -> HTML:
+        """Returns a link, and the frame that shows TensorBoard in a cell; where it has ended, words. In pixels."""
+        from IPython.display import HTML
 
-        return IFrame(self.url, width="100%", height=height)
+        url, words = html.escape(self.url), "TensorBoard does not run any more. To start it again, run this cell."
+        link = f'<a href="{url}" target="_blank">Open TensorBoard in a tab of its own</a>'
+        frame = f'<object data="{url}" type="text/html" width="100%" height="{height}">{words}</object>'
+        return HTML(f"{link}{frame}")
 
     def stop(self) -> None:
         """Ends the server, at once or after 3 s by force; does nothing where it has ended already."""

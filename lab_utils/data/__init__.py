@@ -164,12 +164,8 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         if note and not root.exists() and os.environ.get("LAB_DATA"):
             print(f"LAB_DATA names {clean(root, 200)}, which is not there: shapes10 is drawn into it.")
     if name not in NAMES:
-        raise LabError(
-            f"There is no data set {name!r}.",
-            where=f"data.load({name!r})",
-            cause="a mistyped name",
-            fix=f"choose one of {', '.join(NAMES)}",
-        )
+        where, fix = f"data.load({name!r})", f"choose one of {', '.join(NAMES)}"
+        raise LabError(f"There is no data set {name!r}.", where=where, cause="a mistyped name", fix=fix)
     pack, manifest, arrays = provide_pack(name, root, skip_bad=skip_bad)
     splits = {s: Split(torch.from_numpy(images), torch.from_numpy(labels)) for s, (images, labels) in arrays.items()}
     return Dataset(

@@ -77,10 +77,12 @@ def verify_ddp_script(path: str | Path) -> str:
         cause, fix = "a slip in the path, or the script was deleted", "make workspace writes scripts/train_ddp.py again"
         raise LabError(f"There is no script {script.name!r}.", where=script, cause=cause, fix=fix)
     tree = _parse(script)
-    gaps = sum(isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node) for node in ast.walk(tree))
+    raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
+    gaps = sorted(node.lineno for node in raises if "NotImplementedError" in ast.dump(node))
     if gaps:
         fix = "put your code where it says YOUR CODE HERE, save the file, then run this cell again"
-        raise OpenError(f"✎ {path} has {gaps} place{'s' if gaps > 1 else ''} left to fill in.", fix=fix)
+        what = f"✎ {path} has {len(gaps)} place{'s' if len(gaps) > 1 else ''} left to fill in."
+        raise OpenError(what, where=f"line {', '.join(map(str, gaps))}", fix=fix)
     expect_precautions(tree)
     with tempfile.TemporaryDirectory(prefix="lab5-", ignore_cleanup_errors=True) as folder:
         runs = _run_both(script, Path(folder))
