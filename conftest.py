@@ -58,8 +58,9 @@ def pytest_collection_modifyitems(items):
     So that no process is left alone with it at the end.
     """
     for item in items:
-        chosen = getattr(getattr(item, "callspec", None), "params", {}).values()  # which ask for a fixture by its name
-        if SYSTEM.intersection(getattr(item, "fixturenames", ()), [name for name in chosen if isinstance(name, str)]):
+        # A parameter may be the name of a fixture, for which the test asks later.
+        chosen = [name for name in getattr(getattr(item, "callspec", None), "params", {}).values() if type(name) is str]
+        if not SYSTEM.isdisjoint([*getattr(item, "fixturenames", ()), *chosen]):
             item.add_marker("system")
     items.sort(
         key=lambda item: next((n for n, part in enumerate(LONGEST) if item.nodeid.startswith(part)), len(LONGEST))

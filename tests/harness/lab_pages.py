@@ -98,7 +98,8 @@ def go_the_learner_s_way(page: Page, path: Path, folder: Path) -> list[str]:
     run_all(page)
     while stop := page.evaluate("labs.stop"):
         cell, error = cells[stop[0]], stop[1]
-        assert error == "OpenError" and cell.id not in met, f"{cell.id} says {error}"
+        # A stub that is not checked in its own cell says the second.
+        assert error in ("OpenError", "NotImplementedError") and cell.id not in met, f"{cell.id} says {error}"
         for name in find_exercise_scripts(cell.source):
             shutil.copyfile(path.parent / name, folder / name)
         page.evaluate(f"labs.rewrite({stop[0]}, {json.dumps(cell.source)})")
