@@ -9,6 +9,7 @@ from harness.html_reader import read
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course import check
+from course.check import attempts
 from course.report import compare_reports, make_report
 from course.report.__main__ import main
 from course.report.comparison import find_data
@@ -53,16 +54,17 @@ def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
     page = make_report(workspace, team="Team <3>")
     found = read(page)
     assert "<h1>Distributed Training Labs: Team &lt;3&gt;</h1>" in page
-    assert "1.3 A dtype for the device: tried 1×" in page and "1.1 The AMP step: open" in page
+    assert "1.3 A dtype for the device: open, 1 wrong try" in page and "1.1 The AMP step: open" in page
     assert "a &lt;question&gt;" in page and ">1.25<" in page
     assert ">fp32</td><td>32</td><td>200.00</td>" in page and ">160.0<" in page
     assert ">DP</td><td>16</td><td>125.00</td>" in page
     assert "outdated" not in page, "the newest of a kind counts"
     images = [attributes for tag, attributes in found if tag == "img"]
     assert all(image["src"].startswith("data:image/png;base64,") and len(image["alt"]) > 8 for image in images)
-    assert [image["alt"] for image in images][1:] == ["What <we> measure (the-figure)"]
+    assert [image["alt"] for image in images][1:] == ["What <we> measure"]
     links = [value for _, attributes in found for key, value in attributes.items() if key in ("href", "src")]
-    assert all(link.startswith("data:") for link in links)
+    places = {f"#{attributes['id']}" for _, attributes in found if "id" in attributes}
+    assert all(link.startswith("data:") or link in places for link in links) and "#lab1" in links
 
 
 def test_an_answer_is_text_and_never_code(workspace):
@@ -83,7 +85,30 @@ def test_a_team_that_did_nothing_has_a_page_too(workspace):
 def test_a_notebook_that_cannot_be_read_is_named(workspace):
     (workspace / "04_data_parallel.ipynb").write_text('{"cells": [')
     page = make_report(workspace, team="broken")
-    assert "04_data_parallel.ipynb could not be read" in page and "the-figure" in page
+    assert "04_data_parallel.ipynb could not be read" in page and "What &lt;we&gt; measure" in page
+
+
+def test_a_renamed_notebook_is_still_its_lab_and_others_are_named(workspace):
+    (workspace / "01_mixed_precision.ipynb").rename(workspace / "mine.ipynb")
+    nbformat.write(new_notebook(cells=[new_markdown_cell("# Notes")]), workspace / "notes.ipynb")
+    page = make_report(workspace, team="renamed")
+    lab = page.partition('id="lab1"')[2].partition('id="lab2"')[0]
+    assert "What &lt;we&gt; measure" in lab
+    assert "Of no lab: notes.ipynb" in page
+
+
+def test_rows_of_one_kind_are_told_apart(workspace):
+    records = timing.Records("lab1")
+    for stem in ("imagenet", "cifar"):
+        records.add("throughput", [Timing("fp32", (0.2,), images=16)], stem=stem, rounds=3)
+    page = make_report(workspace, team="two stems")
+    assert ">throughput imagenet</th>" in page and ">throughput cifar</th>" in page
+
+
+def test_what_was_solved_after_wrong_tries_says_so(workspace):
+    for what in ("wrong", "wrong", "right"):
+        attempts.note("1.3", what, "mine")
+    assert "1.3 A dtype for the device: solved, after 2 wrong tries" in make_report(workspace, team="x")
 
 
 def test_a_folder_without_labs_is_refused(tmp_path, capsys):

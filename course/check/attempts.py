@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,14 @@ class Standing:
     Attributes:
         solved: Whether an answer was right, now or earlier.
         wrong: Wrong answers since the last right one.
+        tries: All wrong answers.
         asked: How often the solution was asked for.
         answer: The source of the newest answer; "" where it is not known.
     """
 
     solved: bool = False
     wrong: int = 0
+    tries: int = 0
     asked: int = 0
     answer: str = ""
 
@@ -44,9 +46,9 @@ def read_standings() -> dict[str, Standing]:
         number, what, answer = record["result"]
         old = standings.get(number, Standing())
         standings[number] = {
-            "right": Standing(True, 0, old.asked, answer),
-            "wrong": Standing(old.solved, old.wrong + 1, old.asked, answer),
-            "asked": Standing(old.solved, old.wrong, old.asked + 1, old.answer),
+            "right": replace(old, solved=True, wrong=0, answer=answer),
+            "wrong": replace(old, wrong=old.wrong + 1, tries=old.tries + 1, answer=answer),
+            "asked": replace(old, asked=old.asked + 1),
         }.get(what, old)
     return standings
 

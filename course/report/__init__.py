@@ -14,7 +14,7 @@ import importlib
 import io
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from course import check
 from course.check.attempts import Standing, read_standings
 from course.check.guesses import read_guesses
 from course.report.comparison import BEGIN, END, Comparison, compare_reports
-from course.report.figures import show_figures
+from course.report.figures import find_lab, show_figures
 from course.report.pages import escape, escape_line, make_page, make_table, shorten
 from lab_common import LabError, env_folder
 from lab_utils import machine
@@ -45,19 +45,22 @@ def make_report(workspace: Path, *, team: str) -> str:
     Raises:
         LabError: There are no notebooks in the folder.
     """
-    # A lab may have several: a copy, or a folder of that name.
+    # A lab may have several: a copy, a folder of that name; and it is that lab under any name.
     notebooks: dict[int, list[Path]] = defaultdict(list)
-    for path in sorted(workspace.glob("[0-9][0-9]_*.ipynb")):
-        notebooks[int(path.name[:2])].append(path)
+    for path in sorted(workspace.glob("*.ipynb")):
+        notebooks[find_lab(path)].append(path)
     if not notebooks:
         cause, fix = "another folder, or no copy was made yet", "make workspace, or give --workspace FOLDER"
         raise LabError("There are no labs in this folder.", where=workspace, cause=cause, fix=fix)
     team, here = shorten(team, 60), machine.describe()
     exercises = {lab: importlib.import_module(f"course.exercises.lab{lab}").EXERCISES for lab in check.LABS}
     standings, guesses = read_standings(), {shorten(what): pair for what, pair in read_guesses().items()}
-    parts = [_make_overview(guesses)]
+    links = "".join(f'<li><a href="#lab{lab}">Lab {lab}</a></li>' for lab in exercises)
+    parts = [f"<nav><ul>{links}</ul></nav>", _make_overview(guesses)]
     for lab, row in exercises.items():
         parts += _describe_lab(lab, notebooks[lab], row, standings)
+    if others := [path.name for path in notebooks[-1]]:
+        parts.append(f"<p>Of no lab: {escape_line(', '.join(others))}</p>")
     if skipped := list_skipped(env_folder("LAB_RUNS", "runs")):
         items = "".join(f"<li>{escape_line(text)}</li>" for text in skipped)
         parts.insert(0, f"<p>Left out, since it cannot be read:</p><ul>{items}</ul>")
@@ -92,17 +95,22 @@ def _get(standings: dict[str, Standing], number: str) -> Standing:
 
 
 def _describe_lab(lab: int, paths: Sequence[Path], exercises: dict, standings: dict[str, Standing]) -> Iterator[str]:
-    yield f"<h2>Lab {lab}</h2>"
+    yield f'<h2 id="lab{lab}">Lab {lab}</h2>'
     rows = list(_read_timings(lab))
     if rows:
         head = ["what", "set-up", "images", "ms (median)", "quartiles", "images/s", "measured on", "when"]
         yield make_table("Measurements", rows[-MOST_TIMINGS:], head)
     if len(rows) > MOST_TIMINGS:
         yield f"<p>{len(rows) - MOST_TIMINGS} older measurements are not shown.</p>"
+    yield '<div class="figures">'
     yield from show_figures(paths)
+    yield "</div>"
     for number, exercise in exercises.items():
         standing = _get(standings, number)
-        state = "solved" if standing.solved else f"tried {standing.wrong}×" if standing.wrong else "open"
+        tries = f"{standing.tries} wrong {'try' if standing.tries == 1 else 'tries'}"
+        state = "solved" if standing.solved else "open"
+        if standing.tries:
+            state += f", after {tries}" if standing.solved else f", {tries}"
         yield f"<h3>{number} {escape_line(exercise.title)}: {state}</h3>"
         if standing.answer:
             yield f"<pre>{escape(standing.answer)}</pre>"
@@ -114,10 +122,19 @@ def _read_timings(lab: int) -> Iterator[tuple]:
     for record in Records(f"lab{lab}").read():
         newest[json.dumps([record["kind"], record["settings"]], sort_keys=True, default=repr)] = record
     for record in newest.values():
+        what = " ".join([record["kind"], *_find_differences(record, newest.values())])
         for one in _find_timings(record["result"]):
             speed = f"{one.images_per_second:.1f}" if one.images else ""
             times = (f"{1e3 * one.median:.2f}", f"{1e3 * one.low:.2f} to {1e3 * one.high:.2f}")
-            yield (record["kind"], one.name, one.images or "", *times, speed, record["machine"], record["when"])
+            yield (what, one.name, one.images or "", *times, speed, record["machine"], record["when"])
+
+
+def _find_differences(record: dict, records: Iterable[dict]) -> list[str]:
+    """What sets a record apart from others of its kind: those settings of it, texts and numbers, that differ."""
+    others = [other["settings"] for other in records if other["kind"] == record["kind"]]
+    settings = record["settings"].items() if isinstance(record["settings"], dict) else ()
+    others = [other for other in others if isinstance(other, dict)]
+    return [str(v) for k, v in settings if type(v) in (str, int, float) and any(o.get(k) != v for o in others)]
 
 
 def _find_timings(result: Any) -> Iterator[Timing]:
@@ -137,8 +154,12 @@ def _find_timings(result: Any) -> Iterator[Timing]:
 def _draw(function: Any, text: str) -> str:
     from matplotlib import pyplot as plt
 
-    axes, picture = function(), io.BytesIO()
-    axes.figure.savefig(picture, format="png", dpi=100)
-    plt.close(axes.figure)
-    source = base64.b64encode(picture.getvalue()).decode()
-    return f'<img alt="{html.escape(text)}" src="data:image/png;base64,{source}">'
+    there, shown = plt.get_fignums(), []
+    function()
+    for number in sorted(set(plt.get_fignums()).difference(there)):
+        picture = io.BytesIO()
+        plt.figure(number).savefig(picture, format="png", dpi=100)
+        plt.close(number)
+        source = base64.b64encode(picture.getvalue()).decode()
+        shown.append(f'<img alt="{html.escape(text)}" src="data:image/png;base64,{source}">')
+    return "\n".join(shown)

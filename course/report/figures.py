@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +16,12 @@ from course.report.pages import escape_line
 # Of one lab; seven labs stay below what a report may have.
 FIGURES_BYTES = 6 * 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
+LAB = re.compile(r"# Lab ([0-9]{1,2})\b")
 HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 
 
 class Figure(NamedTuple):
-    """A figure: the heading above it with the cell's name, and its PNG in base 64; "" where it is no PNG."""
+    """A figure: the heading above it, numbered where it has several; and its PNG in base 64, "" where it is none."""
 
     caption: str
     source: str
@@ -51,25 +54,33 @@ def show_figures(paths: Iterable[Path]) -> Iterator[str]:
 def read_figures(path: Path) -> list[Figure]:
     """Returns the figures of a notebook.
 
-    A cell without an id (before nbformat 4.5) is named by its number.
-
     Raises:
         OSError: The file cannot be read, or is none.
         ValueError: It is no notebook of nbformat 4.
     """
     cells = [cell for cell in load_notebook(path)["cells"] if isinstance(cell, dict)]
-    figures, heading = [], path.stem
-    for number, cell in enumerate(cells, start=1):
+    figures, heading, count = [], path.stem, Counter()
+    for cell in cells:
         if cell.get("cell_type") == "markdown":
             heading = (HEADING.findall(_join(cell.get("source"))) or [heading])[-1]
-        name = cell["id"] if isinstance(cell.get("id"), str) else f"cell {number}"
         outputs = cell.get("outputs")
         for output in outputs if isinstance(outputs, list) else ():
             data = output.get("data") if isinstance(output, dict) else None
             picture = data.get("image/png") if isinstance(data, dict) else None
             if picture:
-                figures.append(Figure(f"{heading} ({name})", _read_png(_join(picture))))
+                count[heading] += 1
+                number = f" ({count[heading]})" if count[heading] > 1 else ""
+                figures.append(Figure(heading + number, _read_png(_join(picture))))
     return figures
+
+
+def find_lab(path: Path) -> int:
+    """The number of the lab that a notebook is: by its first heading, else by its name; -1 where neither says one."""
+    with contextlib.suppress(OSError, ValueError):
+        for cell in load_notebook(path)["cells"]:
+            if isinstance(cell, dict) and (found := LAB.match(_join(cell.get("source")))):
+                return int(found[1])
+    return int(path.name[:2]) if re.match(r"[0-9]{2}_", path.name) else -1
 
 
 def _join(text: Any) -> str:

@@ -8,7 +8,11 @@ from collections.abc import Iterable, Sequence
 from lab_common.text import clean
 
 STYLE = (
-    "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
+    "nav ul{display:flex;flex-wrap:wrap;gap:1rem;list-style:none;padding:0}"
+    ".figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(26rem,1fr));gap:1rem}"
+    "pre{max-height:20rem;overflow-y:auto;font-size:.85rem}"
+    "@media print{pre{max-height:none}h2{break-before:page}figure,tr{break-inside:avoid}nav{display:none}}"
     "table{border-collapse:collapse;margin:1rem 0}caption{text-align:left;font-weight:bold}"
     "th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
     "img{max-width:100%}pre{background:#f4f4f4;padding:.6rem;overflow-x:auto}figure{margin:1rem 0}"
