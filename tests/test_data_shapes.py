@@ -47,6 +47,17 @@ def shapes10(tmp_path_factory):
         return data.load(root=tmp_path_factory.mktemp("root"))
 
 
+def test_a_lab_data_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
+    """It may be the mistyped path of CINIC-10."""
+    monkeypatch.setattr(data, "provide_pack", lambda *_, **__: pytest.fail("drawn"))
+    for folder, words in {"nope": f"LAB_DATA names {tmp_path / 'nope'}, which is not there", ".": ""}.items():
+        monkeypatch.setenv("LAB_DATA", str(tmp_path / folder))
+        with pytest.raises(pytest.fail.Exception):
+            data.load()
+        said = capsys.readouterr().out
+        assert said.startswith(words) if words else not said
+
+
 def test_shapes10_is_what_load_gives_without_cinic10(shapes10):
     assert shapes10.name == "shapes10"
     assert shapes10.summary == (

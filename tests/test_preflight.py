@@ -217,6 +217,7 @@ def test_a_job_that_somebody_watches_is_a_note(pair, start):
     (verdict,) = find(look(pair), "jobs")
     assert verdict.state == "note"
     assert "job preflight-s still runs here" in verdict.found
+    assert "stop" not in verdict.fix, "it is another notebook's, maybe of another checkout"
 
 
 def test_a_job_that_starts_between_two_nodes_answers_is_no_leftover():
