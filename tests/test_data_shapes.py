@@ -50,11 +50,11 @@ def shapes10(tmp_path_factory):
 def test_a_lab_data_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     """It may be the mistyped path of CINIC-10."""
     monkeypatch.setattr(data, "provide_pack", lambda *_, **__: pytest.fail("drawn"))
-    for folder, words in {"nope": f"LAB_DATA names {tmp_path / 'nope'}, which is not there", ".": ""}.items():
+    for folder, words in {"nope": f"There is no folder {tmp_path / 'nope'}: ", ".": ""}.items():
         monkeypatch.setenv("LAB_DATA", str(tmp_path / folder))
         with pytest.raises(pytest.fail.Exception):
             data.load()
-        said = capsys.readouterr().out
+        said = capsys.readouterr().err
         assert said.startswith(words) if words else not said
 
 

@@ -80,8 +80,10 @@ def test_a_started_server_answers_on_this_machine_only_and_ends_when_it_is_stopp
         family = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
         listening = [c.laddr for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
         assert [(address.ip, address.port) for address in listening] == [("127.0.0.1", server.port)]
-        frame = server.show(height=300)._repr_html_()
-        assert f'src="http://127.0.0.1:{server.port}/' in frame and 'height="300"' in frame
+        frame = server.show(height=300).data
+        address = f"http://127.0.0.1:{server.port}/"
+        assert f'<a href="{address}"' in frame and f'<object data="{address}"' in frame and 'height="300"' in frame
+        assert ">TensorBoard does not run any more. To start it again, run this cell.</object>" in frame
     finally:
         server.stop()
     assert not server.running

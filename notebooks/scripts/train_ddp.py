@@ -54,8 +54,7 @@ def count(logits, labels):
 
 def add_up(counts):
     """Adds up what all processes counted."""  # NEW
-    # A mean of the processes' means would be wrong wherever they have unequal numbers of images.
-    # Place 4 of exercise 5.1.
+    # Place 4: A mean of the processes' means would be wrong wherever they have unequal numbers of images.
     ### BEGIN SOLUTION
     dist.all_reduce(counts)  # NEW
     ### END SOLUTION
@@ -80,9 +79,8 @@ def evaluate(model, batches, dtype):
 def main():
     """Trains, from the last checkpoint where there is one, and reports what was measured."""
     args = parse_arguments()
-    # torchrun tells each process who it is: LOCAL_RANK is its number on this node, and so its GPU; RANK its number in
-    # the job. Without a timeout a process waits 10 minutes (nccl) or 30 (gloo) for one that does not answer.
-    # Place 1 of exercise 5.1.
+    # Place 1: torchrun tells each process who it is: LOCAL_RANK is its number on this node, and so its GPU; RANK its
+    # number in the job. Without a timeout a process waits 10 minutes (nccl) or 30 (gloo) for one that does not answer.
     ### BEGIN SOLUTION
     local_rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()  # NEW
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")  # NEW
@@ -94,9 +92,8 @@ def main():
     dtype = getattr(torch, args.dtype)
 
     dataset = data.load(args.data)
-    # Full batches only (drop_last): the mean over batches is then the mean over images.
+    # Place 2: Full batches only (drop_last): the mean over batches is then the mean over images.
     # The seed is the same on every rank: one order of all images, of which rank r takes every world_size-th.
-    # Place 2 of exercise 5.1.
     ### BEGIN SOLUTION
     share = {"device": device, "rank": rank, "world_size": world_size}  # NEW
     ### END SOLUTION
@@ -129,9 +126,8 @@ def main():
         # Images counted after this checkpoint was saved were lost with it and will come again: none is counted twice.
         seen[: len(state["seen"])] = state["seen"][: args.epochs]
 
-    # From here on DDP averages the gradients over all ranks, bucket by bucket, while backward() still runs. It sends
-    # the parameters once, now; they stay equal because every rank makes the same step from the same gradients.
-    # Place 3 of exercise 5.1.
+    # Place 3: From here on DDP averages the gradients over all ranks, bucket by bucket, while backward() still runs. It
+    # sends the parameters once, now; they stay equal because every rank makes the same step from the same gradients.
     ### BEGIN SOLUTION
     model = DDP(model)  # NEW
     ### END SOLUTION
@@ -180,9 +176,8 @@ def main():
                     state["gradients"] = [parameter.grad for parameter in model.parameters()]
                 if rank == 0:  # NEW
                     print(f"step {step}: loss {history[-1, 0] / history[-1, 2]:.4f}", flush=True)  # NEW
-                # One process writes. The others wait, so that none is ahead of a checkpoint that may yet fail.
+                # Place 5: One process writes. The others wait, so that none is ahead of a checkpoint that may yet fail.
                 if checkpoints:
-                    # Place 5 of exercise 5.1.
                     ### BEGIN SOLUTION
                     if rank == 0:  # NEW
                         checkpoints.save(step, state)  # NEW
