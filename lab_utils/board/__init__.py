@@ -65,7 +65,7 @@ class Board:
         url, words = html.escape(self.url), "TensorBoard does not run any more. To start it again, run this cell."
         link = f'<a href="{url}" target="_blank">Open TensorBoard in a tab of its own</a>'
         frame = f'<object data="{url}" type="text/html" width="100%" height="{height}">{words}</object>'
-        return HTML(f"{link}{frame}")
+        return HTML(f"{link}<br>{frame}")
 
     def stop(self) -> None:
         """Ends the server, at once or after 3 s by force; does nothing where it has ended already."""
