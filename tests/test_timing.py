@@ -1,5 +1,7 @@
 """The timer and the records: what they keep, in which order, and what survives."""
 
+import functools
+import gc
 import importlib
 import json
 import math
@@ -464,3 +466,14 @@ def test_saved_bytes_are_those_of_the_activations_alone():
     assert timing.count_saved_bytes(lambda: layer(images), layer) == 32 * 8 * 4  # the input, and not the weight
     twice = nn.Sequential(layer, nn.ReLU(), nn.ReLU())
     assert timing.count_saved_bytes(lambda: twice(images), twice) == 32 * 8 * 4 + 2 * 32 * 4 * 4  # each output once
+
+
+def test_counting_keeps_nothing_of_the_model():
+    """An output that autograd saves as it is holds its own graph, which holds the weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    weights = weakref.ref(model[0].weight)
+    forward = functools.partial(model, torch.ones(2, 4))
+    assert timing.count_saved_bytes(forward, model) > 0
+    del model, forward
+    gc.collect()
+    assert weights() is None

@@ -28,12 +28,8 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
 
     rows = {timing.name: timing for timing in timings}
     if not rows or (baseline is not None and baseline not in rows):
-        names = ", ".join(rows) or "none"
-        raise LabError(
-            f"There is no timing of the baseline {baseline!r}.",
-            cause=f"the timings are: {names}",
-            fix="name one of them as baseline",
-        )
+        cause, fix = f"the timings are: {', '.join(rows) or 'none'}", "name one of them as baseline"
+        raise LabError(f"There is no timing of the baseline {baseline!r}.", cause=cause, fix=fix)
     base = rows[baseline] if baseline is not None else next(iter(rows.values()))
     table = {
         name: {

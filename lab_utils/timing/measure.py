@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import math
 import statistics
@@ -17,6 +15,7 @@ from torch import distributed
 from lab_common import LabError
 from lab_utils import machine
 from lab_utils.bars import open_bar
+from lab_utils.timing.memory import return_memory
 
 Step = Callable[[], object]
 
@@ -178,7 +177,7 @@ def interleave(
                     elif round_number >= warmup:
                         samples[name].append(sample)
                 bar.update()
-    _return_memory()
+    return_memory()
     timings = []
     for name in steps:
         seconds, cpu_seconds, peaks = zip(*samples[name], strict=True) if name in samples else ((), (), ())
@@ -214,12 +213,6 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
     gc.collect()
     torch.cuda.empty_cache()  # does nothing without CUDA
     return None
-
-
-def _return_memory() -> None:
-    """Has glibc give free memory back to the system; what some ResNets of different sizes leave is several GB."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
