@@ -22,7 +22,7 @@ FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
 # The fixtures of what needs root, or packages that the lock does not have.
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
-# The browser's tests come after those notebooks whose long measurements they take over.
+# The longest: one process takes them, one after the other, so that two never measure beside each other.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
 LONGEST = (
     "tests/test_launch_drills.py",

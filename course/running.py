@@ -12,7 +12,7 @@ def find_url(port: int) -> str:
     """Returns the URL, with its token, of this user's Jupyter server on a port of this computer; "" where none is."""
     for server in list_running_servers():
         if server.get("port") == port and server.get("token"):
-            return f"{server['url']}lab/tree/START.md?token={server['token']}"
+            return f"{server['url']}?token={server['token']}"  # which leads on to its first page
     return ""
 
 

@@ -356,11 +356,11 @@ def test_the_limit_ends_a_job(write):
 @pytest.mark.drill
 def test_the_limit_ends_both_nodes_and_is_named(write):
     """The nodes end one after the other, and the ranks of the second then miss those of the first."""
-    job = TorchrunJob(write("train.py", PLAIN), ["loop"], nodes=local_nodes(2), limit=8, **PYTHON)
+    job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2), limit=15)
     job_id = job.id
     result = job.run(check=False, show=False)
     assert result.failure.kind == "limit", str(result.failure)
-    assert "8 s" in result.failure.what and "limit=" in result.failure.fix
+    assert "15 s" in result.failure.what and "limit=" in result.failure.fix
     assert_gone(job_id, 5)
 
 

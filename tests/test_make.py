@@ -108,7 +108,7 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
         assert "raise NotImplementedError" in sources and "BEGIN SOLUTION" not in sources
         assert printed[-1].strip().startswith("http://"), "nothing but the address at the end"
         again = make(*arguments).communicate(timeout=60)[0]
-        assert "is running already" in again and f"START.md?token={token}\n" in again, again
+        assert "is running already" in again and f"/?token={token}\n" in again, again
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=30)

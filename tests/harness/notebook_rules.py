@@ -181,7 +181,7 @@ def find_imports(source: str) -> set[str]:
 def find_size_faults(notebook) -> list[str]:
     """As long as a lab of 30 to 40 minutes is."""
     faults = []
-    words = len([word for word in prose(notebook).split() if word not in (">", "#", "##", "###")])
+    words = len([word for word in prose(notebook).split() if word != ">"])
     if not 25 <= len(notebook.cells) <= 45:
         faults.append(f"{len(notebook.cells)} cells; 25 to 45 are right")
     if not 1200 <= words <= 3000:
