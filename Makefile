@@ -115,7 +115,7 @@ reference: LAB ?= 1
 reference: setup
 	@rm -rf runs/reference
 	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) tests/harness/run_notebooks.py notebooks/0$(LAB)_*.ipynb
-	@LAB_RUNS=runs/reference $(PY) -m lab_utils.timing reference lab$(LAB)
+	@LAB_RUNS=runs/reference $(PY) -m course.reference lab$(LAB)
 
 ## bench: measure the performance claims that a maintainer has to defend
 .PHONY: bench

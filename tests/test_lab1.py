@@ -38,22 +38,6 @@ def test_the_search_finds_the_largest_batch_and_stays_below_its_limit(run_cells,
     assert max(tried) <= 1000
 
 
-@pytest.mark.parametrize(
-    ("gains", "words"),
-    [
-        ((1.1, 1.5, 2.0), "ahead at every batch measured; 2.00 times fp32 at batch 64"),
-        ((0.5, 1.0, 2.0), "ahead from batch 32 on; 2.00 times"),
-        ((0.5, 0.6, 0.7), "bf16 is not ahead; 0.70 times"),
-    ],
-)
-def test_the_answer_says_where_amp_is_ahead(run_cells, capsys, gains, words):
-    throughput = {"imagenet": make_sweep(gains)}
-    run_cells("throughput-figure", "answers", throughput=throughput, my_speed_up=2.0)
-    out = capsys.readouterr().out
-    assert words in out
-    assert "no reference run recorded yet" in out
-
-
 def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_and_date(
     run_cells, capsys, tmp_path, monkeypatch
 ):

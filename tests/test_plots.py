@@ -141,8 +141,9 @@ def test_the_crossover_is_exact_where_speeds_are_powers_of_the_batch():
 
 def test_the_crossover_is_where_the_candidate_stays_ahead():
     baseline = dict.fromkeys((1, 2, 4, 8), 100.0)
-    assert plots.crossover(baseline, {1: 110.0, 2: 50.0, 4: 200.0, 8: 300.0}) == pytest.approx(2 * math.sqrt(2))
-    assert plots.crossover(baseline, {1: 50.0, 2: 110.0, 4: 50.0, 8: 200.0}) == pytest.approx(4 * math.sqrt(2))
+    assert plots.crossover(baseline, {1: 50.0, 2: 50.0, 4: 200.0, 8: 300.0}) == pytest.approx(2 * math.sqrt(2))
+    assert plots.crossover(baseline, {1: 700.0, 2: 60.0, 4: 120.0, 8: 101.0}) is None, "ahead, behind, ahead"
+    assert plots.crossover(baseline, {1: 50.0, 2: 110.0, 4: 50.0, 8: 200.0}) is None
     assert plots.crossover(baseline, dict.fromkeys((1, 2, 4, 8), 110.0)) is None
     assert plots.crossover(baseline, {1: 110.0, 2: 120.0, 4: 130.0, 8: 90.0}) is None
     assert plots.crossover(baseline, baseline) is None
@@ -153,6 +154,46 @@ def test_the_crossover_of_timings_leaves_out_what_ran_out_of_memory():
     for sweep in (make_sweep(), make_sweep(lost=[("bf16", 32)])):
         points = plots.group(sweep)
         assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
+
+
+def make_sweeps_of(gains, spread=0.01, **more):
+    """Timings of fp32 and of bf16, which reaches the gains at batch 4, 8, ...; the quartiles lie ``spread`` around."""
+    factors = [1 - 2 * spread, 1 - spread, 1, 1 + spread, 1 + 2 * spread]
+    sizes = [4 * 2**number for number in range(len(gains))]
+    seconds = {"fp32": [1.0] * len(gains), "bf16": [1 / gain for gain in gains]}
+    return [
+        Timing(name, tuple(second * factor for factor in factors), images=size, **more)
+        for name, line in seconds.items()
+        for size, second in zip(sizes, line, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "claimed"),
+    [
+        (make_sweeps_of([0.5, 0.5, 2, 2]), True),
+        (make_sweeps_of([7.0, 0.6, 1.2, 1.0]), False),  # as drawn once on a busy machine
+        (make_sweeps_of([0.9, 0.9, 1.1, 1.1], spread=0.12), False),  # within the quartiles
+        (make_sweeps_of([0.5, 0.5, 2, 1.01], spread=0.05), False),  # at the largest batch nobody is ahead
+        (make_sweeps_of([0.5, 0.5, 2, 2], others=0.3), False),
+        (make_sweeps_of([0.5, 0.5, 2, 2], spread=0.3), False),
+    ],
+)
+def test_a_crossover_is_claimed_only_where_noise_cannot_be_the_cause(sweep, claimed):
+    ax = plots.throughput(sweep, baseline="fp32", candidate="bf16")
+    assert any("overtakes" in label for label in labels_of(ax)) == claimed
+
+
+def test_every_figure_of_times_says_that_the_machine_was_busy():
+    words = "this machine was busy,\nother programs took 30% of its processors:\nmeasure again"
+    for others, said in ((0.05, []), (0.3, [words])):
+        sweep = make_sweeps_of([0.5, 2], others=others)
+        for ax in (
+            plots.throughput(sweep),
+            plots.speed_up({"one": iter(sweep)}, baseline="fp32", candidate="bf16"),
+            plots.step_times(sweep[:1] + sweep[2:3]),
+        ):
+            assert [text.get_text() for text in ax.texts if "busy" in text.get_text()] == said
 
 
 def test_speed_up_draws_the_ratio_and_the_guess():

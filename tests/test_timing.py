@@ -18,6 +18,7 @@ from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
 from torch import nn
 
+from course.reference import save_reference
 from lab_common import LabError
 from lab_utils import machine, timing
 from lab_utils.timing import Records, Timing
@@ -98,6 +99,78 @@ def test_wall_seconds_count_waiting_and_cpu_seconds_count_work():
     assert waiting.median >= 0.02
     assert max(waiting.cpu_seconds) < 0.01
     assert min(working.cpu_seconds) >= 0.02
+
+
+SPIN = "import time; end = time.time() + 20\nwhile time.time() < end: pass"
+
+
+def test_other_programs_are_seen_where_they_take_the_processors():
+    def work():
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+
+    spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(os.cpu_count())]
+    try:
+        (busy,) = timing.interleave({"work": work}, repeats=3, warmup=1, device="cpu", progress=False)
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()
+    assert 0.3 < busy.others <= 1 and busy.noise == "busy"
+    assert "this machine was busy, other programs took" in timing.find_noise([busy])
+    assert Timing.from_record(json.loads(json.dumps(busy.as_record()))) == busy
+
+
+@pytest.mark.parametrize(
+    ("read", "others"),
+    [
+        ([(100, 40, 5), (110, 50, 12)], 0.3),  # of 10 seconds all were worked, 7 of them here
+        ([(100, 40, 5), (110, 49, 12)], 0.0),  # a tenth was idle
+        ([(100, 40, 5), (110, 50, 15)], 0.0),
+        ([(100, 40, 5), (110, 50, 16)], 0.0),  # the two clocks tick differently
+        ([(100, 40, 5), (100.5, 40.5, 5.1)], 0.0),  # too short to know
+    ],
+)
+def test_the_share_of_others_is_what_was_worked_elsewhere(monkeypatch, read, others):
+    monkeypatch.setattr(measure_module, "_read_processors", iter(read).__next__)
+    assert timing.measure(lambda: None, device="cpu").others == pytest.approx(others)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "cpu_seconds", "more", "noise"),
+    [
+        ((1.0, 1.1, 1.2), (1.0, 1.1, 1.2), {}, ""),
+        ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), {"others": 0.2}, "busy"),
+        ((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), {}, "busy"),  # the same work, in another time
+        ((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), {"rank": 1}, "jumps"),  # or it waited for another rank
+        ((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), {"device": "cuda:0"}, "jumps"),
+        ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0), {}, "jumps"),
+        ((1.0, 2.0, 3.0), (), {}, "jumps"),
+        ((0.0, 0.0, 1.0), (), {}, ""),
+        ((), (), {}, ""),
+    ],
+)
+def test_what_is_called_noise(seconds, cpu_seconds, more, noise):
+    one, quiet = Timing("fp32", seconds, cpu_seconds, **more), make_timing("bf16", 1.0, 1.0, 1.0)
+    assert one.noise == noise
+    words = timing.find_noise([one, quiet])
+    assert bool(words) == bool(noise) and words.endswith("measure again" if noise else "")
+    assert ("noise" in timing.compare([one, quiet])) == bool(noise)
+    if noise:
+        assert dict(timing.compare([quiet, one])["noise"]) == {"bf16": "", "fp32": noise}
+    if noise == "jumps":
+        assert words == "the times of fp32 jump, quartiles 1.7-fold apart: measure again"
+
+
+def test_set_ups_whose_quartiles_overlap_do_not_lie_apart():
+    one = make_timing("fp32", 1.0, 1.1, 1.2, 1.3)
+    slower = make_timing("bf16", 2.0, 2.1, 2.2)
+    assert timing.lie_apart(one, slower) and timing.lie_apart(slower, one)
+    assert not timing.lie_apart(one, make_timing("bf16", 1.1, 1.2, 1.3))
+    assert not timing.lie_apart(one, make_timing("bf16"))
+    assert not timing.lie_apart(make_timing("fp32", 1.0), make_timing("bf16", 1.4)), "one step has no spread"
+    assert timing.lie_apart(make_timing("fp32", 1.0), make_timing("bf16", 2.0))
 
 
 def test_interleaving_runs_one_of_each_per_round_and_no_set_up_always_follows_the_same_one():
@@ -196,14 +269,14 @@ def test_the_slowest_rank_is_kept_and_told(tmp_path):
 
 def test_compare_sets_speeds_beside_the_baseline():
     timings = [
-        make_timing("fp32", 0.1, 0.2, 0.3, images=8),
-        make_timing("bf16", 0.05, 0.1, 0.15, images=8, peak_bytes=2**21),
+        make_timing("fp32", 0.15, 0.2, 0.25, images=8),
+        make_timing("bf16", 0.075, 0.1, 0.125, images=8, peak_bytes=2**21),
         Timing("fp16", ()),
     ]
     table = timing.compare(timings)
     assert list(table.columns) == ["ms", "ms low", "ms high", "images/s", "speed-up", "peak MiB"]
     assert list(table.index) == ["fp32", "bf16", "fp16"]
-    assert list(table.loc["bf16"]) == pytest.approx([100, 75, 125, 80, 2, 2])
+    assert list(table.loc["bf16"]) == pytest.approx([100, 87.5, 112.5, 80, 2, 2])
     assert table.loc["fp32", "speed-up"] == 1 and math.isnan(table.loc["fp32", "peak MiB"])
     assert table.loc["fp16"].isna().all()
     assert timing.compare(timings, baseline="bf16").loc["fp32", "speed-up"] == pytest.approx(0.5)
@@ -371,18 +444,18 @@ def test_without_a_recorded_run_there_is_no_reference(in_checkout):
 def test_a_reference_run_needs_a_gpu(in_checkout):
     Records("lab9").add("sweep", 1)
     with pytest.raises(LabError, match="on a GPU, and this machine has none"):
-        timing.save_reference("lab9")
+        save_reference("lab9")
     assert timing.reference("lab9") is None
 
 
 def test_a_reference_run_needs_records_of_this_machine(in_checkout):
     records = Records("lab9")
     with pytest.raises(LabError, match="no records of lab9"):
-        timing.save_reference("lab9", allow_cpu=True)
+        save_reference("lab9", allow_cpu=True)
     records.add("sweep", 1)
     records.path.write_text(records.path.read_text().replace(machine.describe().label, "another machine"))
     with pytest.raises(LabError, match="no records of lab9"):
-        timing.save_reference("lab9", allow_cpu=True)
+        save_reference("lab9", allow_cpu=True)
 
 
 def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_checkout):
@@ -390,7 +463,7 @@ def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_chec
     for number, stem in enumerate(["cifar", "imagenet", "cifar"]):
         records.add("sweep", [number, make_timing("fp32", 0.1)], stem=stem)
     records.add("memory", 3, stem="cifar")
-    path = timing.save_reference("lab9", allow_cpu=True)
+    path = save_reference("lab9", allow_cpu=True)
     assert path == in_checkout / "data" / "reference" / "lab9.json"
     assert [file.name for file in path.parent.iterdir()] == ["lab9.json"]
     run = timing.reference("lab9")
@@ -404,7 +477,7 @@ def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_chec
 
 
 def test_the_command_line_refuses_in_one_message(tmp_path):
-    command = [sys.executable, "-m", "lab_utils.timing", "reference", "no such lab", "--allow-cpu"]
+    command = [sys.executable, "-m", "course.reference", "no such lab", "--allow-cpu"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | {"LAB_RUNS": str(tmp_path)}
     )
@@ -429,7 +502,7 @@ def test_a_reference_run_that_is_none_is_named(in_checkout, content):
 
 def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     Records("lab9").add("sweep", [1])
-    path = timing.save_reference("lab9", allow_cpu=True)
+    path = save_reference("lab9", allow_cpu=True)
     path.write_text(path.read_text().replace('"settings"', '"setting"'))
     with pytest.raises(LabError):
         timing.reference("lab9")
@@ -440,7 +513,7 @@ def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     path.unlink()
     path.mkdir()
     with pytest.raises(LabError) as caught:
-        timing.save_reference("lab9", allow_cpu=True)
+        save_reference("lab9", allow_cpu=True)
     assert_explains(caught.value, "lab9.json")
 
 
@@ -448,7 +521,7 @@ def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     "change",
     [{"seconds": "ab"}, {"seconds": ["1"]}, {"seconds": [math.nan]}, {"seconds": [-1.0]}, {"seconds": [10**400]},
      {"cpu_seconds": 3}, {"images": 1.5}, {"images": None}, {"warmup": True}, {"device": 0}, {"peak_bytes": "1"},
-     {"name": None}, {"rank": -1}],
+     {"name": None}, {"rank": -1}, {"others": "0.1"}, {"others": -0.5}],
     ids=str,
 )  # fmt: skip
 def test_a_timing_that_is_none_is_refused(change):

@@ -7,16 +7,13 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import html
 import importlib.util
 import json
 import os
 import select
-import stat
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,7 +132,7 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
         raise
     url = choose_url(found)
     words = [f"Port {port} is in use, so TensorBoard took {found}."] if port not in (0, found) else []
-    words += [f"TensorBoard is at {url}", *_describe_stale(logdir)]
+    words.append(f"TensorBoard is at {url}")
     server = _running[logdir] = Board(logdir, found, url, "\n".join(words), process)
     atexit.register(server.stop)
     return server
@@ -180,23 +177,3 @@ def _read_end(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - NOTE_BYTES))
         return file.read(NOTE_BYTES).decode(errors="replace")
-
-
-def _describe_stale(logdir: Path) -> list[str]:
-    """What to say of servers of the same folder that were killed, and whose notes in .tensorboard-info remained.
-
-    ``%tensorboard`` trusts such a note and shows a frame in which nothing answers; we never do.
-    """
-    import psutil
-    from tensorboard import manager
-
-    # All users share the folder of the notes. What is no note there, and makes TensorBoard wait or fail, or fills the
-    # memory, is not worth a learner's evening: then we say nothing.
-    with contextlib.suppress(Exception):
-        notes = Path(tempfile.gettempdir(), ".tensorboard-info").iterdir()
-        if not all(stat.S_ISREG(found.st_mode) and found.st_size <= NOTE_BYTES for found in map(Path.stat, notes)):
-            return []
-        for info in manager.get_all():
-            if info.logdir and Path(info.logdir).resolve() == logdir and not psutil.pid_exists(info.pid):
-                return [f"(The note of an earlier one, on port {info.port}, is stale: its process is gone.)"]
-    return []

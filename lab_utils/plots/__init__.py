@@ -8,7 +8,7 @@ from lab_utils.plots.batches import crossover, group, speed_up, throughput
 from lab_utils.plots.diff import show_diff
 from lab_utils.plots.figures import curves, image_grid, step_times
 from lab_utils.plots.nodes import scaling, timeline, utilisation
-from lab_utils.plots.style import COLOURS, use_style
+from lab_utils.plots.style import COLOURS, mark_noise, use_style
 
 __all__ = [
     "COLOURS",
@@ -16,6 +16,7 @@ __all__ = [
     "curves",
     "group",
     "image_grid",
+    "mark_noise",
     "scaling",
     "show_diff",
     "speed_up",

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from lab_utils.plots.style import COLOURS, choose_styles, new_axes
-from lab_utils.timing import Timing
+from lab_utils.plots.style import COLOURS, choose_styles, mark_noise, new_axes
+from lab_utils.timing import Timing, find_noise, lie_apart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,9 +37,11 @@ def throughput(
         timings: Timings of one or more set-ups at several batch sizes, in any order. One that ran out of memory becomes
             a cross on the axis.
         baseline: The set-up that ``candidate`` is compared with.
-        candidate: Where it overtakes ``baseline`` for good, a dashed line marks the batch size.
+        candidate: Where it overtakes ``baseline`` for good, and no noise can be the cause, a dashed line marks the
+            batch size.
         ax: Where to draw.
     """
+    timings = list(timings)
     ax, points = ax or new_axes(), group(timings)
     styles = choose_styles(points)
     batches = sorted({batch for line in points.values() for batch in line})
@@ -58,7 +60,9 @@ def throughput(
             ax.plot(lost, [0] * len(lost), "x", color=colour, markersize=9, mew=2.5, clip_on=False, label=label)
     ax.set_xticks(batches, [str(batch) for batch in batches])
     ax.set(xlabel="batch size in images", ylabel="images per second", ylim=(0, None))
-    batch = crossover(points[baseline], points[candidate]) if baseline in points and candidate in points else None
+    mark_noise(ax, find_noise(timings))
+    clear = {baseline, candidate} <= points.keys() and not find_noise(timings)
+    batch = crossover(points[baseline], points[candidate]) if clear else None
     if batch is not None:
         text = f"{candidate} overtakes {baseline}\nat about {batch:.0f} images"
         ax.axvline(batch, color="#D55E00", linestyle="--", linewidth=1.5, label=text)
@@ -70,22 +74,30 @@ def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Ti
     """Finds the batch size from which the candidate stays ahead of the baseline.
 
     Between two measured batch sizes the logarithm of the ratio of speeds is taken to be linear in the logarithm of the
-    batch size.
+    batch size. Where the quartiles of the two overlap, neither is ahead, and the batch size is left out.
 
     Args:
         baseline: Timings, or images per second, by batch size.
         candidate: The same; only batch sizes that both were measured at count.
 
     Returns:
-        The batch size; None where the candidate is ahead at every size, or behind at the largest.
+        The batch size; None where the candidate is ahead at every size, not ahead at the largest, or ahead, behind and
+        ahead again, which no crossover explains.
     """
     base, other = _speeds(baseline), _speeds(candidate)
-    ratios = [(batch, math.log(other[batch] / base[batch])) for batch in sorted(base.keys() & other.keys())]
-    behind = [index for index, (_, ratio) in enumerate(ratios) if ratio <= 0]
-    if not behind or behind[-1] == len(ratios) - 1:
+    both = sorted(base.keys() & other.keys())
+    ratios = [(batch, math.log(other[batch] / base[batch])) for batch in both if _decided(baseline, candidate, batch)]
+    ahead = [ratio > 0 for _, ratio in ratios]
+    if len(set(ahead)) < 2 or ahead != sorted(ahead) or ratios[-1][0] != both[-1]:
         return None
-    (left, low), (right, high) = ratios[behind[-1] : behind[-1] + 2]
+    (left, low), (right, high) = ratios[ahead.index(True) - 1 : ahead.index(True) + 1]
     return left * (right / left) ** (low / (low - high))
+
+
+def _decided(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Timing | float], batch: int) -> bool:
+    """Whether one of the two is ahead at a batch size, as plain numbers always are."""
+    pair = baseline[batch], candidate[batch]
+    return not all(isinstance(one, Timing) for one in pair) or lie_apart(*pair)
 
 
 def speed_up(
@@ -105,7 +117,8 @@ def speed_up(
         guess: What the learner expected; a dashed line.
         ax: Where to draw.
     """
-    ax, batches = ax or new_axes(), set()
+    ax, batches, sweeps = ax or new_axes(), set(), {label: list(timings) for label, timings in sweeps.items()}
+    mark_noise(ax, find_noise(timing for timings in sweeps.values() for timing in timings))
     for (label, timings), dashes in zip(sweeps.items(), itertools.cycle(SOLID), strict=False):
         points = group(timings)
         base, other = _speeds(points[baseline]), _speeds(points[candidate])

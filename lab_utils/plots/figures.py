@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lab_utils.plots.style import choose_styles, new_axes
-from lab_utils.timing import Timing
+from lab_utils.plots.style import choose_styles, mark_noise, new_axes
+from lab_utils.timing import Timing, find_noise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,6 +64,7 @@ def step_times(timings: Sequence[Timing], *, ax: Axes | None = None) -> Axes:
     ax.set_xlim(0, 1.12 * max((1e3 * timing.high for timing in timings if not timing.out_of_memory), default=1))
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("time per step in ms (median; line: quartiles)")
+    mark_noise(ax, find_noise(timings))
     return ax
 
 

@@ -59,6 +59,14 @@ def new_axes(**options: object) -> Axes:
     return plt.subplots(**options)[1]
 
 
+def mark_noise(ax: Axes, noise: str) -> None:
+    """Writes at the foot of a figure why it is no finding, where it is none: what ``timing.find_noise`` says."""
+    box = {"facecolor": "white", "edgecolor": "#D55E00", "boxstyle": "round"}
+    text = noise.replace(", ", ",\n").replace(": ", ":\n")
+    if noise:
+        ax.text(0.5, 0.04, text, transform=ax.transAxes, ha="center", color="#D55E00", fontsize=9, bbox=box, zorder=5)
+
+
 def choose_styles(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
     """Returns colour, line and marker for each name: a known set-up's colour where its word is part of the name."""
     styles: dict[str, tuple[str, str, str]] = {}

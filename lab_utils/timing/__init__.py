@@ -1,16 +1,17 @@
 """The honest timer and the records that later labs read.
 
 ``measure`` and ``interleave`` time a step (synchronised, warm-up dropped, spread kept), ``compare`` sets the results
-side by side, and ``Records`` keeps them under ``LAB_RUNS``; ``Timeline`` records the phases of every step of a run.
-``python -m lab_utils.timing reference lab1`` turns the records of a lab into the reference run that is set beside the
-learner's own numbers.
+side by side, ``find_noise`` says when they are no finding, and ``Records`` keeps them under ``LAB_RUNS``; ``Timeline``
+records the phases of every step of a run.
+``reference`` is the run of named hardware that is set beside the learner's own numbers.
 """
 
 from lab_utils.timing.comparison import compare
 from lab_utils.timing.measure import Timing, interleave, measure, synchronize
 from lab_utils.timing.memory import count_saved_bytes
+from lab_utils.timing.noise import find_noise, lie_apart
 from lab_utils.timing.records import Records, UnreadableWarning, list_skipped
-from lab_utils.timing.references import reference, save_reference
+from lab_utils.timing.references import reference
 from lab_utils.timing.timeline import Timeline
 
 __all__ = [
@@ -20,10 +21,11 @@ __all__ = [
     "UnreadableWarning",
     "compare",
     "count_saved_bytes",
+    "find_noise",
     "interleave",
+    "lie_apart",
     "list_skipped",
     "measure",
     "reference",
-    "save_reference",
     "synchronize",
 ]

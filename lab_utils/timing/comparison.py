@@ -23,6 +23,7 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
     Returns:
         A DataFrame with the names as index and the columns ``ms`` (median), ``ms low`` and ``ms high`` (quartiles),
         ``images/s``, ``speed-up`` (the baseline's median over this one's) and ``peak MiB``; NaN where nothing is known.
+        Where one is no finding there is the column ``noise``: "busy", "jumps" or "".
     """
     import pandas as pd
 
@@ -42,4 +43,6 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
         }
         for name, timing in rows.items()
     }
-    return pd.DataFrame.from_dict(table, orient="index").rename_axis("set-up")
+    noises = {name: timing.noise for name, timing in rows.items()}
+    frame = pd.DataFrame.from_dict(table, orient="index").rename_axis("set-up")
+    return frame.assign(noise=noises) if any(noises.values()) else frame

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
+import psutil
 import torch
 from torch import distributed
 
@@ -18,6 +21,10 @@ from lab_utils.bars import open_bar
 from lab_utils.timing.memory import return_memory
 
 Step = Callable[[], object]
+
+# Beyond these a timing is noise: the share of the processors' time that other programs may take where none is idle, and
+# how many times the first quartile the third may be.
+MOST_OTHERS, MOST_SPREAD = 0.1, 1.5
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Timing:
         peak_bytes: Most bytes that tensors held on the CUDA device during a kept step, those that were there before
             the step included; None on a CPU.
         rank: The slowest rank, whose seconds these are; None where ``torch.distributed`` is not in use.
+        others: The share of the processors' time, 0 to 1, that other programs took meanwhile; 0 where some was idle, as
+            then they hardly disturb; None in records of before.
     """
 
     name: str
@@ -44,6 +53,7 @@ class Timing:
     device: str = "cpu"
     peak_bytes: int | None = None
     rank: int | None = None
+    others: float | None = None
 
     @property
     def out_of_memory(self) -> bool:
@@ -70,6 +80,16 @@ class Timing:
         """Images per second at the median step, over all ranks; NaN where the step handles no images."""
         return self.images / self.median if self.images and self.median else math.nan
 
+    @property
+    def noise(self) -> str:
+        """Why this is no finding: "busy" where others had the processors, "jumps" where the quartiles lie apart."""
+        jumps = self.high > MOST_SPREAD * self.low > 0
+        # Where a process that waits for no other did the same work in another time, something else had the processor.
+        work = Timing(self.name, self.cpu_seconds if self.rank is None and self.device == "cpu" else ())
+        if (self.others or 0) > MOST_OTHERS or (jumps and work.high < 1.1 * work.low):
+            return "busy"
+        return "jumps" if jumps else ""
+
     def _quartiles(self) -> tuple[float, float, float]:
         if len(self.seconds) < 2:  # statistics.quantiles wants two points before Python 3.13
             return (*self.seconds, math.nan)[:1] * 3
@@ -93,11 +113,13 @@ class Timing:
         lists = [known.get("seconds"), known.get("cpu_seconds", [])]
         counts = [known[key] for key in ("images", "warmup") if key in known]
         counts += [known[key] for key in ("peak_bytes", "rank") if known.get(key) is not None]
+        shares = [known["others"]] if known.get("others") is not None else []
         if not (
             all(isinstance(text, str) for text in texts)
             and all(isinstance(numbers, list | tuple) for numbers in lists)
             and all(_is_size(number, int, float) for numbers in lists for number in numbers)
             and all(_is_size(count, int) for count in counts)
+            and all(_is_size(share, float) for share in shares)
         ):
             raise ValueError("a Timing whose fields are not those of as_record")
         return cls(**known | {"seconds": tuple(lists[0]), "cpu_seconds": tuple(lists[1])})
@@ -167,6 +189,7 @@ def interleave(
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
     samples: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
+    before = _read_processors()
     with open_bar((warmup + repeats) * len(steps), "measuring", show=show, leave=False) as bar:
         for round_number in range(warmup + repeats):
             for name in _order(list(steps), round_number):
@@ -177,12 +200,14 @@ def interleave(
                     elif round_number >= warmup:
                         samples[name].append(sample)
                 bar.update()
+    others = _find_others(before, alone)
     return_memory()
     timings = []
     for name in steps:
         seconds, cpu_seconds, peaks = zip(*samples[name], strict=True) if name in samples else ((), (), ())
         peak = max(peaks, default=None) if device.type == "cuda" else None
-        timing = Timing(name, seconds, cpu_seconds, images=images, warmup=warmup, device=str(device), peak_bytes=peak)
+        rest = {"images": images, "warmup": warmup, "device": str(device), "peak_bytes": peak, "others": others}
+        timing = Timing(name, seconds, cpu_seconds, **rest)
         timings.append(timing if alone else _keep_slowest(timing))
     return timings
 
@@ -215,6 +240,26 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
     return None
 
 
+def _read_processors() -> tuple[float, float, float]:
+    """CPU seconds until now: of all processors, of those that worked, of this process and its children."""
+    times = psutil.cpu_times()
+    total = sum(times) - getattr(times, "guest", 0) - getattr(times, "guest_nice", 0)  # which are part of user and nice
+    return total, total - times.idle - getattr(times, "iowait", 0), sum(os.times()[:4])
+
+
+def _find_others(before: tuple[float, float, float], alone: bool) -> float:
+    """The share that programs took which are not part of this measurement, as ranks on the same machine are.
+
+    0 where a twentieth was idle, or where less than a second passed, of which the system's ticks tell little.
+    """
+    total, worked, own = (now - then for now, then in zip(_read_processors(), before, strict=True))
+    if not alone:
+        ranks: list[tuple[str, float]] = [(platform.node(), own)] * distributed.get_world_size()
+        distributed.all_gather_object(ranks, (platform.node(), own))
+        own = sum(seconds for host, seconds in ranks if host == platform.node())
+    return max(0.0, (worked - own) / total) if total > 1 and worked > 0.95 * total else 0.0
+
+
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words."""
     words = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -227,4 +272,5 @@ def _keep_slowest(timing: Timing) -> Timing:
     distributed.all_gather_object(timings, timing)
     rank = max(range(len(timings)), key=lambda index: timings[index].median)
     peak = max((one.peak_bytes for one in timings if one.peak_bytes is not None), default=None)
-    return replace(timings[rank], rank=rank, peak_bytes=peak)
+    others = max(one.others or 0.0 for one in timings)
+    return replace(timings[rank], rank=rank, peak_bytes=peak, others=others)

@@ -5,28 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 
 import torch
 
 from lab_utils.timing.measure import synchronize
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of one step.
-
-    Args:
-        phase: Its name, such as ``forward``.
-        step: The step that it is part of.
-        start: Seconds since 1970 by this machine's clock.
-        end: The same.
-    """
-
-    phase: str
-    step: int
-    start: float
-    end: float
 
 
 class Timeline:
@@ -50,7 +32,7 @@ class Timeline:
     def __init__(self, device: torch.device | str = "cpu", *, enabled: bool = True) -> None:
         self.step = 0
         self._device, self._enabled = torch.device(device), enabled
-        self._phases: list[Phase] = []
+        self._rows: list[dict[str, object]] = []
         # The offset is taken once: the wall clock may be set while we run, and would make a phase end before it began.
         self._offset = time.time() - time.perf_counter()
 
@@ -63,9 +45,12 @@ class Timeline:
         start = time.perf_counter()
         yield
         synchronize(self._device)
-        end = time.perf_counter()
-        self._phases.append(Phase(name, self.step, self._offset + start, self._offset + end))
+        start, end = (self._offset + moment for moment in (start, time.perf_counter()))
+        self._rows.append({"phase": name, "step": self.step, "start": start, "end": end})
 
     def as_rows(self) -> list[dict[str, object]]:
-        """Returns the phases in the order in which they ended, as dictionaries that JSON can hold."""
-        return [asdict(phase) for phase in self._phases]
+        """Returns a row for each phase, in the order in which they ended.
+
+        Each has ``phase``, its name; ``step``; ``start`` and ``end``, in seconds since 1970 by this machine's clock.
+        """
+        return [dict(row) for row in self._rows]

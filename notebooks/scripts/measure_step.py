@@ -1,4 +1,4 @@
-"""Measures what a step of DDP is made of: computing, all-reducing messages of several sizes, and both together.
+"""Measures a step on one node, and what one of DDP is made of: computing, messages of several sizes, and both.
 
 torchrun --nproc-per-node=2 measure_step.py --net resnet18 --stems cifar imagenet --batch-sizes 8 16
 """
@@ -33,7 +33,7 @@ def measure_messages(megabytes, measure, device):
     messages = [torch.zeros(max(1, int(size * 1e6 / 4)), device=device) for size in megabytes]
     steps = [partial(dist.all_reduce, message) for message in messages]
     return [
-        {"bytes": 4 * message.numel(), "timing": measure(step, name="all_reduce").as_record()}
+        {"bytes": 4 * message.numel(), "timing": measure({"all_reduce": step})[0].as_record()}
         for message, step in zip(messages, steps, strict=True)
     ]
 
@@ -45,20 +45,35 @@ def train_step(model, optimizer, images, labels):
     optimizer.step()
 
 
+def meet(device):
+    """All processes leave a step together, so that none begins the next one beside another's last."""
+    timing.synchronize(device)
+    # A number in main memory: waiting in NCCL would keep a GPU busy.
+    dist.all_reduce(torch.zeros(1))
+
+
 def measure_step(net_name, stem, batch_size, measure, device):
-    """The seconds of a step without communication, and with it."""
+    """The seconds of a step on one node, of one without communication, and of one with it: in turn."""
     torch.manual_seed(0)
     net = models.build(net_name, num_classes=10, stem=stem).to(device)
     model = DDP(net)  # shares the parameters of the bare network
     batch = torch.randn(batch_size, 3, 32, 32, device=device), torch.randint(0, 10, (batch_size,), device=device)
-    images = batch_size * dist.get_world_size()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-    # Computing alone: the bare network, on all ranks at once, since they share what their node has.
-    alone = measure(partial(train_step, net, optimizer, *batch), name="compute", images=images)
-    together = measure(partial(train_step, model, optimizer, *batch), name="DDP", images=images)
+
+    def make_step(network, ranks):
+        def step():
+            if dist.get_rank() in ranks:
+                train_step(network, optimizer, *batch)
+            meet(device)
+
+        return step
+
+    everyone = range(dist.get_world_size())
+    # "compute" is the bare network, on all ranks at once, since they may share what their node has.
+    steps = {"alone": make_step(net, [0]), "compute": make_step(net, everyone), "ddp": make_step(model, everyone)}
     size = sum(4 * parameter.numel() for parameter in net.parameters())
-    names = {"stem": stem, "batch": batch_size, "bytes": size}
-    return names | {"compute": alone.as_record(), "ddp": together.as_record()}
+    found = {"stem": stem, "batch": batch_size, "bytes": size}
+    return found | {one.name: one.as_record() for one in measure(steps, images=batch_size)}
 
 
 def main():
@@ -68,9 +83,9 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
-    # timing.measure keeps the slowest rank's seconds: the job is as fast as that one.
-    measure = partial(timing.measure, repeats=args.repeats, warmup=2, device=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    # It keeps the slowest rank's seconds: the job is as fast as that one.
+    measure = partial(timing.interleave, repeats=args.repeats, warmup=2, device=device, progress=False)
     messages = measure_messages(args.megabytes, measure, device)
     cases = [(stem, size) for stem in args.stems for size in args.batch_sizes]
     steps = [measure_step(args.net, stem, size, measure, device) for stem, size in cases]

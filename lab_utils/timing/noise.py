@@ -1,0 +1,40 @@
+"""Says when a measurement is no finding: the machine was busy, the times jump, or the quartiles overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lab_utils.timing.measure import MOST_SPREAD, Timing
+
+
+def find_noise(timings: Iterable[Timing]) -> str:
+    """Says in words why these timings are no finding; "" where nothing speaks against them.
+
+    Other programs took more than a tenth of the processors' time while none of it was idle; or the third quartile of a
+    set-up is more than 1.5 times its first one.
+    """
+    known = [timing for timing in timings if timing.noise]
+    others = max((timing.others or 0 for timing in known), default=0)
+    if any(timing.noise == "busy" for timing in known):
+        share = f", other programs took {others:.0%} of its processors" if others else ""
+        return f"this machine was busy{share}: measure again"
+    if known:
+        widest = max(known, key=lambda one: one.high / one.low)
+        return f"the times of {widest.name} jump, quartiles {widest.high / widest.low:.1f}-fold apart: measure again"
+    return ""
+
+
+def lie_apart(one: Timing, other: Timing) -> bool:
+    """Whether two set-ups differ by more than their spread: their quartiles do not overlap.
+
+    Fewer than three steps have no quartiles; the widest are taken that are not called noise. False where a set-up ran
+    out of memory.
+    """
+    (low, high), (other_low, other_high) = _range(one), _range(other)
+    return high < other_low or other_high < low
+
+
+def _range(timing: Timing) -> tuple[float, float]:
+    if len(timing.seconds) < 3:
+        return timing.median / MOST_SPREAD**0.5, timing.median * MOST_SPREAD**0.5
+    return timing.low, timing.high

@@ -1,0 +1,119 @@
+"""Made-up timings of a busy machine through the sentences and figures of each lab that measures (drill 50)."""
+
+import pytest
+from matplotlib import pyplot as plt
+
+from course.check.guesses import read_guesses
+from lab_utils.timing import Timing
+
+pytestmark = pytest.mark.usefixtures("runs")
+BUSY = "this machine was busy, other programs took 40% of its processors: measure again"
+QUIET, NOISY = {}, {"others": 0.4}
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def texts_of(ax):
+    legend = ax.get_legend()
+    words = [text.get_text() for text in ax.texts] + [text.get_text() for text in legend.get_texts() if legend]
+    return " ".join(words).replace("\n", " ")
+
+
+def make_timings(name, seconds, images=0, spread=0.01, **more):
+    return Timing(name, tuple(seconds * (1 + shift * spread) for shift in (-2, -1, 0, 1, 2)), images=images, **more)
+
+
+@pytest.mark.parametrize(
+    ("naive", "honest", "words"),
+    [
+        ((0.0094, 0.0095, 0.0096), (0.0094, 0.0095, 0.0097), "They agree, up to noise"),
+        ((0.0093, 0.0094, 0.0095), (0.0149, 0.0151, 0.0153), "it was busy. Run both cells again"),
+    ],
+)
+def test_lab_0_does_not_say_that_two_times_agree_which_differ(run_cells_of, capsys, monkeypatch, naive, honest, words):
+    clock = iter(moment for number in range(10) for moment in (number, number + honest[number % 3]))
+    monkeypatch.setattr("time.perf_counter", clock.__next__)
+    import torch
+
+    names = {"naive": list(naive), "median": lambda _: 1.0, "side": 2, "a": torch.ones(2, 2), "b": torch.ones(2, 2)}
+    run_cells_of("00_start_here", "synchronised", **names)
+    assert words in capsys.readouterr().out
+
+
+def make_sweep(gains, spread=0.01, **more):
+    sizes = [16 * 2**power for power in range(len(gains))]
+    slow = [make_timings("fp32", 1.0, size, spread, **more) for size in sizes]
+    return slow + [
+        make_timings("bf16", 1 / gain, size, spread, **more) for size, gain in zip(sizes, gains, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sweep", "words"),
+    [
+        (make_sweep([0.5, 0.9, 2.0]), "bf16 is ahead from batch"),
+        (make_sweep([1.2, 1.3, 1.4]), "bf16 is ahead at every batch measured; 1.40 times"),
+        (make_sweep([0.5, 0.6, 0.7]), "bf16 is not ahead; 0.70 times"),
+        (make_sweep([7.0, 0.6, 1.2, 1.0]), "bf16 is neither clearly ahead nor behind; 1.00 times"),
+        (make_sweep([1.1, 1.1, 1.1], spread=0.1), "bf16 is neither clearly ahead nor behind"),
+        (make_sweep([0.5, 0.9, 2.0], **NOISY), f"imagenet stem: {BUSY}"),
+        (make_sweep([0.5, 0.9, 2.0], spread=0.4), "jump, quartiles 2.3-fold apart: measure again"),
+    ],
+)
+def test_lab_1_claims_no_crossover_and_no_lead_that_noise_can_explain(run_cells_of, capsys, sweep, words):
+    names = run_cells_of(
+        "01_mixed_precision", "throughput-figure", "answers", throughput={"imagenet": sweep}, my_speed_up=2.0
+    )
+    out = capsys.readouterr().out
+    assert words in out and "no reference run recorded yet" in out
+    noise = "measure again" in words
+    assert ("ahead" in out.replace("neither clearly ahead", "")) == ("is ahead" in words or "not ahead" in words)
+    assert bool(read_guesses()) != noise
+    assert ("measure again" in texts_of(names["axes"][0][0])) == noise
+
+
+@pytest.mark.parametrize("more", [QUIET, NOISY], ids=["quiet", "busy"])
+def test_lab_4_says_so_in_its_figure_and_keeps_no_guess(run_cells_of, more):
+    runs = {
+        kind: [make_timings(name, seconds, 64, **more) for name, seconds in (("1 device", 2.0), ("DP", 3), ("DDP", 2))]
+        for kind in ("training", "inference")
+    }
+    names = {"runs": runs, "my_guess": {"DP": 0.7, "DDP": 1.5}, "where": "here", "noise": BUSY if more else ""}
+    found = run_cells_of("04_data_parallel", "set-ups-figure", **names)
+    assert bool(read_guesses()) == (not more)
+    assert [BUSY in texts_of(ax) for ax in found["axes"]] == [bool(more)] * 3
+
+
+def make_measured(seconds, **more):
+    """What lab 5's script reports; ``seconds`` by what, the same for all stems and batches."""
+    steps = [
+        {"stem": stem, "batch": batch, "bytes": 40_000_000}
+        | {what: make_timings(what, one, batch, rank=0, **more).as_record() for what, one in seconds.items()}
+        for stem in ("cifar", "imagenet")
+        for batch in (8, 4)
+    ]
+    messages = [{"bytes": 10**6 * size, "timing": make_timings("m", 1e-3 * size).as_record()} for size in (1, 10, 40)]
+    return {"steps": steps, "messages": messages}
+
+
+@pytest.mark.parametrize("more", [QUIET, NOISY], ids=["quiet", "busy"])
+def test_lab_5_says_so_and_no_bar_is_cut_off(run_cells_of, capsys, more, monkeypatch):
+    measured = make_measured({"alone": 3.7, "compute": 1.0, "ddp": 2.0}, **more)
+    nodes = [type("Node", (), {"name": name}) for name in ("node0", "node1")]
+    monkeypatch.setattr("lab_utils.timing.Records.once", lambda *_, **__: measured)
+    trained = type("Result", (), {"results": [{"device": "cpu"}]})
+    names = {"my_speed_up": {"cifar": 1.8, "imagenet": 1.5}, "trained": trained}
+    monkeypatch.setattr("nodelaunch.choose_nodes", lambda: nodes)
+    found = run_cells_of("05_ddp_two_nodes", "measure", "scaling-table", "scaling-figure", **names)
+    assert (BUSY in capsys.readouterr().out) == bool(more)
+    ax = found["ax"]
+    assert (BUSY in texts_of(ax)) == bool(more)
+    assert bool(read_guesses()) == (not more)
+    top = max(bar.get_height() for bar in ax.patches if hasattr(bar, "get_height"))
+    assert top == pytest.approx(3.7) and ax.get_ylim()[1] > 1.04 * top
+    ax.figure.canvas.draw()
+    assert ax.get_legend().get_window_extent().x0 >= ax.get_window_extent().x1, "the legend lies on the bars"
