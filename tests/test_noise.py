@@ -1,9 +1,13 @@
 """Made-up timings of a busy machine through the sentences and figures of each lab that measures (drill 50)."""
 
+import os
+
 import pytest
+import torch
 from matplotlib import pyplot as plt
 
 from course.check.guesses import read_guesses
+from lab_utils import models
 from lab_utils.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -37,8 +41,6 @@ def make_timings(name, seconds, images=0, spread=0.01, **more):
 def test_lab_0_does_not_say_that_two_times_agree_which_differ(run_cells_of, capsys, monkeypatch, naive, honest, words):
     clock = iter(moment for number in range(10) for moment in (number, number + honest[number % 3]))
     monkeypatch.setattr("time.perf_counter", clock.__next__)
-    import torch
-
     names = {"naive": list(naive), "median": lambda _: 1.0, "side": 2, "a": torch.ones(2, 2), "b": torch.ones(2, 2)}
     run_cells_of("00_start_here", "synchronised", **names)
     assert words in capsys.readouterr().out
@@ -117,3 +119,26 @@ def test_lab_5_says_so_and_no_bar_is_cut_off(run_cells_of, capsys, more, monkeyp
     assert top == pytest.approx(3.7) and ax.get_ylim()[1] > 1.04 * top
     ax.figure.canvas.draw()
     assert ax.get_legend().get_window_extent().x0 >= ax.get_window_extent().x1, "the legend lies on the bars"
+
+
+@pytest.mark.system  # the loops would stand beside other tests' measurements
+@pytest.mark.parametrize(
+    ("notebook", "cells"),
+    [
+        ("01_mixed_precision", ["baseline", "amp-step", "choose-dtype", "setups", "make-steps", "steps", "sweep"]),
+        ("04_data_parallel", ["card", "measure"]),
+        ("05_ddp_two_nodes", ["measure"]),
+    ],
+)
+def test_labs_that_measure_beside_two_busy_loops_say_so(run_cells_of, root, capsys, monkeypatch, busy, notebook, cells):
+    build, trained = models.build, type("Result", (), {"results": [{"device": "cpu"}]})
+    monkeypatch.setattr(models, "build", lambda net, **more: build("resnet18", **more))  # as many steps, shorter ones
+    monkeypatch.setattr("lab_utils.machine.has_fast_bf16", lambda _: True)
+    monkeypatch.syspath_prepend(root / "notebooks")
+    monkeypatch.chdir(root / "notebooks")
+    images, labels = torch.randn(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)
+    names = {"images": images, "labels": labels, "trained": trained}
+    with busy(len(os.sched_getaffinity(0))):
+        run_cells_of(notebook, *cells, **names)
+    out = capsys.readouterr().out
+    assert "this machine was busy, other programs took" in out, out
