@@ -12,6 +12,7 @@ import time
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
+import torch
 from harness.drawn import assert_explains
 
 from course import check
@@ -36,8 +37,6 @@ def wrong(device_type, capability):
 
 
 def right(device_type, capability):
-    import torch
-
     if device_type == "cpu" or capability >= (8, 0):
         return torch.bfloat16
     return torch.float16 if capability >= (7, 0) else torch.float32
@@ -247,6 +246,7 @@ def test_no_guesses_draw_nothing(capsys, tmp_path, monkeypatch):
 
 ANSWERS = """
 import pytest
+import torch
 from course import check
 
 @pytest.mark.parametrize("number", [1, 2, 3])
@@ -272,3 +272,46 @@ def test_the_table_counts_what_the_tests_show(tmp_path, root, unlucky, row):
     assert run.returncode == 1
     (line,) = [line for line in run.stdout.splitlines() if line.startswith("1.3 A dtype for the device")]
     assert line.split()[6:9] == row.split() and "at least 6 and 2" in line
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "within"),
+    [
+        (3, 3, 0),
+        ([1, "a"], [1, "a"], 0),
+        (torch.arange(3), torch.arange(3), 0),
+        ([100.0, 0.001], (100.9, 0.01), 0.01),  # of a number below 1, a part of 1
+        (torch.zeros(2, dtype=torch.float64), torch.full((2,), 1e-13), 1e-12),
+    ],
+)
+def test_a_claim_that_holds_is_one_line(capsys, found, expected, within):
+    check.claim("they agree", found, expected, within=within)
+    assert capsys.readouterr().out == "✔ they agree\n"
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "within"),
+    [
+        (3, 4, 0),
+        (False, True, 0),
+        (torch.arange(3), torch.arange(4), 0),
+        (torch.arange(3), torch.tensor([0, 2, 1]), 0),
+        ([100.0, 1.0], [100.0, 1.02], 0.01),  # each by itself: a large one does not hide a small one
+        ([1.0], [1.0, 2.0], 0.01),
+        ([float("nan")], [1.0], 0.01),
+        ([float("nan")], [float("nan")], 0.01),
+    ],
+)
+def test_a_claim_that_does_not_hold_says_what_was_found_and_that_noise_is_not_the_cause(
+    capsys, found, expected, within
+):
+    with pytest.raises(LabError) as caught:
+        check.claim("they agree", found, expected, within=within)
+    text = str(caught.value)
+    assert text.startswith("✘ This does not hold here: they agree")
+    assert f"found {found}, expected {expected}" in text and "a busy machine is not the cause" in text
+    assert ("within 0.01" in text) == bool(within)
+    assert not capsys.readouterr().out

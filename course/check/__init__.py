@@ -4,8 +4,8 @@ A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. 
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
 measure with it. An untouched stub, and an error in the learner's own code, stop it too, with a message of their own,
 and count as no answer. A second wrong answer gets a second, stronger hint. ``check.progress()`` draws where the
-learner stands, ``check.diff("1.1")`` sets the solution beside the learner's answer, and ``check.calibration()`` sums up
-what ``check.keep_guess`` kept of guesses and findings.
+learner stands, ``check.diff("1.1")`` sets the solution beside the learner's answer, ``check.claim`` says what a lab has
+shown, and ``check.calibration()`` sums up what ``check.keep_guess`` kept of guesses and findings.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from course.check import attempts
+from course.check.claims import claim
 from course.check.guesses import calibration, keep_guess, read_guesses
 from course.check.hints import SECOND_HINTS
 from lab_common import LabError
@@ -35,6 +36,7 @@ __all__ = [
     "NotYetError",
     "OpenError",
     "calibration",
+    "claim",
     "diff",
     "exercise",
     "expect",

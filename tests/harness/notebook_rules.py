@@ -160,6 +160,8 @@ def find_code_faults(notebook) -> list[str]:
             faults.append(f"{name_cell(cell)}: {len(lines)} lines of code; the limit is 25")
         if ABSOLUTE.search(cell.source):
             faults.append(f"{name_cell(cell)}: absolute path in the code")
+        if re.search(r"^\s*assert\b", cell.source, re.MULTILINE):
+            faults.append(f"{name_cell(cell)}: a bare assertion; check.claim says what was found")
         unknown = find_imports(cell.source) - IMPORTS - set(sys.stdlib_module_names)
         faults += [f"{name_cell(cell)}: import of {name}" for name in sorted(unknown)]
     if lengths and sum(lengths) > 15 * len(lengths):
