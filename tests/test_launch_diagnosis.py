@@ -173,6 +173,12 @@ def test_what_a_job_wrote_is_only_text_on_its_card():
         assert page.count("<details>") == page.count("</details>") <= 1
 
 
+def test_the_colours_of_a_terminal_and_tabs_leave_no_signs_on_a_card():
+    coloured = replace(FAILURE, traceback="\x1b[1;31mError\x1b[0m\tin C", cause="\x1b[32mgreen\x1b[0m")
+    page = show(coloured)["text/html"]
+    assert ">Error   in C</pre>" in page and "likely: green" in read_text(page)
+
+
 def test_a_notebook_keeps_the_ends_of_a_traceback_of_100_000_lines():
     lines = [f"line {number}" for number in range(100_000)]
     long = replace(FAILURE, traceback="\n".join([*lines, "x" * 10**6]), cause="c" * 10**6, fix="f=" * 10**6)
