@@ -1,6 +1,6 @@
 """Sets errors as HTML for a notebook, safe for whatever a job or a host wrote.
 
-The colours can be read on white and on the black of JupyterLab's dark theme; text has the colour of the theme itself.
+The colours can be read on white and on the dark background of JupyterLab's dark theme. Text takes the theme's colour.
 """
 
 from __future__ import annotations
@@ -97,5 +97,5 @@ def _cut(text: str) -> str:
 
 
 def _clean_terminal(text: str) -> str:
-    """Leaves out the colours of a terminal, and sets tabs as blanks, for a page has neither."""
+    """Leaves out the colours of a terminal, and writes tabs as blanks: clean() would show a sign for each."""
     return SEQUENCE.sub("", text).expandtabs(4)
