@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 
 class LabError(Exception):
@@ -22,12 +23,25 @@ class LabError(Exception):
 
     def __init__(self, what: str, *, where: object = "", cause: str = "", fix: str = "", log: object = "") -> None:
         self.what, self.where, self.cause, self.fix, self.log = what, str(where), cause, fix, str(log)
-        hints = [("where", self.where), ("likely", cause), ("fix", fix), ("log", self.log)]
-        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in hints if text)]))
+        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in self.list_hints() if text)]))
+
+    def list_hints(self) -> list[tuple[str, str]]:
+        """What stands below the first line: a label and a text each, which may be empty."""
+        return [("where", self.where), ("likely", self.cause), ("fix", self.fix), ("log", self.log)]
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback: the message alone, which is all that a learner needs."""
         return str(self).splitlines()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook keeps as plain text of an error that is displayed: what print() shows."""
+        printer.text(str(self))
+
+    def _repr_html_(self) -> str:
+        """What JupyterLab shows of an error that is displayed."""
+        from lab_common.markup import write_card
+
+        return write_card("error", self.what, self.list_hints())
 
 
 def checkout() -> Path:

@@ -22,3 +22,19 @@ def clean(text: object, longest: int | None = None) -> str:
 def clean_name(name: object, longest: int | None = None) -> str:
     """Makes a name, or whatever else belongs on one line, safe to print: as :func:`clean`, and without line breaks."""
     return clean(name, longest).replace("\n", "\N{REPLACEMENT CHARACTER}")
+
+
+def cut_lines(text: str, *, first: int = 20, last: int = 80, longest: int = 500) -> str:
+    """Keeps the first and the last lines of a long text, and the beginning of a long line; says what is left out.
+
+    Args:
+        text: Such as a traceback, which a notebook would keep whole.
+        first: How many of the first lines are kept.
+        last: How many of the last.
+        longest: The most characters of a line.
+    """
+    lines = text.split("\n")
+    left = len(lines) - first - last
+    if left > 0:
+        lines[first:-last] = [f"({left:,} lines are left out here)"]
+    return "\n".join(line if len(line) <= longest else f"{line[: longest - 1]}…" for line in lines)

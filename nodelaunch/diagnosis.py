@@ -156,7 +156,7 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
     early = sorted(set(state.done) - waiting)
     stacks = {rank: _find_stand(text) for rank, text in state.stacks.items()}
     stacks |= {error["rank"]: _find_stand(error.get("traceback", "")) for error in errors}
-    common = {"node": heard["node"], "message": heard["message"], "traceback": "", "stacks": stacks}
+    common = {"message": heard["message"], "traceback": "", "stacks": stacks}
     for part in state.nodes.values():
         if part.gone and part.ended is None:
             return _describe_lost(
@@ -167,6 +167,7 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
             "exit",
             _shorten(f"Rank {early[0]} had ended its work while rank {heard['rank']} still waited for it."),
             rank=early[0],
+            node=state.ranks[early[0]].node,
             cause="the ranks have different numbers of batches, so that one takes a step more than the other",
             fix="drop_last=True, or torch.distributed.algorithms.join.Join around the loop",
             consequences={error["rank"]: _shorten_message(error) for error in errors},
@@ -177,6 +178,7 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
             "hang",
             _shorten(f"The ranks wait for each other: rank {heard['rank']} on {heard['node']} was stuck first."),
             rank=heard["rank"],
+            node=heard["node"],
             cause="a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network",
             fix="compare where the ranks stood: every rank has to call the same collectives in the same order",
             **common,
@@ -187,6 +189,7 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
         "lost",
         _shorten(f"Rank {heard['rank']} on {heard['node']} lost its peers: {_shorten_message(heard)}"),
         rank=missing[0] if missing else heard["rank"],
+        node=state.ranks[missing[0]].node if missing else heard["node"],
         cause=cause or "another rank died without a word, or the network between the nodes was cut",
         fix=fix or "job.preflight() looks at the network both ways; the log has what torchrun said",
         consequences={error["rank"]: _shorten_message(error) for error in errors},

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from lab_common import LabError, env_folder
+from lab_common.markup import write_card
+from lab_common.text import cut_lines
+
+# The most ranks that a card in a notebook names one by one.
+MANY_RANKS = 8
+# What ends a job without an error of any rank.
+ENDED = ("limit", "stopped")
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,49 @@ class Failure:
         lines = [self.what]
         if self.traceback:
             lines += ["", self.traceback.rstrip(), ""]
-        if self.kind == "hang":
-            for rank, text in sorted(self.stacks.items()):
-                lines += [f"  rank {rank} stood at: {text}"]
-        lines += [f"  rank {rank} failed as a consequence: {text}" for rank, text in sorted(self.consequences.items())]
+        lines += [f"  {label}: {text}" for label, text in self._list_ranks()]
         hints = [("likely", self.cause), ("fix", self.fix)]
         return "\n".join([*lines, *(f"  {label}: {text}" for label, text in hints if text)])
+
+    def shorten(self) -> Failure:
+        """The same failure with texts that a notebook can keep: of very many lines the first and the last."""
+        texts = {name: cut_lines(getattr(self, name)) for name in ("message", "traceback", "cause", "fix")}
+        return replace(self, **texts)
+
+    def write_html(self, log: object = "") -> str:
+        """Returns the failure as a card for a notebook, with its traceback folded.
+
+        Args:
+            log: Path of the log with the details.
+        """
+        named, others = self._list_ranks()[:MANY_RANKS], self._list_ranks()[MANY_RANKS:]
+        more = [("more ranks", f"{len(others)} are not shown here")] if others else []
+        hints = [("likely", self.cause), ("fix", self.fix), ("log", str(log))]
+        rank = "" if self.rank is None else f"rank {self.rank}"
+        return write_card(
+            self.kind,
+            self.what,
+            [*named, *more, *hints],
+            place=" on ".join(part for part in (rank, self.node) if part),
+            colour="note" if self.kind in ENDED else "red",
+            title=f"traceback of {rank}" if rank else "the last lines before the end",
+            lines=self.traceback,
+        )
+
+    def _list_ranks(self) -> list[tuple[str, str]]:
+        """What each rank said or where it stood: a label and a text each."""
+        stood = sorted(self.stacks.items()) if self.kind == "hang" else []
+        said = sorted(self.consequences.items())
+        rows = [(f"rank {rank} stood at", text) for rank, text in stood]
+        return rows + [(f"rank {rank} failed as a consequence", text) for rank, text in said]
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook keeps as plain text."""
+        printer.text(str(self.shorten()))
+
+    def _repr_html_(self) -> str:
+        """What JupyterLab shows."""
+        return self.write_html()
 
 
 @dataclass(frozen=True)
@@ -90,6 +134,19 @@ class JobResult:
     folder: Path
     lines: tuple[str, ...]
 
+    @property
+    def log(self) -> Path:
+        """The file that has all that was printed."""
+        return self.folder / "output.log"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook keeps as plain text."""
+        printer.text(f"{self.failure.shorten()}\n  log: {self.log}" if self.failure else repr(self))
+
+    def _repr_html_(self) -> str | None:
+        """What JupyterLab shows: the card of a failure; of a job that ended well it shows the plain text."""
+        return self.failure.write_html(self.log) if self.failure else None
+
 
 class JobError(LabError):
     """A job that failed; ``result`` holds what came of it all the same."""
@@ -101,12 +158,24 @@ class JobError(LabError):
             where=failure.location,
             cause=failure.cause,
             fix=failure.fix,
-            log=result.folder / "output.log",
+            log=result.log,
         )
         self.result = result
 
     def __str__(self) -> str:
         return f"{self.result.failure}\n  log: {self.log}"
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback: the rank's own, which may be very long."""
+        return f"{self.result.failure.shorten()}\n  log: {self.log}".splitlines()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """What a notebook keeps as plain text of an error that is displayed."""
+        printer.text("\n".join(self._render_traceback_()))
+
+    def _repr_html_(self) -> str:
+        """What JupyterLab shows of an error that is displayed."""
+        return self.result.failure.write_html(self.log)
 
 
 def find_log(job_id: str | None = None) -> Path:

@@ -2,12 +2,15 @@
 
 import copy
 import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
 
+import nodelaunch as launch
 from course import check
 from course.check import NotYetError, attempts
 from course.exercises.lab6 import cards
@@ -344,6 +347,50 @@ def test_a_card_runs_as_the_notebook_shows_it(capsys):
     said = capsys.readouterr().out
     assert result.failure is None and "0 of 160 points seen" in said and "ran to its end" in said
     assert sys.prefix not in said
+
+
+@pytest.fixture
+def fail(monkeypatch):
+    """A function that lets a card's job print lines and fail, and runs it."""
+
+    def fail(lines, failure):
+        def start(card, *, show):
+            for line in lines:
+                show(line)
+            return launch.JobResult(False, (), (), failure, (), {}, {}, Path("/runs/jobs/card-6"), tuple(lines))
+
+        monkeypatch.setattr(cards.Card, "start", start)
+        return draw("C").run()
+
+    return fail
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "{}card-6.py", line 42, in main\nOSError: no {}/points.pt'
+ERROR = f"OSError: no {tempfile.gettempdir()}/points.pt"
+FAILURE = launch.Failure("exception", f"Rank 1 on node1 failed first: {ERROR}", 1, "node1", ERROR)
+
+
+def test_a_traceback_that_a_rank_has_printed_is_not_printed_again(fail, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    failure = replace(FAILURE, traceback=TRACEBACK.format("", tempfile.gettempdir()), consequences={0: ERROR})
+    # With the path of the node's copy, which the launcher's own text leaves out.
+    printed = TRACEBACK.format("/node/code/", tempfile.gettempdir()).splitlines()
+    result = fail([f"[rank 1] {line}" for line in printed], failure)
+    (card,) = shown
+    page, text = card._repr_html_(), str(card)
+    assert (capsys.readouterr().out + text).count("Traceback (most") == 1
+    assert "Traceback" not in page and "<details" not in page
+    for words in ("Rank 1 on node1 failed first: OSError: no …/points.pt", "/runs/jobs/card-6/output.log"):
+        assert words in page and words in text
+    assert tempfile.gettempdir() not in page + text
+    assert result.failure is failure, "the learner's own result has all of it"
+
+
+@pytest.mark.parametrize("line", ["[rank 0] OSError: no /points.pt", f"[rank 1] {ERROR}!"])
+def test_a_traceback_that_no_rank_has_printed_is_printed(fail, line, capsys):
+    fail([line], replace(FAILURE, traceback=TRACEBACK.format("", tempfile.gettempdir())))
+    assert capsys.readouterr().out.count("Traceback (most") == 1
 
 
 def test_diff_sets_the_right_job_beside_the_learner_s(capsys):

@@ -36,8 +36,8 @@ SAID = {
         *("interface eth9 is not there", "eth0 10[.]77[.]", "where: n1", "fix: interface="),
         *("on n2, start by hand: bash /node/home/", "Not all nodes joined in time; missing: n2"),
     ],
-    "dead-rank": ["signal: rank 1, killed by signal 9", "failed as a consequence: rank 0$"],
-    "skipped-collective": ["^hang; likely: a collective", *(rf"rank {rank} stood at failing.py" for rank in (0, 1))],
+    "dead-rank": ["^Rank 1 on n2 was killed by signal 9", "^  rank 0 failed as a consequence: ", "^  log: /.*log$"],
+    "skipped-collective": ["^  likely: a collective", *(rf"rank {rank} stood at: failing.py" for rank in (0, 1))],
     "crash": [
         "started anew after: rank 1 on n2: killed by signal 9",
         "✔ every image was counted",

@@ -1,9 +1,15 @@
-"""Which failure a job is said to have, from what was heard of it alone."""
+"""Which failure a job is said to have, from what was heard of it alone; and how a notebook shows it."""
 
 import json
+import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
+from lab_common import LabError, markup
+from nodelaunch import Failure, JobError, JobResult
 from nodelaunch.diagnosis import diagnose
 from nodelaunch.state import JobState
 
@@ -57,3 +63,169 @@ def test_a_rank_that_was_aborted_or_told_to_end_is_behind_one_that_ended_by_itse
     state.read("a", f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: 57) of binary: python\n".encode())
     state.read("b", b"E1121 failed (exitcode: -11) local_rank: 0 (pid: 58) of binary: python\n")
     assert (diagnose(state).rank, diagnose(state).kind) == (1, "signal")
+
+
+def test_a_rank_that_is_blamed_by_another_is_named_with_its_own_node(state):
+    hear(state, "b", "done", rank=1)
+    hear_error(state, 0, WAITED)
+    ended = diagnose(state)
+    assert (ended.kind, ended.rank, ended.node) == ("exit", 1, "b")
+    state.done.clear()
+    state.errors.clear()
+    hear_error(state, 0, LOST)
+    lost = diagnose(state)
+    assert (lost.kind, lost.rank, lost.node) == ("lost", 1, "b")
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nValueError: bad luck'
+FAILURE = Failure(
+    kind="exception",
+    what="Rank 1 on b failed first: ValueError: bad luck",
+    rank=1,
+    node="b",
+    message="ValueError: bad luck",
+    traceback=TRACEBACK,
+    cause="the batch is empty",
+    fix="num_workers=0, or a smaller batch",
+    consequences={0: "RuntimeError: Connection closed by peer"},
+)
+
+
+def make_result(failure):
+    return JobResult(not failure, (), (), failure, (), {}, {}, Path("/runs/jobs/train-1"), ("[rank 0] hello",))
+
+
+def show(thing):
+    """What a notebook keeps of a thing that is displayed, by type."""
+    return DisplayFormatter().format(thing)[0]
+
+
+def read_text(page):
+    """What a reader of a page sees, without the folded part, in lines."""
+    visible = re.sub(r"<details>.*</details>", "", page, flags=re.DOTALL)
+    return [line for line in re.sub(r"<[^>]*>", "", visible.replace("</div>", "\n")).split("\n") if line]
+
+
+def test_a_failed_job_is_a_card_with_a_folded_traceback():
+    page = show(make_result(FAILURE))["text/html"]
+    assert page.startswith(f'<div style="border-left:5px solid {markup.COLOURS["red"]};')
+    assert read_text(page) == [
+        "exception&nbsp; rank 1 on b",
+        FAILURE.what,
+        "rank 0 failed as a consequence: RuntimeError: Connection closed by peer",
+        "likely: the batch is empty",
+        "fix: num_workers=0, or a smaller batch",
+        "log: /runs/jobs/train-1/output.log",
+    ]
+    assert re.search(r"<code [^>]*>num_workers=0</code>, or", page), "what can be typed is code"
+    assert re.search(
+        r"<details><summary>traceback of rank 1</summary><pre [^>]*>Traceback \(most .*bad luck</pre>", page, re.S
+    )
+    assert page.count("<div") == page.count("</div>")
+
+
+def test_the_plain_text_of_a_card_is_what_print_shows():
+    assert show(FAILURE)["text/plain"] == str(FAILURE)
+    assert "log:" not in show(FAILURE)["text/html"]
+    failed = make_result(FAILURE)
+    assert show(failed)["text/plain"] == show(JobError(failed))["text/plain"] == str(JobError(failed))
+    assert show(JobError(failed))["text/html"] == show(failed)["text/html"]
+    good = make_result(None)
+    assert show(good) == {"text/plain": repr(good)}
+    error = LabError("No node.", where="LAB_NODES", cause="a typo", fix="export LAB_NODES=local:2, then make lab")
+    assert show(error)["text/plain"] == str(error)
+    page = show(error)["text/html"]
+    assert read_text(page) == ["error&nbsp; ", *(line.strip() for line in str(error).split("\n"))]
+    assert re.findall(r"<code [^>]*>(.*?)</code>", page) == ["export LAB_NODES=local:2", "make lab"]
+
+
+def test_each_rank_of_a_hang_is_on_the_card_and_of_many_the_first():
+    places = {rank: f"train.py, line {rank}, in <module>" for rank in range(10)}
+    hang = Failure("hang", "The ranks wait for each other.", 0, "a", stacks=places)
+    lines = read_text(show(hang)["text/html"])
+    assert lines[2:] == [
+        *(f"rank {rank} stood at: train.py, line {rank}, in &lt;module&gt;" for rank in range(8)),
+        "more ranks: 2 are not shown here",
+    ]
+    assert "<details" not in show(hang)["text/html"], "there is no traceback to fold"
+    assert "rank 9 stood at" in show(hang)["text/plain"]
+
+
+def test_a_job_that_was_stopped_has_another_colour():
+    stopped = Failure("stopped", "The job was stopped.", traceback="last words")
+    page = show(stopped)["text/html"]
+    assert markup.COLOURS["note"] in page and markup.COLOURS["red"] not in page
+    assert "<summary>the last lines before the end</summary>" in page
+
+
+HOSTILE = "</pre></details><script>alert('1')</script>&\x1b[31m\x1b]0;title\x07"
+
+
+def test_what_a_job_wrote_is_only_text_on_its_card():
+    names = ("kind", "what", "node", "message", "traceback", "cause", "fix")
+    texts = {name: f"{HOSTILE}\n\tnum_workers='{HOSTILE}'" for name in names}
+    hostile = Failure(**texts, rank=1, consequences={0: HOSTILE}, stacks={0: HOSTILE})
+    error = LabError(HOSTILE, where=HOSTILE, cause=HOSTILE, fix=HOSTILE, log=HOSTILE)
+    for thing in (hostile, replace(hostile, kind="hang"), replace(make_result(hostile), folder=Path(HOSTILE)), error):
+        page = show(thing)["text/html"]
+        assert "<script" not in page and "&lt;script&gt;alert(&#x27;1&#x27;)" in page
+        assert not re.search(r"[\x00-\x09\x0b-\x1f]", page)
+        assert page.count("<details>") == page.count("</details>") <= 1
+
+
+def test_the_colours_of_a_terminal_and_tabs_leave_no_signs_on_a_card():
+    coloured = replace(FAILURE, traceback="\x1b[1;31mError\x1b[0m\tin C", cause="\x1b[32mgreen\x1b[0m")
+    page = show(coloured)["text/html"]
+    assert ">Error   in C</pre>" in page and "likely: green" in read_text(page)
+
+
+def test_a_notebook_keeps_the_ends_of_a_traceback_of_100_000_lines():
+    lines = [f"line {number}" for number in range(100_000)]
+    long = replace(FAILURE, traceback="\n".join([*lines, "x" * 10**6]), cause="c" * 10**6, fix="f=" * 10**6)
+    for shown in (show(long), show(make_result(long)), show(JobError(make_result(long)))):
+        assert {kind: len(text) < 10_000 for kind, text in shown.items()} == {"text/plain": True, "text/html": True}
+        for text in shown.values():
+            assert "line 19\n(99,901 lines are left out here)\nline 99921\n" in text and "xxx…" in text
+    assert len(JobError(make_result(long))._render_traceback_()) < 120
+    assert str(long).count("\n") > 100_000, "print() shows all of it"
+    many = {rank: "lost" for rank in range(1000)}
+    assert len(show(replace(FAILURE, consequences=many))["text/html"]) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("fix", "typed"),
+    [
+        ("a larger limit=, or less work", ["limit="]),
+        ("job.preflight() says in seconds which way is closed", ["job.preflight()"]),
+        ("a smaller --batch-size", ["--batch-size"]),
+        ("yours: files=, with env={'PYTHONPATH': '.'} to look in it", ["files=", "env={'PYTHONPATH': '.'}"]),
+        ("drop_last=True, or torch.utils.data.Subset around it", ["drop_last=True", "torch.utils.data.Subset"]),
+        ("on that node: rm -r -- '/a b'   (it is copied again)", ["rm -r -- '/a b'"]),
+        ("on node0: df -h; free some space", ["df -h"]),
+        ("TorchrunJob('train.py', nodes=local_nodes(2))", ["TorchrunJob('train.py', nodes=local_nodes(2))"]),
+        ("ssh-keygen -t ed25519, then ssh-copy-id n1", ["ssh-keygen -t ed25519", "ssh-copy-id n1"]),
+        ("read the log: the last lines before the crash", []),
+        ("see that it answers (ssh), then run the job again", []),
+    ],
+)  # fmt: skip
+def test_what_can_be_typed_in_a_fix_is_code(fix, typed):
+    page = markup.mark_code(fix).replace("&#x27;", "'")
+    assert re.findall(r"<code [^>]*>(.*?)</code>", page) == typed
+    assert re.sub(r"<[^>]*>|&nbsp;", lambda found: " " * (found[0] == "&nbsp;"), page) == fix
+
+
+def compare(one, other):
+    """The contrast of two colours as WCAG 2 defines it, from 1 to 21."""
+    lights = []
+    for colour in (one, other):
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        lights.append(0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
+    return max(lights) / min(lights)
+
+
+@pytest.mark.parametrize("colour", markup.COLOURS.values())
+def test_the_colours_can_be_seen_in_both_themes(colour):
+    assert compare(colour, "#ffffff") > 4.5, "text of the colour on white, and white text on the colour"
+    assert compare(colour, "#111111") > 3, "an edge and bold words on the dark theme"
+    assert compare("#ffffff", "#000000") == pytest.approx(21)

@@ -51,13 +51,16 @@ class NotYetError(LabError):
     """An answer that is not right yet: the smallest failing case, yours, expected, one hint, and more after a while."""
 
     def __init__(self, case: str, *, yours: object, expected: object, hint: str) -> None:
-        super().__init__(f"✘ {case}")
         self.yours, self.expected, self.hint, self.more = str(yours), str(expected), hint, ""
+        super().__init__(f"✘ {case}")
+
+    def list_hints(self) -> list[tuple[str, str]]:
+        """What stands below the case."""
+        return [("yours", self.yours), ("expected", self.expected), ("hint", self.hint), ("more", self.more)]
 
     def __str__(self) -> str:
         """The message as a learner sees it, one line each."""
-        lines = {"yours": self.yours, "expected": self.expected, "hint": self.hint, "more": self.more}
-        return "\n".join([self.what, *(f"  {name + ':':<9} {text}" for name, text in lines.items() if text)])
+        return "\n".join([self.what, *(f"  {name + ':':<9} {text}" for name, text in self.list_hints() if text)])
 
 
 class OpenError(LabError):

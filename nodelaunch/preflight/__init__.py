@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lab_common import LabError
+from lab_common.markup import escape
 from lab_common.text import clean
 from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
@@ -83,7 +84,7 @@ class Preflight:
         return "\n".join([*table.write_lines(self.verdicts), self._summarise()])
 
     def _repr_html_(self) -> str:
-        return f"{table.write_html(self.verdicts)}<div>{table.escape(self._summarise())}</div>"
+        return f"{table.write_html(self.verdicts)}<div>{escape(self._summarise())}</div>"
 
     def _summarise(self) -> str:
         notes = sum(verdict.state == "note" for verdict in self.verdicts)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lab_common.markup import COLOURS, escape
 from lab_common.text import clean
 from nodelaunch.preflight.verdicts import Verdict
 
 ORDER = ("red", "note", "ok")
-COLOURS = {"red": "#b3261e", "note": "#8a5a00", "ok": "#1b6e3c"}
 WIDTH = 118
 
 
@@ -57,11 +56,6 @@ def arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
         joined[key] = replace(verdict, node=node)
     checks = list(dict.fromkeys(verdict.check for verdict in verdicts))
     return sorted(joined.values(), key=lambda verdict: (ORDER.index(verdict.state), checks.index(verdict.check)))
-
-
-def escape(text: str) -> str:
-    """Makes text safe in HTML; lines stay lines."""
-    return html.escape(clean(text)).replace("\n", "<br>").replace("  ", "&nbsp; ")
 
 
 def _wrap(text: str, start: str, indent: int) -> list[str]:

@@ -14,7 +14,7 @@ import itertools
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import nodelaunch as launch
@@ -53,8 +53,20 @@ class Card:
         Returns:
             The result, with the failure in it; a failed job does not raise.
         """
-        result = self.start(show=lambda line: print(_shorten(line)))
-        print(f"\n{_shorten(str(result.failure))}" if result.failure else f"\nCard {self.number} ran to its end.")
+        from IPython.display import display
+
+        shown = []
+
+        def show(line: str) -> None:
+            shown.append(line)
+            print(_shorten(line))
+
+        result = self.start(show=show)
+        if result.failure:
+            failure = _leave_out_shown(result.failure, shown)
+            display(launch.JobError(replace(result, failure=failure)))
+        else:
+            print(f"\nCard {self.number} ran to its end.")
         return result
 
     def start(
@@ -169,6 +181,18 @@ def _number(fault: Fault) -> int:
 
 def _shuffle(*parts: object) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _leave_out_shown(failure: launch.Failure, shown: list[str]) -> launch.Failure:
+    """The failure as the learner sees it: with short paths, and without the traceback that a rank has printed."""
+    texts = {part.name: getattr(failure, part.name) for part in fields(failure)}
+    texts = {name: _shorten(text) for name, text in texts.items() if isinstance(text, str)}
+    others = {rank: _shorten(text) for rank, text in failure.consequences.items()}
+    # Its last line: the paths in those above may be shorter than in what the rank printed.
+    last = failure.traceback.rstrip().rpartition("\n")[2]
+    if f"[rank {failure.rank}] {last}" in shown:
+        texts["traceback"] = ""
+    return replace(failure, **texts, consequences=others)
 
 
 def _shorten(text: str) -> str:
