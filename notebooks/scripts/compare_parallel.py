@@ -97,7 +97,10 @@ def measure_case(args, batch_size, device, cores):
     }
     result = {"batch": batch_size, "training": [timing.as_record() for timing in measure(training, progress=False)]}
     net.eval()
-    return result | {"inference": [timing.as_record() for timing in measure(inference, progress=False)]}
+    result["inference"] = [timing.as_record() for timing in measure(inference, progress=False)]
+    if rank == 0:
+        print(f"batch {batch_size}: measured", flush=True)
+    return result
 
 
 def measure_links(args, device):

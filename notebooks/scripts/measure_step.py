@@ -73,7 +73,10 @@ def measure_step(net_name, stem, batch_size, measure, device):
     steps = {"alone": make_step(net, [0]), "compute": make_step(net, everyone), "ddp": make_step(model, everyone)}
     size = sum(4 * parameter.numel() for parameter in net.parameters())
     found = {"stem": stem, "batch": batch_size, "bytes": size}
-    return found | {one.name: one.as_record() for one in measure(steps, images=batch_size)}
+    timings = measure(steps, images=batch_size)
+    if dist.get_rank() == 0:
+        print(f"{stem} stem, batch {batch_size} per process: measured", flush=True)
+    return found | {one.name: one.as_record() for one in timings}
 
 
 def main():

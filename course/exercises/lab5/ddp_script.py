@@ -84,6 +84,7 @@ def verify_ddp_script(path: str | Path) -> str:
         what = f"✎ {path} has {len(gaps)} place{'s' if len(gaps) > 1 else ''} left to fill in."
         raise OpenError(what, where=f"line {', '.join(map(str, gaps))}", fix=fix)
     expect_precautions(tree)
+    print("Your script runs on two local nodes, and train_single.py beside it ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="lab5-", ignore_cleanup_errors=True) as folder:
         runs = _run_both(script, Path(folder))
         _expect_end(runs.job)
