@@ -10,6 +10,8 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
+from course.bars import VIEW
+
 BAR = """
 from lab_utils.bars import open_bar
 with open_bar(4, "counting", show={show}, mininterval=0) as bar:
@@ -54,3 +56,15 @@ def test_a_notebook_shows_a_bar_unless_it_is_told_not_to(show):
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     shown = [output.data for output in notebook.cells[0].outputs if output.output_type == "display_data"]
     assert ["application/vnd.jupyter.widget-view+json" in data for data in shown] == [True] * show
+
+
+def test_a_notebook_forgets_a_bar_that_was_taken_away():
+    """Also one that a cell makes by itself, after a lab's imports; one that stays is kept, and so is what was said."""
+    bar = "from tqdm.auto import tqdm\nfor _ in tqdm(range(2), leave={}):\n    pass\nprint('done')"
+    ours = BAR.format(show=True).replace("show=True", "show=True, leave=False")
+    sources = ["from course import check", bar.format(False), ours, bar.format(True)]
+    notebook = new_notebook(cells=[new_code_cell(source) for source in sources])
+    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+    shown = [[output.data for output in cell.outputs if "data" in output] for cell in notebook.cells]
+    assert [[bool(data[VIEW]["model_id"]) for data in some] for some in shown] == [[], [False], [False], [True]]
+    assert "0/2" in shown[1][0]["text/plain"] and notebook.cells[1].outputs[-1].text == "done\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +14,22 @@ import pytest
 from harness.browser import Page
 from harness.hosts import find_missing
 from harness.jobs import assert_gone, wait_for
-from harness.lab_pages import PROGRESS, find_faults, find_stubs, go_the_learner_s_way, run_all
+from harness.lab_pages import (
+    PROGRESS,
+    REFUSALS,
+    find_faint_texts,
+    find_faults,
+    find_stubs,
+    go_the_learner_s_way,
+    run_all,
+    say_in_dialog,
+)
 from harness.lab_server import KERNEL, WANDB_KEY, Lab, start_lab
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from course import workspace
+from course.check.hints import SECOND_HINTS
+from course.report.__main__ import main as report
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where hosts can be made, test_lab5.py takes lab 5 this way on two of them.
@@ -65,18 +77,24 @@ def lab(cinic_folder: Path, chromium: str, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture
-def open_notebook(lab: Lab) -> Iterator[Callable[[str], Page]]:
-    """Opens notebooks by name; their tabs are closed and their kernels ended after the test."""
-    pages = []
+def pages(lab: Lab) -> Iterator[list[Page]]:
+    """Takes the tabs of a test, which are closed after it; all kernels are ended, too."""
+    opened: list[Page] = []
+    yield opened
+    for page in opened:
+        page.close()
+    lab.end_kernels()
+
+
+@pytest.fixture
+def open_notebook(lab: Lab, pages: list[Page]) -> Callable[[str], Page]:
+    """Opens notebooks by name."""
 
     def run(name: str) -> Page:
         pages.append(lab.open(name))
         return pages[-1]
 
-    yield run
-    for page in pages:
-        page.close()
-    lab.end_kernels()
+    return run
 
 
 SOLVED = "def f():\n    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\nassert f() == 2"
@@ -257,3 +275,164 @@ def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_show
     page.wait_for("labs.kernel === 'idle'")
     assert sorted(run_cell(page, 1).splitlines()[-2:]) == [f"node{n}: [rank {n}] all steps done" for n in (0, 1)]
     assert_gone(job, 10.0)
+
+
+def test_the_first_start_shows_the_page_of_all_labs_and_its_link_opens_one(lab, pages, keep):
+    page = lab.start()
+    pages.append(page)
+    page.wait_for("document.querySelector('.jp-RenderedMarkdown h1')?.innerText === 'Distributed Training Labs'")
+    shown = "[...document.querySelectorAll('{}')].map(node => node.innerText)"
+    assert page.evaluate(shown.format("#jp-main-dock-panel .lm-TabBar-tab")) == ["START.md"]
+    names = "[...document.querySelectorAll('.jp-DirListing-itemText')]"
+    assert {path.name for path in NOTEBOOKS} <= set(page.evaluate(f"{names}.map(node => node.innerText)"))
+    cut = page.evaluate(f"{names}.filter(node => node.scrollWidth > node.clientWidth).map(node => node.innerText)")
+    assert cut == [], "the file browser is too narrow"
+    keep(page, "first_start")
+    page.evaluate("void [...document.querySelectorAll('.jp-RenderedMarkdown p a')][0].click()")
+    page.wait_for("jupyterapp.shell.currentWidget?.context?.path === '00_start_here.ipynb'")
+    page.wait_for("jupyterapp.shell.currentWidget.sessionContext.session?.kernel?.status === 'idle'")
+    # What would ask for news has asked by now.
+    assert page.evaluate(shown.format(".Toastify__toast, .jp-Dialog")) == []
+
+
+def cut_lab_0(lab: Lab, name: str, ids: Sequence[str]) -> dict[str, int]:
+    """Puts a learner's copy of some cells of lab 0 into the workspace; returns their places."""
+    book = workspace.make_stub(nbformat.read(ROOT / "notebooks" / "00_start_here.ipynb", as_version=4))
+    book.cells = [cell for cell in book.cells if cell.id in ids]
+    nbformat.write(book, lab.folder / name)
+    return {cell.id: place for place, cell in enumerate(book.cells)}
+
+
+def answer_topk(page: Page, place: int, *lines: str) -> str:
+    """Writes an answer to exercise 0.1 into its cell, runs that, and returns what it shows."""
+    body = "\n".join(f"    {line}" for line in lines)
+    source = f"def count_topk(logits, labels, k):\n{body}\n\n\ncheck.exercise('0.1', count_topk)"
+    page.evaluate(f"labs.rewrite({place}, {json.dumps(source)})")
+    return run_cell(page, place)
+
+
+RIGHT_TOPK = ("best = logits.topk(k, dim=1).indices", "return (best == labels.unsqueeze(1)).sum()")
+
+
+def test_a_stub_a_slip_wrong_answers_and_a_right_one_are_told_apart_on_a_busy_machine(lab, open_notebook, keep, busy):
+    cells = cut_lab_0(lab, "answers.ipynb", ["imports", "topk-text", "exercise-topk"])
+    place = cells["exercise-topk"]
+
+    def keep_answer(page: Page, name: str) -> None:
+        page.evaluate(f"labs.look({place})")
+        keep(page, name)
+
+    with busy(4):
+        page = open_notebook("answers.ipynb")
+        run_all(page)
+        stub = page.evaluate(TEXT.format(place)).strip()
+        keep_answer(page, "answer_stub")
+        slip = answer_topk(page, place, RIGHT_TOPK[0].replace("logits", "logit"), RIGHT_TOPK[1])
+        keep_answer(page, "answer_slip")
+        first, second = (answer_topk(page, place, "return (logits.argmax(1) == labels).sum()") for _ in range(2))
+        keep_answer(page, "answer_wrong_twice")
+        right, again = (answer_topk(page, place, *RIGHT_TOPK) for _ in range(2))
+        keep_answer(page, "answer_right")
+    assert stub.splitlines()[0] == "✎ 0.1 Counting right answers: still to be written."
+    assert "line 2: best = logit.topk(k, dim=1).indices" in slip and "NameError: name 'logit'" in slip
+    assert "counts as no try" in slip and "Traceback" not in stub + slip
+    assert [len(said.splitlines()) for said in (stub, slip)] == [2, 3]
+    assert first.startswith("✘ 5 images, k=2") and "hint:" in first
+    # The slip was no try: the second hint comes with the second wrong answer, and not with the first.
+    assert "more:" not in first and second.startswith(first) and SECOND_HINTS["0.1"] in " ".join(second.split())
+    assert right == again and right.startswith("✔ 0.1 Counting right answers: ")
+
+
+def find_pictures(path: Path) -> dict[str, list[str]]:
+    """The figures that are stored in a notebook, by the id of their cell."""
+    outputs = {cell.id: cell.get("outputs", []) for cell in nbformat.read(path, as_version=4).cells}
+    data = {name: [output.get("data", {}).get("image/png") for output in some] for name, some in outputs.items()}
+    return {name: [one.strip() for one in some if one] for name, some in data.items() if any(some)}
+
+
+def test_a_lab_bears_a_restart_in_the_middle_a_second_evening_and_a_new_name(
+    lab, open_notebook, keep, tmp_path, monkeypatch
+):
+    ids = ["title", "imports", "load", "batches", "exercise-topk", "recipe-code", "loop", "predict", "epoch"]
+    cells = cut_lab_0(lab, "evening.ipynb", [*ids, "plot-read", "first-plot"])
+    page = open_notebook("evening.ipynb")
+    page.evaluate(f"labs.panel.content.activeCellIndex = {cells['exercise-topk']}")
+    run_all(page, "notebook:run-all-above")
+    answer_topk(page, cells["exercise-topk"], *RIGHT_TOPK)
+    page.evaluate("void jupyterapp.commands.execute('kernelmenu:restart')")
+    say_in_dialog(page)
+    page.wait_for("labs.panel.sessionContext.kernelDisplayStatus === 'idle'")
+    assert "NameError" in run_cell(page, cells["recipe-code"]), "the kernel is a new one"
+    page.evaluate(f"labs.panel.content.activeCellIndex = {cells['plot-read']}")
+    run_all(page, "notebook:run-all-above")
+    assert page.evaluate("labs.stop") is None
+    assert page.evaluate(TEXT.format(cells["exercise-topk"])).startswith("✔ 0.1")
+    shown = [page.evaluate(TEXT.format(place)) for name, place in cells.items() if name in ids[1:]]
+    page.close()
+    lab.end_kernels()
+
+    page = open_notebook("evening.ipynb")  # as on the next evening
+    page.wait_for("!labs.panel.node.innerText.includes('Loading widget...')")
+    assert [page.evaluate(TEXT.format(place)) for name, place in cells.items() if name in ids[1:]] == shown
+    looks = {name: page.evaluate(f"labs.look({place})") for name, place in cells.items()}
+    page.evaluate(f"labs.look({cells['epoch']})")
+    keep(page, "second_evening")
+    assert [(name, word) for name, look in looks.items() for word in REFUSALS if word in look["text"]] == []
+    pictures = find_pictures(lab.folder / "evening.ipynb")
+    assert {name: look["figures"] for name, look in looks.items() if look["figures"]} == {
+        name: [True] * len(some) for name, some in pictures.items()
+    }
+    assert pictures.keys() == {"load", "first-plot"}
+
+    page.evaluate("void jupyterapp.commands.execute('docmanager:rename')")
+    say_in_dialog(page, "my own evening.ipynb")
+    page.wait_for("labs.panel.context.path === 'my own evening.ipynb'")
+    monkeypatch.setenv("LAB_RUNS", str(lab.runs))
+    team = tmp_path / "team"
+    team.mkdir()
+    shutil.copy(lab.folder / "my own evening.ipynb", team)
+    assert report(["--workspace", str(team), "--output", str(tmp_path / "report.html")]) == 0
+    text = (tmp_path / "report.html").read_text()
+    of_lab = text.partition('id="lab0"')[2].partition('id="lab1"')[0]
+    assert all("".join(picture.split()) in of_lab for some in pictures.values() for picture in some)
+
+
+# All that we show with colours or HTML of our own, each once.
+SHOWN = (
+    "from course import check\nfrom lab_utils import board, machine, plots\nmachine.card()",
+    "def before(x):\n    return x + 1\ndef after(x):\n    y = x + 2\n    return y\nplots.show_diff(before, after)",
+    "import pandas as pd\npd.DataFrame({'images/s': [1.5, 2.5]}, index=['fp32', 'bf16'])",
+    "import tempfile\nended = board.start(tempfile.mkdtemp())\nended.stop()\nended.show(height=60)",
+    "from nodelaunch.preflight import Preflight, Verdict\n"
+    "found = [Verdict('node1', 'disk', state, 'so much room', 'cause', 'fix') for state in ('red', 'note', 'ok')]\n"
+    "Preflight(tuple(found), {}, {}, 1, 0.1, {})",
+    "check.exercise('0.1', lambda logits, labels, k: (logits.topk(k).indices == labels.unsqueeze(1)).sum())\n"
+    "check.progress()",
+    "check.exercise('0.1', lambda logits, labels, k: None)",
+)
+WORDS = ("Processor", "− def before", "+ def after", "images/s", "does not run any more", "red", "note", "ok", "✔", "✘")
+
+
+def test_what_we_show_is_legible_in_the_light_and_the_dark_theme(lab, open_notebook, keep):
+    lab.write("themes.ipynb", *SHOWN)
+    page = open_notebook("themes.ipynb")
+    run_all(page)
+    themes = lab.runs.parent / "config/lab/user-settings/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
+    try:
+        for theme in ("JupyterLab Light", "JupyterLab Dark"):
+            page.evaluate(f"jupyterapp.commands.execute('apputils:change-theme', {{theme: {theme!r}}})")
+            page.wait_for(f"document.body.dataset.jpThemeName === {theme!r}")
+            page.close()
+            lab.end_kernels()
+            page = open_notebook("themes.ipynb")
+            page.wait_for(f"document.body.dataset.jpThemeName === {theme!r}")
+            page.wait_for(f"{TEXT.format(3)}.includes('does not run any more')")
+            # As high as the notebook, for a picture of all of it.
+            high = {"width": 1400, "height": 2000, "deviceScaleFactor": 1, "mobile": False}
+            page.call("Emulation.setDeviceMetricsOverride", **high)
+            keep(page, theme.replace(" ", "_"))
+            seen = "\n".join(page.evaluate(TEXT.format(place)) for place in range(len(SHOWN)))
+            assert [word for word in WORDS if word not in seen] == []
+            assert find_faint_texts(page) == []
+    finally:
+        themes.unlink(missing_ok=True)  # the next test finds the theme that a learner finds

@@ -1,7 +1,11 @@
 """The page that a team hands in, and the one that sets teams side by side."""
 
+import base64
+import io
+import json
 import re
 
+import matplotlib.pyplot as plt
 import nbformat
 import pytest
 from harness.drawn import assert_explains
@@ -65,6 +69,31 @@ def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
     links = [value for _, attributes in found for key, value in attributes.items() if key in ("href", "src")]
     places = {f"#{attributes['id']}" for _, attributes in found if "id" in attributes}
     assert all(link.startswith("data:") or link in places for link in links) and "#lab1" in links
+
+
+def test_a_wide_figure_has_the_whole_width(workspace):
+    path = workspace / "01_mixed_precision.ipynb"
+    book = nbformat.read(path, as_version=4)
+    for width in (750, 1389):
+        figure, picture = plt.figure(figsize=(width / 100, 4), dpi=100), io.BytesIO()
+        figure.savefig(picture, format="png")
+        data = {"image/png": base64.b64encode(picture.getvalue()).decode()}
+        book.cells.append(new_code_cell("plot()", outputs=[new_output("display_data", data=data)]))
+    nbformat.write(book, path)
+    page = make_report(workspace, team="x")
+    assert [attributes.get("class") for tag, attributes in read(page) if tag == "figure"] == [None, None, "wide"]
+
+
+@pytest.mark.parametrize(
+    ("when", "shown"),
+    [("2026-11-23T08:05:45+02:00", "2026-11-23 06:05"), ("late", "late"), ("0001-01-01T00:00+02:00", None)],
+)
+def test_a_moment_is_told_to_the_minute(workspace, when, shown):
+    records = timing.Records("lab1")
+    records.add("throughput", [Timing("fp32", (0.2,), images=16)])
+    record = json.loads(records.path.read_text()) | {"when": when}
+    records.path.write_text(json.dumps(record) + "\n")
+    assert f"<td>{shown or when}</td>" in make_report(workspace, team="x")
 
 
 def test_an_answer_is_text_and_never_code(workspace):

@@ -10,6 +10,7 @@ shown, and ``check.calibration()`` sums up what ``check.keep_guess`` kept of gue
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from datetime import date
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from course.bars import clear_ended_bars
 from course.check import attempts
 from course.check.claims import claim
 from course.check.guesses import calibration, keep_guess, read_guesses
@@ -45,6 +47,8 @@ __all__ = [
     "refusing",
 ]
 LABS = range(7)
+# Each lab imports this module before its first bar.
+clear_ended_bars()
 
 
 class NotYetError(LabError):
@@ -59,8 +63,15 @@ class NotYetError(LabError):
         return [("yours", self.yours), ("expected", self.expected), ("hint", self.hint), ("more", self.more)]
 
     def __str__(self) -> str:
-        """The message as a learner sees it, one line each."""
-        return "\n".join([self.what, *(f"  {name + ':':<9} {text}" for name, text in self.list_hints() if text)])
+        """The message as a learner sees it: one line each, and more where a hint is longer than one."""
+        texts = {name: [text] if name in ("yours", "expected") else _wrap(text) for name, text in self.list_hints()}
+        shown = [(f"{name}:", "\n".ljust(13).join(text)) for name, text in texts.items() if any(text)]
+        return "\n".join([self.what, *(f"  {name:<9} {text}" for name, text in shown)])
+
+
+def _wrap(text: str) -> list[str]:
+    """The lines of a hint: JupyterLab would break it in mid-word."""
+    return textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False)
 
 
 class OpenError(LabError):

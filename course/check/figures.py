@@ -80,7 +80,7 @@ def ratios(factors: Mapping[str, float], *, ax: Axes | None = None) -> Axes:
         side = "left" if factor >= 1 else "right"
         offset = {"xytext": (7 if factor >= 1 else -7, 0), "textcoords": "offset points", "va": "center", "ha": side}
         ax.annotate(f"{factor:.2g}×", (factor, y), **offset)
-    far = 1.6 * max(2.0, *factors.values(), *(1 / factor for factor in factors.values()))
+    far = 2.0 * max(2.0, *factors.values(), *(1 / factor for factor in factors.values()))
     ax.axvline(1, color="black", linewidth=1)
     ax.set(xscale="log", xlim=(1 / far, far), ylim=(len(factors) - 0.5, -0.5), xlabel="my guess ÷ what was found")
     ax.set_yticks(range(len(factors)), list(factors))

@@ -76,13 +76,13 @@ def make_report(workspace: Path, *, team: str) -> str:
     data = json.dumps(summary).replace("<", "\\u003c")
     parts.append(f"{BEGIN.decode()}{data}{END.decode()}")
     facts = make_table("This machine", [("hardware", here.label), ("torch", here.torch), ("Python", here.python)])
-    return make_page(f"Distributed Training Labs: {team}", [f"<p>{summary['when']}</p>", facts, *parts])
+    return make_page(f"Distributed Training Labs: {team}", [f"<p>{_tell_time(summary['when'])} UTC</p>", facts, *parts])
 
 
 def _make_overview(guesses: dict[str, tuple[float, float]]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         picture = _draw(check.progress, "where the team stands: a row for each lab, a square for each exercise")
-    parts = [picture, f"<pre>{escape(said.getvalue())}</pre>"]
+    parts = ["<h2>Exercises</h2>", picture, f"<pre>{escape(said.getvalue())}</pre>"]
     if guesses:
         rows = [(what, guess, found, guess / found if found else "") for what, (guess, found) in guesses.items()]
         head = ["question", "guess", "found", "ratio"]
@@ -98,7 +98,7 @@ def _describe_lab(lab: int, paths: Sequence[Path], exercises: dict, standings: d
     yield f'<h2 id="lab{lab}">Lab {lab}</h2>'
     rows = list(_read_timings(lab))
     if rows:
-        head = ["what", "set-up", "images", "ms (median)", "quartiles", "images/s", "measured on", "when"]
+        head = ["what", "set-up", "images", "ms (median)", "quartiles", "images/s", "measured on", "when (UTC)"]
         yield make_table("Measurements", rows[-MOST_TIMINGS:], head)
     if len(rows) > MOST_TIMINGS:
         yield f"<p>{len(rows) - MOST_TIMINGS} older measurements are not shown.</p>"
@@ -126,7 +126,15 @@ def _read_timings(lab: int) -> Iterator[tuple]:
         for one in _find_timings(record["result"]):
             speed = f"{one.images_per_second:.1f}" if one.images else ""
             times = (f"{1e3 * one.median:.2f}", f"{1e3 * one.low:.2f} to {1e3 * one.high:.2f}")
-            yield (what, one.name, one.images or "", *times, speed, record["machine"], record["when"])
+            yield (what, one.name, one.images or "", *times, speed, record["machine"], _tell_time(record["when"]))
+
+
+def _tell_time(when: str) -> str:
+    """A moment to the minute, as 2026-11-23 06:05; what is none stays as it is."""
+    try:
+        return datetime.fromisoformat(when).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, TypeError, ValueError):
+        return when
 
 
 def _find_differences(record: dict, records: Iterable[dict]) -> list[str]:
@@ -158,7 +166,8 @@ def _draw(function: Any, text: str) -> str:
     function()
     for number in sorted(set(plt.get_fignums()).difference(there)):
         picture = io.BytesIO()
-        plt.figure(number).savefig(picture, format="png", dpi=100)
+        # As in a notebook: without the margins that a figure of its own would have.
+        plt.figure(number).savefig(picture, format="png", dpi=100, bbox_inches="tight")
         plt.close(number)
         source = base64.b64encode(picture.getvalue()).decode()
         shown.append(f'<img alt="{html.escape(text)}" src="data:image/png;base64,{source}">')

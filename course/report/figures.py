@@ -16,15 +16,24 @@ from course.report.pages import escape_line
 # Of one lab; seven labs stay below what a report may have.
 FIGURES_BYTES = 6 * 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
+# In pixels; a figure of one panel has 750.
+WIDE = 900
 LAB = re.compile(r"# Lab ([0-9]{1,2})\b")
 HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 
 
 class Figure(NamedTuple):
-    """A figure: the heading above it, numbered where it has several; and its PNG in base 64, "" where it is none."""
+    """A figure: the heading above it, numbered where it has several; and its PNG in base 64, "" where it is none.
+
+    Attributes:
+        caption: The heading.
+        source: The PNG.
+        wide: Whether it has several panels in a row, which nobody could read in half of a page.
+    """
 
     caption: str
     source: str
+    wide: bool
 
 
 def show_figures(paths: Iterable[Path]) -> Iterator[str]:
@@ -44,7 +53,8 @@ def show_figures(paths: Iterable[Path]) -> Iterator[str]:
                 continue
             left -= len(figure.source)
             text = escape_line(figure.caption)
-            yield f'<figure><img alt="{text}" src="data:image/png;base64,{figure.source}">'
+            place = ' class="wide"' if figure.wide else ""
+            yield f'<figure{place}><img alt="{text}" src="data:image/png;base64,{figure.source}">'
             yield f"<figcaption>{text}</figcaption></figure>"
         for kind, count in kinds.items():
             if count:
@@ -70,7 +80,7 @@ def read_figures(path: Path) -> list[Figure]:
             if picture:
                 count[heading] += 1
                 number = f" ({count[heading]})" if count[heading] > 1 else ""
-                figures.append(Figure(heading + number, _read_png(_join(picture))))
+                figures.append(Figure(heading + number, *_read_png(_join(picture))))
     return figures
 
 
@@ -89,10 +99,12 @@ def _join(text: Any) -> str:
     return "".join(parts) if all(isinstance(part, str) for part in parts) else ""
 
 
-def _read_png(text: str) -> str:
-    """A PNG picture's base 64 without white space; "" where it is none."""
+def _read_png(text: str) -> tuple[str, bool]:
+    """A PNG picture's base 64 without white space, and whether it is a wide one; "" where it is none."""
     text = "".join(text.split())
     try:
-        return text if base64.b64decode(text, validate=True).startswith(PNG) else ""
+        picture = base64.b64decode(text, validate=True)
     except ValueError:
-        return ""
+        picture = b""
+    # Its first part says how many pixels wide it is.
+    return (text, int.from_bytes(picture[16:20]) > WIDE) if picture.startswith(PNG) else ("", False)

@@ -8,14 +8,19 @@ from collections.abc import Iterable, Sequence
 from lab_common.text import clean
 
 STYLE = (
-    "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
+    "body{font:16px/1.5 sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
     "nav ul{display:flex;flex-wrap:wrap;gap:1rem;list-style:none;padding:0}"
     ".figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(26rem,1fr));gap:1rem}"
-    "pre{max-height:20rem;overflow-y:auto;font-size:.85rem}"
-    "@media print{pre{max-height:none}h2{break-before:page}figure,tr{break-inside:avoid}nav{display:none}}"
-    "table{border-collapse:collapse;margin:1rem 0}caption{text-align:left;font-weight:bold}"
-    "th,td{border:1px solid #ccc;padding:.2rem .6rem;text-align:left}"
-    "img{max-width:100%}pre{background:#f4f4f4;padding:.6rem;overflow-x:auto}figure{margin:1rem 0}"
+    ".wide{grid-column:1/-1}"
+    "table{border-collapse:collapse;margin:1rem 0;font-size:.85em}"
+    "caption{text-align:left;font-weight:bold;font-size:1.15em}"
+    "th,td{border:1px solid #ccc;padding:.2rem .5rem;text-align:left}"
+    "img{max-width:100%;display:block}figure{margin:1rem 0}"
+    "pre{background:#f4f4f4;padding:.6rem;max-height:20rem;overflow:auto;font-size:.85em}"
+    # Paper has no scroll bars: what is longer than a line wraps.
+    "@media print{body{font-size:12px;margin:0}nav{display:none}h2[id]{break-before:page}h2,h3{break-after:avoid}"
+    ".figures{grid-template-columns:1fr 1fr}figure,img,thead,tr{break-inside:avoid}"
+    "pre{max-height:none;overflow:visible;white-space:pre-wrap}}"
 )
 LINE = 200  # characters of a text that stands on one line
 TEXT = 20_000  # characters of a text of many lines, such as an answer
@@ -41,7 +46,8 @@ def make_table(caption: str, rows: Iterable[Sequence], head: Sequence[str] = ())
     """Returns a table; the first cell of each row is its heading."""
     lines = [f"<table><caption>{escape_line(caption)}</caption>"]
     if head:
-        lines.append("<tr>" + "".join(f'<th scope="col">{escape_line(name)}</th>' for name in head) + "</tr>")
+        names = "".join(f'<th scope="col">{escape_line(name)}</th>' for name in head)
+        lines.append(f"<thead><tr>{names}</tr></thead>")  # which a printed table repeats on each page
     for first, *rest in rows:
         cells = (f"{cell:.3g}" if isinstance(cell, float) else cell for cell in rest)
         cells = "".join(f"<td>{escape_line(cell)}</td>" for cell in cells)

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lab_common.markup import COLOURS, escape
+from lab_common.markup import COLOURS, TAG, escape
 from lab_common.text import clean
 from nodelaunch.preflight.verdicts import Verdict
 
@@ -31,12 +31,11 @@ def write_html(verdicts: Sequence[Verdict]) -> str:
     rows = []
     for verdict in arrange(verdicts):
         hints = "".join(f"<br><i>{label}:</i> {escape(text)}" for label, text in _hints(verdict))
-        style = f"color:{COLOURS[verdict.state]};font-weight:bold"
-        cells = [f'<td style="{style}">{verdict.state}</td>', f"<td>{escape(verdict.node)}</td>"]
-        cells += [
-            f"<td>{escape(verdict.check)}</td>",
-            f'<td style="text-align:left">{escape(verdict.found)}{hints}</td>',
-        ]
+        mark = f'<span style="{TAG};background-color:{COLOURS[verdict.state]}">{verdict.state}</span>'
+        cells = [f'<td style="text-align:left">{mark}</td>']
+        # JupyterLab would set them to the right.
+        texts = (escape(verdict.node), escape(verdict.check), escape(verdict.found) + hints)
+        cells += [f'<td style="text-align:left">{text}</td>' for text in texts]
         rows.append(f'<tr style="vertical-align:top">{"".join(cells)}</tr>')
     head = "".join(f'<th style="text-align:left">{title}</th>' for title in ("", "node", "check", "found"))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"

@@ -52,6 +52,13 @@ class Lab:
     browser: Browser
     tracker: WandbServer
 
+    def start(self) -> Page:
+        """Opens the address that `make lab` prints, as a learner does first."""
+        page = self.browser.open(f"{self.url}/?token={TOKEN}")
+        page.wait_for("window.jupyterapp !== undefined", timeout=120)
+        page.evaluate("jupyterapp.restored.then(() => true)", timeout=120)
+        return page
+
     def open(self, name: str) -> Page:
         """Opens a notebook in a tab of its own, with a kernel that is ready."""
         # A workspace of its own: a tab that finds the default one in use by another goes elsewhere in mid-load.
