@@ -23,8 +23,8 @@ from lab_utils.machine.settings import scale
 GIB = 2**30
 # CINIC-10's archive and its packed arrays together take about 1.5 GB.
 DISK_NEEDED = 2 * GIB
-# A lab takes up to 2.5 GB (README.md has the peak of each), and JupyterLab and a browser want theirs.
-MEMORY_NEEDED, FREE_NEEDED = 3.5 * GIB, 2.5e9
+# A lab takes up to 2.5 GiB (README.md has the peak of each), and JupyterLab and a browser want theirs.
+MEMORY_NEEDED, FREE_NEEDED = 3.5 * GIB, 2.5 * GIB
 
 # Tried in a process of its own: an import that breaks half-way leaves this one unable to try again.
 PROBE = """
@@ -170,7 +170,7 @@ def check_memory() -> Verdict:
     """Checks that main memory, or the container's share, holds any lab, and that enough of it is free now."""
     total, free = measure_memory(), measure_memory("available")
     text = (
-        f"{total / GIB:.1f} GiB of memory (the labs want 3.5), {free / GIB:.1f} GiB of it free (a lab takes up to 2.3)"
+        f"{total / GIB:.1f} GiB of memory (the labs want 3.5), {free / GIB:.1f} GiB of it free (a lab takes up to 2.5)"
     )
     if total >= MEMORY_NEEDED:
         return Verdict(free >= FREE_NEEDED, text, "end other programs, and shut down the kernels of other notebooks")
