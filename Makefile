@@ -6,10 +6,12 @@ PY := .venv/bin/python
 READY := .venv/ready
 LAB_PORT ?= 8888
 WORKSPACE ?= workspace
+# BEGIN: not in a release
 STUDENT ?= student
 # Processes that share the tests; 0 runs them in pytest's own, for a debugger.
 WORKERS ?= 3
 TEAMS ?= hosting/teams.csv
+# END: not in a release
 # What a Python has to be, and the one behind it where it belongs to an environment.
 SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= (3, 13); print(sys._base_executable)
 
@@ -17,11 +19,13 @@ SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 export TORCH TORCH_CPU_INDEX
 
+# BEGIN: not in a release
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
 test test-system drills fuzz checks notebooks reference bench: export OMP_NUM_THREADS := 1
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
 test test-system drills fuzz: export LAB_SCALE := small
+# END: not in a release
 
 ## lab: set up, prepare the data, make your copy of the labs in workspace/, open JupyterLab (LAB_PORT=8888)
 .PHONY: lab
@@ -38,6 +42,7 @@ lab: setup
 	  --ServerApp.root_dir="$(WORKSPACE)" --LabApp.default_url=/lab/tree/START.md --Application.log_level=WARN $(if $(SSH_CONNECTION)$(CI),--no-browser) \
 	  $$(test $$(id -u) -ne 0 || echo --allow-root)
 
+# BEGIN: not in a release
 ## test: set up and run the tests: unit tests, every notebook, two nodes on this machine, the drills
 .PHONY: test
 test: setup
@@ -72,6 +77,7 @@ fuzz: setup
 .PHONY: checks
 checks: setup
 	@$(PY) -m pytest -q -p tests.harness.checks_table tests/test_check_lab*.py
+# END: not in a release
 
 ## setup: everything the labs need, in .venv/ (TORCH=cpu takes the smaller builds without CUDA)
 .PHONY: setup
@@ -96,12 +102,18 @@ FORCE:
 workspace: setup
 	@$(PY) -m course.workspace --workspace "$(WORKSPACE)"
 
+# BEGIN: not in a release
+# What a release leaves out: from a line BEGIN to its END, and marked lines. A sentence of the release alone stands in its mark.
+RELEASE := -e '/^(<!--|\#) BEGIN: not in a release/,/^(<!--|\#) END: not in a release/d' -e '/<!-- not in a release -->/d' \
+  -e 's/^<!-- in a release: (.*) -->$$/\1/'
+
 ## student: write the release copy for learners into STUDENT=student/: stubs in place of solutions, no outputs, no tests
 .PHONY: student
 student: setup
 	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
 	@mkdir -p "$(STUDENT)"
-	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
+	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' ':!CONTRIBUTING.md' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
+	@for file in README.md SECURITY.md Makefile; do sed -E $(RELEASE) $$file | cat -s >"$(STUDENT)/$$file"; done
 	@$(PY) -m course.workspace --workspace "$(STUDENT)/notebooks"
 
 ## notebooks: run all notebooks again and save them with their outputs, and the README's picture
@@ -136,6 +148,7 @@ lock:
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file hosting/requirements.lock \
 	  --no-emit-package aiodns --no-emit-package pycares
 	$(if $(PYTHON),"$(PYTHON)",python3) setup_venv.py lock-cpu
+# END: not in a release
 
 ## help: this list
 .PHONY: help

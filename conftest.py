@@ -20,6 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
+WATCH = pytest.StashKey()
 # The fixtures of what needs root, or packages that the lock does not have.
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
 # The longest: one process takes them, one after the other, so that two never measure beside each other.
@@ -75,16 +76,47 @@ def draw_data():
     data.load()
 
 
+def is_lab(item):
+    """Whether a test is a cell of one of the labs."""
+    return item is not None and item.path.parent == Path(__file__).parent / "notebooks"
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Prepares the notebooks' data."""
-    if item.path.parent == Path(__file__).parent / "notebooks":
+    """Prepares the notebooks' data, and watches the memory of each notebook from its first cell on."""
+    if is_lab(item):
+        from tests.harness.memory import MemoryWatch
+
         draw_data()
+        if WATCH not in item.parent.stash:
+            item.parent.stash[WATCH] = MemoryWatch().__enter__()
+
+
+def end_watch(item):
+    """Ends the watch over a notebook's memory at its last cell; returns what is wrong with its peak, or ""."""
+    import torch
+
+    from tests.harness.memory import find_memory_fault, read_stored_peak
+
+    watch = item.parent.stash[WATCH]
+    watch.__exit__()
+    if torch.cuda.is_available():
+        return ""  # CUDA takes main memory too; the limit is for CPUs
+    return find_memory_fault(watch.peak_gib, read_stored_peak(item.parent.nb))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item):
-    """Lets no test change the settings that the next one starts from, not even where monkeypatch was forgotten."""
+def pytest_runtest_teardown(item, nextitem):
+    """Lets no test change the settings that the next one starts from, not even where monkeypatch was forgotten.
+
+    And no notebook take more memory than it may.
+    """
+    fault = ""
+    if is_lab(item) and item.parent is not getattr(nextitem, "parent", None):
+        fault = end_watch(item)  # now: behind the yield its kernel is gone
     result = yield
+    if fault:
+        pytest.fail(f"{item.path.name}: {fault}", pytrace=False)
     left = {name: value for name, value in os.environ.items() if name.startswith("LAB_")}
     before = item.config.stash[SETTINGS]
     if left != before:

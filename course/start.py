@@ -1,4 +1,4 @@
-"""Writes the first page of a learner's copy: the labs with their questions, the time they take, and what is solved."""
+"""Writes the first page of a learner's copy: the labs with their questions, what they take, and what is solved."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ HEAD = """# Distributed Training Labs
 
 {next}
 
-| lab | question | it takes | solved |
-|---|---|---|---|
+| lab | question | it takes | memory | solved |
+|---|---|---|---|---|
 """
 TAIL = """
+*memory* is the most that a lab took on a CPU, together with the jobs that it starts. A kernel keeps its memory: shut it
+down before you begin another lab.
+
 Run a lab's cells from top to bottom with Shift+Enter. Where a cell says *YOUR CODE HERE*, it is your turn: write, run
 the cell again, and it answers. Stop for today whenever you like: measurements and solved exercises are kept.
 
@@ -35,14 +38,16 @@ def write_start(notebooks: Path, workspace: Path) -> None:
     """
     standings, rows, link = attempts.read_standings(), [], ""
     for lab, path in zip(LABS, sorted(notebooks.glob("[0-9]*.ipynb")), strict=False):
-        first = read_notebook(path).cells[0].source
+        notebook = read_notebook(path)
+        first, peak = notebook.cells[0].source, notebook.metadata.get("lab", {}).get("peak_gib")
+        memory = f"{peak:.1f} GiB" if peak else "not known"
         title, question, takes = (
             found[1] if (found := re.search(pattern, first, re.MULTILINE)) else ""
             for pattern in (r"^# (.+)$", r"^\*\*(.+)\*\*$", r"^\| \*\*It takes\*\* \| (.+?) \|$")
         )
         numbers = [number for number in SECOND_HINTS if number.startswith(f"{lab}.")]
         solved = sum(standings.get(number, attempts.Standing()).solved for number in numbers)
-        rows.append(f"| [{title}]({path.name}) | {question} | {takes} | {solved} of {len(numbers)} |")
+        rows.append(f"| [{title}]({path.name}) | {question} | {takes} | {memory} | {solved} of {len(numbers)} |")
         if not link and solved < len(numbers):
             link = f"**{'Go on' if any(standings) else 'Begin'} with [{title}]({path.name}).**"
     text = HEAD.format(next=link or "**All exercises are solved.**") + "\n".join(rows) + "\n" + TAIL

@@ -15,8 +15,12 @@ import pytest
 
 from course import workspace
 
+# What the README names and no release brings: a set-up or a lab makes it, the reader has it, or it is an example.
+MADE_LATER = {".venv/", ".venv/bin/python", "workspace/", "runs/", "runs/nodes/", "code/", "jobs/", "work/"}
+MADE_LATER |= {"requirements-cpu.lock", ".torch-cpu.lock", "CINIC-10.tar.gz", "A.html", "B.html", "train.py"}
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def make(root):
     """Starts make in the checkout, as a shell does that is not itself started by make."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
@@ -34,6 +38,34 @@ def make(root):
         )
 
     return start
+
+
+@pytest.fixture(scope="module")
+def release(make, tmp_path_factory):
+    """The folder that `make student` writes."""
+    folder = tmp_path_factory.mktemp("learners") / "release"
+    process = make("student", f"STUDENT={folder}")
+    out = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, out
+    return folder
+
+
+def find_code(text):
+    """The words of all code in a Markdown text, in fences and within a line, without comments behind commands."""
+    fences = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [re.sub(r"\s#.*", "", line).strip() for block in [*fences, *spans] for line in block.splitlines()]
+
+
+def find_named_files(text):
+    """The files and folders that a Markdown text names, by links, as words of code, and as modules that Python runs."""
+    code = find_code(text)
+    words = {word.strip("\"'(),") for line in code for word in line.split()}
+    path = re.compile(r"(\.?[\w-]*/)+[\w.-]+|(\.?[\w-]+/)+|[\w.-]+\.(md|py|lock|yml|html|gz)")
+    paths = set(filter(path.fullmatch, words))
+    modules = re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", "\n".join(code))
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    return paths | {*links} | {module.replace(".", "/") for module in modules}
 
 
 def find_free_port():
@@ -115,12 +147,9 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
     assert wait_for(port, listening=False), "the server still listens"
 
 
-def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(make, root, tmp_path):
+def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(release, root, tmp_path):
     """Its notebooks are, byte by byte, the learner's copy that the notebook tests run unsolved and solved."""
-    folder = tmp_path / "release"
-    process = make("student", f"STUDENT={folder}")
-    assert (process.communicate(timeout=120), process.returncode)[1] == 0
-    copy = tmp_path / "copy"
+    folder, copy = release, tmp_path / "copy"
     workspace.update(root / "notebooks", copy)
     names = {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()}
     assert len([name for name in names if name.suffix == ".ipynb"]) == 7
@@ -140,6 +169,30 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(m
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
     assert run.stdout.splitlines() == [str(len(names) - 1), "ask your instructor"], run.stderr
+
+
+def test_the_readme_of_the_release_names_only_what_the_release_has(release):
+    text, makefile = (release / "README.md").read_text(), (release / "Makefile").read_text()
+    targets = re.findall(r"^\.PHONY: ([\w-]+)$", makefile, re.MULTILINE)
+    named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(find_code(text))))
+    assert {"lab", "setup", "help"} <= named <= set(targets), named - set(targets)
+    files = find_named_files(text)
+    assert {"data/README.md", "SECURITY.md", "lab_utils/", "course/report", "./packages/nodelaunch"} <= files
+    missing = [
+        name for name in files - MADE_LATER if not ((release / name).exists() or (release / f"{name}.py").exists())
+    ]
+    assert not missing
+
+
+def test_no_page_and_no_target_of_the_release_names_what_was_left_out(release, root):
+    listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    gone = {name.split("/")[0] + "/" * ("/" in name) for name in listed} - {f"{p.name}/" for p in release.iterdir()}
+    gone -= {path.name for path in release.iterdir()}
+    assert {"tests/", "hosting/", "benchmarks/", "CONTRIBUTING.md"} <= gone
+    for page in [release / "Makefile", *release.glob("*.md"), *release.glob("data/*.md")]:
+        text = page.read_text()
+        assert {name for name in gone if re.search(rf"(?<![\w/]){re.escape(name)}", text)} == set(), page.name
+        assert "in a release" not in text and "\n\n\n" not in text, f"{page.name} still has marks, or gaps"
 
 
 def test_a_release_overwrites_nothing(make, tmp_path):

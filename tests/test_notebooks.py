@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from harness.memory import LIMIT_GIB, MARK, MemoryWatch, find_memory_fault, read_stored_peak
 from harness.notebook_rules import (
     find_anatomy_faults,
     find_code_faults,
@@ -333,6 +334,80 @@ def test_a_notebook_that_was_edited_while_it_ran_is_left_as_it_is(tmp_path):
     assert "lab.ipynb was changed while it ran, and was not saved.\n" in child.stderr
     assert path.read_bytes() == edited
     assert list(tmp_path.iterdir()) == [path]
+
+
+# How much memory a lab takes. The test of each notebook measures it again (conftest.py).
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_memory_of_a_lab_is_stored_and_stands_in_the_readme(root, path):
+    peak = read_stored_peak(nbformat.read(path, as_version=4))
+    assert 0.3 < peak <= LIMIT_GIB
+    (row,) = re.findall(rf"^.*\(notebooks/{path.name}\).*$", (root / "README.md").read_text(), re.MULTILINE)
+    assert row.split("|")[5] == f" {peak:.1f} GiB "
+
+
+def test_a_saved_notebook_s_memory_is_written_into_its_row_of_the_readme(tmp_path):
+    path, readme = tmp_path / "notebooks" / "07_lab.ipynb", tmp_path / "README.md"
+    path.parent.mkdir()
+    nbformat.write(notebook(code("block = b'x' * 300_000_000", count=None)), path)
+    row = "| [{} · A lab](notebooks/{}) | why | a CPU | 40 | {} | this |\n"
+    readme.write_text(row.format(6, "06_lab.ipynb", "1 GiB") + row.format(7, "07_lab.ipynb", "? GiB"))
+    child = run_and_save(path)
+    assert child.returncode == 0, child.stderr
+    peak = read_stored_peak(nbformat.read(path, as_version=4))
+    assert 0.3 <= peak < 0.6 and f"  {peak:.1f} GiB of memory at most\n" in child.stdout
+    assert readme.read_text() == row.format(6, "06_lab.ipynb", "1 GiB") + row.format(
+        7, "07_lab.ipynb", f"{peak:.1f} GiB"
+    )
+
+
+TAKE = "import time\nblock = b'x' * 200_000_000\ntime.sleep(0.5)"
+# A job leaves the kernel's session and tree, as those of the launcher do.
+START = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {TAKE!r}],"
+START += " start_new_session=True)"
+
+
+def test_the_watch_counts_a_notebook_and_its_jobs_together_and_nothing_else():
+    held = b"x" * 400_000_000  # this process's own, which is not the notebook's
+    with MemoryWatch(interval=0.05) as watch:
+        subprocess.run([sys.executable, "-c", TAKE], check=True)
+        subprocess.run([sys.executable, "-c", TAKE], check=True)
+        assert watch.peak_bytes < 300e6, "two that follow each other are never there together"
+        subprocess.run([sys.executable, "-c", f"{TAKE}\n{START}"], check=True)
+    assert 400e6 < watch.peak_bytes < 300e6 + len(held)
+    assert MARK not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("peak", "stored", "words"),
+    [(2.4, 2.4, ""), (2.4, 2.2, ""), (2.4, 2.1, "says 2.1 GiB"), (2.7, None, ""), (2.8, None, "the limit is 2.5 GiB")],
+)
+def test_a_notebook_that_takes_too_much_memory_is_a_fault(peak, stored, words):
+    fault = find_memory_fault(peak, stored)
+    assert words in fault and bool(words) == bool(fault)
+
+
+def test_a_notebook_that_takes_more_memory_than_it_says_fails_at_its_last_cell(tmp_path):
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    for number, stored in enumerate((0.1, 1.0), start=1):
+        lab = notebook(code("block = b'x' * 500_000_000"), code("block = None", count=2))
+        lab.metadata["lab"] = {"peak_gib": stored}
+        nbformat.write(lab, tmp_path / "notebooks" / f"0{number}_lab.ipynb")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--color=no", "--nbval"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    child = subprocess.run(
+        [*command, "--nbval-current-env", "notebooks"],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "4 passed" in child.stdout and "1 error" in child.stdout, child.stdout + child.stderr
+    assert re.search(r"^ERROR notebooks/01_lab\.ipynb::Cell 1", child.stdout, re.MULTILINE)
+    assert "01_lab.ipynb: it took 0.6 GiB of memory, and says 0.1 GiB" in child.stdout
 
 
 def test_the_picture_of_the_readme_is_a_stored_figure_of_lab_1(root):

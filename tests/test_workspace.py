@@ -2,6 +2,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -418,7 +419,8 @@ def test_the_first_page_names_the_labs_and_where_to_go_on(root, copy, runs):
     rows = [line for line in page.splitlines() if line.startswith("| [Lab ")]
     assert len(rows) == len(list((root / "notebooks").glob("*.ipynb")))
     assert "**Begin with [Lab 0 · Start here](00_start_here.ipynb).**" in page and rows[0].endswith("| 0 of 3 |")
-    assert all(len(row.split("|")) == 6 and "" not in [part.strip() for part in row.split("|")[1:-1]] for row in rows)
+    assert all(len(row.split("|")) == 7 and "" not in [part.strip() for part in row.split("|")[1:-1]] for row in rows)
+    assert all(re.fullmatch(r" \d(\.\d)? GiB ", row.split("|")[4]) for row in rows)
     for number in ("0.1", "0.2", "0.3", "1.1"):
         attempts.note(number, "right", "")
     write_start(root / "notebooks", copy)

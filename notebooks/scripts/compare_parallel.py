@@ -64,7 +64,7 @@ def measure_case(args, batch_size, device, cores):
     else:
         dp = CpuDataParallel(net, world_size, threads=cores // world_size)
     ddp = DDP(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)  # no momentum: two processes have to fit beside a notebook
 
     def make_step(function, model, threads, alone, *batch):
         """One device and DataParallel are one process's work; the others wait for it."""

@@ -26,6 +26,8 @@ IMPORTS = {
     "lab_utils",
     "nodelaunch",
 }
+# `lab` holds the most memory that the run took, whose outputs are stored (tests/harness/run_notebooks.py).
+METADATA = {"kernelspec", "language_info", "lab"}
 TAGS = {"nbval-ignore-output", "raises-exception"}
 SECTIONS = ("Predict", "What you saw", "If something went wrong", "Further reading")
 SECTIONS_OF_LAB_0 = SECTIONS[1:]
@@ -99,7 +101,7 @@ def find_format_faults(notebook) -> list[str]:
         faults.append("cells without ids")
     doubled = [name for name, count in Counter(cell.get("id") for cell in notebook.cells).items() if count > 1]
     faults += [f"the id {name} is not unique" for name in doubled]
-    faults += [f"metadata {key!r} of the notebook" for key in set(notebook.metadata) - {"kernelspec", "language_info"}]
+    faults += [f"metadata {key!r} of the notebook" for key in set(notebook.metadata) - METADATA]
     if notebook.metadata.get("kernelspec", {}).get("name") != "python3":
         faults.append("the kernel is not python3")
     for cell in notebook.cells:

@@ -6,11 +6,13 @@ What is saved comes from the drawn data set and from a fresh folder of records, 
 import argparse
 import base64
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
 
 import nbformat
+from memory import MemoryWatch  # beside this file, which is run as a script
 from nbclient import NotebookClient
 
 from lab_common import LabError
@@ -21,7 +23,10 @@ PICTURE = ("01_mixed_precision", "throughput-figure")  # the notebook and the ce
 
 
 def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
-    """Runs a notebook in a fresh kernel, in a folder, and returns it with its outputs; an error ends the run."""
+    """Runs a notebook in a fresh kernel, in a folder, and returns it with its outputs; an error ends the run.
+
+    The most memory that it took stands in its metadata, as ``lab.peak_gib``.
+    """
     notebook = nbformat.reads(source.decode(), as_version=4)
     client = NotebookClient(
         notebook,
@@ -30,7 +35,9 @@ def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
         store_widget_state=False,
         resources={"metadata": {"path": folder}},
     )
-    client.execute()
+    with MemoryWatch() as watch:
+        client.execute()
+    notebook.metadata["lab"] = {"peak_gib": watch.peak_gib}
     hide_places(notebook)
     bar = "application/vnd.jupyter.widget-view+json"
     for cell in notebook.cells:
@@ -75,6 +82,16 @@ def save_picture(notebook: nbformat.NotebookNode, folder: Path) -> None:
     (folder / "lab1_throughput.png").write_bytes(base64.b64decode(figure))
 
 
+def save_peak(notebook: nbformat.NotebookNode, readme: Path, name: str) -> None:
+    """Writes the most memory that a lab took into its row of the README's table, as its fifth cell."""
+    row = rf"^(\| \[[^|]+\]\(notebooks/{re.escape(name)}\) (?:\|[^|]+){{3}})\|[^|]+\|"
+    text = readme.read_text(encoding="utf-8")
+    changed = re.sub(row, rf"\1| {notebook.metadata['lab']['peak_gib']:.1f} GiB |", text, flags=re.MULTILINE)
+    if changed != text:
+        with write_atomically(readme, mode=readme.stat().st_mode & 0o777) as file:
+            file.write(changed.encode())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("notebooks", nargs="+", type=Path)
@@ -88,12 +105,15 @@ def main() -> int:
             print(path, "...", flush=True)
             source = path.read_bytes()
             notebook = run_notebook(source, path.parent)
+            print(f"  {notebook.metadata['lab']['peak_gib']:.1f} GiB of memory at most", flush=True)
             if arguments.save:
                 try:
                     save_notebook(notebook, path, source)
                 except LabError as error:
                     print(error, file=sys.stderr)
                     return 1
+                if (readme := path.parents[1] / "README.md").exists():
+                    save_peak(notebook, readme, path.name)
                 if path.stem == PICTURE[0]:
                     save_picture(notebook, path.parent / "figures")
     return 0

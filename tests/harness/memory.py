@@ -1,0 +1,98 @@
+"""How much memory a notebook takes: its kernel together with all that it starts."""
+
+import contextlib
+import math
+import os
+import re
+import threading
+import uuid
+from pathlib import Path
+
+# On a CPU, at the small scale. A laptop of 4 GiB runs each lab beside JupyterLab and a browser.
+LIMIT_GIB = 2.5
+# How much more than its stored peak a notebook may take: other cores, another C library.
+TOLERANCE_GIB = 0.25
+# Not LAB_...: no test may leave such a variable behind, and a notebook's tests are many.
+MARK = "MEMORY_OF_NOTEBOOK"
+
+
+class MemoryWatch:
+    """Samples the memory of all processes that were started since, directly or not; Linux alone tells.
+
+    Jobs leave the kernel's process tree, so processes are found by a mark that they inherit in their environment.
+
+    Attributes:
+        peak_bytes: The most so far. Private memory of all processes, and once what they share, such as libraries.
+    """
+
+    def __init__(self, interval: float = 0.5) -> None:
+        self.peak_bytes = 0
+        self._mark = uuid.uuid4().hex
+        self._interval, self._stopped = interval, threading.Event()
+        self._marked: set[str] = set()  # process ids
+        self._seen: set[str] = set()
+        self._others: set[str] = set()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def peak_gib(self) -> float:
+        """The peak in GiB, rounded up to a tenth."""
+        return math.ceil(10 * self.peak_bytes / 2**30) / 10
+
+    def __enter__(self) -> "MemoryWatch":
+        os.environ[MARK] = self._mark
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.pop(MARK, None)
+        self._stopped.set()
+        self._thread.join()
+        self._sample()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            self._sample()
+
+    def _sample(self) -> None:
+        sizes = [read_sizes(folder) for folder in Path("/proc").glob("[0-9]*") if self._is_marked(folder)]
+        if sizes:
+            together = sum(private for private, _, _ in sizes) + max(shared for _, shared, _ in sizes)
+            # The system keeps each process's own peak, which falls between two samples.
+            self.peak_bytes = max(self.peak_bytes, together, *(peak for _, _, peak in sizes))
+
+    def _is_marked(self, folder: Path) -> bool:
+        """Whether a process has the mark; no environment is read more than twice."""
+        pid = folder.name
+        if pid not in self._marked | self._others:
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                found = f"{MARK}={self._mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+                # At the first look it may be about to become another program, with another environment.
+                (self._marked if found else self._others if pid in self._seen else self._seen).add(pid)
+        return pid in self._marked
+
+
+def read_sizes(folder: Path) -> tuple[int, int, int]:
+    """The private bytes, the shared bytes and the peak of a process in /proc; zeros where it has ended."""
+    try:
+        text = (folder / "status").read_text()
+    except OSError:
+        return 0, 0, 0
+    kilobytes = {name: int(number) for name, number in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    private, peak = kilobytes.get("RssAnon", 0), kilobytes.get("VmHWM", 0)
+    return 1024 * private, 1024 * (kilobytes.get("VmRSS", 0) - private), 1024 * peak
+
+
+def find_memory_fault(peak_gib: float, stored_gib: float | None) -> str:
+    """What is wrong with the memory that a notebook took, in words; "" where nothing is."""
+    # What is stored is within the limit; the same run on another day may be a little above.
+    if stored_gib is None and peak_gib > LIMIT_GIB + TOLERANCE_GIB:
+        return f"it took {peak_gib:g} GiB of memory; the limit is {LIMIT_GIB:g} GiB"
+    if stored_gib is not None and peak_gib > stored_gib + TOLERANCE_GIB:
+        return f"it took {peak_gib:g} GiB of memory, and says {stored_gib:g} GiB; run it again with --save"
+    return ""
+
+
+def read_stored_peak(notebook) -> float | None:
+    """The peak in GiB that is stored with a notebook's outputs."""
+    return notebook.metadata.get("lab", {}).get("peak_gib")
