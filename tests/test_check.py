@@ -37,6 +37,8 @@ def wrong(device_type, capability):
 
 
 def right(device_type, capability):
+    import torch
+
     if device_type == "cpu" or capability >= (8, 0):
         return torch.bfloat16
     return torch.float16 if capability >= (7, 0) else torch.float32
@@ -248,7 +250,6 @@ def test_no_guesses_draw_nothing(capsys, tmp_path, monkeypatch):
 
 ANSWERS = """
 import pytest
-import torch
 from course import check
 
 @pytest.mark.parametrize("number", [1, 2, 3])
