@@ -97,7 +97,7 @@ def test_the_what_if_agrees_with_its_limits(run_cells):
 
 def test_the_figure_shows_the_records(run_cells):
     runs = read_runs(FOUND)
-    names = run_cells("set-ups-figure", runs=runs, my_guess={"DP": 0.7, "DDP": 1.5}, where="here", noise="")
+    names = run_cells("set-ups-figure", runs=runs, my_guess={"DP": 0.7, "DDP": 1.5}, where="here")
     for ax, kind in zip(names["axes"], runs, strict=False):
         lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
         seconds = {"1 device": 2.0, "DP": 1.6, "DDP": 1.0}

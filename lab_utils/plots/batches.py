@@ -117,15 +117,16 @@ def speed_up(
         guess: What the learner expected; a dashed line.
         ax: Where to draw.
     """
-    ax, batches, sweeps = ax or new_axes(), set(), {label: list(timings) for label, timings in sweeps.items()}
-    mark_noise(ax, find_noise(timing for timings in sweeps.values() for timing in timings))
+    ax, batches, shown = ax or new_axes(), set(), []
     for (label, timings), dashes in zip(sweeps.items(), itertools.cycle(SOLID), strict=False):
         points = group(timings)
+        shown += [*points[baseline].values(), *points[candidate].values()]
         base, other = _speeds(points[baseline]), _speeds(points[candidate])
         ratios = {batch: other[batch] / base[batch] for batch in sorted(base.keys() & other.keys())}
         colour = choose_styles([candidate])[candidate][0]
         ax.plot(ratios.keys(), ratios.values(), linestyle=dashes, marker="o", color=colour, label=label)
         batches |= ratios.keys()
+    mark_noise(ax, find_noise(shown))
     ax.axhline(1, color=COLOURS.get(baseline, "#7F7F7F"), linewidth=1.5)
     if guess is not None:
         ax.axhline(guess, color="black", linestyle="--", label="my guess")
