@@ -200,7 +200,8 @@ def test_14_a_rank_that_hangs(make, hosts):
 
 def test_15_ranks_with_different_numbers_of_batches(make):
     heard = Heard()
-    error = run_badly(make("uneven"), heard, seconds=10)
+    # The drill asks for no hang. Rank 1 ends in order here, which takes torch some seconds on a busy machine.
+    error = run_badly(make("uneven"), heard, seconds=20)
     assert error.result.failure.rank == 1
     assert "Rank 1 had ended its work while rank 0 still waited" in error.what
     assert "number" in error.cause and "drop_last=True" in error.fix and "Join" in error.fix
