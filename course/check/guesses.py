@@ -61,7 +61,7 @@ def calibration() -> None:
     for what in [what for what in kept if what not in ratios]:
         print(f"{what}: guessed {kept[what][0]:g}, found {kept[what][1]:g}, which has no ratio")
     if not ratios:
-        print("No guess has been compared yet: run the labs from their Predict cells on.")
+        print("No guess has been compared yet: run the labs from their Predict cells on. Of noise none is kept.")
         return
     typical = math.exp(statistics.median(abs(math.log(ratio)) for ratio in ratios.values()))
     high = sum(ratio > 1 for ratio in ratios.values())
