@@ -4,6 +4,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,11 +158,12 @@ def test_the_repair_is_for_the_environment_that_is_running(monkeypatch, tmp_path
 
 def test_too_little_memory_disk_or_shared_memory_fails(monkeypatch, tmp_path):
     sizes = {"total": 2 * 2**30, "available": 2 * 2**30}
-    monkeypatch.setattr(environment, "measure_memory", lambda kind="total": sizes[kind])
+    monkeypatch.setattr(environment, "measure_memory", lambda: sizes["total"])
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=sizes["available"]))
     assert "at least 4 GiB" in (found := environment.check_memory()).fix and not found.ok
     sizes["total"] = 4 * 2**30
     assert "shut down the kernels" in (found := environment.check_memory()).fix and not found.ok
-    assert "4.0 GiB of memory" in found.what and "2.0 GiB of it free" in found.what
+    assert "4.0 GiB of memory" in found.what and "of the machine's 2.0 GiB are free" in found.what
     sizes["available"] = 3 * 2**30
     assert environment.check_memory().ok
     monkeypatch.setenv("LAB_DATA", str(tmp_path / "not" / "yet" / "there"))
@@ -240,9 +242,9 @@ def test_a_container_s_limits_count(tmp_path):
 
 def test_the_lower_of_machine_and_container_counts(monkeypatch):
     monkeypatch.setattr(facts, "read_memory_limit", lambda: 2**30)
-    assert facts.measure_memory() == facts.measure_memory("available") == 2**30
+    assert facts.measure_memory() == 2**30
     monkeypatch.setattr(facts, "read_memory_limit", lambda: 2**59)
-    assert facts.measure_memory("available") < facts.measure_memory() < 2**59
+    assert 2**30 < facts.measure_memory() < 2**59
     monkeypatch.setattr(facts, "read_cpu_quota", lambda: 0.5)
     assert facts.count_cores() == 1
 

@@ -35,7 +35,8 @@ def make_timings(name, seconds, images=0, spread=0.01, **more):
     ("naive", "honest", "words"),
     [
         ((0.0094, 0.0095, 0.0096), (0.0094, 0.0095, 0.0097), "They agree, up to noise"),
-        ((0.0093, 0.0094, 0.0095), (0.0149, 0.0151, 0.0153), "it was busy. Run both cells again"),
+        ((0.0234, 0.0234, 0.0234), (0.0230, 0.0230, 0.0230), "They agree, up to noise"),  # a clock that drifts
+        ((0.0093, 0.0094, 0.0095), (0.0149, 0.0151, 0.0153), "this machine was busy. Run both again"),
     ],
 )
 def test_lab_0_does_not_say_that_two_times_agree_which_differ(run_cells_of, capsys, monkeypatch, naive, honest, words):

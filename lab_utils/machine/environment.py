@@ -168,13 +168,14 @@ def check_tensorboard() -> Verdict:
 
 def check_memory() -> Verdict:
     """Checks that main memory, or the container's share, holds any lab, and that enough of it is free now."""
-    total, free = measure_memory(), measure_memory("available")
-    text = (
-        f"{total / GIB:.1f} GiB of memory (the labs want 3.5), {free / GIB:.1f} GiB of it free (a lab takes up to 2.5)"
-    )
-    if total >= MEMORY_NEEDED:
-        return Verdict(free >= FREE_NEEDED, text, "end other programs, and shut down the kernels of other notebooks")
-    return Verdict(False, text, "give the container or virtual machine at least 4 GiB of memory")
+    import psutil
+
+    total, free = measure_memory(), psutil.virtual_memory().available
+    text = f"{total / GIB:.1f} GiB of memory (the labs want {MEMORY_NEEDED / GIB:.1f}); "
+    text += f"of the machine's {free / GIB:.1f} GiB are free (a lab takes up to {FREE_NEEDED / GIB:.1f})"
+    if total < MEMORY_NEEDED:
+        return Verdict(False, text, "give the container or virtual machine at least 4 GiB of memory")
+    return Verdict(free >= FREE_NEEDED, text, "end other programs, and shut down the kernels of other notebooks")
 
 
 def check_disk() -> Verdict:

@@ -124,12 +124,12 @@ def count_cores() -> int:
     return max(1, cores if quota is None else min(cores, round(quota)))
 
 
-def measure_memory(kind: str = "total") -> int:
-    """Returns main memory in bytes, "total" or "available", or the container's limit where that is lower."""
+def measure_memory() -> int:
+    """Returns main memory in bytes, or the container's limit where that is lower."""
     import psutil
 
-    size, limit = getattr(psutil.virtual_memory(), kind), read_memory_limit()
-    return size if limit is None else min(size, limit)
+    total, limit = psutil.virtual_memory().total, read_memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def read_memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -27,8 +27,7 @@ def find_noise(timings: Iterable[Timing]) -> str:
 def lie_apart(one: Timing, other: Timing) -> bool:
     """Whether two set-ups differ by more than their spread: their quartiles do not overlap.
 
-    Fewer than three steps have no quartiles; the widest are taken that are not called noise. False where a set-up ran
-    out of memory.
+    Fewer than three steps have none; the widest are taken that are not called noise. False where memory ran out.
     """
     (low, high), (other_low, other_high) = _range(one), _range(other)
     return high < other_low or other_high < low
