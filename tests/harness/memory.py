@@ -48,13 +48,14 @@ class MemoryWatch:
         os.environ.pop(MARK, None)
         self._stopped.set()
         self._thread.join()
-        self._sample()
+        self.sample()
 
     def _run(self) -> None:
         while not self._stopped.wait(self._interval):
-            self._sample()
+            self.sample()
 
-    def _sample(self) -> None:
+    def sample(self) -> None:
+        """Looks once."""
         sizes = [read_sizes(folder) for folder in Path("/proc").glob("[0-9]*") if self._is_marked(folder)]
         if sizes:
             together = sum(private for private, _, _ in sizes) + max(shared for _, shared, _ in sizes)

@@ -36,6 +36,8 @@ def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
         resources={"metadata": {"path": folder}},
     )
     with MemoryWatch() as watch:
+        # While the kernel is there: a short notebook may begin and end between two looks.
+        client.on_cell_executed = lambda **_: watch.sample()
         client.execute()
     notebook.metadata["lab"] = {"peak_gib": watch.peak_gib}
     hide_places(notebook)
