@@ -168,6 +168,7 @@ def test_hostile_checkpoints_are_loaded_skipped_or_refused(tmp_path, monkeypatch
         try:
             with limit_seconds(SECONDS), warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
+                warnings.simplefilter("ignore", ResourceWarning)  # of tests before this one
                 step, state = checkpoints.load()
         except LabError as error:
             assert_is_message(error, seed)

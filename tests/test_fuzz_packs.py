@@ -107,6 +107,7 @@ def test_packs_of_others_are_used_made_anew_or_refused(whole, few, tmp_path, cap
             pack.rename(pack.with_name("shapes10"))
         start = time.monotonic()
         with limit_seconds(SECONDS), warnings.catch_warnings(action="error"):
+            warnings.simplefilter("ignore", ResourceWarning)  # of tests before this one
             try:
                 text = use(root, capsys)
                 used += 1

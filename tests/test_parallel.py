@@ -130,7 +130,8 @@ def test_without_a_gpu_torchs_own_does_nothing_and_says_nothing(recwarn):
     net.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
     wrapped = nn.DataParallel(net, device_ids=[0, 1])
     wrapped(torch.ones(8, 2))
-    assert (wrapped.device_ids, seen, list(recwarn)) == ([], [8], [])
+    assert (wrapped.device_ids, seen) == ([], [8])
+    assert not [one for one in recwarn if one.category is not ResourceWarning]  # which is of tests before this one
 
 
 @pytest.mark.skipif(GPUS == 0, reason="NOT TESTED HERE: DataParallel on GPUs (this machine has none)")

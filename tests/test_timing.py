@@ -361,7 +361,7 @@ def test_a_torn_last_line_is_skipped_and_spoils_nothing_that_follows(tmp_path, r
         records.add("kind", number)
     records.path.write_bytes(records.path.read_bytes()[:-30])
     assert [record["result"] for record in records.read()] == [0]
-    assert not recwarn.list
+    assert not [one for one in recwarn if one.category is not ResourceWarning]  # which is of tests before this one
     records.add("kind", 2)
     with pytest.warns(UserWarning, match=r"1 unreadable lines of lab9\.jsonl"):
         assert [record["result"] for record in records.read()] == [0, 2]
