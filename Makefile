@@ -31,7 +31,7 @@ test test-system drills fuzz: export LAB_SCALE := small
 .PHONY: lab
 lab: setup
 	@$(PY) -m course.running $(LAB_PORT)
-	@$(PY) -m lab_utils.machine || echo "The labs may not run as they should until this is mended; going on all the same."
+	@$(PY) -m course.environment || echo "The labs may not run as they should until this is mended; going on all the same."
 	@$(PY) -m lab_utils.data prepare
 	@$(PY) -m course.workspace --workspace "$(WORKSPACE)"
 	@if [ -n "$$SSH_CONNECTION" ]; then \

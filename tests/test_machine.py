@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from course import environment
 from lab_common import LabError, nvidia
 from lab_utils import machine
-from lab_utils.machine import environment, facts
+from lab_utils.machine import facts
 
 INTEL = """processor\t: 0
 model name\t: Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz
@@ -28,7 +29,7 @@ def put_first(folder: Path | str) -> str:
 
 
 def run_check(folder: Path, **settings: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "lab_utils.machine"]
+    command = [sys.executable, "-m", "course.environment"]
     env = {**os.environ, **settings}
     return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=env)
 

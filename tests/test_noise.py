@@ -11,8 +11,8 @@ from lab_utils import models
 from lab_utils.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("runs")
-BUSY = "this machine was busy, other programs took 40% of its processors: measure again"
-QUIET, NOISY = {}, {"others": 0.4}
+BUSY = "this machine was busy, other programs took 40% of its processors, most of it train (process 7): measure again"
+QUIET, NOISY = {}, {"others": 0.4, "busiest": "train (process 7)"}
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ def test_all_arrows_point_down_and_none_leads_in_a_circle():
 )
 def test_every_form_of_import_is_seen(source, first, every):
     known = arrows.list_modules()
-    assert arrows.find_imports(source, f"{MACHINE}.environment", known) == (first, first | every)
+    assert arrows.find_imports(source, f"{MACHINE}.cpus", known) == (first, first | every)
 
 
 def test_each_wrong_arrow_is_found(tmp_path, monkeypatch):
@@ -129,6 +129,11 @@ def test_what_an_older_copy_of_a_lab_imports_says_where_it_is(name):
 def test_an_older_command_says_its_new_name(name):
     run = subprocess.run([sys.executable, "-m", f"lab_utils.{name}"], capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (1, f"lab_utils.{name} is {lab_utils.MOVED[name]} now\n")
+
+
+def test_the_older_check_of_the_environment_says_its_new_name():
+    run = subprocess.run([sys.executable, "-m", "lab_utils.machine"], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (1, "python -m lab_utils.machine is python -m course.environment now\n")
 
 
 def test_an_error_says_what_where_cause_fix_and_log():

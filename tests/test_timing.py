@@ -12,6 +12,7 @@ import time
 import weakref
 from dataclasses import FrozenInstanceError
 
+import psutil
 import pytest
 import torch
 from harness.drawn import assert_explains
@@ -22,6 +23,8 @@ from course.reference import save_reference
 from lab_common import LabError
 from lab_utils import machine, timing
 from lab_utils.timing import Records, Timing
+from lab_utils.timing import others as others_module
+from lab_utils.timing.others import Usage, find_others
 
 # The package exports a function of the same name as this module, so it is fetched by its path.
 measure_module = importlib.import_module("lab_utils.timing.measure")
@@ -110,14 +113,18 @@ def test_other_programs_are_seen_where_they_take_the_processors():
         while time.process_time() < end:
             pass
 
-    spinning = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(os.cpu_count())]
+    env = os.environ | {"JPY_SESSION_NAME": "/labs/04_data\x1b_parallel.ipynb"}  # as Jupyter starts a kernel
+    spinning = [subprocess.Popen([sys.executable, "-c", SPIN], env=env) for _ in range(os.cpu_count())]
     try:
         (busy,) = timing.interleave({"work": work}, repeats=3, warmup=1, device="cpu", progress=False)
+        name = others_module._describe(psutil.Process(spinning[0].pid))
     finally:
         for process in spinning:
             process.kill()
             process.wait()
     assert 0.3 < busy.others <= 1 and busy.noise == "busy"
+    assert name == "the notebook 04_data\ufffd_parallel.ipynb"
+    assert busy.busiest in (name, "")  # where this machine had more to do
     assert "this machine was busy, other programs took" in timing.find_noise([busy])
     assert Timing.from_record(json.loads(json.dumps(busy.as_record()))) == busy
 
@@ -133,8 +140,45 @@ def test_other_programs_are_seen_where_they_take_the_processors():
     ],
 )
 def test_the_share_of_others_is_what_was_worked_elsewhere(monkeypatch, read, others):
-    monkeypatch.setattr(measure_module, "_read_processors", iter(read).__next__)
-    assert timing.measure(lambda: None, device="cpu").others == pytest.approx(others)
+    usages = [Usage(*seconds, {}) for seconds in read]
+    monkeypatch.setattr(others_module, "read_usage", lambda: usages[1])
+    assert find_others(usages[0]) == (pytest.approx(others), "")
+
+
+class Program:
+    """One that can be seen, as psutil does; of another user, it tells nothing of its settings."""
+
+    def __init__(self, pid, settings=None):
+        self.pid, self.settings = pid, settings
+
+    def environ(self):
+        if self.settings is None:
+            raise psutil.AccessDenied(self.pid)
+        return self.settings
+
+    def name(self):
+        return "train"
+
+
+NOTEBOOK = {"JPY_SESSION_NAME": "/labs/01_a.ipynb"}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "busiest"),
+    [
+        ({Program(7): 3}, "train (process 7)"),
+        ({Program(7, {}): 2, Program(8, {}): 1}, "train (process 7)"),
+        ({Program(7, NOTEBOOK): 1, Program(8, NOTEBOOK): 1, Program(9): 1}, "the notebook 01_a.ipynb"),
+        ({Program(7, {"JPY_SESSION_NAME": "/labs/mine.ipynb"}): 3}, "train (process 7)"),  # what this notebook started
+        ({Program(7): 1, Program(8): 1}, ""),  # none took half of it
+        ({Program(os.getpid()): 7}, ""),
+        ({}, ""),  # those of other containers
+    ],
+)
+def test_the_program_that_took_most_is_named(monkeypatch, seconds, busiest):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/labs/mine.ipynb")
+    monkeypatch.setattr(others_module, "read_usage", lambda: Usage(110, 50, 12, seconds))
+    assert find_others(Usage(100, 40, 5, dict.fromkeys(seconds, 0))) == (pytest.approx(0.3), busiest)
 
 
 @pytest.mark.parametrize(
@@ -521,7 +565,7 @@ def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     "change",
     [{"seconds": "ab"}, {"seconds": ["1"]}, {"seconds": [math.nan]}, {"seconds": [-1.0]}, {"seconds": [10**400]},
      {"cpu_seconds": 3}, {"images": 1.5}, {"images": None}, {"warmup": True}, {"device": 0}, {"peak_bytes": "1"},
-     {"name": None}, {"rank": -1}, {"others": "0.1"}, {"others": -0.5}],
+     {"name": None}, {"rank": -1}, {"others": "0.1"}, {"others": -0.5}, {"busiest": 3}],
     ids=str,
 )  # fmt: skip
 def test_a_timing_that_is_none_is_refused(change):

@@ -124,7 +124,7 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
             f"TensorBoard did not start within {seconds:g} s.",
             where=logdir,
             cause=clean(said, 300),
-            fix="run the cell again; if it fails again: python -m lab_utils.machine",
+            fix="run the cell again; if it fails again: python -m course.environment",
             log=log,
         ) from error
     except BaseException:  # an interrupt while waiting must not leave a server behind

@@ -1,12 +1,7 @@
-"""What this machine is, which device and scale the labs use on it, and whether everything that they need is here.
-
-``python -m lab_utils.machine`` checks the environment. Nothing here imports torchvision, so that it can say when
-torch and torchvision do not fit together.
-"""
+"""What this machine is, and which device and scale the labs use on it."""
 
 from __future__ import annotations
 
-from lab_utils.machine.environment import Verdict, check_environment
 from lab_utils.machine.facts import BF16_FEATURES, CPU_FEATURES, Gpu, Machine, describe, has_fast_bf16
 from lab_utils.machine.settings import device, scale, scale_reason
 
@@ -14,9 +9,7 @@ __all__ = [
     "CPU_FEATURES",
     "Gpu",
     "Machine",
-    "Verdict",
     "card",
-    "check_environment",
     "describe",
     "device",
     "has_fast_bf16",

@@ -64,7 +64,8 @@ def mark_noise(ax: Axes, noise: str) -> None:
     box = {"facecolor": "white", "edgecolor": "#D55E00", "boxstyle": "round"}
     text = noise.replace(", ", ",\n").replace(": ", ":\n")
     if noise:
-        ax.text(0.5, 0.04, text, transform=ax.transAxes, ha="center", color="#D55E00", fontsize=9, bbox=box, zorder=5)
+        settings = {"transform": ax.transAxes, "ha": "center", "color": "#D55E00", "bbox": box, "parse_math": False}
+        ax.text(0.5, 0.04, text, fontsize=9, zorder=5, **settings)
 
 
 def choose_styles(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 
-import psutil
 import torch
 from torch import distributed
 
@@ -19,6 +16,7 @@ from lab_common import LabError
 from lab_utils import machine
 from lab_utils.bars import open_bar
 from lab_utils.timing.memory import return_memory
+from lab_utils.timing.others import find_others, read_usage
 
 Step = Callable[[], object]
 
@@ -43,6 +41,7 @@ class Timing:
         rank: The slowest rank, whose seconds these are; None where ``torch.distributed`` is not in use.
         others: The share of the processors' time, 0 to 1, that other programs took meanwhile; 0 where some was idle, as
             then they hardly disturb; None in records of before.
+        busiest: The program that took at least half of that: a notebook's name, or a process; "" where none is known.
     """
 
     name: str
@@ -54,6 +53,7 @@ class Timing:
     peak_bytes: int | None = None
     rank: int | None = None
     others: float | None = None
+    busiest: str = ""
 
     @property
     def out_of_memory(self) -> bool:
@@ -109,7 +109,7 @@ class Timing:
         if not isinstance(record, Mapping):
             raise ValueError("a Timing that is no dictionary")
         known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        texts = [known.get("name"), known.get("device", "")]
+        texts = [known.get("name"), known.get("device", ""), known.get("busiest", "")]
         lists = [known.get("seconds"), known.get("cpu_seconds", [])]
         counts = [known[key] for key in ("images", "warmup") if key in known]
         counts += [known[key] for key in ("peak_bytes", "rank") if known.get(key) is not None]
@@ -189,7 +189,7 @@ def interleave(
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
     samples: dict[str, list[tuple[float, float, int]]] = {name: [] for name in steps}
-    before = _read_processors()
+    before = read_usage()
     with open_bar((warmup + repeats) * len(steps), "measuring", show=show, leave=False) as bar:
         for round_number in range(warmup + repeats):
             for name in _order(list(steps), round_number):
@@ -200,14 +200,13 @@ def interleave(
                     elif round_number >= warmup:
                         samples[name].append(sample)
                 bar.update()
-    others = _find_others(before, alone)
+    others, busiest = find_others(before)
     return_memory()
     timings = []
     for name in steps:
         seconds, cpu_seconds, peaks = zip(*samples[name], strict=True) if name in samples else ((), (), ())
         peak = max(peaks, default=None) if device.type == "cuda" else None
-        rest = {"images": images, "warmup": warmup, "device": str(device), "peak_bytes": peak, "others": others}
-        timing = Timing(name, seconds, cpu_seconds, **rest)
+        timing = Timing(name, seconds, cpu_seconds, images, warmup, str(device), peak, others=others, busiest=busiest)
         timings.append(timing if alone else _keep_slowest(timing))
     return timings
 
@@ -240,26 +239,6 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
     return None
 
 
-def _read_processors() -> tuple[float, float, float]:
-    """CPU seconds until now: of all processors, of those that worked, of this process and its children."""
-    times = psutil.cpu_times()
-    total = sum(times) - getattr(times, "guest", 0) - getattr(times, "guest_nice", 0)  # which are part of user and nice
-    return total, total - times.idle - getattr(times, "iowait", 0), sum(os.times()[:4])
-
-
-def _find_others(before: tuple[float, float, float], alone: bool) -> float:
-    """The share that programs took which are not part of this measurement, as ranks on the same machine are.
-
-    0 where a twentieth was idle, or where less than a second passed, of which the system's ticks tell little.
-    """
-    total, worked, own = (now - then for now, then in zip(_read_processors(), before, strict=True))
-    if not alone:
-        ranks: list[tuple[str, float]] = [(platform.node(), own)] * distributed.get_world_size()
-        distributed.all_gather_object(ranks, (platform.node(), own))
-        own = sum(seconds for host, seconds in ranks if host == platform.node())
-    return max(0.0, (worked - own) / total) if total > 1 and worked > 0.95 * total else 0.0
-
-
 def _is_out_of_memory(error: RuntimeError) -> bool:
     """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words."""
     words = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory")
@@ -272,5 +251,5 @@ def _keep_slowest(timing: Timing) -> Timing:
     distributed.all_gather_object(timings, timing)
     rank = max(range(len(timings)), key=lambda index: timings[index].median)
     peak = max((one.peak_bytes for one in timings if one.peak_bytes is not None), default=None)
-    others = max(one.others or 0.0 for one in timings)
-    return replace(timings[rank], rank=rank, peak_bytes=peak, others=others)
+    others, busiest = max((one.others or 0.0, one.busiest) for one in timings)
+    return replace(timings[rank], rank=rank, peak_bytes=peak, others=others, busiest=busiest)

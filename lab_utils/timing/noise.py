@@ -14,9 +14,10 @@ def find_noise(timings: Iterable[Timing]) -> str:
     set-up is more than 1.5 times its first one.
     """
     known = [timing for timing in timings if timing.noise]
-    others = max((timing.others or 0 for timing in known), default=0)
+    others, busiest = max(((timing.others or 0, timing.busiest) for timing in known), default=(0, ""))
     if any(timing.noise == "busy" for timing in known):
         share = f", other programs took {others:.0%} of its processors" if others else ""
+        share += f", most of it {busiest}" if others and busiest else ""
         return f"this machine was busy{share}: measure again"
     if known:
         widest = max(known, key=lambda one: one.high / one.low)

@@ -1,4 +1,7 @@
-"""Checks that everything the labs need is here, each with the command that mends it."""
+"""``python -m course.environment`` checks that everything the labs need is here, each with the command that mends it.
+
+Nothing here imports torchvision, so that it can say when torch and torchvision do not fit together.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from pathlib import Path
 from lab_common import LabError, env_folder
 from lab_common.nvidia import run_smi
 from lab_utils import choose_repair, describe_pair
+from lab_utils.machine import scale
 from lab_utils.machine.facts import measure_memory
-from lab_utils.machine.settings import scale
 
 GIB = 2**30
 # CINIC-10's archive and its packed arrays together take about 1.5 GB.
@@ -57,7 +60,7 @@ def check_environment() -> list[Verdict]:
     missing = [name for name in ("packaging", "psutil") if find_spec(name) is None]
     if missing:
         what = f"This Python does not have the labs' packages ({' and '.join(missing)} missing)."
-        return [Verdict(False, what, "make setup && .venv/bin/python -m lab_utils.machine")]
+        return [Verdict(False, what, "make setup && .venv/bin/python -m course.environment")]
     found = probe_torch()
     return [
         check_python(),
@@ -222,3 +225,15 @@ def check_scale() -> Verdict:
         return Verdict(True, f"LAB_SCALE={scale()}")
     except LabError as error:
         return Verdict(False, error.what, error.fix)
+
+
+def main() -> int:
+    """Prints one line per check, with the fix under each that failed; returns the exit status, 1 where one failed."""
+    verdicts = check_environment()
+    for verdict in verdicts:
+        print(f"[ok]   {verdict.what}" if verdict.ok else f"[fail] {verdict.what}\n       fix: {verdict.fix}")
+    return 0 if all(verdict.ok for verdict in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
