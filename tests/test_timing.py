@@ -364,6 +364,14 @@ def test_once_calls_once_per_settings_machine_and_torch(tmp_path, monkeypatch):
     assert records.once("sweep", function, batches=(1, 2), stem="cifar")["call"] == 6
 
 
+def test_a_measurement_that_was_noise_is_measured_again(tmp_path):
+    records, busy = Records("lab9", tmp_path), make_timing("fp32", 0.1, others=0.4)
+    results = iter([{"a": [busy], "b": 1}, {"a": [make_timing("fp32", 0.1)], "b": 2}])
+    for _ in range(3):
+        found = records.once("sweep", lambda: next(results))
+    assert found["b"] == 2 and "not measured again" in records.note
+
+
 def test_a_function_among_the_settings_counts_as_changed_when_its_source_is(tmp_path):
     def fast():
         return 1

@@ -8,7 +8,7 @@ import inspect
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from lab_common import LabError, env_folder
 from lab_common.files import open_regular
 from lab_utils import machine
 from lab_utils.timing.measure import Timing
+from lab_utils.timing.noise import find_noise
 
 FIELDS = ("lab", "kind", "settings", "machine", "torch", "when", "result")
 # The labs write lines of some kB. Of a larger file the end counts, since of two records the newer does.
@@ -52,6 +53,8 @@ class Records:
     def once(self, kind: str, function: Callable[[], object], *, again: bool = False, **settings: object) -> Any:
         """Returns the newest stored result of the same settings, machine and torch, or calls the function and stores.
 
+        A stored measurement that ``find_noise`` calls no finding is measured again.
+
         Args:
             kind: What was done, such as ``sweep``.
             function: Called without arguments where nothing fitting is stored; returns what ``add`` can store.
@@ -63,7 +66,7 @@ class Records:
             The result as it was stored: Timings stay Timings, tuples become lists, keys of dictionaries strings.
         """
         stored = None if again else self.newest(kind, **settings)
-        if stored is not None:
+        if stored is not None and not find_noise(_list_timings(stored["result"])):
             self.note = f"stored result of {stored['when']}, not measured again (again=True measures anew)"
             return stored["result"]
         record = self.add(kind, function(), **settings)
@@ -183,6 +186,14 @@ def check_record(record: Any) -> None:
         level = [part for inner in parts for part in inner if isinstance(part, dict | list)]
     if level:
         raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+
+
+def _list_timings(result: object) -> Iterator[Timing]:
+    if isinstance(result, Timing):
+        yield result
+    elif isinstance(result, dict | list):
+        for part in result.values() if isinstance(result, dict) else result:
+            yield from _list_timings(part)
 
 
 def _append(path: Path, line: bytes) -> None:
