@@ -210,7 +210,7 @@ def test_nodes_that_do_not_run_the_same(write, change, words):
     heard.when["all nodes joined"] = lambda line: joined.append(time.time())
     job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2))
     # 5 s after the meeting, and 5 more for torchrun's own end on two cores.
-    error = run_badly(job, heard, seconds=10, since=lambda: joined[0], by_hand=["node1"])
+    error = run_badly(job, heard, seconds=20, since=lambda: joined[0], by_hand=["node1"])
     end(started[0])
     assert error.result.failure.kind == "mismatch"
     for word in words:
