@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,27 @@ class JobSpec:
         kinds.settle(self, values.JOB, owner="TorchrunJob")
         if self.root is not None:
             self._check_root()
+
+    @property
+    def command(self) -> str:
+        """The command that this job stands for, to be typed by hand on each node, in the folder of the script.
+
+        The job's own command adds what finds errors and ends all ranks together; ``write()`` leaves it to be read.
+        """
+        script = self.script.relative_to(self.root) if self.root else Path(self.script.name)
+        if self.program:
+            return shlex.join([*self.program, str(script), *self.args])
+        head = self.nodes[0]
+        address = head.address or head.name.rpartition("@")[2]
+        port = self.port or 29500  # torchrun's own choice
+        options = ["--standalone"]
+        if len(self.nodes) > 1 and self.rank_order == "address":
+            options = [f"--nnodes={len(self.nodes)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
+        elif len(self.nodes) > 1:  # each node says which one it is: 0 on the first
+            options = [f"--nnodes={len(self.nodes)}", "--node-rank=0"]
+            options += [f"--master-addr={address}", f"--master-port={port}"]
+        options.append(f"--nproc-per-node={self.nproc_per_node}")
+        return shlex.join(["torchrun", *options, str(script), *self.args])
 
     def _check_root(self) -> None:
         """Checks that the project is a folder that holds the script.

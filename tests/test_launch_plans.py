@@ -367,3 +367,23 @@ def test_data_are_copied_to_slurms_shared_folder(script, tmp_path):
         copy_code(job)
         assert (tmp_path / "shared" / "data" / "packed" / "shapes10" / "manifest.json").exists() == copied
         assert (tmp_path / "shared" / "jobs" / job.id / "job.sbatch").exists()
+
+
+def test_a_job_says_the_torchrun_command_that_it_stands_for(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("")
+    (one,) = local_nodes(1)
+    assert TorchrunJob(script, ["--lr", 0.1, "a b"], [one], nproc_per_node=2).command == (
+        "torchrun --standalone --nproc-per-node=2 train.py --lr 0.1 'a b'"
+    )
+    two = [replace(one, name="a", address="10.0.0.11"), replace(one, name="b", address="10.0.0.12")]
+    assert TorchrunJob(script, nodes=two).command == (
+        "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=10.0.0.11:29500 --nproc-per-node=1 train.py"
+    )
+    assert TorchrunJob(script, nodes=two, port=1234, rank_order="nodes").command == (
+        "torchrun --nnodes=2 --node-rank=0 --master-addr=10.0.0.11 --master-port=1234 --nproc-per-node=1 train.py"
+    )
+    nodes = ssh_nodes(["gpu1", "gpu2"])  # whose addresses only the preflight finds
+    assert "--rdzv-endpoint=gpu1:29500" in TorchrunJob(script, nodes=nodes).command
+    assert TorchrunJob(script, nodes=[one], program=["bash", "-x"]).command == "bash -x train.py"
+    assert TorchrunJob("train.py", nodes=[one], root=tmp_path).command.endswith(" train.py")
