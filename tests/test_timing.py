@@ -247,6 +247,8 @@ def test_the_device_is_synchronised_before_the_clock_starts_and_before_it_stops(
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("GET was unable to find an engine to execute this computation"),
+        RuntimeError("FIND was unable to find an engine to execute this computation"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -262,6 +264,21 @@ def test_running_out_of_memory_marks_one_set_up_and_the_others_go_on(error):
     assert big.out_of_memory and math.isnan(big.median) and math.isnan(big.images_per_second)
     assert not small.out_of_memory and len(small.seconds) == 3
     assert calls.count("big") == 1 and calls.count("small") == 4
+
+
+def test_the_peak_is_reset_on_a_device_that_nothing_has_used_yet(monkeypatch):
+    started = []
+
+    def reset(device):  # as torch's own does: its counters are made when CUDA is initialised
+        if not started:
+            raise RuntimeError("Invalid device argument 0: did you call init?")
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    one = timing.measure(lambda: None, repeats=2, warmup=0, device="cuda")
+    assert (one.device, one.peak_bytes, len(one.seconds)) == ("cuda", 2**20, 2)
 
 
 def test_real_memory_that_is_not_there_is_told():
@@ -326,6 +343,15 @@ def test_compare_sets_speeds_beside_the_baseline():
     assert timing.compare(timings, baseline="bf16").loc["fp32", "speed-up"] == pytest.approx(0.5)
     with pytest.raises(LabError, match="baseline 'tf32'"):
         timing.compare(timings, baseline="tf32")
+
+
+@pytest.mark.parametrize("baseline", [None, "fp32"])
+def test_a_baseline_that_ran_out_of_memory_leaves_the_others_comparable(baseline):
+    timings = [Timing("fp32", ()), make_timing("fp16", 0.2, 0.2), make_timing("bf16", 0.1, 0.1)]
+    table = timing.compare(timings, baseline=baseline)
+    assert list(table["speed-up"])[1:] == pytest.approx([1, 2]) and math.isnan(table.loc["fp32", "speed-up"])
+    assert table.index.name == "set-up (fp32 ran out of memory: speed-up over fp16)"
+    assert timing.compare(timings[:1], baseline=baseline)["speed-up"].isna().all()
 
 
 def test_a_timing_survives_json():

@@ -18,7 +18,8 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
 
     Args:
         timings: The timings, in the order of the rows.
-        baseline: Name of the set-up that has speed-up 1; the first where None.
+        baseline: Name of the set-up that has speed-up 1; the first where None. Where it ran out of memory, the first
+            that did not takes its place, and the index's name says so.
 
     Returns:
         A DataFrame with the names as index and the columns ``ms`` (median), ``ms low`` and ``ms high`` (quartiles),
@@ -31,7 +32,8 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
     if not rows or (baseline is not None and baseline not in rows):
         cause, fix = f"the timings are: {', '.join(rows) or 'none'}", "name one of them as baseline"
         raise LabError(f"There is no timing of the baseline {baseline!r}.", cause=cause, fix=fix)
-    base = rows[baseline] if baseline is not None else next(iter(rows.values()))
+    wanted = rows[baseline] if baseline is not None else next(iter(rows.values()))
+    base = next((one for one in (wanted, *rows.values()) if not one.out_of_memory), wanted)
     table = {
         name: {
             "ms": 1e3 * timing.median,
@@ -44,5 +46,6 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
         for name, timing in rows.items()
     }
     noises = {name: timing.noise for name, timing in rows.items()}
-    frame = pd.DataFrame.from_dict(table, orient="index").rename_axis("set-up")
+    title = "set-up" if base is wanted else f"set-up ({wanted.name} ran out of memory: speed-up over {base.name})"
+    frame = pd.DataFrame.from_dict(table, orient="index").rename_axis(title)
     return frame.assign(noise=noises) if any(noises.values()) else frame

@@ -221,6 +221,7 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
     """Runs one step and returns wall seconds, CPU seconds and peak bytes; None where device memory ran out."""
     cuda = device.type == "cuda"
     if cuda:
+        torch.cuda.init()  # before it, the device has no counters, and resetting them raises
         torch.cuda.reset_peak_memory_stats(device)
     try:
         synchronize(device)
@@ -240,8 +241,13 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words."""
-    words = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory")
+    """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words.
+
+    cuDNN's engines are the algorithms of a convolution. Where the workspace of each is refused for lack of memory,
+    torch says only that no engine was found: https://github.com/pytorch/pytorch/issues/108645. A cuDNN that does not go
+    with the GPU says the same, of every batch size.
+    """
+    words = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory", "unable to find an engine")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
