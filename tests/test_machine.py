@@ -22,6 +22,23 @@ model name\t: another
 flags\t\t: fpu
 """
 
+# Of a Graviton 3, a Raspberry Pi 5 and an Ampere One: Linux tells no name there.
+ARM = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd {features} crc32
+CPU implementer\t: {designer}
+CPU part\t: {part}
+CPU revision\t: 1
+"""
+# What `sysctl machdep.cpu.brand_string hw.optional` prints.
+MAC = """machdep.cpu.brand_string: {name}
+hw.optional.floatingpoint: 1
+hw.optional.arm.AdvSIMD: 1
+hw.optional.arm.FEAT_FP16: 1
+hw.optional.arm.FEAT_BF16: {bf16}
+hw.optional.arm.SME_B16F32: {matrix}
+"""
+
 
 def put_first(folder: Path | str) -> str:
     """A PYTHONPATH on which a folder comes before what is there already."""
@@ -213,6 +230,55 @@ def test_the_processor_s_name_and_flags_are_read(tmp_path):
     assert name == "Intel Xeon Platinum 8488C"
     assert features == ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
     assert facts.read_cpu(tmp_path / "none")[1] == ()
+
+
+@pytest.mark.parametrize(
+    ("designer", "part", "features", "name", "fast"),
+    [
+        ("0x41", "0xd40", "asimdhp sve i8mm bf16", "Arm Neoverse V1", True),
+        ("0x41", "0xd0b", "asimdhp", "Arm Cortex-A76", False),
+        ("0xc0", "0xac3", "asimdhp i8mm bf16", "Ampere core 0xac3", True),
+        ("0x99", "0xd40", "", "Arm core 0xd40", False),
+    ],
+)
+def test_arm_processors_are_told(tmp_path, monkeypatch, capsys, designer, part, features, name, fast):
+    (tmp_path / "cpuinfo").write_text(ARM.format(designer=designer, part=part, features=features))
+    found, units = facts.read_cpu(tmp_path / "cpuinfo")
+    assert found == name and set(units) == {"asimd", *features.split()} - {"i8mm"}
+    known = replace(machine.describe(), cpu=found, cpu_features=units, gpus=(), system="Linux aarch64")
+    assert machine.has_fast_bf16(known) == fast
+    monkeypatch.setattr(machine, "describe", lambda: known)
+    machine.card()
+    text = capsys.readouterr().out
+    assert name in text and ("no unit for bf16" in text) != fast
+    assert ("no unit for bf16 or fp16" in text) == (features == "")
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "matrix", "fast"),
+    [("Apple M1", 0, 0, False), ("Apple M2 Pro", 1, 0, True), ("Apple M4", 1, 1, True)],
+)
+def test_apple_processors_are_told(tmp_path, monkeypatch, name, bf16, matrix, fast):
+    program = tmp_path / "sysctl"
+    text = MAC.format(name=name, bf16=bf16, matrix=matrix)
+    program.write_text(f'#!/bin/sh\n[ "$*" = "machdep.cpu.brand_string hw.optional" ] && printf "{text}"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(facts.platform, "system", lambda: "Darwin")
+    expected = ("asimd", "asimdhp", *["bf16"] * bf16, *["smeb16f32"] * matrix)
+    assert facts.read_cpu() == (name, expected)
+    known = replace(machine.describe(), cpu_features=expected, gpus=())
+    assert machine.has_fast_bf16(known) == fast
+    program.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setattr(facts.platform, "processor", lambda: "arm")
+    assert facts.read_cpu() == ("arm", ())
+
+
+def test_an_intel_mac_is_told(tmp_path, monkeypatch):
+    text = "machdep.cpu.brand_string: Intel(R) Core(TM) i7-1068NG7 CPU @ 2.30GHz\nhw.optional.avx2_0: 1\n"
+    monkeypatch.setattr(facts.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(facts.subprocess, "run", lambda *command, **settings: SimpleNamespace(stdout=text))
+    assert facts.read_cpu() == ("Intel Core i7-1068NG7", ("avx2",))
 
 
 def test_a_container_s_limits_count(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lab_utils.machine.facts import BF16_FEATURES, CPU_FEATURES, Gpu, Machine, describe, has_fast_bf16
+from lab_utils.machine.facts import BF16_FEATURES, CPU_FEATURES, FP16_FEATURES, Gpu, Machine, describe, has_fast_bf16
 from lab_utils.machine.settings import device, scale, scale_reason
 
 __all__ = [
@@ -38,16 +38,14 @@ def card() -> None:
 
 
 def _describe_units(machine: Machine) -> list[tuple[str, str]]:
-    if not machine.cpu_features:
-        return [
-            (
-                "CPU units",
-                "not known (only Linux tells)" if "Linux" not in machine.system else "none of those we look for",
-            )
-        ]
+    features = set(machine.cpu_features)
+    if not features:
+        told = machine.system.startswith(("Linux", "Darwin"))
+        return [("CPU units", "none of those we look for" if told else "not known (only Linux and macOS tell)")]
     lines = [f"{feature:<13}{CPU_FEATURES[feature]}" for feature in machine.cpu_features]
-    if not BF16_FEATURES & set(machine.cpu_features):
-        lines.append("no unit for bf16 or fp16: low precision saves memory on this processor, but hardly time")
+    if not BF16_FEATURES & features:
+        what = "bf16: it saves" if FP16_FEATURES & features else "bf16 or fp16: low precision saves"
+        lines.append(f"no unit for {what} memory on this processor, but hardly time")
     return [("CPU units" if line is lines[0] else "", line) for line in lines]
 
 

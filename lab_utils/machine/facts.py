@@ -5,20 +5,49 @@ from __future__ import annotations
 import os
 import platform
 import re
+import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-# The processor flags that decide how fast low precision is, spelled as Linux spells them.
+# The processor flags that decide how fast low precision is, spelled as Linux spells them: x86's, then Arm's.
 CPU_FEATURES = {
     "avx2": "256-bit vectors",
     "avx512f": "512-bit vectors",
     "avx512_bf16": "bf16 dot products in the vector units",
+    "avx512_fp16": "fp16 arithmetic in the vector units",
     "amx_bf16": "bf16 matrix units",
     "amx_fp16": "fp16 matrix units",
+    "asimd": "128-bit vectors (NEON)",
+    "asimdhp": "fp16 arithmetic in the vector units",
+    "bf16": "bf16 dot and matrix products in the vector units",
+    "sve": "vectors of 128 to 2,048 bits",
+    "smeb16f32": "bf16 matrix units",
+    "smef16f32": "fp16 matrix units",
 }
-# Those with which bf16 can be faster than fp32, and not only smaller.
-BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16"})
+# Those with which bf16, or fp16, can be faster than fp32, and not only smaller.
+BF16_FEATURES = frozenset({"avx512_bf16", "amx_bf16", "bf16", "smeb16f32"})
+FP16_FEATURES = frozenset({"avx512_fp16", "amx_fp16", "asimdhp", "smef16f32"})
+# Apple's names of the same.
+SYSCTLS = {
+    "hw.optional.avx2_0": "avx2",
+    "hw.optional.avx512f": "avx512f",
+    "hw.optional.arm.AdvSIMD": "asimd",
+    "hw.optional.arm.FEAT_FP16": "asimdhp",
+    "hw.optional.arm.FEAT_BF16": "bf16",
+    "hw.optional.arm.SME_B16F32": "smeb16f32",
+    "hw.optional.arm.SME_F16F32": "smef16f32",
+}
+# Linux on Arm tells no name, but who designed a core and its part number; util-linux (sys-utils/lscpu-arm.c) lists all.
+DESIGNERS = {"0x41": "Arm", "0x4e": "NVIDIA", "0x51": "Qualcomm", "0x61": "Apple", "0xc0": "Ampere"}
+ARM_CORES = {
+    "0xd08": "Cortex-A72",
+    "0xd0b": "Cortex-A76",
+    "0xd0c": "Neoverse N1",
+    "0xd40": "Neoverse V1",
+    "0xd49": "Neoverse N2",
+    "0xd4f": "Neoverse V2",
+}
 
 
 @dataclass(frozen=True)
@@ -44,7 +73,7 @@ class Machine:
         cores: Logical processors that this process may use (affinity and container limits counted).
         threads: Threads that torch uses within one operation.
         memory_bytes: Main memory, or the container's share of it.
-        cpu_features: Those of ``CPU_FEATURES`` that the processor has; empty where it is not Linux that tells.
+        cpu_features: Those of ``CPU_FEATURES`` that the processor has; empty where the system does not tell.
         gpus: The GPUs that torch sees.
         python, torch, torchvision: Versions.
         cuda: The CUDA version that torch was built with; None for a CPU build.
@@ -104,16 +133,43 @@ def has_fast_bf16(machine: Machine) -> bool:
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, tuple[str, ...]]:
-    """Reads the processor's name and those of its flags that matter here; () where it is not Linux that tells."""
-    fields = {}
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(errors="replace").splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    name = fields.get("model name") or platform.processor() or platform.machine() or "CPU"
+    """Reads the processor's name and those of its features that matter here; () where the system does not tell.
+
+    Linux lists an Arm processor's features as https://docs.kernel.org/arch/arm64/elf_hwcaps.html names them, in lower
+    case: ``bf16`` is Arm's FEAT_BF16. macOS tells them by ``sysctl``, as Apple's page "Determining instruction set
+    characteristics" says: https://developer.apple.com/documentation/kernel/1387446-sysctlbyname.
+    """
+    if platform.system() == "Darwin":
+        name, flags = _ask_sysctl()
+    else:
+        fields = {}
+        if cpuinfo.exists():
+            for line in cpuinfo.read_text(errors="replace").splitlines():
+                key, _, value = line.partition(":")
+                fields.setdefault(key.strip(), value.strip())
+        name = fields.get("model name") or _name_arm(fields)
+        flags = set(fields.get("flags", fields.get("Features", "")).split())
+    name = name or platform.processor() or platform.machine() or "CPU"
     name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*$", " ", name, flags=re.IGNORECASE)
-    flags = set(fields.get("flags", "").split())
     return " ".join(name.split()) or "CPU", tuple(feature for feature in CPU_FEATURES if feature in flags)
+
+
+def _name_arm(fields: dict[str, str]) -> str:
+    designer, part = fields.get("CPU implementer", ""), fields.get("CPU part", "")
+    core = (ARM_CORES.get(part) if designer == "0x41" else None) or (part and f"core {part}")
+    return f"{DESIGNERS.get(designer, 'Arm')} {core}" if core else ""
+
+
+def _ask_sysctl() -> tuple[str, set[str]]:
+    """Returns what macOS tells: the processor's name, and its features in Linux's spelling."""
+    command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return "", set()
+    known = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    flags = {feature for name, feature in SYSCTLS.items() if known.get(name) == "1"}
+    return known.get("machdep.cpu.brand_string", ""), flags
 
 
 def count_cores() -> int:
