@@ -37,7 +37,7 @@ def here(tmp_path, monkeypatch, runs):
 def draw(letter):
     """Draws until the card with this fault comes."""
     pile = BY_LETTER[letter].pile
-    drawn = (cards.draw(pile, seed=seed) for seed in range(100))
+    drawn = (cards.draw(pile, turn) for turn in range(1, 10))
     return next(card for card in drawn if card.fault.letter == letter)
 
 
@@ -299,14 +299,25 @@ def test_a_folder_of_cards_that_cannot_be_made_is_named(tmp_path):
     assert_explains(caught.value, "cannot be written", "cards")
 
 
-def test_a_solved_card_is_not_drawn_again_until_all_are(capsys):
-    for left in (2, 1):
-        card = cards.draw("unmatched")
-        assert f"({left} of 2 left in this pile)" in capsys.readouterr().out
-        card.note_solved()
-        card.path.write_text("solved = True\n")
-    again = cards.draw("unmatched")
-    assert "(all solved)" in capsys.readouterr().out and again.path.read_text() == "solved = True\n"
+def test_a_card_stays_the_same_until_the_next_is_asked_for(capsys):
+    first = cards.draw("unmatched")
+    assert capsys.readouterr().out == f"Card {first.number} (2 of 2 left in this pile): {first.path}\n"
+    first.note_solved()
+    first.path.write_text("solved = True\n")
+    assert cards.draw("unmatched", seed=0).number == first.number, "a cell that is run again"
+    assert "It is solved; the next one: cards.draw('unmatched', 2, seed=0)" in capsys.readouterr().out
+    second = cards.draw("unmatched", 2)
+    assert second.number != first.number and "(1 of 2 left" in capsys.readouterr().out
+    second.note_solved()
+    assert cards.draw("unmatched").path.read_text() == "solved = True\n"
+    assert "(all solved)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("turn", [0, 3, -1, 1.5, "2", None])
+def test_a_card_that_the_pile_does_not_have_is_named(turn):
+    with pytest.raises(LabError) as caught:
+        cards.draw("unmatched", turn)
+    assert_explains(caught.value, "no card", "from 1 to 2")
 
 
 def test_another_number_is_another_order():

@@ -137,22 +137,25 @@ class Card:
             raise LabError(f"{self.path} cannot be read.", where=self.path, cause=cause, fix=fix) from error
 
     def note_solved(self) -> None:
-        """Keeps that this card is solved, so that the next draw takes another."""
+        """Keeps that this card is solved, so that a draw says which one is next."""
         attempts.note(f"card {self.number}", "right")
 
 
-def draw(pile: str, *, seed: int = 0) -> Card:
-    """Draws a card that is not solved yet, and writes its job into ``cards/`` beside the notebook.
+def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
+    """Draws a card, and writes its job into ``cards/`` beside the notebook.
+
+    Run again, it draws the same card: so may a cell be.
 
     Args:
         pile: ``"stops"``, ``"unmatched"`` or ``"wrong"``.
+        turn: 1 for your first card of this pile, 2 for the next, and so on.
         seed: Your number; another number, another order of the cards.
 
     Returns:
         The card. A file that the learner has changed stays as it is.
 
     Raises:
-        LabError: There is no such pile.
+        LabError: There is no such pile, or it has fewer cards.
     """
     if pile not in PILES:
         fix = f"one of {', '.join(map(repr, PILES))}"
@@ -160,16 +163,21 @@ def draw(pile: str, *, seed: int = 0) -> Card:
     standings = attempts.read_standings()
     cards = [Card(_number(fault), pile, Path("cards", f"card-{_number(fault)}.py"), fault) for fault in FAULTS]
     cards = sorted((card for card in cards if card.fault.pile == pile), key=lambda card: _shuffle(seed, card.number))
-    solved = {card.number for card in cards if standings.get(f"card {card.number}", attempts.Standing()).solved}
-    card = next((card for card in cards if card.number not in solved), cards[0])
+    if turn not in range(1, len(cards) + 1):
+        fix = f"a number from 1 to {len(cards)}"
+        raise LabError(f"This pile has no card {turn!r:.40}.", where="cards.draw", cause="a slip in turn", fix=fix)
+    solved = [standings.get(f"card {card.number}", attempts.Standing()).solved for card in cards]
+    card, done = cards[turn - 1], solved[turn - 1]
     # What solve() wrote is ours; a learner's mend may read exactly like the right job, and stays.
     shown = False
     with contextlib.suppress(LabError):  # what cannot be read is not ours either
         shown = card.path.exists() and card.read() == read_job(card.fault.job) + SHOWN
-    if not card.path.exists() or (shown and card.number not in solved):
+    if not card.path.exists() or (shown and not done):
         _write(card.path, card.fault.break_job())
-    left = f"{len(cards) - len(solved)} of {len(cards)} left in this pile" if len(solved) < len(cards) else "all solved"
+    left = "all solved" if all(solved) else f"{solved.count(False)} of {len(cards)} left in this pile"
     print(f"Card {card.number} ({left}): {card.path}")
+    if done and not all(solved):
+        print(f"It is solved; the next one: cards.draw({pile!r}, {solved.index(False) + 1}, seed={seed!r})")
     return card
 
 
