@@ -137,7 +137,8 @@ bench: setup
 ## lint: check style and formatting
 .PHONY: lint
 lint: setup
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude "*.ipynb" . \
+	  && $(PY) -m ruff format --check --line-length 88 notebooks/*.ipynb
 
 ## lock: resolve the exact versions again, with hashes, for every Python and platform (needs uv, and PyTorch's index)
 .PHONY: lock

@@ -15,12 +15,13 @@ HEAD = """# Distributed Training Labs
 
 {next}
 
-| lab | question | it takes | memory | solved |
+| lab | question | minutes | memory | solved |
 |---|---|---|---|---|
 """
 TAIL = """
-*memory* is the most that a lab took on a CPU, together with the jobs that it starts. A kernel keeps its memory: shut it
-down before you begin another lab.
+*minutes* are for reading, for waiting until the cells have run, and for the exercises. *memory* is the most that a lab
+took on a CPU, together with the jobs that it starts. A kernel keeps its memory: shut it down before you begin another
+lab.
 
 Run a lab's cells from top to bottom with Shift+Enter. Where a cell says *YOUR CODE HERE*, it is your turn: write, run
 the cell again, and it answers. Stop for today whenever you like: measurements and solved exercises are kept.
@@ -39,15 +40,16 @@ def write_start(notebooks: Path, workspace: Path) -> None:
     standings, rows, link = attempts.read_standings(), [], ""
     for lab, path in zip(LABS, sorted(notebooks.glob("[0-9]*.ipynb")), strict=False):
         notebook = read_notebook(path)
-        first, peak = notebook.cells[0].source, notebook.metadata.get("lab", {}).get("peak_gib")
-        memory = f"{peak:.1f} GiB" if peak else "not known"
-        title, question, takes = (
+        first, stored = notebook.cells[0].source, notebook.metadata.get("lab", {})
+        needs = f"{stored.get('minutes', 'not known')} | "
+        needs += f"{stored['peak_gib']:.1f} GiB" if "peak_gib" in stored else "not known"
+        title, question = (
             found[1] if (found := re.search(pattern, first, re.MULTILINE)) else ""
-            for pattern in (r"^# (.+)$", r"^\*\*(.+)\*\*$", r"^\| \*\*It takes\*\* \| (.+?) \|$")
+            for pattern in (r"^# (.+)$", r"^\*\*(.+)\*\*$")
         )
         numbers = [number for number in SECOND_HINTS if number.startswith(f"{lab}.")]
         solved = sum(standings.get(number, attempts.Standing()).solved for number in numbers)
-        rows.append(f"| [{title}]({path.name}) | {question} | {takes} | {memory} | {solved} of {len(numbers)} |")
+        rows.append(f"| [{title}]({path.name}) | {question} | {needs} | {solved} of {len(numbers)} |")
         if not link and solved < len(numbers):
             link = f"**{'Go on' if any(standings) else 'Begin'} with [{title}]({path.name}).**"
     text = HEAD.format(next=link or "**All exercises are solved.**") + "\n".join(rows) + "\n" + TAIL

@@ -174,8 +174,8 @@ def expect_key_kept_secret(lab: Lab, path: Path) -> None:
     cells = {cell.id: cell for cell in nbformat.read(lab.folder / path.name, as_version=4).cells}
     (said,) = [output.text for output in cells["connect"].outputs]
     assert said.startswith("online: ") and said.count("\n") == 1
-    # First run, the training, three of the sweep, and three of two ranks; the killed ones stay offline in any case.
-    assert len(lab.tracker.rows) == 8 and lab.tracker.keys == {WANDB_KEY}
+    # First run, the step back, the training, three of the sweep, and three of two ranks; the killed ones stay offline.
+    assert len(lab.tracker.rows) == 9 and lab.tracker.keys == {WANDB_KEY}
     files = [file for file in lab.runs.parent.rglob("*") if file.is_file()]
     assert len(files) > 100
     assert [file for file in files if "PLANTED" in file.name or b"PLANTED" in file.read_bytes()] == []

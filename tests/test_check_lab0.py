@@ -11,6 +11,7 @@ from course import check
 from course.check import NotYetError
 from course.exercises import lab0
 from lab_common import LabError
+from lab_utils import timing
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -53,6 +54,10 @@ def topk_values(logits, labels, k):
     return (logits.topk(k).values == labels.unsqueeze(1)).sum()
 
 
+def topk_over_images(logits, labels, k):
+    return (logits.topk(k, dim=0).indices == labels).sum()
+
+
 def topk_no_unsqueeze(logits, labels, k):
     return (logits.topk(k).indices == labels).sum()
 
@@ -91,6 +96,14 @@ def topk_numpy(logits, labels, k):
     return torch.tensor((best == labels.numpy()[:, None]).sum())
 
 
+def topk_no_return(logits, labels, k):
+    topk_right(logits, labels, k)
+
+
+def topk_list(logits, labels, k):
+    return (logits.topk(k).indices == labels.unsqueeze(1)).any(1).tolist()
+
+
 def time_right(step, synchronize, repeats, warmup, clock=time.perf_counter):
     for _ in range(warmup):
         step()
@@ -117,6 +130,10 @@ def time_right_dropping(step, synchronize, repeats, warmup, clock=time.perf_coun
 
 def time_no_synchronize(step, synchronize, repeats, warmup, clock=time.perf_counter):
     return time_right(step, lambda: None, repeats, warmup, clock)
+
+
+def time_other_synchronize(step, synchronize, repeats, warmup, clock=time.perf_counter):
+    return time_right(step, lambda: timing.synchronize("cpu"), repeats, warmup, clock)
 
 
 def time_no_opening(step, synchronize, repeats, warmup, clock=time.perf_counter):
@@ -198,6 +215,23 @@ def time_cumulative(step, synchronize, repeats, warmup, clock=time.perf_counter)
     return seconds
 
 
+def time_backwards(step, synchronize, repeats, warmup, clock=time.perf_counter):
+    return [-second for second in time_right(step, synchronize, repeats, warmup, clock)]
+
+
+def time_pairs(step, synchronize, repeats, warmup, clock=time.perf_counter):
+    for _ in range(warmup):
+        step()
+    synchronize()
+    readings = []
+    for _ in range(repeats):
+        start = clock()
+        step()
+        synchronize()
+        readings.append((start, clock()))
+    return readings
+
+
 def bytes_right(model):
     return sum(p.nbytes * (3 if p.requires_grad else 1) for p in model.parameters())
 
@@ -262,6 +296,7 @@ WRONG = [
     ("0.1", topk_always_five, "own row"),
     ("0.1", topk_lowest, "highest"),
     ("0.1", topk_values, "indices"),
+    ("0.1", topk_over_images, "dim=1"),
     ("0.1", topk_no_unsqueeze, "unsqueeze"),
     ("0.1", topk_any_row, "own row"),
     ("0.1", topk_per_image, ".sum()"),
@@ -270,7 +305,10 @@ WRONG = [
     ("0.1", topk_of_five_images, "smaller than the first"),
     ("0.1", topk_in_place, "as they are"),
     ("0.1", topk_numpy, "stay in torch"),
+    ("0.1", topk_no_return, "return the count"),
+    ("0.1", topk_list, "return the count"),
     ("0.2", time_no_synchronize, "time to queue"),
+    ("0.2", time_other_synchronize, "the argument"),
     ("0.2", time_no_opening, "first opening"),
     ("0.2", time_opening_only, "closing"),
     ("0.2", time_keeps_warmup, "not reported"),
@@ -283,6 +321,8 @@ WRONG = [
     ("0.2", time_sorted, "order"),
     ("0.2", time_no_return, "every repeat"),
     ("0.2", time_cumulative, "for each repeat anew"),
+    ("0.2", time_backwards, "negative"),
+    ("0.2", time_pairs, "closing reading minus"),
     ("0.3", bytes_of_gradients, "no step"),
     ("0.3", bytes_in_a_tensor, "plain number"),
     ("0.3", bytes_parameters, "gradient"),

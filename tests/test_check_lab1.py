@@ -1,12 +1,16 @@
 """Each check of lab 1 refuses typical wrong answers with the hint that fits and accepts right ones."""
 
+import math
+import statistics
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from course import check
-from course.check import NotYetError
+from course.check import NotYetError, attempts
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -100,6 +104,7 @@ def amp_in_another_order(model, images, labels, optimizer, scaler, dtype):
         (amp("zero_grad forward backward_unscaled step update"), "scaler.scale"),
         (amp("zero_grad forward backward plain_step"), "still carry the loss scale"),
         (amp("zero_grad forward backward step"), "scaler.update()"),
+        (amp("zero_grad forward backward step plain_step update"), "must not run again"),
         (amp("forward backward step update"), "optimizer.zero_grad()"),
         (amp("zero_grad forward backward"), "nothing moved"),
         (amp(returned="scaled"), "plain loss"),
@@ -182,56 +187,99 @@ def test_right_clipping_is_accepted(order, capsys):
     assert capsys.readouterr().out.startswith("✔ 1.2")
 
 
+def mean(timing):
+    return statistics.fmean(timing.seconds) if timing.seconds else math.nan
+
+
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (lambda device_type, capability: torch.bfloat16, "T4"),
-        (lambda device_type, capability: torch.float16, "H100"),
-        (
-            lambda device_type, capability: torch.bfloat16 if capability and capability > (8, 0) else torch.float16,
-            "A100",
-        ),
-        (
-            lambda device_type, capability: [torch.float32, torch.float16, torch.bfloat16][
-                (capability >= (7, 0)) + (capability >= (8, 0))
-            ],
-            "CPU",
-        ),
-        (
-            lambda device_type, capability: (
-                torch.bfloat16 if device_type == "cpu" or str(capability) >= "(8, 0)" else torch.float16
-            ),
-            "compare the major number",
-        ),
-        (
-            lambda device_type, capability: (
-                torch.bfloat16 if device_type == "cpu" or capability[0] >= 8 else torch.float16
-            ),
-            "before 7.0",
-        ),
-        (lambda device_type, capability: "bfloat16", "H100"),
+        (lambda old, new: new.median / old.median, "old time ÷ new time"),
+        (lambda old, new: old.median - new.median, "old time ÷ new time"),
+        (lambda old, new: 100 * (old.median / new.median - 1), "old time ÷ new time"),
+        (lambda old, new: max(1, old.median / new.median), "below 1"),
+        (lambda old, new: mean(old) / mean(new), "the medians"),
+        (lambda old, new: min(old.seconds) / min(new.seconds), "neither the best nor the first"),
+        (lambda old, new: old.seconds[0] / new.seconds[0], "neither the best nor the first"),
+        (lambda old, new: statistics.median(old.seconds) / statistics.median(new.seconds), "nothing to compare with"),
+        (lambda old, new: old.median / new.median if old.seconds else 0, "nothing to compare with"),
+        (lambda old, new: f"{old.median / new.median:.2f}", "old time ÷ new time"),
+        (lambda old, new: old / new, "old time ÷ new time"),
     ],
 )
-def test_wrong_dtypes_get_their_hint(answer, hint):
+def test_wrong_speed_ups_get_their_hint(answer, hint):
     with pytest.raises(NotYetError) as refused:
         check.exercise("1.3", answer)
     assert hint in refused.value.hint
 
 
-def choose_by_branches(device_type, capability):
-    if device_type == "cpu":
-        return torch.bfloat16
-    if capability[0] >= 8:
-        return torch.bfloat16
-    return torch.float16 if capability[0] == 7 else torch.float32
+def by_images_per_second(baseline, candidate):
+    return candidate.images_per_second / baseline.images_per_second
 
 
-def choose_by_table(device_type, capability):
-    table = [((8, 0), torch.bfloat16), ((7, 0), torch.float16), ((0, 0), torch.float32)]
-    return next(dtype for least, dtype in table if device_type == "cpu" or capability >= least)
+def by_hand(baseline, candidate):
+    if baseline.out_of_memory or candidate.out_of_memory:
+        return float("nan")
+    return statistics.median(baseline.seconds) / statistics.median(candidate.seconds)
 
 
-@pytest.mark.parametrize("answer", [choose_by_branches, choose_by_table])
-def test_right_dtypes_are_accepted(answer, capsys):
+@pytest.mark.parametrize(
+    "answer", [by_images_per_second, by_hand, lambda baseline, candidate: baseline.median / candidate.median]
+)
+def test_right_speed_ups_are_accepted(answer, capsys):
     check.exercise("1.3", answer)
-    assert capsys.readouterr().out == "✔ 1.3 A dtype for the device: 7 devices, from a laptop's CPU to an H100\n"
+    assert capsys.readouterr().out.startswith("✔ 1.3 The speed-up: 5 pairs of timings")
+
+
+def solve(capacity, weights, fixed, per_image, *, state=2, at_end=3, least=0, whole=int):
+    if capacity < at_end * weights:
+        return 0
+    return max(least, whole((capacity - state * weights - fixed) / per_image))
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (partial(solve, state=3), "are not at their most together"),
+        (partial(solve, state=1), "the momentum is there"),
+        (partial(solve, state=0), "weights and momentum are there"),
+        (lambda capacity, weights, fixed, per_image: solve(capacity, weights, 0, per_image), "counts once"),
+        (partial(solve, whole=round), "a whole number"),
+        (partial(solve, whole=math.ceil), "a whole number"),
+        (partial(solve, whole=float), "an int"),
+        (partial(solve, at_end=0), "300 bytes"),
+        (partial(solve, at_end=4), "which fit"),
+        (partial(solve, least=-math.inf), "never negative"),
+        (lambda *_: None, "weights and momentum"),
+        (lambda *case: str(solve(*case)), "weights and momentum"),
+    ],
+)
+def test_wrong_batches_get_their_hint(answer, hint):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("1.4", answer)
+    assert hint in refused.value.hint
+
+
+def by_both_moments(capacity, weights, fixed, per_image):
+    forward = (capacity - 2 * weights - fixed) // per_image
+    return int(forward) if forward > 0 and 3 * weights <= capacity else 0
+
+
+def by_counting(capacity, weights, fixed, per_image):
+    batch = 0
+    while 2 * weights + max(weights, fixed + per_image * (batch + 1)) <= capacity:
+        batch += 1
+    return batch
+
+
+@pytest.mark.parametrize("answer", [solve, by_both_moments, by_counting])
+def test_right_batches_are_accepted(answer, capsys):
+    check.exercise("1.4", answer)
+    assert capsys.readouterr().out.startswith("✔ 1.4 The largest batch: 6 cards")
+
+
+def test_an_answer_to_the_exercise_that_1_3_was_before_says_nothing_of_the_one_that_it_is():
+    attempts.note("1.3", "right", "def choose_dtype(device_type, capability):\n    return torch.bfloat16\n")
+    assert "1.3" not in attempts.read_standings()
+    check.exercise("1.3", by_hand)
+    assert attempts.read_standings()["1.3"].solved

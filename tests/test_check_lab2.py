@@ -13,6 +13,7 @@ from course.check import NotYetError
 pytestmark = pytest.mark.usefixtures("runs")
 
 TAGS = ("loss/train", "acc1/train", "acc5/train", "lr")
+COLUMNS = ("images", "loss", "top1", "top5", "lr")
 
 
 def epoch(
@@ -24,7 +25,9 @@ def epoch(
     scheduler_first=False,
     swapped=False,
     forget=(),
+    zero_last=False,
     once=False,
+    columns=COLUMNS,
     returned=lambda rows, first: (rows, first + len(rows)),
 ):
     """A training epoch with one thing done differently."""
@@ -38,11 +41,13 @@ def epoch(
             value = F.cross_entropy(logits, labels)
             value.backward()
             optimizer.step()
+            if zero_last:
+                optimizer.zero_grad()
             best = logits.topk(5, dim=1).indices == labels[:, None]
             hits = [int(best[:, :1].sum()), int(best.sum())]
             if scheduler_first:
                 scheduler.step()
-            rows.append((len(labels), value.item()))
+            rows.append((len(labels), value.item(), *hits, scheduler.get_last_lr()[0]))
             hits = hits[::-1] if swapped else hits
             values = (loss(value, len(labels)), *(share(h, len(labels)) for h in hits), scheduler.get_last_lr()[0])
             if not once or index == len(batches) - 1:
@@ -51,7 +56,7 @@ def epoch(
                     writer.add_scalar(tag, number, *([] if at is None else [at]))
             if not scheduler_first:
                 scheduler.step()
-        return returned(pd.DataFrame(rows, columns=["images", "loss"]), first_step)
+        return returned(pd.DataFrame(rows, columns=COLUMNS)[[*columns]], first_step)
 
     return train_epoch
 
@@ -82,6 +87,8 @@ def silent(model, batches, optimizer, scheduler, writer, first_step):
         (epoch(returned=lambda rows, first: (rows, len(rows))), "first_step + len(rows)"),
         (epoch(returned=lambda rows, first: (rows, first + len(rows) - 1)), "first_step + len(rows)"),
         (epoch(returned=lambda rows, first: None), "return the rows and the step"),
+        (epoch(columns=COLUMNS[:2]), "keep the columns"),
+        (epoch(zero_last=True), "zero_grad() comes before backward"),
         (epoch(loss=lambda loss, size: [loss]), "writer.add_scalar(tag, value, step)"),
     ],
 )
@@ -92,7 +99,23 @@ def test_wrong_epochs_get_their_hint(answer, hint):
     assert refused.value.yours and refused.value.expected
 
 
-@pytest.mark.parametrize("answer", [epoch(), epoch(loss=lambda loss, size: loss.detach())])
+def grouped(model, batches, optimizer, scheduler, writer, first_step):
+    for step, _ in enumerate(batches, first_step):
+        writer.add_scalars("loss", {"train": 1.0}, step)
+
+
+def test_a_run_for_each_number_is_refused():
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("2.1", grouped)
+    assert "makes a new run of each number" in refused.value.yours
+    assert "writer.add_scalar(tag, value, step)" in refused.value.hint
+
+
+RIGHT = (lambda loss, size: loss.item(), lambda loss, size: loss.detach(), lambda loss, size: loss)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("answer", [epoch(loss=loss) for loss in RIGHT])
 def test_right_epochs_get_the_tick(answer, capsys):
     check.exercise("2.1", answer)
     assert capsys.readouterr().out.startswith("✔ 2.1 Steps that go on: two epochs")

@@ -1,9 +1,12 @@
 """Each check of lab 3 refuses typical wrong answers with the hint that fits and accepts right ones."""
 
+import math
 import os
 from pathlib import Path
 
+import nbformat
 import pytest
+import wandb
 
 from course import check
 from course.check import NotYetError
@@ -28,23 +31,23 @@ def define(**kinds):
     return define_summaries
 
 
-RIGHT = {"valid__acc1": "max", "valid__acc5": "max", "valid__loss": "min"}
+RIGHT = {"acc1__valid": "max", "acc5__valid": "max", "loss__valid": "min"}
 
 
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
         (define(), "keeps the last value"),
-        (define(valid__acc1="max"), 'run.define_metric("valid/acc5", summary="max")'),
-        (define(**RIGHT | {"valid__acc1": "min"}), "is the highest"),
-        (define(**RIGHT | {"valid__loss": "max"}), "is the lowest"),
-        (define(**RIGHT | {"valid__acc1": "last"}), "the one value that counts"),
-        (define(**RIGHT | {"valid__acc5": "mean"}), "the one value that counts"),
-        (define(**RIGHT | {"valid__acc1": "none"}), "no summary at all"),
-        (define(ALL="max", valid__loss="min"), "takes the training with it"),
-        (define(**RIGHT | {"valid__acc1": "highest"}), "the words are min, max"),
+        (define(acc1__valid="max"), 'run.define_metric("acc5/valid", summary="max")'),
+        (define(**RIGHT | {"acc1__valid": "min"}), "is the highest"),
+        (define(**RIGHT | {"loss__valid": "max"}), "is the lowest"),
+        (define(**RIGHT | {"acc1__valid": "last"}), "the one value that counts"),
+        (define(**RIGHT | {"acc5__valid": "mean"}), "the one value that counts"),
+        (define(**RIGHT | {"acc1__valid": "none"}), "no summary at all"),
+        (define(ALL="max", loss__valid="min"), "takes the training with it"),
+        (define(**RIGHT | {"acc1__valid": "highest"}), "the words are min, max"),
         (define(acc1="max", acc5="max", loss="min"), "keeps the last value"),
-        (lambda run: run.summary.update({"valid/acc1": 1.0}), "keeps the last value"),
+        (lambda run: run.summary.update({"acc1/valid": 1.0}), "keeps the last value"),
     ],
 )
 def test_wrong_summaries_get_their_hint(answer, hint):
@@ -55,7 +58,7 @@ def test_wrong_summaries_get_their_hint(answer, hint):
 
 
 @pytest.mark.parametrize(
-    "answer", [define(**RIGHT), define(**RIGHT | {"valid__acc1": "max,last"}), define(**RIGHT | {"train__loss": "min"})]
+    "answer", [define(**RIGHT), define(**RIGHT | {"acc1__valid": "max,last"}), define(**RIGHT | {"loss__train": "min"})]
 )
 def test_right_summaries_get_the_tick(answer, capfd):
     check.exercise("3.1", answer)
@@ -67,7 +70,7 @@ def test_the_check_leaves_nothing_behind_and_disturbs_no_open_run(tmp_path):
     runs = Path(os.environ["LAB_RUNS"])
     check.exercise("3.1", define(**RIGHT))  # what is kept of the tries is there from now on
     before = sorted(runs.iterdir())
-    run = wandb_runs.connect(tmp_path).start(project="labs")
+    run = wandb.init(project="labs", **wandb_runs.connect(tmp_path).options)
     run.log({"a": 1}, step=1)
     check.exercise("3.1", define(**RIGHT))
     run.log({"a": 2}, step=2)
@@ -119,6 +122,7 @@ def test_the_check_leaves_nothing_behind_and_disturbs_no_open_run(tmp_path):
             lambda checkpoints, recorded: (recorded + 1, max((c for c in checkpoints if c <= recorded), default=0)),
             "other way round",
         ),
+        (lambda checkpoints, recorded: (recorded // 10 * 10, recorded + 1), "take the newest"),
         (lambda checkpoints, recorded: recorded + 1, "two numbers"),
         (lambda checkpoints, recorded: None, "two numbers"),
     ],
@@ -191,3 +195,18 @@ def test_wrong_plans_of_ranks_get_their_hint(answer, hint):
 def test_right_plans_of_ranks_are_accepted(answer, capsys):
     check.exercise("3.3", answer)
     assert capsys.readouterr().out.startswith("✔ 3.3 The runs of several ranks: one run from rank 0 alone")
+
+
+def test_the_alert_stops_a_lost_training_and_no_resnet_at_its_start(root):
+    cells = nbformat.read(root / "notebooks" / "03_wandb.ipynb", as_version=4).cells
+    names, alerts = {}, []
+    exec(next(cell.source for cell in cells if cell.get("id") == "train"), names)
+    run = type("Run", (), {"alert": lambda self, *words: alerts.append(words)})()
+    # The first losses of a ResNet-18 at the lab's full scale; with batches of 128 they reached 5.5.
+    for loss in (2.394, 2.982, 3.845, 4.269, 4.826, 4.188, 4.06, 3.508, 5.5):
+        names["stop_if_lost"](run, loss, 1)
+    assert alerts == []
+    for loss in (25.0, math.inf, math.nan):  # at rate 30 the small net's second loss is above 25
+        with pytest.raises(ArithmeticError):
+            names["stop_if_lost"](run, loss, 1)
+    assert len(alerts) == 3

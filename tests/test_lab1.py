@@ -1,19 +1,30 @@
-"""Parts of lab 1 that a machine without a GPU does not reach by itself: the search, and the reference run's place."""
+"""Parts of lab 1 that this machine does not reach by itself: a GPU's remedies, a lesser CPU, and a reference run."""
 
 import json
 from functools import partial
 
 import pytest
+import torch
+from matplotlib import pyplot as plt
 
-from lab_utils import timing
+from lab_utils import models, timing
 from lab_utils.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("runs")
+STEP = ("baseline", "amp-step", "setups", "steps")
+BUILD = models.build
 
 
 @pytest.fixture
 def run_cells(run_cells_of):
-    return partial(run_cells_of, "01_mixed_precision")
+    yield partial(run_cells_of, "01_mixed_precision")
+    plt.close("all")
+
+
+@pytest.fixture
+def small_nets(monkeypatch):
+    build = models.build
+    monkeypatch.setattr(models, "build", lambda net, **more: build("tiny" if net == "resnet18" else net, **more))
 
 
 def make_sweep(gains, baseline="fp32", candidate="bf16"):
@@ -23,19 +34,91 @@ def make_sweep(gains, baseline="fp32", candidate="bf16"):
     return slow + fast
 
 
-def test_the_search_finds_the_largest_batch_and_stays_below_its_limit(run_cells, capsys):
-    find_largest = run_cells("largest-batch", ON_GPU=False, STEMS=(), lines={})["find_largest"]
-    assert "No GPU" in capsys.readouterr().out
-    for largest in (8, 9, 100, 1000, 4216, 38_660):
-        tried = []
-        found = find_largest(lambda batch, tried=tried, largest=largest: tried.append(batch) or batch <= largest)
-        assert 0.96 * largest <= found <= largest
-        assert len(tried) < 25
-    assert find_largest(lambda batch: batch <= 5) in range(4, 6)
-    assert find_largest(lambda batch: True, limit=1000) == pytest.approx(1000, rel=0.04)
-    tried = []
-    find_largest(lambda batch: tried.append(batch) or True, limit=1000)
-    assert max(tried) <= 1000
+def test_a_cpu_without_fast_bf16_gets_the_whole_lab_on_a_smaller_net(run_cells, small_nets, monkeypatch, capsys):
+    """More than one batch, both stems, a warm-up, three rounds and both precisions in turn."""
+    monkeypatch.setattr("lab_utils.machine.has_fast_bf16", lambda _: False)
+    names = run_cells(*STEP, "sweep", "speed-up", "throughput-figure", "record-graph", "fixes")
+    assert names["NET"] == "resnet18" and list(names["throughput"]) == ["imagenet", "cifar"]
+    for timings in names["throughput"].values():
+        assert len({t.images for t in timings}) > 1 and {t.name for t in timings} == {"fp32", "bf16"}
+        assert all(len(t.seconds) >= 3 and t.warmup == 1 for t in timings)
+    assert {t.name for t in names["fixes"]} == {
+        f"{name}{how}" for name in ("fp32", "bf16") for how in ("", ", channels last")
+    }
+    out = capsys.readouterr().out
+    assert out.count("speed-up ") >= 4 and "no guess was made" in out
+
+
+def test_a_remedy_that_does_not_run_here_is_named_and_left_out(run_cells, capsys):
+    attempt = run_cells("record-graph")["attempt"]
+    steps = []
+    assert attempt("good", "bf16", lambda: {"bf16": lambda: steps.append(1)}).keys() == {"good"}
+    assert len(steps) == 2, "the second step has the momentum"
+
+    def fail():
+        raise RuntimeError("GET was unable to find an engine to execute this computation")
+
+    assert attempt("bad", "bf16", lambda: {"bf16": fail}) == {}
+
+    def refuse(step):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    assert attempt("graph", "bf16", lambda: {"bf16": lambda: None}, refuse) == {}
+    out = capsys.readouterr().out
+    assert "good runs here" in out and "bad does not run here: GET was unable" in out
+    assert "graph does not run here: CUDA out of memory" in out
+
+
+def test_blocks_that_are_compiled_train_as_those_that_are_not(run_cells, monkeypatch):
+    """The path of a GPU, with a backend that compiles nothing; the plain blocks of layer3 are compiled once."""
+    seen = []
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda self, **how: (seen.append(how), compile_block(self, backend="eager", **how)),
+    )
+    monkeypatch.setattr("lab_utils.machine.has_fast_bf16", lambda _: False)
+    names = run_cells(*STEP)
+    for name, step in names["make_steps"]("imagenet", 4, compiled=True).items():
+        step()
+        assert name in ("fp32", "bf16")
+    assert seen == [{"dynamic": False}] * 2, "resnet18's layer3 has two blocks, and their shapes differ"
+
+
+def test_tf32_is_what_a_gpu_does_by_default(run_cells):
+    """Convolutions in TF32, matrix products in float32."""
+    names = run_cells(*STEP)
+    seen = []
+
+    def note(*batch):
+        seen.append((torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision))
+
+    names["run_step"].__globals__["fp32_step"] = note
+    for precision in ("tf32", "ieee"):
+        names["run_step"]((), precision, None, None)
+    assert seen == [("tf32", "ieee"), ("ieee", "ieee")]
+
+
+def test_products_are_timed_in_float32_whatever_the_steps_before_them_used(run_cells, monkeypatch):
+    """A run whose sweep comes from the records has set nothing before."""
+    monkeypatch.setattr(models, "build", lambda net, **more: BUILD("tiny"))
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    names = run_cells(*STEP, "speed-up", "count-calls", pair={"candidate": "bf16"})
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    for row in names["rows"].values():
+        assert list(row) == ["fp32, µs", "bf16, µs", "no casts, µs", "speed-up"]
+        assert row["speed-up"] == pytest.approx(row["fp32, µs"] / row["bf16, µs"])
+
+
+def test_the_tracker_counts_what_is_alive_and_lets_go_of_what_is_not(run_cells):
+    tracker_of = run_cells("tracker")["PeakTracker"]
+    kept = torch.zeros(1000)
+    with tracker_of([kept]) as tracker:
+        for _ in range(5):
+            assert torch.ones(1000).add(kept).sum() == 1000  # 4,000 bytes twice, for a moment
+        kept.view(10, 100)
+    assert 12_000 <= tracker.peak < 12_100
 
 
 def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_and_date(
@@ -54,9 +137,10 @@ def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_a
     path.write_text(json.dumps(content))
     monkeypatch.setattr("lab_utils.timing.references.checkout", lambda: tmp_path)
     mine = {"imagenet": make_sweep((2.0, 2.0))}
-    names = run_cells("throughput-figure", "answers", throughput=mine, my_speed_up=2.0)
+    names = run_cells("speed-up", "throughput-figure", "answers", throughput=mine, my_speed_up=None)
     out = capsys.readouterr().out
-    label = "NVIDIA H200, torch 2.14.1, 2026-12-01"
-    assert f"{label}\n  imagenet stem: bf16 is ahead from batch 32 on; 2.00 times tf32" in out
-    assert "no reference run" not in out
-    assert names["axes"][0][1].get_title(loc="left") == label
+    assert "no reference run" not in out and "my guess: None" in out
+    theirs = names["axes"][0][1]
+    assert theirs.get_title(loc="left") == "NVIDIA H200, torch 2.14.1, 2026-12-01"
+    assert theirs.get_ylabel() == "speed-up, bf16 ÷ tf32"
+    assert list(theirs.lines[0].get_ydata()) == [0.5, 1.0, 2.0]

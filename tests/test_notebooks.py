@@ -13,6 +13,10 @@ import nbformat
 import pytest
 from harness.memory import LIMIT_GIB, MARK, MemoryWatch, find_memory_fault, read_stored_peak
 from harness.notebook_rules import (
+    LIMITS_OF_LONG_LABS,
+    MOST_MINUTES,
+    choose_limits,
+    count_minutes,
     find_anatomy_faults,
     find_code_faults,
     find_faults,
@@ -113,16 +117,36 @@ def test_faults_of_code_are_found():
     assert find_code_faults(notebook(code("from lightning import Trainer"))) != []
     assert find_code_faults(notebook(code("open('/home/x')"))) != []
     short = [code("x = 1") for _ in range(3)]
-    assert find_code_faults(notebook(*short, code("x = 1\n\n" * 25))) == []
-    assert find_code_faults(notebook(*short, code("x = 1\n" * 26))) != []
-    assert find_code_faults(notebook(*short, *[code("x = 1\n" * 21) for _ in range(8)])) != []
+    assert find_code_faults(notebook(*short, code("x = 1\n\n" * 20))) == []
+    (fault,) = find_code_faults(notebook(*short, code("x = 1\n" * 21)))
+    assert fault.endswith("21 lines of code; the limit is 20")
+    assert find_code_faults(notebook(*short, *[code("x = 1\n" * 20) for _ in range(14)])) != []
+
+
+def test_lines_and_their_number_are_limited():
+    line = "x" * 84 + " = 1"
+    assert find_code_faults(notebook(code(f"def f():\n    {line[4:]}"))) == []
+    (fault,) = find_code_faults(notebook(code(f"y = 2\n{line}2")))
+    assert fault.endswith("a line of 89 characters; the limit is 88")
+    many = [code("x = 1\n\n" * 15) for _ in range(20)]
+    assert find_code_faults(notebook(*many)) == []
+    assert find_code_faults(notebook(*many, code("x = 1"))) == ["301 lines of code; the limit is 300"]
 
 
 def test_faults_of_size_are_found():
     assert find_size_faults(notebook(*["a word " * 30] * 25)) == []
-    assert len(find_size_faults(notebook(*["a word " * 30] * 46))) == 1
+    assert len(find_size_faults(notebook(*["a word " * 30] * 46))) == 2
     assert len(find_size_faults(notebook(*["a word " * 20] * 25))) == 1
+    assert find_size_faults(notebook(*["a word " * 45] * 25)) == ["2,250 words; 1,200 to 2,200 are right"]
     assert len(find_size_faults(notebook("```\n" + "a word " * 1000 + "\n```"))) == 2
+
+
+def test_labs_4_to_6_may_be_long_but_not_wide():
+    assert [lab for lab in range(15) if choose_limits(lab) == LIMITS_OF_LONG_LABS] == [4, 5, 6]
+    long = notebook(code("x = 1\n" * 55 + f"{'y' * 100} = 1"), *[code("x = 1\n" * 14) for _ in range(30)])
+    tall, wide = find_code_faults(long, LIMITS_OF_LONG_LABS)
+    assert tall.endswith("56 lines of code; the limit is 55") and "a line of 104 characters" in wide
+    assert find_size_faults(notebook(*["a word " * 60] * 25), LIMITS_OF_LONG_LABS) == []
 
 
 @pytest.mark.parametrize(
@@ -166,7 +190,7 @@ def test_faults_of_prose_are_found(tmp_path, text):
         "[a page](https://example.org/home/tmp/)",
         "[a part](https://docs.example.org/stable/x.html#part), [a file](figures/there.svg), `f[0](x)`",
         "/proc/cpuinfo",
-        "Suppose nine steps took\n100 ms, and one, disturbed, 600 ms: which is theirs?",
+        "whose only work is to sleep\nfor 20 milliseconds",
     ],
 )
 def test_good_prose_passes(tmp_path, text):
@@ -347,19 +371,54 @@ def test_the_memory_of_a_lab_is_stored_and_stands_in_the_readme(root, path):
     assert row.split("|")[5] == f" {peak:.1f} GiB "
 
 
+# How long a lab takes.
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_minutes_of_a_lab_are_bounded_and_stand_in_the_readme(root, path):
+    lab = nbformat.read(path, as_version=4)
+    minutes = count_minutes(lab, path.parent)
+    if choose_limits(int(path.name[:2])) != LIMITS_OF_LONG_LABS:
+        assert minutes <= MOST_MINUTES
+    stored = lab.metadata["lab"].get("minutes")
+    if stored is None:  # as it was last saved before minutes were counted
+        return
+    assert abs(stored - minutes) <= 1, "its text has changed: save it again"
+    (row,) = re.findall(rf"^.*\(notebooks/{path.name}\).*$", (root / "README.md").read_text(), re.MULTILINE)
+    assert row.split("|")[4] == f" {stored} "
+
+
+def test_minutes_are_reading_running_and_exercises(tmp_path):
+    def count(*cells, seconds=0):
+        lab = notebook(*cells)
+        lab.metadata["lab"] = {"seconds": seconds}
+        return count_minutes(lab, tmp_path)
+
+    assert count("word " * 1500) == 10
+    assert count("word " * 1500, seconds=120) == 12
+    assert count("word " * 1500, seconds=121) == 13, "a minute that has begun counts"
+    short, long = ("### BEGIN SOLUTION\n" + "x = 1\n\n" * lines + "### END SOLUTION" for lines in (5, 8))
+    assert count(code(short)) == 5 and count(code(long), code(short)) == 12, "half a minute a line over five"
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "work.py").write_text(SCRIPT * 7)
+    assert count(code('check.exercise("1.1", "scripts/work.py")')) == 5 + 1
+
+
 def test_a_saved_notebook_s_memory_is_written_into_its_row_of_the_readme(tmp_path):
     path, readme = tmp_path / "notebooks" / "07_lab.ipynb", tmp_path / "README.md"
     path.parent.mkdir()
     nbformat.write(notebook(code("block = b'x' * 300_000_000", count=None)), path)
-    row = "| [{} · A lab](notebooks/{}) | why | a CPU | 40 | {} | this |\n"
-    readme.write_text(row.format(6, "06_lab.ipynb", "1 GiB") + row.format(7, "07_lab.ipynb", "? GiB"))
+    row = "| [{} · A lab](notebooks/{}) | why | a CPU | {} | {} | this |\n"
+    other = row.format(6, "06_lab.ipynb", 40, "1 GiB")
+    readme.write_text(other + row.format(7, "07_lab.ipynb", "?", "? GiB"))
     child = run_and_save(path)
     assert child.returncode == 0, child.stderr
-    peak = read_stored_peak(nbformat.read(path, as_version=4))
-    assert 0.3 <= peak < 0.6 and f"  {peak:.1f} GiB of memory at most\n" in child.stdout
-    assert readme.read_text() == row.format(6, "06_lab.ipynb", "1 GiB") + row.format(
-        7, "07_lab.ipynb", f"{peak:.1f} GiB"
-    )
+    saved = nbformat.read(path, as_version=4)
+    peak, seconds = read_stored_peak(saved), saved.metadata["lab"]["seconds"]
+    assert 0.3 <= peak < 0.6 and f"  {peak:.1f} GiB of memory at most, {seconds} s\n" in child.stdout
+    assert saved.metadata["lab"]["minutes"] == count_minutes(saved, path.parent) in (1, 2)
+    minutes = saved.metadata["lab"]["minutes"]
+    assert readme.read_text() == other + row.format(7, "07_lab.ipynb", minutes, f"{peak:.1f} GiB")
 
 
 TAKE = "import time\nblock = b'x' * 200_000_000\ntime.sleep(0.5)"

@@ -203,6 +203,9 @@ def test_speed_up_draws_the_ratio_and_the_guess():
     assert list(ax.lines[1].get_xdata()) == [8, 16, 32]
     assert labels_of(ax) == ["one", "two", "my guess"]
     assert next(line for line in ax.lines if line.get_label() == "my guess").get_ydata()[0] == 1.5
+    assert "my guess" not in labels_of(plots.speed_up(sweeps, baseline="fp32", candidate="bf16", guess=None))
+    lost = {"one": make_sweep(lost=[("fp32", 4), ("fp32", 32)])}
+    assert list(plots.speed_up(lost, baseline="fp32", candidate="bf16").lines[0].get_ydata()) == pytest.approx([1, 2])
 
 
 def test_curves_are_the_mean_and_the_range_over_seeds():
@@ -225,6 +228,7 @@ def test_the_grid_shows_every_image_under_its_title():
         top, left = round(y) + 2, round(x - 4)
         assert torch.equal(canvas[top : top + 8, left : left + 8].permute(2, 0, 1), image)
     assert not plots.image_grid(images).texts
+    plots.image_grid(images[:0], []).figure.canvas.draw()  # a network may make no mistakes
 
 
 def plain(images):

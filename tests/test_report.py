@@ -58,7 +58,7 @@ def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
     page = make_report(workspace, team="Team <3>")
     found = read(page)
     assert "<h1>Distributed Training Labs: Team &lt;3&gt;</h1>" in page
-    assert "1.3 A dtype for the device: open, 1 wrong try" in page and "1.1 The AMP step: open" in page
+    assert "1.3 The speed-up: open, 1 wrong try" in page and "1.1 The AMP step: open" in page
     assert "a &lt;question&gt;" in page and ">1.25<" in page
     assert ">fp32</td><td>32</td><td>200.00</td>" in page and ">160.0<" in page
     assert ">DP</td><td>16</td><td>125.00</td>" in page
@@ -137,7 +137,7 @@ def test_rows_of_one_kind_are_told_apart(workspace):
 def test_what_was_solved_after_wrong_tries_says_so(workspace):
     for what in ("wrong", "wrong", "right"):
         attempts.note("1.3", what, "mine")
-    assert "1.3 A dtype for the device: solved, after 2 wrong tries" in make_report(workspace, team="x")
+    assert "1.3 The speed-up: solved, after 2 wrong tries" in make_report(workspace, team="x")
 
 
 def test_a_folder_without_labs_is_refused(tmp_path, capsys):

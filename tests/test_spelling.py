@@ -12,7 +12,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course", "hosting")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "notebooks/scripts", "data")
 # To and fro; and a hash that one letter tells from another.
-NO_SLIPS = "fro,abd"
+NO_SLIPS = "fro,abd,sme"
 
 
 def find_slips(*paths: Path) -> list[str]:

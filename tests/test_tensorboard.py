@@ -1,11 +1,11 @@
 """TensorBoard as a learner starts it, the event files that a killed run leaves, and the log of several processes."""
 
-import ast
 import importlib.util
 import json
 import os
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -313,40 +313,135 @@ WRITE = """
 import functools, json, sys, time
 from tensorboard.compat import tf
 from torch.utils.tensorboard import SummaryWriter
-# TensorBoard's own files write through on a local disk. TensorFlow's, and those elsewhere, wait for a flush.
-tf.io.gfile.GFile = functools.partial(open, buffering=2**24)
-writer = SummaryWriter(sys.argv[1], **json.loads(sys.argv[2]))
-for step in range(10**9):
+if sys.argv[2] == "a file that waits":  # as TensorFlow's own does, and one in a cloud store
+    tf.io.gfile.GFile = functools.partial(open, buffering=2**24)
+writer = SummaryWriter(sys.argv[1], **json.loads(sys.argv[3]))
+for step in range(25):
     writer.add_scalar("step", step, step)
-    time.sleep(0.005)
-    if step == 5:
-        print("started", flush=True)
+print("logged", flush=True)
+time.sleep(60)
 """
 
 
-def read_options(source, name):
-    """The options with which a source calls what opens its writer."""
-    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    (call,) = [call for call in calls if getattr(call.func, "id", "") == name]
-    return {option.arg: ast.literal_eval(option.value) for option in call.keywords}
+@pytest.mark.drill
+@pytest.mark.parametrize(
+    ("file", "options", "seconds", "kept"),
+    [
+        ("its own file", {}, 1, 25),  # the labs' own case: each record is appended at once
+        ("a file that waits", {}, 1, 0),
+        ("a file that waits", {"flush_secs": 1}, 4, 25),
+    ],
+)
+def test_a_killed_run_keeps_what_it_logged_with_the_default_settings(tmp_path, file, options, seconds, kept):
+    """By ``kill -9``, which no thread survives; only a file that waits for a flush needs another setting."""
+    command = [sys.executable, "-c", WRITE, str(tmp_path / "run"), file, json.dumps(options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "logged\n"
+        time.sleep(seconds)
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    log = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
+    events = log.Scalars("step") if "step" in log.Tags()["scalars"] else []
+    assert [(event.step, event.value) for event in events] == [(step, step) for step in range(kept)]
+
+
+MAGIC = """
+import sys
+from IPython.core.interactiveshell import InteractiveShell
+shell = InteractiveShell.instance()
+shell.run_line_magic("load_ext", "tensorboard")
+shell.run_line_magic("tensorboard", f"--logdir {sys.argv[1]} --port {sys.argv[2]}")
+from tensorboard import manager
+print("servers:", *[one.pid for one in manager.get_all()], flush=True)
+"""
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("place", ["run", "two-runs", "watched_training.py"])
-def test_a_killed_run_reads_back_but_for_its_last_second(tmp_path, cells, root, place):
-    """With the options of the labs' own writers: by itself a writer may keep for two minutes what it has."""
-    script = root / "notebooks" / "scripts" / place
-    there = script.exists()
-    options = read_options(script.read_text(), "open_board") if there else read_options(cells[place], "SummaryWriter")
-    command = [sys.executable, "-c", WRITE, str(tmp_path / "run"), json.dumps(options)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "started\n"
-        time.sleep(3)
-        child.kill()
-        killed = time.time()
-    events = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload().Scalars("step")
-    assert [event.step for event in events] == list(range(len(events))) == [int(event.value) for event in events]
-    assert killed - events[-1].wall_time < 1.5  # the flush is every second, and a busy machine is late
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_the_magic_lacks_is_why_the_lab_has_its_own_start(logs, tmp_path, taken):
+    """``%tensorboard`` leaves its server behind, and starts none where the named port is taken."""
+    binary = Path(sys.executable).with_name("tensorboard")
+    environment = os.environ | {"TMPDIR": str(tmp_path), "TENSORBOARD_BINARY": str(binary)}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        if not taken:
+            other.close()
+        command = [sys.executable, "-c", MAGIC, str(logs), str(port)]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    pids = [int(pid) for pid in re.search(r"^servers:(.*)", ended.stdout, re.MULTILINE)[1].split()]
+    assert len(pids) == (0 if taken else 1), ended.stdout
+    if taken:
+        assert f"could not bind to port {port}" in ended.stdout
+        return
+    try:
+        assert read_tags(port)  # the program that started it has ended
+    finally:
+        psutil.Process(pids[0]).kill()
+    assert wait_gone(pids[0])
+
+
+def read_points(port, run, expected):
+    """Step and value of each point that TensorBoard serves, once they are the expected ones or 30 s are over."""
+    end, found = time.monotonic() + 30, None
+    while found != expected and time.monotonic() < end:
+        try:
+            points = ask(f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run={run}&tag=loss")
+            found = [(step, value) for _, step, value in json.loads(points)]
+        except OSError:  # not started, or not read yet
+            pass
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("plain", [False, True])
+def test_two_writers_in_one_directory_lose_points_on_the_page(tmp_path, plain):
+    """The lab's server draws both files and goes on with the last; the plain command drops points of either file."""
+    first, second = ((0, 1.0), (1, 1.0)), ((0, 2.0), (1, 2.0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with SummaryWriter(tmp_path / "run") as one, SummaryWriter(tmp_path / "run") as other:
+        for writer, points in ((one, first), (other, second)):
+            for step, value in points:
+                writer.add_scalar("loss", value, step)
+            writer.flush()
+        if plain:
+            command = [Path(sys.executable).with_name("tensorboard"), "--logdir", tmp_path, "--port", str(port)]
+            command += ["--reload_interval", "1", "--load_fast", "true"]  # the default where there is the data server
+            server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        else:
+            server = board.start(tmp_path, port=port).process
+        try:
+            expected = [*(() if plain else first), *second]
+            assert read_points(port, "run", expected) == expected
+            for writer, value in ((one, 1.0), (other, 2.0)):
+                writer.add_scalar("loss", value, 2)
+                writer.flush()
+            expected += [(2, 2.0)]
+            assert read_points(port, "run", expected) == expected
+            # The second file is ahead; then the first one's next step comes, and takes away what lies behind it.
+            for writer, steps in ((other, (3, 4)), (one, (3,))):
+                for step in steps:
+                    writer.add_scalar("loss", 1.0 if writer is one else 2.0, step)
+                writer.flush()
+                ahead = [(3, 1.0)] if plain and writer is one else [(3, 2.0), (4, 2.0)]
+                assert read_points(port, "run", expected + ahead) == expected + ahead
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+@pytest.mark.drill
+def test_a_run_that_is_trained_again_replaces_its_old_curve(tmp_path):
+    """As when its cell is run again: the old event file goes, and a new one comes before the server has looked."""
+    with board.start(tmp_path, port=0) as server:
+        for value in (1.0, 2.0):
+            shutil.rmtree(tmp_path / "run", ignore_errors=True)
+            with SummaryWriter(tmp_path / "run") as writer:
+                for step in range(3):
+                    writer.add_scalar("loss", value, step)
+            expected = [(step, value) for step in range(3)]
+            assert read_points(server.port, "run", expected) == expected
 
 
 def test_a_file_that_ends_in_the_middle_of_a_record_reads_back_up_to_there(logs):
@@ -428,6 +523,20 @@ def test_the_claim_notices_one_wrong_record(cells, tmp_path, capsys, change):
     else:
         runpy.run_path(str(path))
         assert "✔ 11 logged values of 7 tags equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [("None", "no answer yet"), ("2", "✔ 2: the event file says so, too"), ("4", "does not say 4: look again")],
+)
+def test_an_answer_read_from_the_page_is_compared_with_the_event_file(cells, tmp_path, capsys, step, said):
+    with SummaryWriter(tmp_path / "baseline") as writer:
+        for at, loss in enumerate((2.0, 1.5, 1.0, 1.2, 1.4)):
+            writer.add_scalar("loss/valid", loss, at)
+    source = re.sub(r"^my_step = None", f"my_step = {step}", cells["ask-run"], flags=re.MULTILINE)
+    assert source.startswith(f"my_step = {step} ")
+    exec(source, {"RUNS": tmp_path, "EventAccumulator": EventAccumulator})
+    assert said in capsys.readouterr().out
 
 
 def test_the_lab_opens_no_port_to_the_world(cells, root):

@@ -14,15 +14,18 @@ from lab_utils.timing import Records
 MOST_QUESTIONS, FARTHEST = 100, 1e12
 
 
-def keep_guess(what: str, guess: float, found: float, *, noise: str = "") -> None:
+def keep_guess(what: str, guess: float | None, found: float, *, noise: str = "") -> None:
     """Keeps a guess and what was found under ``LAB_RUNS``; of several for the same question the newest counts.
 
     Args:
         what: The question, such as ``"lab 1: AMP's speed-up"``.
-        guess: What the learner expected.
+        guess: What the learner expected; where None, nothing is kept, and a line says so.
         found: What was measured, in the same unit.
         noise: Why that is no finding, as ``timing.find_noise`` says; then nothing is kept.
     """
+    if guess is None:
+        print("no guess was made")
+        return
     if noise:
         return
     # As with the tries: a full disk must not stand between a learner and the figure.

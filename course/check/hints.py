@@ -11,8 +11,10 @@ SECOND_HINTS = {
     "scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update(); both results detached",
     "1.2": "as in 1.1, and between backward and step: scaler.unscale_(optimizer), then "
     "norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm), which you return",
-    "1.3": "ask for the CPU first, and return; then compare whole tuples, the newest first: capability >= (8, 0), then "
-    "capability >= (7, 0)",
+    "1.3": "one line: the baseline's median divided by the candidate's; a Timing has .median, which is NaN where "
+    "memory ran out",
+    "1.4": "0 where capacity < 3 * weights; else (capacity - 2 * weights - fixed) // per_image as an int, and 0 where "
+    "that is negative",
     "2.1": "for step, (images, labels) in enumerate(batches, first_step): train, four times add_scalar(..., step), "
     "scheduler.step() last; the next epoch begins at first_step + the number of rows",
     "2.2": "a counter that begins at 0: add the row's images to it first, then log the loss at the counter",

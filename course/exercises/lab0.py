@@ -33,12 +33,13 @@ def verify_count_topk(count_topk: Callable) -> str:
             hint="labels.unsqueeze(1), shape (N, 1), meets (N, k); stay in torch, and leave the logits as they are",
         ):
             yours = count_topk(logits, labels, k)
+        wait = "leave the count on the device: .item(), int(...) and float(...) make the CPU wait for it every batch"
         expect(
             isinstance(yours, torch.Tensor),
             f"{case}: what the function returns",
             yours=type(yours).__name__,
             expected="a tensor",
-            hint="leave the count on the device: .item(), int(...) and float(...) make the CPU wait for it every batch",
+            hint=wait if isinstance(yours, numbers.Real) else "return the count, as a tensor of one number",
         )
         expect(
             yours.numel() == 1,
@@ -77,7 +78,7 @@ def _explain_count(count: float, size: int, k: int) -> str:
     if k > 1 and count == first:
         return "look at the k best places, not at the best alone: logits.topk(k).indices has shape (N, k)"
     if count == 0:
-        return "topk returns values and indices: the class numbers, which the labels can equal, are the indices"
+        return "compare the labels with topk's indices, which are class numbers, not with its values; rank along dim=1"
     if count == right * len(LABELS) / size:
         return "this batch is smaller than the first: the last one of an epoch often is. Count, without any fixed size"
     if count > size:
@@ -132,6 +133,13 @@ def _expect_seconds(case: str, yours: object, expected: list[float], device: _De
         expected=f"a list of {len(expected)} numbers",
         hint="return a list with the time of every repeat: a mean or a sum hides the spread, half of the answer",
     )
+    expect(
+        all(isinstance(value, numbers.Real) for value in yours),
+        f"{case}: what stands in the list",
+        yours=sorted({type(value).__name__ for value in yours}),
+        expected="numbers",
+        hint="each time is one number: the closing reading minus the opening one",
+    )
     shown = [float(f"{float(value):.3g}") for value in yours]
     expect(
         device.steps == warmup + len(expected),
@@ -161,6 +169,8 @@ def _expect_seconds(case: str, yours: object, expected: list[float], device: _De
 def _explain_seconds(yours: Sequence[float], expected: list[float]) -> str:
     """The hint that fits wrong seconds."""
     launch = _Device.LAUNCH
+    if any(value < 0 for value in yours):
+        return "a time is the closing reading minus the opening one; the other way round it is negative"
     if len(set(yours)) == 1 and math.isclose(sum(yours), sum(expected)):
         return "one reading over all repeats hides the spread: read the clock before and after each step"
     if all(math.isclose(value, wanted * 1000) for value, wanted in zip(yours, expected, strict=True)):
@@ -170,7 +180,7 @@ def _explain_seconds(yours: Sequence[float], expected: list[float]) -> str:
     if yours[0] > expected[0] and all(map(math.isclose, yours[1:], expected[1:])):
         return "the first reading pays for work queued before it: synchronise before the first opening reading too"
     if all(math.isclose(value, launch) for value in yours):
-        return "this is the time to queue the step, not to do it: synchronise before each closing reading"
+        return "this is the time to queue the step only: call the argument, synchronize(), before each closing reading"
     if any(value < wanted for value, wanted in zip(yours, expected, strict=True)):
         return "a step was still running when its clock was stopped: synchronise before each closing reading"
     return "only the step and the wait for it belong between the two readings, for each repeat anew"

@@ -1,8 +1,10 @@
-"""The exercises of lab 1: the AMP step, clipping under a loss scale, and the dtype that fits a device."""
+"""The exercises of lab 1: the AMP step, clipping under a loss scale, the speed-up, and the largest batch."""
 
 from __future__ import annotations
 
 import copy
+import math
+import numbers
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +13,7 @@ from torch import nn
 
 from course.check import Exercise, expect, refusing
 from course.exercises.probe import make_case, measure_update, run_reference
+from lab_utils.timing import Timing
 
 # GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
 _refusing_scaler = partial(refusing, AssertionError, RuntimeError)
@@ -26,7 +29,10 @@ def _explain_update(ratio: float, scale: float) -> str:
         )
     if ratio < 4 / scale:
         return "the loss was not multiplied before backward: scaler.scale(loss).backward()"
-    return "clear the gradients once per step, before the backward pass, with optimizer.zero_grad()"
+    return (
+        "clear the gradients once per step, before the backward pass, with optimizer.zero_grad(); "
+        "scaler.step(optimizer) calls optimizer.step(), which must not run again"
+    )
 
 
 def verify_amp_step(amp_step: Callable) -> str:
@@ -161,34 +167,101 @@ def _expect_updated(
     expect(yours == expected, "the loss scale after two steps", yours=yours, expected=expected, hint=hint)
 
 
-DTYPE_CASES = (
-    ("cuda", (9, 0), torch.bfloat16, "an H100: bfloat16 has the same tensor-core rate as float16 and needs no scaler"),
-    ("cuda", (8, 0), torch.bfloat16, "an A100, the first generation with bfloat16 tensor cores, is included"),
-    ("cuda", (12, 0), torch.bfloat16, "newer generations count up: compare the major number, not the text"),
-    ("cuda", (7, 5), torch.float16, "a T4 has float16 tensor cores only; bfloat16 runs there, but emulated and slowly"),
-    ("cuda", (7, 0), torch.float16, "a V100, the first generation with tensor cores, is included"),
-    ("cuda", (6, 1), torch.float32, "before 7.0 there are no tensor cores: low precision gains nothing"),
+def _time(*seconds: float) -> Timing:
+    return Timing("a step", seconds, images=8)
+
+
+# What was timed, in words; seconds of the baseline and of the candidate; old time ÷ new time; the hint.
+SPEED_UP_CASES = (
     (
-        "cpu",
-        None,
-        torch.bfloat16,
-        "on a CPU float16 convolutions have no fast path; a CPU has no capability to compare",
+        "2 s a step before, 1 s now",
+        _time(2, 2, 2),
+        _time(1, 1, 1),
+        2,
+        "old time ÷ new time: half the time is a speed-up of 2",
+    ),
+    ("1 s a step before, 4 s now", _time(1, 1, 1), _time(4, 4, 4), 0.25, "a slower candidate has a speed-up below 1"),
+    (
+        "2 s a step before, 1 s now, and 9 s in one step that was disturbed",
+        _time(2, 2, 2, 2, 2),
+        _time(1, 1, 1, 1, 9),
+        2,
+        "a mean follows every disturbed step: take the medians, timing.median",
+    ),
+    (
+        "1, 2, 3 s before, 0.8, 1, 1.2 s now",
+        _time(1, 2, 3),
+        _time(0.8, 1, 1.2),
+        2,
+        "neither the best nor the first step stands for all of them: take the medians",
+    ),
+    (
+        "a baseline that ran out of memory (it has no seconds)",
+        _time(),
+        _time(1, 1, 1),
+        math.nan,
+        "there is nothing to compare with: return NaN, which a median of no seconds already is",
     ),
 )
 
 
-def verify_choose_dtype(choose_dtype: Callable) -> str:
-    """Asks for seven devices, none of which needs to be there."""
-    for device_type, capability, expected, why in DTYPE_CASES:
-        case = f"choose_dtype({device_type!r}, {capability})"
-        with refusing(TypeError, AttributeError, case=case, expected=expected, hint=why):
-            yours = choose_dtype(device_type, capability)
-        expect(yours == expected, case, yours=repr(yours), expected=expected, hint=why)
-    return f"{len(DTYPE_CASES)} devices, from a laptop's CPU to an H100"
+def verify_speed_up(speed_up: Callable) -> str:
+    """Asks for the speed-up of five pairs of made-up timings."""
+    for case, baseline, candidate, expected, hint in SPEED_UP_CASES:
+        errors = (ArithmeticError, TypeError, AttributeError, ValueError, IndexError)
+        with refusing(*errors, case=case, expected=expected, hint=hint):
+            yours = speed_up(baseline, candidate)
+        right = isinstance(yours, numbers.Real) and (
+            math.isclose(yours, expected, rel_tol=1e-6) or (math.isnan(yours) and math.isnan(expected))
+        )
+        expect(right, case, yours=yours, expected=expected, hint=hint)
+    return f"{len(SPEED_UP_CASES)} pairs of timings, with a disturbed step and one that ran out of memory"
+
+
+# Capacity, bytes of the weights, fixed part, bytes per image; the largest batch; the hint.
+BATCH_CASES = (
+    (
+        (1000, 100, 0, 1),
+        800,
+        "beside the saved tensors lie weights and momentum, as large as each other, and no gradients: they do not "
+        "exist yet",
+    ),
+    ((1000, 100, 10, 1), 790, "the fixed part counts once, whatever the batch"),
+    ((1000, 100, 10, 7), 112, "112.9 images: a batch is a whole number, and 113 do not fit"),
+    ((310, 100, 10, 1), 100, "at the end of the backward pass 300 bytes are held, which fit: 100 images fit, too"),
+    ((250, 100, 10, 1), 0, "weights, gradients and momentum alone are 300 bytes at the end of the backward pass: 0"),
+    ((310, 100, 150, 1), 0, "no image fits, and a batch is never negative: 0"),
+)
+
+
+def verify_predict_batch(predict_batch: Callable) -> str:
+    """Asks for the largest batch on six made-up cards of a few bytes."""
+    for sizes, expected, hint in BATCH_CASES:
+        case = "predict_batch(capacity={}, weights={}, fixed={}, per_image={})".format(*sizes)
+        with refusing(TypeError, case=case, expected=expected, hint="return the batch, a whole number"):
+            yours = predict_batch(*sizes)
+        if isinstance(yours, numbers.Real) and yours == expected and not isinstance(yours, numbers.Integral):
+            hint = "return a whole number, an int"
+            expect(False, case, yours=yours, expected=expected, hint=hint)
+        expect(yours == expected, case, yours=yours, expected=expected, hint=_explain_batch(yours, sizes, hint))
+    return f"{len(BATCH_CASES)} cards, among them two on which no image fits"
+
+
+def _explain_batch(yours: object, case: tuple[int, int, int, int], hint: str) -> str:
+    """The hint that fits the wrong batch of a card on which some images fit."""
+    capacity, weights, fixed, per_image = case
+    known = {
+        (capacity - 3 * weights - fixed) // per_image: "gradients and saved tensors are not at their most together: "
+        "zero_grad drops the gradients before the forward pass",
+        (capacity - weights - fixed) // per_image: "the momentum is there all the time, as large as the weights",
+        (capacity - fixed) // per_image: "weights and momentum are there all the time",
+    }
+    return known.get(yours, hint) if isinstance(yours, numbers.Real) and yours > 0 else hint
 
 
 EXERCISES = {
     "1.1": Exercise("The AMP step", verify_amp_step),
     "1.2": Exercise("Unscale before clipping", verify_clipped_step),
-    "1.3": Exercise("A dtype for the device", verify_choose_dtype),
+    "1.3": Exercise("The speed-up", verify_speed_up),
+    "1.4": Exercise("The largest batch", verify_predict_batch),
 }

@@ -14,12 +14,12 @@ from lab_utils.wandb_runs import Connection
 
 # Steps of a training whose best accuracies and lowest loss lie neither at its start nor at its end, nor together.
 CURVE = (
-    {"valid/acc1": 0.25, "valid/acc5": 0.625, "valid/loss": 2.25, "train/acc1": 0.25},
-    {"valid/acc1": 0.5, "valid/acc5": 0.875, "valid/loss": 1.25, "train/acc1": 0.75},
-    {"valid/acc1": 0.75, "valid/acc5": 0.75, "valid/loss": 1.5, "train/acc1": 0.875},
-    {"valid/acc1": 0.375, "valid/acc5": 0.6875, "valid/loss": 2.0, "train/acc1": 0.5},
+    {"acc1/valid": 0.25, "acc5/valid": 0.625, "loss/valid": 2.25, "acc1/train": 0.25},
+    {"acc1/valid": 0.5, "acc5/valid": 0.875, "loss/valid": 1.25, "acc1/train": 0.75},
+    {"acc1/valid": 0.75, "acc5/valid": 0.75, "loss/valid": 1.5, "acc1/train": 0.875},
+    {"acc1/valid": 0.375, "acc5/valid": 0.6875, "loss/valid": 2.0, "acc1/train": 0.5},
 )
-BEST = {"valid/acc1": ("max", 0.75), "valid/acc5": ("max", 0.875), "valid/loss": ("min", 1.25)}
+BEST = {"acc1/valid": ("max", 0.75), "acc5/valid": ("max", 0.875), "loss/valid": ("min", 1.25)}
 
 
 def verify_define_summaries(define_summaries: Callable) -> str:
@@ -36,10 +36,10 @@ def verify_define_summaries(define_summaries: Callable) -> str:
             expected={kind: best},
             hint=_explain_summary(name, kind, yours, values[-1]),
         )
-    yours, last = summary.get("train/acc1"), CURVE[-1]["train/acc1"]
+    yours, last = summary.get("acc1/train"), CURVE[-1]["acc1/train"]
     expect(
         yours == last,
-        "the summary of train/acc1, which should stay as it is",
+        "the summary of acc1/train, which should stay as it is",
         yours=yours,
         expected=last,
         hint='name the three quantities: a pattern such as "*" takes the training with it, whose best means nothing',
@@ -55,7 +55,8 @@ def _summarise(define_summaries: Callable) -> dict:
     with tempfile.TemporaryDirectory(dir=runs, prefix="check-") as folder:
         if "WANDB_DATA_DIR" not in os.environ:  # outside the lab: the SDK would write into the home folder
             wandb_runs.connect(runs)
-        run = Connection(Path(folder), "offline", "a check").start(project="check", reinit="create_new")
+        where = Connection(Path(folder), "offline", "a check").options
+        run = wandb.init(project="check", reinit="create_new", **where)
         try:
             hint = 'run.define_metric("name", summary="max"): the words are min, max, mean, last, first, none'
             expected = "three calls of run.define_metric"
@@ -75,7 +76,7 @@ def _explain_summary(name: str, kind: str, yours: object, last: float) -> str:
     if yours == last:
         return f'by itself the summary keeps the last value: run.define_metric("{name}", summary="{kind}")'
     if isinstance(yours, Mapping) and {"min", "max"} & yours.keys():
-        return f"the best {name.partition('/')[2]} is the {'lowest' if kind == 'min' else 'highest'}: summary={kind!r}"
+        return f"the best {name.partition('/')[0]} is the {'lowest' if kind == 'min' else 'highest'}: summary={kind!r}"
     return f'ask for the one value that counts: run.define_metric("{name}", summary="{kind}")'
 
 
@@ -84,7 +85,7 @@ RESUME_CASES = (
     ((10, 20), 27, (20, 28), "log only what is not in the record yet: steps 21 to 27 are, and would come twice"),
     ((10, 20, 30), 27, (20, 28), "from checkpoint 30 steps 28 to 30 would be missing: it is younger than the record"),
     ((10, 20, 30), 30, (30, 31), "a checkpoint of the very step that was recorded last will do"),
-    ((10, 30, 20, 5), 25, (20, 26), "files come in any order: take the newest that is not younger than the record"),
+    ((8, 24, 16, 5), 20, (16, 21), "files come in any order: take the newest that is not younger than the record"),
     ((10,), 7, (0, 8), "no checkpoint is old enough: train from the start, 0, and log from where the record ends"),
     ((), 4, (0, 5), "there is no checkpoint: train from the start, 0"),
     ((), 0, (0, 1), "nothing was recorded and nothing saved: the first step is 1"),

@@ -10,16 +10,37 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 # TensorBoard's own default of 1,000 would thin out a long curve; pictures and histograms are large, so few are kept.
 SAMPLES = "scalars=10000,images=20,histograms=50"
 
 
+def drop_replaced_runs() -> None:
+    """Makes TensorBoard read a run anew whose file was deleted, as when its cell is run again.
+
+    Its own reader goes on looking for the deleted file, as long as the folder is there, and shows the old curve.
+    """
+    from tensorboard.backend.event_processing import directory_watcher
+
+    load = directory_watcher.DirectoryWatcher.Load
+
+    def load_or_drop(watcher: directory_watcher.DirectoryWatcher) -> Iterator:
+        if watcher._path and not Path(watcher._path).exists():
+            raise directory_watcher.DirectoryDeletedError(watcher._path)
+        yield from load(watcher)
+
+    directory_watcher.DirectoryWatcher.Load = load_or_drop
+
+
 def main(arguments: list[str]) -> int:
     """Serves until the parent is gone; a port that is taken, or not ours to take, is replaced by a free one."""
     logdir, wanted, parent = arguments[0], int(arguments[1]), int(arguments[2])
     from tensorboard import program
+
+    drop_replaced_runs()
 
     def launch(port: int) -> str:
         board = program.TensorBoard()

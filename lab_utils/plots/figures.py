@@ -27,7 +27,7 @@ def image_grid(
         ax: Where to draw.
     """
     count, _, height, width = images.shape
-    rows = math.ceil(count / columns)
+    rows = max(1, math.ceil(count / columns))  # one empty row where there are no images
     above, gap = (round(0.42 * height) if titles else 2), 2
     canvas = torch.full((rows * (height + above), columns * (width + gap), 3), 255, dtype=torch.uint8)
     if ax is None:

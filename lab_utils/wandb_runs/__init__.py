@@ -1,35 +1,34 @@
-"""Weights & Biases without surprises: offline unless a server answers, silent, and nothing outside the run folder.
+"""Weights & Biases without surprises: offline unless a server takes the key, quiet, and all in the run folder.
 
-:func:`connect` decides once whether runs go online, :meth:`Connection.start` opens one, and :func:`read_run` reads back
-what a run left on the disk. Nothing here asks a question, waits longer than :data:`PATIENCE`, or writes a key anywhere.
+:func:`connect` decides once whether runs go online; its ``options`` are what ``wandb.init`` is told then.
+:func:`read_run` reads back what a run left on the disk. Nothing here asks a question, waits long, or writes a key.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import urlsplit
 
-from lab_utils.wandb_runs.reading import list_runs, read_run
+from lab_utils.wandb_runs.reading import list_runs, read_records, read_run
 from lab_utils.wandb_runs.records import Recorded
-from lab_utils.wandb_runs.server import find_obstacle, is_address
 
-if TYPE_CHECKING:
-    import wandb
+__all__ = ["QUIET", "Connection", "Recorded", "connect", "list_runs", "read_records", "read_run"]
 
-__all__ = ["Connection", "Recorded", "connect", "list_runs", "read_run"]
-
-PATIENCE = 5.0  # seconds that a learner waits for a server: two to ask it, the next to open a run, and some reserve
-INIT_SECONDS = 2.5
-DEFAULT_SERVER = "https://api.wandb.ai"
-# Silent, so that outputs are the same everywhere; no host details, package lists or source code in the record; and on
-# the disk after a second, where the SDK by itself writes every 15 s and a killed process loses what is not written.
-SETTINGS: Mapping[str, Any] = {
+ASK_SECONDS = 2  # that a server has for its answer; wandb.login itself waits for ten
+INIT_SECONDS = 10.0  # that it has to open a run; wandb.init itself waits for 90
+# No output but warnings; no host name or details, package lists or source code in the record; and on the disk after a
+# second, where the SDK by itself writes every 15 s and a killed process loses what is not written.
+QUIET: Mapping[str, Any] = {
     "silent": True,
     "console": "off",
     "disable_git": True,
+    "host": "",
     "save_code": False,
     "x_disable_stats": True,
     "x_disable_meta": True,
@@ -38,84 +37,85 @@ SETTINGS: Mapping[str, Any] = {
 }
 
 
-@dataclass
+@dataclass(frozen=True)
 class Connection:
     """Whether runs go to a server, and why; ``print(connection)`` says it in one line.
 
     Args:
         folder: Where runs are recorded, below ``wandb/``, in either mode.
-        mode: ``online`` or ``offline``; becomes ``offline`` for good when a server stops answering.
+        mode: ``online`` or ``offline``.
         reason: Why, in words that never hold a key.
     """
 
     folder: Path
     mode: str
     reason: str
-    settings: Mapping[str, Any] = field(default_factory=lambda: SETTINGS, repr=False)
 
     def __str__(self) -> str:
         return f"{self.mode}: {self.reason}"
 
-    def start(self, **options: Any) -> wandb.Run:
-        """Opens a run: ``wandb.init(**options)`` in this connection's mode, folder and settings.
-
-        Where the server fails after all, one line says so, and this run and all later ones are offline.
-
-        Args:
-            options: Of ``wandb.init``: project, name, config, group, tags, id, ...
-
-        Raises:
-            wandb.errors.UsageError: The options do not go together, such as an id with a slash.
-        """
+    @property
+    def options(self) -> dict[str, Any]:
+        """What ``wandb.init`` is told by every run of the lab: mode, dir and settings."""
         import wandb
 
         # Newer and older SDKs lack some of the settings that begin with x_; the labs work without them, less tidily.
-        known = {name: value for name, value in self.settings.items() if name in wandb.Settings.model_fields}
-
-        def init() -> wandb.Run:
-            limits = {"init_timeout": INIT_SECONDS, "finish_timeout": PATIENCE} if self.mode == "online" else {}
-            return wandb.init(
-                dir=str(self.folder),
-                mode=self.mode,
-                settings=wandb.Settings(**known, **limits),
-                **{"reinit": "finish_previous"} | options,
-            )
-
-        if self.mode == "online":
-            try:
-                return init()
-            except (wandb.errors.CommError, wandb.errors.AuthenticationError, TimeoutError):
-                self.mode, self.reason = "offline", "the server took the key, but opened no run in time"
-                print(self)
-        return init()
+        known = {name: value for name, value in QUIET.items() if name in wandb.Settings.model_fields}
+        limits = {"init_timeout": INIT_SECONDS, "finish_timeout": INIT_SECONDS} if self.mode == "online" else {}
+        return {"mode": self.mode, "dir": str(self.folder), "settings": known | limits}
 
 
 def connect(folder: Path | str) -> Connection:
     """Decides whether runs go online, in a few seconds and without a question.
 
-    Online takes a key in ``WANDB_API_KEY`` that the server named by ``WANDB_BASE_URL`` accepts now. Everything else,
-    and ``WANDB_MODE=offline``, is offline. The folders that the SDK would make in the home folder are moved into
-    ``folder`` by environment variables, so this comes before anything else of wandb in a process.
+    Online takes a key, from ``WANDB_API_KEY`` or stored by ``wandb login``, which the server accepts now. Everything
+    else, and ``WANDB_MODE=offline``, is offline. The folders for caches that the SDK would make in the home folder are
+    moved into ``folder`` by environment variables, so this comes before anything else of wandb in a process.
 
     Args:
-        folder: Where runs, caches and settings go; made if it is not there.
+        folder: Where runs and caches go; made if it is not there.
     """
     folder = Path(folder).absolute()
     (folder / "wandb").mkdir(parents=True, exist_ok=True)  # the SDK takes another place where this one is missing
-    home = folder / "wandb-home"
-    for part in ("CACHE", "CONFIG", "DATA", "ARTIFACT"):
-        os.environ[f"WANDB_{part}_DIR"] = str(home / part.lower())
-    os.environ["WANDB_SILENT"] = "true"
+    for part in ("CACHE", "DATA", "ARTIFACT"):
+        os.environ[f"WANDB_{part}_DIR"] = str(folder / "wandb-home" / part.lower())
     os.environ["WANDB_ERROR_REPORTING"] = "false"  # crashes of the SDK are not reported over the network
     # A notebook's wandb-core would serve the processes that it starts, too, and go on writing when they are killed.
     os.environ.pop("WANDB_SERVICE", None)
-    key, server = os.environ.get("WANDB_API_KEY", ""), os.environ.get("WANDB_BASE_URL") or DEFAULT_SERVER
-    reason = find_obstacle(key, server, os.environ.get("WANDB_MODE", ""))
-    if not reason:
-        return Connection(folder, "online", f"{server} takes the key in WANDB_API_KEY")
-    # What cannot be used would make even an offline run fail: the SDK checks its form in any mode.
-    if key != key.strip():
-        del os.environ["WANDB_API_KEY"]
-    if not is_address(server):
-        del os.environ["WANDB_BASE_URL"]
-    return Connection(folder, "offline", f"{reason}; what is recorded stays in the folder of the runs")
+    with contextlib.redirect_stderr(io.StringIO()):  # what the SDK says of keys and files, we say in one line
+        mode, reason = _log_in()
+    return Connection(folder, mode, reason)
+
+
+def _log_in() -> tuple[str, str]:
+    """Has the SDK find a key and show it to the server; returns the mode and why, in words without the key."""
+    import wandb
+
+    stays = "what is recorded stays in the folder of the runs"
+    try:
+        settings = wandb.setup().settings
+        server = settings.base_url
+        if "@" in urlsplit(server).netloc:
+            raise ValueError("base_url: a password in it")
+    except (ValueError, wandb.errors.UsageError) as error:
+        # What has not its form would make even an offline run fail: the SDK looks at it in any mode.
+        name = "WANDB_BASE_URL" if "base_url" in str(error) else "WANDB_API_KEY"
+        name = "WANDB_MODE" if "mode\n" in str(error) else name
+        os.environ.pop(name, None)
+        wandb.teardown()
+        form = "is not the address of a server" if name == "WANDB_BASE_URL" else "has not the form that wandb asks for"
+        return "offline", f"{name} {form}; {stays}"
+    if settings.mode != "online":
+        return "offline", f"WANDB_MODE is {settings.mode!r}; {stays}"
+    before = os.environ.get("WANDB_HTTP_TIMEOUT")
+    os.environ["WANDB_HTTP_TIMEOUT"] = before or str(ASK_SECONDS)  # else wandb.login waits for ten seconds
+    try:
+        if wandb.login(verify=True, prompt=False):
+            return "online", f"{server} takes the key"
+        return "offline", f"there is no key for {server}; {stays}"
+    except wandb.errors.AuthenticationError as error:
+        late = "did not respond in time" in str(error)
+        return "offline", f"{f'{server} gave no valid answer in time' if late else str(error)[:200]}; {stays}"
+    finally:
+        if before is None:
+            del os.environ["WANDB_HTTP_TIMEOUT"]

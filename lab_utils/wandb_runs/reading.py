@@ -54,8 +54,12 @@ def read_run(path: Path | str) -> Recorded:
     return recorded
 
 
+def read_records(path: Path | str) -> list[dict[str, Any]]:
+    """Has the SDK print a run's records, one by one; none where nothing but the header had reached the disk."""
+    return _inspect(_find_record(Path(path)))
+
+
 def _inspect(file: Path) -> list[dict[str, Any]]:
-    """Has the SDK print the records of a file; none where nothing but the header had reached the disk."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
     child = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
     if child.returncode or (not child.stdout and file.stat().st_size > HEADER_BYTES):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import wandb
 from torch.nn import functional as F
 
 import nodelaunch as launch
@@ -20,13 +21,13 @@ folder = Path(sys.argv[1])
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank = dist.get_rank()
 plans = json.loads((folder / "plans.json").read_text())[rank]
-connection = wandb_runs.connect(folder)
+where = wandb_runs.connect(folder).options  # mode, dir and settings
 
 torch.manual_seed(0)  # the same weights on every rank
 model = models.build("tiny").eval()
 rows, means = [], []
 for reducing, plan in zip((True, False), plans, strict=True):
-    run = connection.start(project="labs", **plan) if plan else None
+    run = wandb.init(project="labs", **where, **plan) if plan else None
     for step in range(1, 6):
         # The last batch of an epoch is rarely full, and the ranks rarely have equally many images: rank 1 has fewer.
         draw = torch.Generator().manual_seed(100 * step + rank)

@@ -9,11 +9,13 @@ import os
 import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import nbformat
 from memory import MemoryWatch  # beside this file, which is run as a script
 from nbclient import NotebookClient
+from notebook_rules import count_minutes
 
 from lab_common import LabError
 from lab_common.files import write_atomically
@@ -25,7 +27,8 @@ PICTURE = ("01_mixed_precision", "throughput-figure")  # the notebook and the ce
 def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
     """Runs a notebook in a fresh kernel, in a folder, and returns it with its outputs; an error ends the run.
 
-    The most memory that it took stands in its metadata, as ``lab.peak_gib``.
+    What it took stands in its metadata, as ``lab``: memory as ``peak_gib``, the run as ``seconds``, and with reading
+    and exercises as ``minutes``.
     """
     notebook = nbformat.reads(source.decode(), as_version=4)
     client = NotebookClient(
@@ -38,8 +41,11 @@ def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
     with MemoryWatch() as watch:
         # While the kernel is there: a short notebook may begin and end between two looks.
         client.on_cell_executed = lambda **_: watch.sample()
+        start = time.monotonic()
         client.execute()
-    notebook.metadata["lab"] = {"peak_gib": watch.peak_gib}
+        seconds = round(time.monotonic() - start)
+    notebook.metadata["lab"] = {"peak_gib": watch.peak_gib, "seconds": seconds}
+    notebook.metadata["lab"]["minutes"] = count_minutes(notebook, folder)
     hide_places(notebook)
     bar = "application/vnd.jupyter.widget-view+json"
     for cell in notebook.cells:
@@ -84,11 +90,11 @@ def save_picture(notebook: nbformat.NotebookNode, folder: Path) -> None:
     (folder / "lab1_throughput.png").write_bytes(base64.b64decode(figure))
 
 
-def save_peak(notebook: nbformat.NotebookNode, readme: Path, name: str) -> None:
-    """Writes the most memory that a lab took into its row of the README's table, as its fifth cell."""
-    row = rf"^(\| \[[^|]+\]\(notebooks/{re.escape(name)}\) (?:\|[^|]+){{3}})\|[^|]+\|"
-    text = readme.read_text(encoding="utf-8")
-    changed = re.sub(row, rf"\1| {notebook.metadata['lab']['peak_gib']:.1f} GiB |", text, flags=re.MULTILINE)
+def save_needs(notebook: nbformat.NotebookNode, readme: Path, name: str) -> None:
+    """Writes the minutes and the memory that a lab takes into its row of the README's table, its next to last cells."""
+    row = rf"^(\| \[[^|]+\]\(notebooks/{re.escape(name)}\) (?:\|[^|]+){{2}})\|[^|]+\|[^|]+\|"
+    text, lab = readme.read_text(encoding="utf-8"), notebook.metadata["lab"]
+    changed = re.sub(row, rf"\1| {lab['minutes']} | {lab['peak_gib']:.1f} GiB |", text, flags=re.MULTILINE)
     if changed != text:
         with write_atomically(readme, mode=readme.stat().st_mode & 0o777) as file:
             file.write(changed.encode())
@@ -107,7 +113,8 @@ def main() -> int:
             print(path, "...", flush=True)
             source = path.read_bytes()
             notebook = run_notebook(source, path.parent)
-            print(f"  {notebook.metadata['lab']['peak_gib']:.1f} GiB of memory at most", flush=True)
+            lab = notebook.metadata["lab"]
+            print(f"  {lab['peak_gib']:.1f} GiB of memory at most, {lab['seconds']} s", flush=True)
             if arguments.save:
                 try:
                     save_notebook(notebook, path, source)
@@ -115,7 +122,7 @@ def main() -> int:
                     print(error, file=sys.stderr)
                     return 1
                 if (readme := path.parents[1] / "README.md").exists():
-                    save_peak(notebook, readme, path.name)
+                    save_needs(notebook, readme, path.name)
                 if path.stem == PICTURE[0]:
                     save_picture(notebook, path.parent / "figures")
     return 0

@@ -86,7 +86,13 @@ class WandbServer:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
+            def keep_key(self) -> None:
+                kind, _, credentials = self.headers.get("Authorization", "").partition(" ")
+                if kind == "Basic":
+                    server.keys.add(base64.b64decode(credentials).decode().partition(":")[2])
+
             def do_GET(self) -> None:
+                self.keep_key()
                 self._reply({})
 
             def do_PUT(self) -> None:
@@ -94,9 +100,7 @@ class WandbServer:
                 self._reply({})
 
             def do_POST(self) -> None:
-                kind, _, credentials = self.headers.get("Authorization", "").partition(" ")
-                if kind == "Basic":
-                    server.keys.add(base64.b64decode(credentials).decode().partition(":")[2])
+                self.keep_key()
                 self._reply(server.answer(self.path, json.loads(self._read() or "{}")))
 
         return Handler

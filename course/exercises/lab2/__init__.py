@@ -15,6 +15,7 @@ from course.exercises.lab2.recorder import Recorder
 from course.exercises.lab2.reduced import verify_log_reduced
 
 TAGS = ("loss/train", "acc1/train", "acc5/train", "lr")
+COLUMNS = ("images", "loss", "top1", "top5", "lr")
 SIZES = (6, 6, 4)  # the last batch is smaller, as it mostly is
 
 
@@ -94,6 +95,10 @@ def verify_train_epoch(train_epoch: Callable) -> str:
         same = all(map(torch.allclose, ours["model"].parameters(), theirs["model"].parameters()))
         hint = "keep the lines of the loop as they are, and once each: logging must not change the training"
         expect(same, f"{case}: the weights afterwards", yours="others", expected="the same as unlogged", hint=hint)
+        pairs = zip(ours["model"].parameters(), theirs["model"].parameters(), strict=True)
+        same = all(one.grad is not None and torch.allclose(one.grad, other.grad) for one, other in pairs)
+        hint = "optimizer.zero_grad() comes before backward, as in the loop above: a later cell reads the gradients"
+        expect(same, f"{case}: the gradients afterwards", yours="others, or none", expected="the last ones", hint=hint)
     return "two epochs, one after the other on the axis; every value is that of its own step"
 
 
@@ -116,6 +121,9 @@ def _expect_returned(case: str, returned: object, step: int) -> None:
         expected=f"(rows, {step}), the rows a DataFrame of {len(SIZES)}",
         hint=hint,
     )
+    columns = [name for name in COLUMNS if name in returned[0].columns]
+    keep = "keep the columns of the loop above: cells below read them"
+    expect(columns == [*COLUMNS], f"{case}: the columns of the rows", yours=columns, expected=[*COLUMNS], hint=keep)
     expect(next_step == step, f"{case}: the next step", yours=next_step, expected=step, hint=hint)
 
 

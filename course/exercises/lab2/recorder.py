@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+import torch
+
 Record = tuple[str, float, int]
 
 
@@ -27,7 +31,12 @@ class Recorder:
         double_precision: bool = False,
     ) -> None:
         """Takes the arguments of ``SummaryWriter.add_scalar``."""
-        self.records.append((tag, float(scalar_value), -1 if global_step is None else int(global_step)))
+        value = scalar_value.detach() if isinstance(scalar_value, torch.Tensor) else scalar_value
+        self.records.append((tag, float(value), -1 if global_step is None else int(global_step)))
+
+    def add_scalars(self, *_: object, **__: object) -> NoReturn:
+        """Refuses: a SummaryWriter would open a run of its own for each number."""
+        raise TypeError("add_scalars makes a new run of each number; add_scalar logs one number to this run")
 
     def flush(self) -> None:
         """Does nothing, as there is no file."""

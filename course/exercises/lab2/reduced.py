@@ -70,7 +70,7 @@ def verify_log_reduced(log_reduced: Callable) -> str:
         with refusing(TypeError, AttributeError, RuntimeError, ValueError, case=case, expected="scalars", hint=hint):
             raise error
     opened = [rank for rank, writers in ranks.writers.items() for _ in writers]
-    hint = "only one rank may open a writer: two files in one directory make one curve that jumps to and fro"
+    hint = "only one rank may open a writer: two files in one directory become one run, mixed or with points lost"
     if not opened:
         hint = "rank 0 has to open the writer: open_writer()"
     expect(opened == [0], f"{case}: the ranks that opened a writer", yours=opened, expected=[0], hint=hint)
@@ -91,7 +91,9 @@ def verify_log_reduced(log_reduced: Callable) -> str:
         expect(
             right, f"{case}: the value of {tag!r}", yours=f"{yours:.4f}", expected=f"{total / images:.4f}", hint=hint
         )
-    hint = "close the writer, best by `with open_writer() as writer:`: what is not flushed can be lost"
+    hint = (
+        "close the writer, best by `with open_writer() as writer:`: what its queue still holds at the end can be lost"
+    )
     expect(writer.closed, f"{case}: the writer at the end", yours="open", expected="closed", hint=hint)
     return "one writer for two ranks; the means are those over all images"
 
