@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib as mpl
 import nbformat
 import pytest
-from harness import containers
+from harness import containers, warm
 from harness.browser import Page, find_chromium
 from harness.drawn import make_folder
 from harness.hosts import Hosts, find_missing
@@ -43,14 +45,31 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs start their ranks by the launcher's own starter: for tests of what ranks do, of whoever starts them.
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """A command that runs a Python script in a fork of a process that has torch already: see tests/harness/warm.py."""
+    folder = tempfile.mkdtemp(prefix="warm-")  # pytest's own folders have names too long for a socket
+    command = [sys.executable, "-IS", warm.__file__, f"{folder}/s"]
+    server = subprocess.Popen(
+        [sys.executable, *command[2:]],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+        env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert server.stdout.readline() == b"warm\n"
+    yield command
+    server.stdin.close()
+    server.wait()
+    server.stdout.close()
+    shutil.rmtree(folder)
 
-    Each torchrun imports torch, which takes more of a core than all else that a launch does.
-    """
+
+@pytest.fixture
+def warm_ranks(warm_python: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs have neither torchrun nor torch to import: for tests of what ranks do, of whoever starts them."""
     start = TorchrunJob.__init__
-    monkeypatch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": ["python"], **b}))
+    monkeypatch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": warm_python, **b}))
 
 
 @pytest.fixture

@@ -144,7 +144,7 @@ def test_the_lab_s_own_script_gets_the_tick(write, capsys):
     assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("same_reference", "without_torchrun")
+@pytest.mark.usefixtures("same_reference", "warm_ranks")
 def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys):
     changes = [
         ('    dist.init_process_group("nccl" if cuda else "gloo", timeout', "    dist.init_process_group(timeout"),
@@ -172,7 +172,7 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
 )
 def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch, request, change, hint):
     if "every process saved" in hint or "first epoch" in hint:  # the script ends well
-        request.getfixturevalue("without_torchrun")
+        request.getfixturevalue("warm_ranks")
     monkeypatch.setattr(ddp_script, "HANG_SECONDS", 6)
     found = refuse("5.1", write(change))
     assert hint in found

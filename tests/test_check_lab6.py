@@ -82,7 +82,7 @@ def break_after(letter, *edits):
 )
 def test_wrong_mends_get_their_hint(letter, edits, yours, request):
     if letter in "GHI":  # whose jobs end well; of one that fails torchrun's worker says more
-        request.getfixturevalue("without_torchrun")
+        request.getfixturevalue("warm_ranks")
     card = mend(letter, *edits)
     with pytest.raises(NotYetError) as refused:
         check.exercise(EXERCISES[card.pile], card)
@@ -198,7 +198,7 @@ WEIGHTED = (
 )
 
 
-@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("letter", "edits"),
     [
@@ -223,7 +223,7 @@ def draw_and_read(pile, capsys):
     return capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.usefixtures("warm_ranks")
 def test_batches_that_are_dropped_by_the_loader_are_a_right_mend(capsys):
     check.exercise("6.2", mend("E", ("shuffle=True", "shuffle=True, drop_last=True")))
     assert "✔ 6.2" in capsys.readouterr().out
@@ -345,7 +345,7 @@ def test_what_is_no_card_is_said():
     assert_explains(caught.value, "There is no cards", "draw the card again")
 
 
-@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_job_that_no_longer_reports_is_told_so():
     card = mend("I", ('{"gap": max(gaps), "seen": seen}', '{"gap": max(gaps)}'))
     with pytest.raises(LabError) as caught:

@@ -269,7 +269,6 @@ def say_data(found):
     return {verdict.node: (verdict.state, verdict.found) for verdict in found.verdicts if verdict.check == "data"}
 
 
-@pytest.mark.usefixtures("without_torchrun")
 @pytest.mark.drill
 def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -277,7 +276,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
     folder = f"/node/plans-{os.getpid()}"
     nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder=folder)
     script.write_text(LOAD)
-    job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path))
+    job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path), program=["python"])
     try:
         red = job.preflight()
         assert not red.ok
@@ -288,7 +287,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
         assert_explains(caught.value, "data", "copy_data=True")
         assert not hosts.run_on("n1", ["ls", f"{folder}/data"], check=False)
 
-        copying = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True))
+        copying = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True), program=["python"])
         assert copying.preflight().ok
         results = copying.run(show=False).results
         assert results[0] == results[1]
@@ -307,7 +306,7 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
         nodes[0].close()
 
 
-@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.usefixtures("warm_ranks")
 def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
     make_pack(tmp_path / "data")
     nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
@@ -317,7 +316,7 @@ def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
     assert (tmp_path / "big" / "packed" / "shapes10" / "manifest.json").exists()
 
 
-@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_looked_for(script, tmp_path):
     """Such a pack has the folder's name in its own; a node without the folder takes it for an imported one."""
     make_folder(tmp_path / "data" / "cinic10")

@@ -100,7 +100,7 @@ def test_a_project_runs_as_it_does_where_it_lies(project, monkeypatch):
     assert not (project / "runs.txt").exists(), "the project itself is left alone"
 
 
-@pytest.mark.usefixtures("without_torchrun")
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_changed_project_is_what_runs_next(project):
     def run():
         job = TorchrunJob("examples/train.py", ["x"], root=project, nodes=local_nodes(1), env={"PYTHONPATH": "."})

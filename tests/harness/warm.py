@@ -1,0 +1,124 @@
+"""Python scripts in forks of a process that has torch already: for tests of what ranks do, of whoever starts them.
+
+Importing torch takes more of a core than all else that a small job does. ``python -IS warm.py SOCKET SCRIPT …`` runs a
+script as ``python SCRIPT …`` does, in a fork of the process that :func:`serve` keeps. It is no part of the job by its
+environment, which a fork has from there: where a test looks for what is left of a job, the job takes a Python of its
+own.
+"""
+
+import array
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+
+
+def run(path: str, argv: list[str]) -> int:
+    """Has a script run; returns its exit status, negative for a signal. Signals to end are passed on."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: server.send(bytes([number])))
+        task = json.dumps([argv, dict(os.environ), str(Path.cwd())]).encode()
+        streams = array.array("i", [0, 1, 2]).tobytes()
+        server.sendmsg([len(task).to_bytes(4, "big")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)])
+        server.sendall(task)
+        answer = server.makefile("rb").read()  # comes when the script has ended
+    return int(answer or b"1")
+
+
+def serve(path: str) -> None:
+    """Runs scripts until the standard input ends, which is to say: until whoever started this process has."""
+    import gc
+
+    import torch
+    from torch.nn.parallel import DistributedDataParallel  # noqa: F401 - so that no script imports it
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports for a second, too
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(64)
+        print("warm", flush=True)
+        while sys.stdin not in select.select([sys.stdin, listener], [], [])[0]:
+            client, _ = listener.accept()
+            if not os.fork():
+                listener.close()
+                _attend(client)
+            client.close()
+
+
+def _attend(client: socket.socket) -> None:
+    """Runs one script in a fork of its own, says how it ended, and ends it when the client is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    head, ancillary, _, _ = client.recvmsg(4, socket.CMSG_SPACE(3 * 4))
+    streams = array.array("i")
+    streams.frombytes(ancillary[0][2])
+    argv, env, folder = json.loads(client.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+    pid = os.fork()
+    if not pid:
+        client.close()
+        _run_script(list(streams), argv, env, folder)
+    for stream in streams:
+        os.close(stream)
+    child = os.pidfd_open(pid)
+    while child not in select.select([child, client], [], [])[0]:
+        with contextlib.suppress(ConnectionError):
+            os.kill(pid, (client.recv(1) or bytes([signal.SIGKILL]))[0])
+    with contextlib.suppress(OSError):
+        client.sendall(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+    os._exit(0)
+
+
+def _run_script(streams: list[int], argv: list[str], env: dict[str, str], folder: str) -> None:
+    import runpy
+    import threading
+    import traceback
+
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(3, max(streams) + 1)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.argv = argv
+    sys.path[:0] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it is this process's own
+    code = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Runs the script that stands behind the socket's path; without one, serves."""
+    if len(sys.argv) == 2:
+        serve(sys.argv[1])
+        return
+    if (status := run(sys.argv[1], sys.argv[2:])) < 0:
+        with contextlib.suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
