@@ -410,7 +410,7 @@ SHOWN = (
     "check.progress()",
     "check.exercise('0.1', lambda logits, labels, k: None)",
 )
-WORDS = ("Processor", "− def before", "+ def after", "images/s", "does not run any more", "red", "note", "ok", "✔", "✘")
+WORDS = ("Processor", "− def before", "+ def after", "images/s", "No TensorBoard", "red", "note", "ok", "✔", "✘")
 
 
 def test_what_we_show_is_legible_in_the_light_and_the_dark_theme(lab, open_notebook, keep):
@@ -426,7 +426,7 @@ def test_what_we_show_is_legible_in_the_light_and_the_dark_theme(lab, open_noteb
             lab.end_kernels()
             page = open_notebook("themes.ipynb")
             page.wait_for(f"document.body.dataset.jpThemeName === {theme!r}")
-            page.wait_for(f"{TEXT.format(3)}.includes('does not run any more')")
+            page.wait_for(f"{TEXT.format(3)}.includes('No TensorBoard answers')")
             # As high as the notebook, for a picture of all of it.
             high = {"width": 1400, "height": 2000, "deviceScaleFactor": 1, "mobile": False}
             page.call("Emulation.setDeviceMetricsOverride", **high)

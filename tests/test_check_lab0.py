@@ -187,6 +187,17 @@ def time_whole_loop(step, synchronize, repeats, warmup, clock=time.perf_counter)
     return [(clock() - start) / repeats] * repeats
 
 
+def time_whole_loop_waiting_once(step, synchronize, repeats, warmup, clock=time.perf_counter):
+    for _ in range(warmup):
+        step()
+    synchronize()
+    start = clock()
+    for _ in range(repeats):
+        step()
+    synchronize()
+    return [(clock() - start) / repeats] * repeats
+
+
 def time_milliseconds(step, synchronize, repeats, warmup, clock=time.perf_counter):
     return [1000 * second for second in time_right(step, synchronize, repeats, warmup, clock)]
 
@@ -316,6 +327,7 @@ WRONG = [
     ("0.2", time_drops_too_many, "without timing it"),
     ("0.2", time_mean, "every repeat"),
     ("0.2", time_whole_loop, "spread"),
+    ("0.2", time_whole_loop_waiting_once, "spread"),
     ("0.2", time_milliseconds, "in seconds"),
     ("0.2", time_own_clock, "clock()"),
     ("0.2", time_sorted, "order"),

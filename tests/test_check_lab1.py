@@ -94,9 +94,21 @@ def amp_in_another_order(model, images, labels, optimizer, scaler, dtype):
     return loss.detach().clone(), logits.detach()
 
 
+def amp_backwards(model, images, labels, optimizer, scaler, dtype):
+    with torch.autocast("cpu", dtype=dtype):
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels)
+    optimizer.zero_grad()
+    scaler.scale(-loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.detach(), logits.detach()
+
+
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
+        (amp_backwards, "another direction"),
         (amp("zero_grad forward_in_float32 backward step update"), "torch.autocast"),
         (amp("zero_grad forward_in_bfloat16 backward step update"), "not fixed ones"),
         (amp("zero_grad forward backward_in_autocast step update"), "forward and loss only"),
@@ -107,6 +119,7 @@ def amp_in_another_order(model, images, labels, optimizer, scaler, dtype):
         (amp("zero_grad forward backward step plain_step update"), "must not run again"),
         (amp("forward backward step update"), "optimizer.zero_grad()"),
         (amp("zero_grad forward backward"), "nothing moved"),
+        (amp("forward backward zero_grad step update"), "cleared before"),
         (amp(returned="scaled"), "plain loss"),
         (amp(returned="with its graph"), "detach"),
         (amp(returned="logits with their graph"), "detach"),
@@ -127,7 +140,9 @@ def test_wrong_amp_steps_get_their_hint(answer, hint):
 )
 def test_right_amp_steps_get_the_tick(answer, capsys):
     check.exercise("1.1", answer)
-    expected = "✔ 1.1 The AMP step: the weights after two steps equal the reference's in bfloat16 and float16\n"
+    expected = (
+        "✔ 1.1 The AMP step: the weights after two steps equal the reference's in bfloat16 and float16, to rounding\n"
+    )
     assert capsys.readouterr().out == expected
 
 
@@ -171,6 +186,7 @@ def clipped(order, returned="norm"):
         ("backward clip_scaled plain_step update", "norm", "scaler.step"),
         ("backward unscale unscale clip step update", "norm", "once per step"),
         ("backward unscale clip step", "norm", "scaler.update()"),
+        ("backward unscale clip update", "norm", "nothing moved"),
         ("backward unscale clip step update", "nothing", "return what clip_grad_norm_ returns"),
         ("backward unscale clip step update", "clipped", "before clipping"),
     ],

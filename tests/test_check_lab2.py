@@ -8,7 +8,7 @@ from harness.notebook_rules import find_solutions
 from torch.nn import functional as F
 
 from course import check
-from course.check import NotYetError
+from course.check import NotYetError, OpenError
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -200,7 +200,7 @@ def reduced(*, reduce_on=(0, 1), write_on=(0,), means=False, divide="images", cl
     ("answer", "hint"),
     [
         (reduced(write_on=(0, 1)), "only one rank may open a writer"),
-        (reduced(write_on=(1,)), "only one rank may open a writer"),
+        (reduced(write_on=(1,)), "rank 0 has to open the writer"),
         (reduced(write_on=()), "rank 0 has to open the writer"),
         (reduced(reduce_on=(0,)), "all ranks have to call all_reduce"),
         (reduced(reduce_on=()), "the share of rank 0 alone"),
@@ -219,6 +219,16 @@ def test_wrong_logs_of_ranks_get_their_hint(answer, hint):
     with pytest.raises(NotYetError) as refused:
         check.exercise("2.3", answer)
     assert hint in refused.value.hint
+
+
+def test_what_one_rank_fails_of_is_told_and_not_that_the_other_waits():
+    def log_reduced(rank, sums, all_reduce, **_):
+        if rank == 0:
+            sums.no_such_method()
+        all_reduce(sums)
+
+    with pytest.raises(OpenError, match="no_such_method"):
+        check.exercise("2.3", log_reduced)
 
 
 def one_number_at_a_time(rank, sums, all_reduce, open_writer, step):

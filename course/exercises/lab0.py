@@ -33,7 +33,7 @@ def verify_count_topk(count_topk: Callable) -> str:
             hint="labels.unsqueeze(1), shape (N, 1), meets (N, k); stay in torch, and leave the logits as they are",
         ):
             yours = count_topk(logits, labels, k)
-        wait = "leave the count on the device: .item(), int(...) and float(...) make the CPU wait for it every batch"
+        wait = "leave the count on the device: .item(), int(...) and float(...) wait for it at every call"
         expect(
             isinstance(yours, torch.Tensor),
             f"{case}: what the function returns",
@@ -171,7 +171,7 @@ def _explain_seconds(yours: Sequence[float], expected: list[float]) -> str:
     launch = _Device.LAUNCH
     if any(value < 0 for value in yours):
         return "a time is the closing reading minus the opening one; the other way round it is negative"
-    if len(set(yours)) == 1 and math.isclose(sum(yours), sum(expected)):
+    if len(set(yours)) == 1 < len(set(expected)) and not math.isclose(yours[0], launch):
         return "one reading over all repeats hides the spread: read the clock before and after each step"
     if all(math.isclose(value, wanted * 1000) for value, wanted in zip(yours, expected, strict=True)):
         return "the answer is in seconds"

@@ -15,14 +15,17 @@ from course.check import Exercise, expect, refusing
 from course.exercises.probe import make_case, measure_update, run_reference
 from lab_utils.timing import Timing
 
-# GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
+# Mostly GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
 _refusing_scaler = partial(refusing, AssertionError, RuntimeError)
 
 
 def _explain_update(ratio: float, scale: float) -> str:
     """The hint that fits an update ``ratio`` times as large as it should be."""
     if ratio == 0:
-        return "nothing moved: after the backward pass, scaler.step(optimizer) has to run"
+        return (
+            "nothing moved: scaler.step(optimizer) needs the gradients of scaler.scale(loss).backward(), which are "
+            "cleared before it, not after"
+        )
     if ratio > scale / 4:
         return (
             "the gradients still carry the loss scale: scaler.step(optimizer) unscales them, optimizer.step() does not"
@@ -44,13 +47,13 @@ def verify_amp_step(amp_step: Callable) -> str:
             before = copy.deepcopy(ours["model"])
             expected = run_reference(**theirs)
             with _refusing_scaler(
-                case=f"{name}, step {step}: GradScaler refused",
+                case=f"{name}, step {step}: the step failed",
                 expected="scale, backward, step, update",
                 hint="in this order: scaler.scale(loss).backward(), scaler.step(optimizer), scaler.update()",
             ):
                 returned = amp_step(**ours)
             _compare_amp_step(f"{name}, step {step}", returned, expected, ours, theirs, before)
-    return "the weights after two steps equal the reference's in bfloat16 and float16"
+    return "the weights after two steps equal the reference's in bfloat16 and float16, to rounding"
 
 
 def _compare_amp_step(
@@ -91,7 +94,7 @@ def _compare_amp_step(
         f"{case}: what is returned",
         yours="still holds its graph",
         expected="detached",
-        hint="what keeps its graph keeps the activations in memory: return loss.detach(), logits.detach()",
+        hint="a step hands back numbers, not its graph: return loss.detach(), logits.detach()",
     )
     moved, right = measure_update(before, model), measure_update(before, theirs["model"])
     expect(
@@ -100,6 +103,14 @@ def _compare_amp_step(
         yours=f"{moved:.6f}",
         expected=f"{right:.6f}",
         hint=_explain_update(moved / right, 2.0**10),
+    )
+    apart = measure_update(theirs["model"], model)
+    expect(
+        apart < 1e-2 * right,
+        f"{case}: the weights after the update",
+        yours=f"{apart:.6f} away from the reference's",
+        expected="the same, to rounding",
+        hint="as long as it should be, but in another direction: step with the gradients of this batch's loss",
     )
     expect(
         torch.allclose(loss, expected, rtol=1e-3),
@@ -124,7 +135,7 @@ def verify_clipped_step(clipped_step: Callable) -> str:
         before = copy.deepcopy(ours["model"])
         expected = run_reference(**theirs, max_norm=max_norm)
         with _refusing_scaler(
-            case=f"max_norm {max_norm:g}: GradScaler refused",
+            case=f"max_norm {max_norm:g}: the step failed",
             expected="scale, backward, unscale_, clip, step, update",
             hint="scaler.unscale_(optimizer) once per step, after backward and before scaler.step(optimizer)",
         ):
@@ -133,7 +144,9 @@ def verify_clipped_step(clipped_step: Callable) -> str:
         ratio = measure_update(before, ours["model"]) / right
         scale = 2.0**10
         hint = "clip the gradients' common norm with torch.nn.utils.clip_grad_norm_, after backward and before the step"
-        if ratio < 0.1:
+        if ratio == 0:
+            hint = "nothing moved: scaler.step(optimizer) comes after clipping"
+        elif ratio < 0.1:
             hint = "clipping saw gradients that carry the loss scale: scaler.unscale_(optimizer) comes before clipping"
         elif ratio > scale / 4:
             hint = "the scaled gradients went into the weights: let scaler.step(optimizer) take the step"
@@ -159,7 +172,7 @@ def _expect_updated(
     scaler: torch.amp.GradScaler, reference: torch.amp.GradScaler, clipped_step: Callable, case: dict, max_norm: float
 ) -> None:
     """A second step, in which the scale has to grow, shows whether ``update`` is called."""
-    hint = "end each step with scaler.update(): without it the scale never changes and the next unscale_ is refused"
+    hint = "each step goes through the scaler: scale(loss).backward(), unscale_, clip, step, then scaler.update()"
     with _refusing_scaler(case="a second step", expected="a step", hint=hint):
         clipped_step(**case, max_norm=max_norm)
     yours = scaler.get_scale()

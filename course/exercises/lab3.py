@@ -72,7 +72,7 @@ def _summarise(define_summaries: Callable) -> dict:
 def _explain_summary(name: str, kind: str, yours: object, last: float) -> str:
     """The hint that fits a wrong summary of one quantity."""
     if yours is None:
-        return "a metric with hidden=True or summary='none' has no summary at all"
+        return "with summary='none' a metric has no summary at all"
     if yours == last:
         return f'by itself the summary keeps the last value: run.define_metric("{name}", summary="{kind}")'
     if isinstance(yours, Mapping) and {"min", "max"} & yours.keys():

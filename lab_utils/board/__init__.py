@@ -59,7 +59,7 @@ class Board:
         """Returns a link, and the frame that shows TensorBoard in a cell; where it has ended, words. In pixels."""
         from IPython.display import HTML
 
-        url, words = html.escape(self.url), "TensorBoard does not run any more. To start it again, run this cell."
+        url, words = html.escape(self.url), "No TensorBoard answers here. To start it again, run this cell."
         link = f'<a href="{url}" target="_blank">Open TensorBoard in a tab of its own</a>'
         frame = f'<object data="{url}" type="text/html" width="100%" height="{height}">{words}</object>'
         return HTML(f"{link}<br>{frame}")

@@ -45,13 +45,13 @@ def _describe_units(machine: Machine) -> list[tuple[str, str]]:
     lines = [f"{feature:<13}{CPU_FEATURES[feature]}" for feature in machine.cpu_features]
     if not BF16_FEATURES & features:
         what = "bf16: it saves" if FP16_FEATURES & features else "bf16 or fp16: low precision saves"
-        lines.append(f"no unit for {what} memory on this processor, but hardly time")
+        lines.append(f"no unit for {what} memory on this processor, and may cost time")
     return [("CPU units" if line is lines[0] else "", line) for line in lines]
 
 
 def _describe_gpus(machine: Machine) -> list[tuple[str, str]]:
     if not machine.gpus:
-        return [("GPU", "none: the labs run on the processor, at a smaller scale, and say what only a GPU can show")]
+        return [("GPU", "none: the labs run on the processor, and say what only a GPU can show")]
     rows = []
     for index, gpu in enumerate(machine.gpus):
         bf16 = "with" if gpu.has_bf16_tensor_cores else "without"
