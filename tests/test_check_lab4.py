@@ -446,8 +446,8 @@ def test_wrong_running_means_get_their_hint(answer, hint):
 @pytest.mark.parametrize("answer", [predict(), predict_by_running, predict_by_running_a_copy])
 def test_right_running_means_are_accepted(answer, capsys):
     check.exercise("4.2", answer)
-    expected = "✔ 4.2 Which statistics survive: only replica 0's share of the batch reaches the running mean, as in "
-    assert capsys.readouterr().out == f"{expected}torch's own DataParallel\n"
+    expected = "✔ 4.2 Which statistics survive: only replica 0's share of the batch reaches the running mean, as the "
+    assert capsys.readouterr().out == f"{expected}emulation of DataParallel leaves it\n"
 
 
 def list_batches(images, batch_size, drop_last):

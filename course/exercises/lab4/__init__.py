@@ -24,7 +24,7 @@ WHOLE_BATCH = (
 
 
 def verify_predict_running_mean(predict_running_mean: Callable) -> str:
-    """Compares with a forward pass of torch's own DataParallel over copies in memory."""
+    """Compares with a forward pass of the emulation of DataParallel."""
     generator = torch.Generator().manual_seed(2)
     for count, batch, momentum in MEAN_CASES:
         images = torch.randn(batch, 3, 2, 5, generator=generator, dtype=torch.float64)
@@ -47,7 +47,7 @@ def verify_predict_running_mean(predict_running_mean: Callable) -> str:
             expected=_format(module.running_mean),
             hint=_explain_mean(yours, batch_norm, images, count),
         )
-    return "only replica 0's share of the batch reaches the running mean, as in torch's own DataParallel"
+    return "only replica 0's share of the batch reaches the running mean, as the emulation of DataParallel leaves it"
 
 
 def _format(mean: torch.Tensor) -> str:
