@@ -60,7 +60,8 @@ def pretend(tmp_path, monkeypatch):
         (folder / "torch" / "__init__.py").touch()
         (folder / "torch" / "version.py").write_text(f"__version__ = '2.14.1'\ncuda = {cuda!r}\n")
         rows = "".join(f"{index}, Tesla T4, 10, 15360, {driver}\n" for index in range(gpus))
-        program = f"case $1 in --query-gpu*) printf %s {shlex.quote(rows)};; esac; exit {status}"
+        # It says nothing that it is not asked for.
+        program = f"case $1 in --query-gpu=*driver_version*) printf %s {shlex.quote(rows)};; esac; exit {status}"
         (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{program}\n")
         (folder / "nvidia-smi").chmod(0o755)
         return {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
