@@ -31,6 +31,11 @@ KNOWN = (
         "a rank is gone, or listens on an address that the others cannot reach, such as the loopback",
         "leave interface= to the preflight, which takes the one on the route between the nodes",
     ),
+    (
+        r"invalid device ordinal",
+        "the node has fewer GPUs than processes, and each takes the GPU of its LOCAL_RANK",
+        "nproc_per_node= at most the number of GPUs that each node has",
+    ),
     (r"out of memory|OutOfMemoryError", "the batch does not fit into the GPU's memory", "a smaller --batch-size"),
     (
         r"No module named",

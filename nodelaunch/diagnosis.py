@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
             fix = "run the job again; a checkpoint lets the job go on where it was"
             what = _shorten(f"{part.name} ended the job: {part.ended['why']}.")
             return Failure("lost", what, node=part.name, cause=cause, fix=fix)
-    if not reason and (signalled := find_signalled(state)):
+    gave_up = min((error["at"] for error in errors if WAITED.search(error["message"])), default=math.inf)
+    if not reason and (signalled := find_signalled(state, before=gave_up)):
         return _describe_signal(state, *signalled, errors)
     if errors:
         return _describe_waiting(state, errors)
@@ -126,7 +128,8 @@ def _describe_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
     elif kind == "signal":
         cause, fix = explain_signal(-error["code"])
     elif kind == "mismatch":
-        cause, fix = "a script was changed or started by hand with other arguments", "start all nodes with job.run()"
+        cause = error.get("cause") or "a script was changed or started by hand with other arguments"
+        fix = error.get("fix") or "start all nodes with job.run()"
     elif kind == "exit":
         cause, fix = cause or "the script ended itself with this status", fix or "look at the last lines of this rank"
         if error.get("silent"):
@@ -155,7 +158,9 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
     text = "\n".join(error["message"] for error in errors)
     early = sorted(set(state.done) - waiting)
     stacks = {rank: _find_stand(text) for rank, text in state.stacks.items()}
-    stacks |= {error["rank"]: _find_stand(error.get("traceback", "")) for error in errors}
+    # A rank that NCCL's watchdog aborted has printed its stacks; it was in no state to hand them over.
+    told = {error["rank"]: error.get("traceback") or "\n".join(state.tails.get(error["rank"], ())) for error in errors}
+    stacks |= {rank: _find_stand(text) for rank, text in told.items()}
     common = {"message": heard["message"], "traceback": "", "stacks": stacks}
     for part in state.nodes.values():
         if part.gone and part.ended is None:
@@ -174,6 +179,8 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
             **common,
         )
     if heard["kind"] == "hang" or WAITED.search(text):
+        if silent := [rank for rank in sorted(set(state.ranks) - waiting) if not _waits(state, rank)]:
+            return _describe_silent(state, silent[0], errors, common)
         return Failure(
             "hang",
             _shorten(f"The ranks wait for each other: rank {heard['rank']} on {heard['node']} was stuck first."),
@@ -193,6 +200,27 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
         cause=cause or "another rank died without a word, or the network between the nodes was cut",
         fix=fix or "job.preflight() looks at the network both ways; the log has what torchrun said",
         consequences={error["rank"]: _shorten_message(error) for error in errors},
+        **common,
+    )
+
+
+def _waits(state: JobState, rank: int) -> bool:
+    """Whether a rank of which no error was heard stood in a collective when it was told to end."""
+    return "/torch/distributed/" in state.stacks.get(rank, "")
+
+
+def _describe_silent(state: JobState, rank: int, errors: list[dict], common: dict) -> Failure:
+    """A rank that reported no collective and no error, while others waited for it."""
+    node, heard = state.ranks[rank].node, errors[0]
+    said = f"; the last that it printed: {state.tails[rank][-1][:160]}" if rank in state.tails else ""
+    return Failure(
+        "hang",
+        _shorten(f"Rank {rank} on {node} was silent while rank {heard['rank']} on {heard['node']} waited for it."),
+        rank=rank,
+        node=node,
+        cause=f"it was busy with something else, hung outside of a collective, or its machine stood still{said}",
+        fix="look at where it stood: every rank has to call the same collectives in the same order",
+        consequences={error["rank"]: _shorten_message(error) for error in errors if error["message"]},
         **common,
     )
 

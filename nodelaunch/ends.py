@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from typing import TYPE_CHECKING
@@ -60,11 +61,15 @@ def name_signal(number: int) -> str:
         return "unknown"
 
 
-def find_signalled(state: JobState) -> tuple[str, str, int] | None:
+def find_signalled(state: JobState, before: float = math.inf) -> tuple[str, str, int] | None:
     """The node, the program and the signal, where one of ours was ended by a signal: that of the first.
 
     What a signal ends at once says nothing; its end is heard of, and is certain. What is told to end says so itself,
     and may have been told because of the other: srun tells all when one has failed.
+
+    Args:
+        state: What was heard of the job.
+        before: When a rank gave up waiting, time.monotonic(); who was told to end later was told because of that.
     """
     parts = [part for part in state.nodes.values() if not part.by_hand]
     lost = [part for part in parts if part.gone and part.ended is None]
@@ -76,5 +81,5 @@ def find_signalled(state: JobState) -> tuple[str, str, int] | None:
     for part in parts:
         if part.ended and part.ended["returncode"] < 0 and not part.ended["reason"]:
             return part.name, state.starter, -part.ended["returncode"]
-    told = sorted((part.told[2], part.name, *part.told[:2]) for part in parts if part.told)
+    told = sorted((part.told[2], part.name, *part.told[:2]) for part in parts if part.told and part.told[2] < before)
     return told[0][1:] if told else None

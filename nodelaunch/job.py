@@ -225,6 +225,8 @@ class TorchrunJob:
         if not force:
             found.raise_if_red()
         say(f"preflight: {len(self.spec.nodes)} node(s) {'ready' if found.ok else 'NOT ready; started anyway'}")
+        if found.hide_gpus:
+            say("preflight: not every process has a GPU: all of them use the CPU and gloo (job.preflight() says more)")
         return found
 
 

@@ -7,6 +7,7 @@ import os
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node.facts import find_gpus
 from nodelaunch.preflight import Preflight
+from nodelaunch.preflight.gpus import list_visible
 from nodelaunch.project import name_work
 from nodelaunch.script import Plan
 from nodelaunch.spec import JobSpec, Launch
@@ -60,7 +61,7 @@ def make_plans(spec: JobSpec, launch: Launch, code: str, found: Preflight | None
             limit=spec.limit,
             max_restarts=spec.max_restarts,
             rank_order=spec.rank_order,
-            env=_choose_env(spec, node),
+            env=_choose_env(spec, node, hide_gpus=bool(found and found.hide_gpus)),
             program=spec.program,
             project=spec.root is not None,
         )
@@ -79,11 +80,12 @@ def _share_cores(spec: JobSpec, node: Node) -> int | None:
     return max(1, cores // (spec.nproc_per_node * node.together))
 
 
-def _choose_env(spec: JobSpec, node: Node) -> dict[str, str]:
+def _choose_env(spec: JobSpec, node: Node, *, hide_gpus: bool) -> dict[str, str]:
     env = {"LAB_DATA": node.data_folder, "LAB_RUNS": f"{node.folder}/runs"}
     env |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
     env |= {"LAB_DATA_FOLDER": spec.data.find_on(node)} if spec.data else {}
-    env |= _share_gpus(spec, node)
+    # On all nodes alike: a script that takes NCCL where it sees a GPU has to get the same answer on each.
+    env |= {"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else _share_gpus(spec, node)
     return {name: value for name, value in (env | dict(spec.env)).items() if name != "OMP_NUM_THREADS"}
 
 
@@ -95,9 +97,8 @@ def _share_gpus(spec: JobSpec, node: Node) -> dict[str, str]:
     """
     if not node.here:
         return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [row[0] for row in find_gpus().get("gpus", [])] if visible is None else visible.split(",")
-    gpus = [name.strip() for name in names if name.strip()]
+    names = [row[0] for row in find_gpus().get("gpus", [])]
+    gpus = list_visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return {}
     first = node.index * spec.nproc_per_node

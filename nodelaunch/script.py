@@ -176,7 +176,7 @@ work={quote(plan.work_folder)}
 mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
 {_write_copy(plan)}
 # The network interface of the gradients. Left alone, Gloo takes the one that the host's own name resolves to, which on
-# Debian and Ubuntu is the loopback: the other node then finds nobody there.
+# Debian and Ubuntu is the loopback: the other node then finds nobody there. NCCL's second "=" means: this very name.
 {place.interface}
 # torchrun sets this only for several processes per node; left alone, every process takes all cores.
 {_write_threads(plan)}
@@ -195,8 +195,11 @@ arguments=({"".join(f"{chr(10)}  {quote(argument)}" for argument in plan.args)}
 
 def write_interface(plan: Plan, name: str) -> str:
     """The variables by which Gloo and NCCL are told the interface, but for those that the job sets by itself."""
-    variables = [variable for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if variable not in plan.env]
-    return f"export {' '.join(f'{variable}={name}' for variable in variables)}" if variables else "# (chosen by env=)"
+    # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it. Gloo wants the
+    # whole name, and no sign.
+    values = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+    chosen = [f"{variable}={value}" for variable, value in values.items() if variable not in plan.env]
+    return f"export {' '.join(chosen)}" if chosen else "# (chosen by env=)"
 
 
 def check_plan(plan: Plan) -> None:

@@ -32,7 +32,8 @@ class JobSpec:
         env: More environment variables for it. No secrets: they stand in the scripts. PYTHONPATH is added to ours.
         port: Port of the rendezvous on the first node; None takes a free one.
         join_timeout: Seconds to wait until all nodes have joined.
-        hang_timeout: Seconds after which a rank that does not move is said to hang.
+        hang_timeout: Seconds after which a rank that does not move is said to hang; at most three quarters of the
+            process group's own timeout, so that the launcher always comes first and says where each rank stands.
         limit: Seconds after which the job is ended in any case.
         max_restarts: How often torchrun starts the workers anew after a failure.
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);

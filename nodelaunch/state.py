@@ -26,6 +26,8 @@ FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\
 # What it says at its own end, line by line, of each worker that failed; that it was told to end; and by which signal.
 FAILED_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)$")
 FAILED_EXIT = re.compile(r"^\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
+# What NCCL's watchdog says before it aborts the process: of a rank that waited, and not of the one that it waited for.
+WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")
 SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 
 
@@ -75,6 +77,7 @@ class JobState:
         self.done: dict[int, float] = {}
         self.memory: dict[int, int] = {}
         self.tails: dict[int, deque[str]] = {}  # of each rank, its last lines that are not empty
+        self.waited: dict[int, str] = {}  # by rank, what NCCL's watchdog said of a collective in which it waited
         self.pids: dict[tuple[str, int], int] = {}  # of all attempts: node and pid -> rank
         self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
 
@@ -95,6 +98,8 @@ class JobState:
         if text.startswith("[rank ") and rank.isdigit():
             if rest.strip():
                 self.tails.setdefault(int(rank), deque(maxlen=TAIL)).append(rest)
+            if found := WATCHDOG.search(rest):
+                self._note_watchdog(int(rank), f"torch.distributed.DistBackendError: {found[0]}")
             return text
         part.tail.append(text)
         self._read_torchrun(part, text)
@@ -110,6 +115,12 @@ class JobState:
         elif found := SIGNALLED.search(text):
             self._note_signal(part, "torchrun", int(found[1]))
 
+    def _note_watchdog(self, rank: int, message: str) -> None:
+        self.waited.setdefault(rank, message)
+        for error in self.errors:  # torchrun may have been heard first
+            if error["rank"] == rank and error.get("code") == -signal.SIGABRT:
+                error["message"] = self.waited[rank]
+
     def _note_signal(self, part: NodeState, program: str, number: int) -> None:
         if part.told is None and self.asked is None:  # else it is the launcher that ends the job
             part.told = program, number, time.monotonic()
@@ -120,9 +131,12 @@ class JobState:
         rank = self.pids.get((part.name, pid), rank)
         if rank is None or any(error["rank"] == rank for error in self.errors):
             return
+        if self.waited and code == -signal.SIGTERM:  # torchrun ends the others when the watchdog has aborted one
+            return
         if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
             return
         message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({name_signal(-code)})"
+        message = self.waited.get(rank, message) if code == -signal.SIGABRT else message
         kind = "exit" if code >= 0 else "signal"
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
         self.errors.append({**facts, "node": part.name, "at": time.monotonic(), "silent": silent})
@@ -156,7 +170,7 @@ class JobState:
         if rank in self.ranks and self.ranks[rank].pid != event["pid"] and self.errors:
             # A new attempt: what went wrong before was mended by starting anew.
             self.restarts.append(self.errors)
-            self.errors = []
+            self.errors, self.waited = [], {}
         self.done.pop(rank, None)
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)

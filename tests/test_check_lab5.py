@@ -111,7 +111,7 @@ def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
     assert not count_runs
 
 
-INIT = 'dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))  # NEW'
+INIT = "dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)  # NEW"
 SET_DEVICE = "    if cuda:  # NEW\n        torch.cuda.set_device(device)  # NEW\n"
 SAVE = "                    if rank == 0:  # NEW\n                        checkpoints.save(step, state)  # NEW\n"
 BARRIER = "                    dist.barrier()  # NEW\n"
@@ -147,7 +147,7 @@ def test_the_lab_s_own_script_gets_the_tick(write, capsys):
 @pytest.mark.usefixtures("same_reference", "warm_ranks")
 def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys):
     changes = [
-        ('    dist.init_process_group("nccl" if cuda else "gloo", timeout', "    dist.init_process_group(timeout"),
+        ("    dist.init_process_group(backend, timeout", "    dist.init_process_group(timeout"),
         (
             "    dist.all_reduce(counts)  # NEW\n",
             "    # YOUR CODE HERE\n    dist.reduce(counts, 0)\n    dist.broadcast(counts, 0)\n",

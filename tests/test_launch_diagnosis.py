@@ -45,7 +45,10 @@ def test_a_node_that_is_gone_is_named_before_the_rank_that_misses_it(state):
 
 def test_a_rank_that_waited_in_vain_is_a_hang_and_one_that_lost_its_peer_is_none(state):
     hear_error(state, 0, WAITED)
-    assert (diagnose(state).kind, diagnose(state).rank) == ("hang", 0)
+    failure = diagnose(state)
+    assert (failure.kind, failure.rank, failure.node) == ("hang", 1, "b"), "it is the other one that was silent"
+    assert failure.what == "Rank 1 on b was silent while rank 0 on a waited for it."
+    assert failure.consequences == {0: WAITED}
     lost = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
     hear_error(lost, 0, LOST)
     assert diagnose(lost).kind == "lost"

@@ -230,10 +230,12 @@ def test_every_difference_is_named_with_both_values():
         "processes in all": [2, 2],
         "torch": "2.13",
         "Python": "3.11",
+        "device": "GPU",
     }
     other = {**one, "node": "1 (b)", "number": "1", "torchrun": "1"}
     assert find_differences([one, other]) == []
-    for fact, value in {"script": "abd", "arguments": ["-x"], "torch": "2.14", "Python": "3.12"}.items():
+    values = {"script": "abd", "arguments": ["-x"], "torch": "2.14", "Python": "3.12", "device": "CPU"}
+    for fact, value in values.items():
         (text,) = find_differences([one, {**other, fact: value}, {**other, fact: value}])
         for part in (fact, str(one[fact]), str(value), "0 (a)", "1 (b)"):
             assert part in text

@@ -202,7 +202,8 @@ def test_a_thousand_hostile_scripts_run_what_they_say_and_nothing_else(tmp_path)
             "PYTHONPATH": plan.code_folder,
             "LAB_JOB_ID": plan.job_id,
             "LAB_JOB_FOLDER": plan.job_folder,
-            **({"GLOO_SOCKET_IFNAME": plan.interface, "NCCL_SOCKET_IFNAME": plan.interface} if plan.interface else {}),
+            **({"GLOO_SOCKET_IFNAME": plan.interface} if plan.interface else {}),
+            **({"NCCL_SOCKET_IFNAME": f"={plan.interface}"} if plan.interface else {}),
             **plan.env,
         }
         assert {f"{name}={value}" for name, value in wanted.items()} <= set(environ), path

@@ -25,6 +25,7 @@ from nodelaunch.node import probe
 from nodelaunch.node.facts import hash_tree
 from nodelaunch.preflight import Preflight, check_nodes, judge_clocks, routes
 from nodelaunch.preflight.client import ask_once, make_program
+from nodelaunch.preflight.gpus import find_offers, judge_gpus
 from nodelaunch.preflight.leftovers import judge_jobs
 from nodelaunch.preflight.verdicts import (
     MIB,
@@ -33,7 +34,6 @@ from nodelaunch.preflight.verdicts import (
     Wanted,
     judge_disk,
     judge_facts,
-    judge_gpus,
     judge_versions,
 )
 
@@ -402,27 +402,27 @@ def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
     )
     smi.chmod(0o755)
     path = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
-    found = look([pair[0], make_odd(pair[1], env=path)], nproc_per_node=2)
-    texts = [verdict.found for verdict in find(found, "GPUs", "node1")]
-    assert texts[0] == "1 GPU(s) for 2 processes: gloo on the CPU will be used"
-    assert texts[1] == f"the launcher's own process (pid {os.getpid()}) holds 700 MiB"
-    assert texts[2] == "pid 77 (other) holds 200 MiB"
+    found = look([make_odd(local_nodes(1)[0], env=path)])
+    texts = [verdict.found for verdict in find(found, "GPUs")]
+    assert texts[0] == f"the launcher's own process (pid {os.getpid()}) holds 700 MiB"
+    assert texts[1] == "pid 77 (other) holds 200 MiB"
     assert found.ok
     smi.write_text('#!/bin/sh\necho "Failed to initialize NVML: Driver/library version mismatch"; exit 18\n')
     (verdict,) = find(look([make_odd(pair[1], env=path)]), "gpus")
     assert "Driver/library version mismatch" in verdict.cause
 
 
-def test_a_gpu_that_others_fill_and_one_that_torch_cannot_use():
-    found = {**SETTLED, "gpus": {"gpus": [["0", "H100", "70000", "81559"]], "apps": []}}
-    (verdict,) = judge_gpus("n1", found, Wanted())
+def test_a_gpu_that_others_fill():
+    facts = {"n1": {**SETTLED, "gpus": {"gpus": [["0", "H100", "70000", "81559"]], "apps": []}}}
+    offers = find_offers({"n1": local_nodes(1)[0]}, facts, Wanted())
+    (verdict,) = judge_gpus(offers, facts, Wanted())
     assert "70000 of 81559 MiB in use" in verdict.found
-    found = {**found, "versions": {**VERSIONS, "cuda": None}}
-    assert "cannot use" in judge_gpus("n1", found, Wanted())[0].found
 
 
 def test_a_node_that_could_find_nothing_out_costs_nobody_a_verdict():
-    verdicts = judge_facts({"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data=DataFolder("x", "x", "y")))
+    facts, wanted = {"n1": {}, "n2": SETTLED}, Wanted(bundle="ab", data=DataFolder("x", "x", "y"))
+    offers = find_offers(dict.fromkeys(facts, local_nodes(1)[0]), facts, wanted)
+    verdicts = judge_facts(facts, wanted, judge_gpus(offers, facts, wanted))
     gaps = [verdict.check for verdict in verdicts if verdict.node == "n1"]
     assert gaps == ["versions", "disk", "gpus", "code", "data"]
     assert {verdict.state for verdict in verdicts} <= {"ok", "note"}

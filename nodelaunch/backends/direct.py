@@ -28,6 +28,7 @@ def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
         data=spec.data,
         torchrun=not spec.program,
         job_id=job_id,
+        visible=spec.env.get("CUDA_VISIBLE_DEVICES"),
     )
 
 

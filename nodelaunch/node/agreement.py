@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -18,10 +20,19 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 MEETING_SECONDS = 30.0
+DEVICES = (
+    "a node has no GPU, or its driver is too old for its torch: nccl there and gloo here would wait for each other",
+    "env={'CUDA_VISIBLE_DEVICES': ''} hides the GPUs on all nodes, which then use the CPU",
+)
 
 
 class MismatchError(RuntimeError):
-    """The nodes of a job do not run the same thing."""
+    """The nodes of a job do not run the same thing; with the likely cause and the fix, where these are known."""
+
+    def __init__(self, differences: list[str]) -> None:
+        super().__init__("; ".join(differences))
+        only_devices = all(text.startswith("device: ") for text in differences)
+        self.cause, self.fix = DEVICES if only_devices else ("", "")
 
 
 def check_agreement(script: str) -> None:
@@ -31,13 +42,13 @@ def check_agreement(script: str) -> None:
     silently, and not what was meant.
 
     Raises:
-        MismatchError: The nodes differ in script, arguments, number of processes, torch or Python, or two of them run
-            the script of the same node.
+        MismatchError: The nodes differ in script, arguments, number of processes, torch, Python or device, or two of
+            them run the script of the same node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
     if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
-        raise MismatchError(f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came")
+        raise MismatchError([f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came"])
     if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     import torch
@@ -53,6 +64,7 @@ def check_agreement(script: str) -> None:
         # As the preflight compares them: a build for CPUs and one for CUDA train together over Gloo.
         "torch": torch.__version__.partition("+")[0],
         "Python": ".".join(platform.python_version().split(".")[:2]),
+        "device": find_device(),
         "attempt": secrets.token_hex(8),
     }
     timeout = timedelta(seconds=MEETING_SECONDS)
@@ -60,7 +72,24 @@ def check_agreement(script: str) -> None:
     prefix = f"nodelaunch/{os.environ['LAB_JOB_ID']}"
     differences = _lead(store, prefix, mine, world_size) if rank == 0 else _answer(store, prefix, mine, rank)
     if differences:
-        raise MismatchError("; ".join(differences))
+        raise MismatchError(differences)
+
+
+def find_device() -> str:
+    """Says "GPU" where torch will find one, else "CPU", without starting CUDA.
+
+    ``torch.cuda.is_available()`` would start it, and a script could no longer choose its GPU by CUDA_VISIBLE_DEVICES.
+    """
+    import torch
+
+    if not torch.cuda.device_count():
+        return "CPU"
+    # That count knows nothing of a driver that is too old for torch's CUDA, which is then not available.
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    wanted = int((torch.version.cuda or "0").partition(".")[0])
+    return "GPU" if version.value // 1000 >= wanted else "CPU"
 
 
 def _lead(store: TCPStore, prefix: str, mine: dict, world_size: int) -> list[str]:
@@ -112,7 +141,7 @@ def find_differences(ranks: list[dict]) -> list[str]:
         if other["processes in all"][0] != other["processes in all"][1]:
             wanted, there = other["processes in all"]
             found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")
-        for fact in ("script", "arguments", "torch", "Python"):
+        for fact in ("script", "arguments", "torch", "Python", "device"):
             if other[fact] != first[fact]:
                 found.append(f"{fact}: {first[fact]} on node {first['node']}, {other[fact]} on node {other['node']}")
     return list(dict.fromkeys(found))

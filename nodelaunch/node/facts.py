@@ -115,7 +115,7 @@ def find_interfaces():
 
 
 def find_gpus():
-    """What nvidia-smi says: GPUs with their memory in MiB, and the processes that hold some."""
+    """What nvidia-smi says: GPUs with their memory in MiB and their driver, and the processes that hold some."""
     if not find_smi():
         return {"gpus": [], "apps": []}
     tasks = {name: functools.partial(query_smi, query, seconds=2.5) for name, query in QUERIES.items()}
@@ -125,7 +125,10 @@ def find_gpus():
     return {"gpus": both["gpus"], "apps": both["apps"], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
-QUERIES = {"gpus": "gpu=index,name,memory.used,memory.total", "apps": "compute-apps=pid,process_name,used_memory"}
+QUERIES = {
+    "gpus": "gpu=index,name,memory.used,memory.total,driver_version",
+    "apps": "compute-apps=pid,process_name,used_memory",
+}
 
 
 def find_disk(request):

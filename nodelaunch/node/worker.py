@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import faulthandler
 import gc
+import math
 import os
 import runpy
 import signal
@@ -27,6 +28,8 @@ from nodelaunch.node.stores import guard_stores
 
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
 HANG_EXIT = 75
+# Of the process group's timeout, after which a rank that does not move is said to hang.
+SHARE = 0.75
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
@@ -83,6 +86,9 @@ class Watch(threading.Thread):
 
     A rank that waits for another in a collective, a copy from a GPU or a full queue does not move by one instruction,
     starts no collective and, but for one that waits for a GPU, takes no time of a core. A loop, however slow, does.
+
+    It comes before the timeout of the process group, which ends the rank without a word of where it stands: after three
+    quarters of that at the latest.
     """
 
     def __init__(self, events: Events, script: str, seconds: float) -> None:
@@ -97,13 +103,13 @@ class Watch(threading.Thread):
             found = _find_place(main), _count_collectives(), _read_clock(main)
             if found != place or not (_is_connected() or _is_connecting(main)):
                 place, since = found, time.monotonic()
-            elif time.monotonic() - since > self._seconds:
+            elif time.monotonic() - since > (seconds := min(self._seconds, SHARE * _find_timeout())):
                 break
         stack = traceback.extract_stack(sys._current_frames()[main])
         own = [number for number, frame in enumerate(stack) if frame.filename == self._script] or [0]
         text = "".join(traceback.format_list(stack[own[0] :])).replace(self._script, Path(self._script).name)
-        self._events.write("hang", seconds=self._seconds, traceback=text)
-        print(f"this rank has not moved for {self._seconds:g} s:\n{text}", file=sys.stderr, flush=True)
+        self._events.write("hang", seconds=seconds, traceback=text)
+        print(f"this rank has not moved for {seconds:g} s:\n{text}", file=sys.stderr, flush=True)
         time.sleep(8)
         os._exit(HANG_EXIT)
 
@@ -121,6 +127,15 @@ def _count_collectives() -> int:
     with contextlib.suppress(Exception):
         return sys.modules["torch"].distributed.distributed_c10d._get_default_group()._get_sequence_number_for_group()
     return 0
+
+
+def _find_timeout() -> float:
+    """The seconds after which the process group gives up; infinite where torch does not say, as it is not public."""
+    with contextlib.suppress(Exception):
+        group = sys.modules["torch"].distributed.distributed_c10d._get_default_group()
+        backends = [group._get_backend(device) for device in group._device_types]
+        return min(backend.options._timeout.total_seconds() for backend in backends)
+    return math.inf
 
 
 def _read_clock(thread: int) -> float:

@@ -20,6 +20,7 @@ from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
 from nodelaunch.preflight import routes, table
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
+from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.leftovers import judge_inherited, judge_jobs, stop_command
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_error, judge_facts
 
@@ -41,6 +42,7 @@ class Preflight:
         port: The rendezvous' port on node 0.
         seconds: How long it took.
         offsets: Per node, how far its clock is ahead of the launcher's, in seconds.
+        hide_gpus: Whether all nodes have to use the CPU, since not every process has a GPU.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -49,6 +51,7 @@ class Preflight:
     port: int
     seconds: float
     offsets: Mapping[str, float]
+    hide_gpus: bool = False
 
     @property
     def reds(self) -> tuple[Verdict, ...]:
@@ -101,6 +104,7 @@ def check_nodes(
     nproc_per_node: int = 1,
     torchrun: bool = True,
     job_id: str = "",
+    visible: str | None = None,
     timeout: float = 8.0,
 ) -> Preflight:
     """Looks at all nodes of a job, at once, and at the network between them.
@@ -114,6 +118,7 @@ def check_nodes(
         nproc_per_node: Processes on each node.
         torchrun: Whether torchrun runs the script, and not another program.
         job_id: The job's own id.
+        visible: CUDA_VISIBLE_DEVICES as the job sets it on all nodes; None where it does not.
         timeout: Seconds for everything; a second more in the worst case.
 
     Raises:
@@ -128,7 +133,7 @@ def check_nodes(
     machine = own_facts.find_system()["machine"]
     own = own_facts.identify_data(data.path / data.identity) if data and data.copy_data else {}
     copied = "" if own.get("missing") else own.get("hash") or ""
-    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun)
+    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun, visible)
     with open_clients(nodes) as clients:
         tasks = {name: functools.partial(_examine, client, wanted, waits["facts"]) for name, client in clients.items()}
         answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
@@ -146,7 +151,8 @@ def check_nodes(
     job = (listening.get("busy") or {}).get("job", "")
     system = network.facts.get(network.head, {}).get("system", {})
     verdicts += routes.judge_port(network, stop_command(job, network.head, system, wanted))
-    verdicts += judge_facts(network.facts, wanted)
+    offers = find_offers(by_name, network.facts, wanted)
+    verdicts += judge_facts(network.facts, wanted, judge_gpus(offers, network.facts, wanted))
     verdicts += judge_jobs(network.facts, wanted, {name: answer["jobs"] for name, answer in answers.items()})
     inherited = {name: answer["inherited"] for name, answer in answers.items()}
     verdicts += judge_inherited(network.facts, inherited, machine)
@@ -159,6 +165,7 @@ def check_nodes(
         port=port or listening.get("chosen") or random.randint(20000, 32767),
         seconds=time.monotonic() - start,
         offsets={name: answer["offset"] for name, answer in answers.items()},
+        hide_gpus=must_hide(offers, wanted),
     )
 
 

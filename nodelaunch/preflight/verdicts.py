@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lab_common import LabError
@@ -16,7 +16,6 @@ DISK_NEEDED = 200 * MIB
 # A DataLoader worker hands its batches over in shared memory; Docker's 64 MiB are enough for 32×32 images.
 SHARED_NEEDED = 64 * MIB
 WILL_COPY = "not there yet: will be copied"
-GPU_IDLE = 600  # a GPU without any process has a little of its memory in use
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Wanted:
         machine: Where the launcher runs, as :func:`nodelaunch.node.facts.find_system` names it.
         pid: The launcher's process.
         torchrun: Whether torchrun runs the script; without torch on a node it cannot, and another program may.
+        visible: CUDA_VISIBLE_DEVICES as env= sets it; None where it does not.
     """
 
     processes: int = 1
@@ -65,6 +65,7 @@ class Wanted:
     machine: str = ""
     pid: int = 0
     torchrun: bool = True
+    visible: str | None = None
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
@@ -73,13 +74,18 @@ def judge_error(name: str, error: LabError) -> Verdict:
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
 
-def judge_facts(facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Judges everything but the network, the clocks and other jobs."""
-    verdicts = judge_versions(facts, torchrun=wanted.torchrun)
-    for name, found in facts.items():
-        judges = [("disk", judge_disk), ("gpus", judge_gpus), ("code", judge_code)]
-        for part, judge in judges if wanted.bundle else judges[:-1]:
-            verdicts += judge(name, found, wanted) if is_there(found, part) else [judge_gap(name, found, part)]
+def judge_facts(facts: Facts, wanted: Wanted, gpus: Sequence[Verdict] = ()) -> list[Verdict]:
+    """Judges everything but the network, the clocks and other jobs; ``gpus`` are the verdicts on the GPUs."""
+
+    def judge_each(part: str, judge: Callable) -> list[Verdict]:
+        each = [
+            judge(name, found, wanted) if is_there(found, part) else [judge_gap(name, found, part)]
+            for name, found in facts.items()
+        ]
+        return [verdict for verdicts in each for verdict in verdicts]
+
+    verdicts = [*judge_versions(facts, torchrun=wanted.torchrun), *judge_each("disk", judge_disk), *gpus]
+    verdicts += judge_each("code", judge_code) if wanted.bundle else []
     return verdicts + (judge_data(facts, wanted) if wanted.data else [])
 
 
@@ -155,37 +161,6 @@ def judge_disk(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
         fix = "num_workers=0, or start the container with --shm-size=2g"
         verdicts.append(Verdict(name, "memory", "note", what, cause, fix))
     return verdicts
-
-
-def judge_gpus(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges how many GPUs there are for the processes, and who holds their memory."""
-    gpus, apps = found["gpus"]["gpus"], found["gpus"]["apps"]
-    visible = found["gpus"].get("visible")
-    count = len(gpus) if visible is None else min(len(gpus), len([part for part in visible.split(",") if part]))
-    if not count:
-        return [Verdict(name, "GPUs", "ok", "no GPU: gloo on the CPU")]
-    verdicts = []
-    versions = found.get("versions", {})
-    if versions.get("torch") and not versions.get("cuda"):
-        cause, fix = "torch is a build without CUDA", "install a build of torch with CUDA there, as on the other nodes"
-        verdicts.append(Verdict(name, "GPUs", "note", f"{count} GPU(s) that torch cannot use", cause, fix))
-    elif count < wanted.processes:
-        what = f"{count} GPU(s) for {wanted.processes} processes: gloo on the CPU will be used"
-        cause, fix = "NCCL wants one GPU per process", f"nproc_per_node={count}"
-        verdicts.append(Verdict(name, "GPUs", "note", what, cause, fix))
-    for pid, program, used in apps:
-        local = wanted.machine and found.get("system", {}).get("machine") == wanted.machine
-        if local and pid == str(wanted.pid):
-            what = f"the launcher's own process (pid {pid}) holds {used} MiB"
-            fix = "start the launcher anew before the job; in a notebook: restart the kernel"
-        else:
-            what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
-        verdicts.append(Verdict(name, "GPUs", "note", what, "a GPU that is shared is slower and may run full", fix))
-    for index, title, used, total in [] if apps else gpus:
-        if used.isdigit() and int(used) > GPU_IDLE:
-            what, cause = f"GPU {index} ({title}): {used} of {total} MiB in use", "a process in another container"
-            verdicts.append(Verdict(name, "GPUs", "note", what, cause, "wait for it to end; on that node: nvidia-smi"))
-    return verdicts or [Verdict(name, "GPUs", "ok", f"{count} × {gpus[0][1]}, free")]
 
 
 def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:

@@ -131,7 +131,9 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    # device_id: NCCL connects the GPUs now, and not at the first collective. Gloo takes none.
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(seconds=120), device_id=device_id)
     # The launcher gave each process its share of the cores; one process alone takes all the shares.
     cores = torch.get_num_threads() * dist.get_world_size()
     cases = [measure_case(args, batch_size, device, cores) for batch_size in args.batch_sizes]

@@ -86,7 +86,10 @@ def main():
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=120))
+    # The notebook's job has hang_timeout=600: the launcher gives up first, and says where each process stands.
+    # device_id: NCCL connects the GPUs now, and not at the first collective. Gloo takes none.
+    backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(seconds=900), device_id=device_id)
     # It keeps the slowest rank's seconds: the job is as fast as that one.
     measure = partial(timing.interleave, repeats=args.repeats, warmup=2, device=device, progress=False)
     messages = measure_messages(args.megabytes, measure, device)

@@ -86,7 +86,8 @@ def main():
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")  # NEW
     if cuda:  # NEW
         torch.cuda.set_device(device)  # NEW
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.timeout))  # NEW
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)  # NEW
+    dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)  # NEW
     ### END SOLUTION
     rank, world_size = dist.get_rank(), dist.get_world_size()  # NEW
     dtype = getattr(torch, args.dtype)

@@ -1,0 +1,173 @@
+"""Judges the GPUs of all nodes together: NCCL needs one for each process, and all nodes have to take the same backend.
+
+A training script chooses NCCL where it sees a GPU and Gloo elsewhere. If the nodes saw different things, each half of
+the job would wait for the other. So where one process has no GPU, the launcher hides the GPUs on all nodes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nodelaunch.backends.nodes import Node
+from nodelaunch.preflight.verdicts import Facts, Verdict, Wanted, is_there, judge_gap, list_per_node
+
+GPU_IDLE = 600  # MiB: a GPU without any process has a little of its memory in use
+# The first driver that runs a CUDA of this major number:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
+# How the variable may name a GPU, or a part of one, other than by its number.
+IDENTITY = re.compile(r"(GPU|MIG)-")
+CAUSE = "NCCL needs a GPU for each process, and all nodes have to take the same backend"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The GPUs that a node has for a job.
+
+    Attributes:
+        words: What there is.
+        seen: How many of them torch can use, and sees there if nobody hides them.
+        room: For how many processes of each node they suffice: nodes on one machine share its GPUs.
+        here: Whether the node is on the launcher's machine.
+        cause: Why torch cannot use what there is; "" where it can, or where there is nothing.
+        fix: What mends that.
+    """
+
+    words: str
+    seen: int = 0
+    room: int = 0
+    here: bool = False
+    cause: str = ""
+    fix: str = ""
+
+
+def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
+    """Which GPUs a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there.
+
+    Args:
+        names: Of all GPUs of the machine, by number; none where nobody could count them.
+        visible: The variable; None where it is not set.
+    """
+    if visible is None:
+        return list(names)
+    wanted = [part.strip() for part in visible.split(",")]
+    return list(itertools.takewhile(lambda name: IDENTITY.match(name) or name in names or (not names and name), wanted))
+
+
+def find_offers(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> dict[str, Offer | None]:
+    """What each node has; None where it could not find that out."""
+    return {name: _find_offer(nodes[name], found, wanted) for name, found in facts.items()}
+
+
+def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
+    if not is_there(found, "gpus"):
+        return None
+    rows = found["gpus"]["gpus"]
+    visible = found["gpus"].get("visible") if wanted.visible is None else wanted.visible
+    count = len(list_visible([row[0] for row in rows], visible)) if rows else 0
+    if not count:
+        return Offer("no GPU" if not rows else "no GPU that CUDA_VISIBLE_DEVICES shows", here=node.here)
+    words = f"{count} × {rows[0][1]}"
+    cause, fix = _find_trouble(found, *rows[0][4:5])
+    if cause:
+        return Offer(f"{words}, which torch cannot use", here=node.here, cause=cause, fix=fix)
+    # Where env= names the GPUs, every node takes the same ones.
+    sharing = node.together if node.here and wanted.visible is None else 1
+    words += f", shared by {sharing} nodes" if sharing > 1 else ""
+    return Offer(words, seen=count, room=count // sharing, here=node.here)
+
+
+def _find_trouble(found: Mapping, driver: str = "") -> tuple[str, str]:
+    """Why the torch of a node cannot use its GPUs, and what mends that; twice nothing where it can."""
+    versions = found.get("versions", {})
+    if not versions.get("torch"):
+        return "", ""
+    cuda = versions.get("cuda") or ""
+    if not cuda:
+        return "torch is a build without CUDA", "install a build of torch with CUDA there, as on the other nodes"
+    number, first = driver.partition(".")[0], FIRST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if number.isdigit() and int(number) < first:
+        cause = f"the driver {driver} is too old for the CUDA {cuda} of torch, which needs {first} or newer"
+        return cause, "install a newer driver there, or on all nodes a build of torch for an older CUDA"
+    return "", ""
+
+
+def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
+    """Whether the GPUs have to be hidden on all nodes: some process sees one, and another has none.
+
+    What env= chose stays as it is. Where a node could not say what it has, nothing is hidden for its sake: the ranks
+    compare what they see before the script starts (:mod:`nodelaunch.node.agreement`).
+    """
+    if wanted.visible is not None or None in offers.values():
+        return False
+    return any(offer.seen for offer in offers.values()) and not _suffice(offers, wanted)
+
+
+def _suffice(offers: Mapping[str, Offer], wanted: Wanted) -> bool:
+    return all(offer.room >= wanted.processes for offer in offers.values())
+
+
+def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted) -> list[Verdict]:
+    """Judges whether all processes have a GPU, or none; and who else holds the memory of those that will be used."""
+    verdicts = [judge_gap(name, facts[name], "gpus") for name, offer in offers.items() if offer is None]
+    have = {name: offer for name, offer in offers.items() if offer}
+    table = list_per_node({name: offer.words for name, offer in have.items()}) if have else ""
+    if must_hide(offers, wanted):
+        what = f"not every process has a GPU: all of them will use the CPU and gloo{table}"
+        cause, fix = CAUSE + _list_causes(have), _advise(have, wanted)
+        return [*verdicts, Verdict(", ".join(have), "GPUs", "note", what, cause, fix)]
+    if wanted.visible is not None and {bool(offer.seen) for offer in have.values()} == {True, False}:
+        what = f"some nodes see a GPU and others none: nccl there and gloo here would wait for each other{table}"
+        cause = f"env= sets CUDA_VISIBLE_DEVICES={wanted.visible} on all nodes" + _list_causes(have)
+        fix = "leave CUDA_VISIBLE_DEVICES out of env=, or env={'CUDA_VISIBLE_DEVICES': ''} for the CPU"
+        return [*verdicts, Verdict(", ".join(have), "GPUs", "red", what, cause, fix)]
+    for name, offer in have.items():
+        verdicts += _judge_node(name, offer, facts[name], wanted)
+    return verdicts
+
+
+def _list_causes(offers: Mapping[str, Offer]) -> str:
+    return "".join(f"; {name}: {offer.cause}" for name, offer in offers.items() if offer.cause)
+
+
+def _advise(offers: Mapping[str, Offer], wanted: Wanted) -> str:
+    """What makes the GPUs of a job usable that has too few."""
+    least, without = min(offer.room for offer in offers.values()), [n for n, offer in offers.items() if not offer.room]
+    mends = [f"on {name}: {offer.fix}" for name, offer in offers.items() if offer.fix]
+    if least:
+        way = f"nproc_per_node={least}"
+    elif all(offer.here for offer in offers.values()) and not mends:
+        count = min(offer.seen for offer in offers.values())
+        way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.processes > 1 else "")
+    else:
+        way = mends[0] if mends else f"leave {', '.join(without)} out of nodes="
+    return f"{way}; or run it as it is, on the CPU"
+
+
+def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list[Verdict]:
+    """Judges the GPUs of one node that are used, or that nobody can use."""
+    if offer.cause:
+        return [Verdict(name, "GPUs", "note", f"{offer.words}: gloo on the CPU", offer.cause, offer.fix)]
+    if not offer.seen:
+        return [Verdict(name, "GPUs", "ok", "no GPU: gloo on the CPU")]
+    verdicts = []
+    if offer.room < wanted.processes:
+        what = f"{offer.words} for {wanted.processes} process(es) of a node"
+        verdicts.append(Verdict(name, "GPUs", "note", what, CAUSE, f"nproc_per_node={max(1, offer.room)}"))
+    gpus, apps = found["gpus"]["gpus"], found["gpus"]["apps"]
+    for pid, program, used in apps:
+        local = wanted.machine and found.get("system", {}).get("machine") == wanted.machine
+        if local and pid == str(wanted.pid):
+            what = f"the launcher's own process (pid {pid}) holds {used} MiB"
+            fix = "start the launcher anew before the job; in a notebook: restart the kernel"
+        else:
+            what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
+        verdicts.append(Verdict(name, "GPUs", "note", what, "a GPU that is shared is slower and may run full", fix))
+    for index, title, used, total, *_ in [] if apps else gpus:
+        if used.isdigit() and int(used) > GPU_IDLE:
+            what, cause = f"GPU {index} ({title}): {used} of {total} MiB in use", "a process in another container"
+            verdicts.append(Verdict(name, "GPUs", "note", what, cause, "wait for it to end; on that node: nvidia-smi"))
+    return verdicts or [Verdict(name, "GPUs", "ok", f"{offer.words}, free")]
