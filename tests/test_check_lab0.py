@@ -303,7 +303,7 @@ def bytes_frozen_left_out(model):
 WRONG = [
     ("0.1", topk_share, "count, not a share"),
     ("0.1", topk_mean, "count, not a share"),
-    ("0.1", topk_first_only, "not at the best alone"),
+    ("0.1", topk_first_only, "not at one"),
     ("0.1", topk_always_five, "own row"),
     ("0.1", topk_lowest, "highest"),
     ("0.1", topk_values, "indices"),
@@ -312,7 +312,7 @@ WRONG = [
     ("0.1", topk_any_row, "own row"),
     ("0.1", topk_per_image, ".sum()"),
     ("0.1", topk_item, ".item()"),
-    ("0.1", topk_kth_place, "k best places"),
+    ("0.1", topk_kth_place, "not at one"),
     ("0.1", topk_of_five_images, "smaller than the first"),
     ("0.1", topk_in_place, "as they are"),
     ("0.1", topk_numpy, "stay in torch"),

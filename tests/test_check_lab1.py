@@ -150,8 +150,9 @@ def clipped(order, returned="norm"):
     """A clipped step that runs the named parts in the order given."""
 
     def step(model, images, labels, optimizer, scaler, dtype, max_norm):
-        optimizer.zero_grad()
-        loss, _ = run(model, images, labels, dtype)
+        if "keep" not in order:
+            optimizer.zero_grad()
+        loss, _ = run(model, images, labels, torch.bfloat16 if "bfloat16" in order else dtype)
         norm = None
         for part in order.split():
             if part == "backward":
@@ -187,6 +188,9 @@ def clipped(order, returned="norm"):
         ("backward unscale unscale clip step update", "norm", "once per step"),
         ("backward unscale clip step", "norm", "scaler.update()"),
         ("backward unscale clip update", "norm", "nothing moved"),
+        ("keep backward unscale clip step update", "norm", "optimizer.zero_grad()"),
+        ("bfloat16 backward unscale clip step update", "norm", "torch.autocast"),
+        ("backward unscale clip plain_step update", "norm", "skips one with infinite gradients"),
         ("backward unscale clip step update", "nothing", "return what clip_grad_norm_ returns"),
         ("backward unscale clip step update", "clipped", "before clipping"),
     ],

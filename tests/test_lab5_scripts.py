@@ -7,7 +7,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 
 import pytest
 from harness.drawn import make_folder
@@ -49,14 +48,17 @@ def images(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run(scripts, images, tmp_path_factory):
+def run(scripts, images, tmp_path_factory, warm_python):
+    killing = tmp_path_factory.mktemp("killing") / "killing.py"
+    killing.write_text(KILLING)
+
     def run(name, *arguments, batch_size, world_size=1, kill_at=None, epochs=EPOCHS, disks=None):
         """Runs a script in as many processes as asked for, each in its own folder, and returns what each reported."""
         folder = tmp_path_factory.mktemp("job")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-c", KILLING, str(kill_at)] if kill_at else [sys.executable]
+        command = [*warm_python, str(killing), str(kill_at)] if kill_at else [*warm_python]
         command += [str(scripts / name), "--data", "cinic10", "--batch-size", str(batch_size)]
         command += ["--epochs", str(epochs), "--evaluate", "--timeline", *map(str, arguments)]
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}

@@ -76,7 +76,7 @@ def _explain_count(count: float, size: int, k: int) -> str:
     if count == last and last != right:
         return "take the k highest logits, not the lowest: logits.topk(k) does"
     if k > 1 and count == first:
-        return "look at the k best places, not at the best alone: logits.topk(k).indices has shape (N, k)"
+        return "look at all k best places, not at one: logits.topk(k).indices has shape (N, k)"
     if count == 0:
         return "compare the labels with topk's indices, which are class numbers, not with its values; rank along dim=1"
     if count == right * len(LABELS) / size:
@@ -131,7 +131,7 @@ def _expect_seconds(case: str, yours: object, expected: list[float], device: _De
         f"{case}: what the function returns",
         yours=type(yours).__name__,
         expected=f"a list of {len(expected)} numbers",
-        hint="return a list with the time of every repeat: a mean or a sum hides the spread, half of the answer",
+        hint="return a list with the time of every repeat",
     )
     expect(
         all(isinstance(value, numbers.Real) for value in yours),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import numbers
 from collections.abc import Callable
@@ -17,14 +18,16 @@ from lab_utils.timing import Timing
 
 # Mostly GradScaler's own errors: a call of its protocol is missing, out of order or there twice.
 _refusing_scaler = partial(refusing, AssertionError, RuntimeError)
+CLEAR = "clear the gradients once per step, before the backward pass, with optimizer.zero_grad()"
+UPDATE = "each step goes through the scaler: scale(loss).backward(), unscale_, clip, step, then scaler.update()"
 
 
 def _explain_update(ratio: float, scale: float) -> str:
     """The hint that fits an update ``ratio`` times as large as it should be."""
     if ratio == 0:
         return (
-            "nothing moved: scaler.step(optimizer) needs the gradients of scaler.scale(loss).backward(), which are "
-            "cleared before it, not after"
+            "nothing moved: call scaler.step(optimizer); it needs the gradients of scaler.scale(loss).backward(), "
+            "which are cleared before it, not after"
         )
     if ratio > scale / 4:
         return (
@@ -32,10 +35,7 @@ def _explain_update(ratio: float, scale: float) -> str:
         )
     if ratio < 4 / scale:
         return "the loss was not multiplied before backward: scaler.scale(loss).backward()"
-    return (
-        "clear the gradients once per step, before the backward pass, with optimizer.zero_grad(); "
-        "scaler.step(optimizer) calls optimizer.step(), which must not run again"
-    )
+    return f"{CLEAR}; scaler.step(optimizer) calls optimizer.step(), which must not run again"
 
 
 def verify_amp_step(amp_step: Callable) -> str:
@@ -129,55 +129,79 @@ def _compare_amp_step(
 
 
 def verify_clipped_step(clipped_step: Callable) -> str:
-    """Runs a clipped float16 step, once with a norm above the limit and once below, beside the reference."""
-    for max_norm in (0.1, 100.0):
-        ours, theirs = make_case(torch.float16), make_case(torch.float16)
-        before = copy.deepcopy(ours["model"])
-        expected = run_reference(**theirs, max_norm=max_norm)
-        with _refusing_scaler(
-            case=f"max_norm {max_norm:g}: the step failed",
-            expected="scale, backward, unscale_, clip, step, update",
-            hint="scaler.unscale_(optimizer) once per step, after backward and before scaler.step(optimizer)",
-        ):
-            norm = clipped_step(**ours, max_norm=max_norm)
-        right = measure_update(before, theirs["model"])
-        ratio = measure_update(before, ours["model"]) / right
-        scale = 2.0**10
-        hint = "clip the gradients' common norm with torch.nn.utils.clip_grad_norm_, after backward and before the step"
-        if ratio == 0:
-            hint = "nothing moved: scaler.step(optimizer) comes after clipping"
-        elif ratio < 0.1:
-            hint = "clipping saw gradients that carry the loss scale: scaler.unscale_(optimizer) comes before clipping"
-        elif ratio > scale / 4:
-            hint = "the scaled gradients went into the weights: let scaler.step(optimizer) take the step"
-        expect(
-            abs(ratio - 1) < 1e-3,
-            f"max_norm {max_norm:g}: the length of the weights' update",
-            yours=f"{ratio * right:.6f}",
-            expected=f"{right:.6f}",
-            hint=hint,
-        )
-        expect(
-            isinstance(norm, torch.Tensor | float) and abs(float(norm) / expected.item() - 1) < 1e-3,
-            f"max_norm {max_norm:g}: the gradient norm that is returned",
-            yours=norm if norm is None else f"{float(norm):.4f}",
-            expected=f"{expected.item():.4f}",
-            hint="return what clip_grad_norm_ returns: the norm before clipping, of unscaled gradients",
-        )
-        _expect_updated(ours["scaler"], theirs["scaler"], clipped_step, ours, max_norm)
+    """Runs two clipped steps in either format, with the norm above the limit and below, beside the reference."""
+    for dtype, max_norm in itertools.product((torch.float16, torch.bfloat16), (0.1, 100.0)):
+        ours, theirs = make_case(dtype), make_case(dtype)
+        for step in (1, 2):
+            case = f"{str(dtype).removeprefix('torch.')}, max_norm {max_norm:g}, step {step}"
+            _compare_clipped_step(case, clipped_step, ours, theirs, max_norm)
+        # growth_interval=2: two good steps double the scale
+        yours, expected = ours["scaler"].get_scale(), theirs["scaler"].get_scale()
+        expect(yours == expected, f"{case}: the loss scale afterwards", yours=yours, expected=expected, hint=UPDATE)
+    _expect_skip(clipped_step)
     return "the update has the length asked for, and the norm returned is that of unscaled gradients"
 
 
-def _expect_updated(
-    scaler: torch.amp.GradScaler, reference: torch.amp.GradScaler, clipped_step: Callable, case: dict, max_norm: float
-) -> None:
-    """A second step, in which the scale has to grow, shows whether ``update`` is called."""
-    hint = "each step goes through the scaler: scale(loss).backward(), unscale_, clip, step, then scaler.update()"
-    with _refusing_scaler(case="a second step", expected="a step", hint=hint):
-        clipped_step(**case, max_norm=max_norm)
-    yours = scaler.get_scale()
-    expected = reference.get_scale() * 2  # growth_interval=2: two good steps double it
-    expect(yours == expected, "the loss scale after two steps", yours=yours, expected=expected, hint=hint)
+def _compare_clipped_step(case: str, clipped_step: Callable, ours: dict, theirs: dict, max_norm: float) -> None:
+    before, first = copy.deepcopy(ours["model"]), case.endswith("1")
+    expected = run_reference(**theirs, max_norm=max_norm)
+    with _refusing_scaler(
+        case=f"{case}: the step failed",
+        expected="scale, backward, unscale_, clip, step, update",
+        hint="scaler.unscale_(optimizer) once per step, after backward and before scaler.step" if first else UPDATE,
+    ):
+        norm = clipped_step(**ours, max_norm=max_norm)
+    expect(
+        ours["model"].forward_dtype == ours["dtype"],
+        f"{case}: the dtype that the forward pass ran in",
+        yours=ours["model"].forward_dtype or "float32, no autocast",
+        expected=ours["dtype"],
+        hint="forward pass and loss go under torch.autocast(images.device.type, dtype=dtype), as in 1.1",
+    )
+    moved, right = measure_update(before, ours["model"]), measure_update(before, theirs["model"])
+    expect(
+        abs(moved / right - 1) < 1e-3,
+        f"{case}: the length of the weights' update",
+        yours=f"{moved:.6f}",
+        expected=f"{right:.6f}",
+        hint=_explain_clipping(moved / right, 2.0**10, first=first),
+    )
+    expect(
+        isinstance(norm, torch.Tensor | float) and abs(float(norm) / expected.item() - 1) < 1e-3,
+        f"{case}: the gradient norm that is returned",
+        yours=norm if norm is None else f"{float(norm):.4f}",
+        expected=f"{expected.item():.4f}",
+        hint="return what clip_grad_norm_ returns: the norm before clipping, of unscaled gradients" if first else CLEAR,
+    )
+
+
+def _explain_clipping(ratio: float, scale: float, *, first: bool) -> str:
+    """The hint that fits an update ``ratio`` times as large as it should be."""
+    if ratio == 0:
+        return "nothing moved: scaler.step(optimizer) comes after clipping"
+    if ratio < 0.1:
+        return "clipping saw gradients that carry the loss scale: scaler.unscale_(optimizer) comes before clipping"
+    if ratio > scale / 4:
+        return "the scaled gradients went into the weights: let scaler.step(optimizer) take the step"
+    if not first:
+        return CLEAR
+    return "clip the gradients' common norm with torch.nn.utils.clip_grad_norm_, after backward and before the step"
+
+
+def _expect_skip(clipped_step: Callable) -> None:
+    """A step whose gradients are infinite under the loss scale has to leave the weights alone."""
+    case = make_case(torch.float16)
+    case["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = copy.deepcopy(case["model"])
+    clipped_step(**case, max_norm=1.0)
+    moved = measure_update(before, case["model"])
+    expect(
+        moved == 0,
+        "a loss scale of 2**40, under which gradients are infinite: the length of the weights' update",
+        yours=moved,
+        expected=0,
+        hint="let scaler.step(optimizer) take the step: it skips one with infinite gradients",
+    )
 
 
 def _time(*seconds: float) -> Timing:

@@ -27,10 +27,9 @@ def verify_define_summaries(define_summaries: Callable) -> str:
     summary = _summarise(define_summaries)
     for name, (kind, best) in BEST.items():
         yours = summary.get(name)
-        found = [yours[key] for key in (kind, "best") if key in yours] if isinstance(yours, Mapping) else []
         values = [row[name] for row in CURVE]
         expect(
-            best in found,
+            isinstance(yours, Mapping) and yours.get(kind) == best,  # as later cells read it
             f"the summary of {name} after {values}",
             yours=yours,
             expected={kind: best},

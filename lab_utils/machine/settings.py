@@ -45,4 +45,4 @@ def scale_reason() -> str:
         return "LAB_SCALE says so"
     if device().type == "cuda":
         return "there is a GPU; LAB_SCALE=small does less"
-    return "there is no GPU; LAB_SCALE=full does more"
+    return "there is no GPU; LAB_SCALE=full does more in most labs"

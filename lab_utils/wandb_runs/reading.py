@@ -81,5 +81,5 @@ def _find_record(path: Path) -> Path:
 
 
 def list_runs(folder: Path | str) -> list[Path]:
-    """Returns the folders of all runs recorded under a folder, in the order in which they were started."""
+    """Returns the folders of all runs recorded under a folder, by name, which has the second of the start."""
     return sorted(path for path in Path(folder).glob("wandb/*run-*") if any(path.glob("*.wandb")))

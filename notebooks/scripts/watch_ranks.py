@@ -29,7 +29,7 @@ rows, means = [], []
 for reducing, plan in zip((True, False), plans, strict=True):
     run = wandb.init(project="labs", **where, **plan) if plan else None
     for step in range(1, 6):
-        # The last batch of an epoch is rarely full, and the ranks rarely have equally many images: rank 1 has fewer.
+        # The last batch of an epoch is rarely full, and the ranks' parts of it can differ: here rank 1 has fewer.
         draw = torch.Generator().manual_seed(100 * step + rank)
         count = 48 if rank == 0 else 16
         images, labels = torch.randn(count, 3, 32, 32, generator=draw), torch.randint(10, (count,), generator=draw)

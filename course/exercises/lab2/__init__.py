@@ -113,12 +113,12 @@ def _expect_tags(case: str, writer: Recorder) -> None:
 def _expect_returned(case: str, returned: object, step: int) -> None:
     pair = isinstance(returned, tuple) and len(returned) == 2
     next_step = returned[1] if pair else returned
-    hint = "return the rows and the step of the next epoch's first batch: first_step + len(rows)"
+    hint = "return the rows as a DataFrame, and the step of the next epoch's first batch: first_step + len(rows)"
     expect(
         pair and hasattr(returned[0], "columns") and len(returned[0]) == len(SIZES),
         f"{case}: what the function returns",
-        yours=type(returned).__name__,
-        expected=f"(rows, {step}), the rows a DataFrame of {len(SIZES)}",
+        yours=f"({type(returned[0]).__name__}, {next_step})" if pair else type(returned).__name__,
+        expected=f"(DataFrame, {step}), with {len(SIZES)} rows",
         hint=hint,
     )
     columns = [name for name in COLUMNS if name in returned[0].columns]
