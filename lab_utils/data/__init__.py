@@ -162,7 +162,7 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         name = "cinic10" if find_cinic10(root) else "shapes10"
         note = " (no CINIC-10 was found in LAB_DATA)" if name == "shapes10" else ""
         if note and not root.exists():
-            print(f"There is no folder {clean(root, 200)}: shapes10 is drawn into it.", file=sys.stderr)
+            print(f"There is no folder {clean(root, 200)}: shapes10 is used.", file=sys.stderr)
     if name not in NAMES:
         where, fix = f"data.load({name!r})", f"choose one of {', '.join(NAMES)}"
         raise LabError(f"There is no data set {name!r}.", where=where, cause="a mistyped name", fix=fix)

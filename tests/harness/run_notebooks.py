@@ -108,6 +108,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="labs-") as scratch:
         if arguments.save:
             os.environ |= {"LAB_DATA": f"{scratch}/data", "LAB_RUNS": f"{scratch}/runs", "LAB_SCALE": "small"}
+            Path(scratch, "data").mkdir()  # or each lab would say that it is not there
             data.load()  # drawn before: a slow machine would show its bar of progress in the outputs
         for path in arguments.notebooks:
             print(path, "...", flush=True)
