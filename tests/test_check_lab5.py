@@ -113,8 +113,9 @@ def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
 
 INIT = "dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)  # NEW"
 SET_DEVICE = "    if cuda:  # NEW\n        torch.cuda.set_device(device)  # NEW\n"
-SAVE = "                    if rank == 0:  # NEW\n                        checkpoints.save(step, state)  # NEW\n"
-BARRIER = "                    dist.barrier()  # NEW\n"
+SAVE = "                if checkpoints and rank == 0:  # NEW\n                    checkpoints.save(step, state)\n"
+# Not wrong where every rank comes by, and a hang where only one does.
+BARRIER = "                dist.barrier()\n"
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,7 @@ BARRIER = "                    dist.barrier()  # NEW\n"
         ((INIT, 'dist.init_process_group("gloo")'), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "look for a third GPU"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
-        ((BARRIER, ""), "the others run ahead"),
-        ((SAVE + BARRIER, BARRIER + SAVE), "the others run ahead"),
-        ((SAVE, ""), "the others run ahead"),
+        ((SAVE, ""), "if rank == 0: checkpoints.save"),
     ],
 )
 def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, hint):
@@ -152,8 +151,7 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
             "    dist.all_reduce(counts)  # NEW\n",
             "    # YOUR CODE HERE\n    dist.reduce(counts, 0)\n    dist.broadcast(counts, 0)\n",
         ),
-        (SAVE, "                    first = dist.get_rank() == 0\n" + SAVE.replace("rank == 0", "first")),
-        (BARRIER, "                    dist.monitored_barrier()\n"),
+        (SAVE, "                first = dist.get_rank() == 0\n" + SAVE.replace("rank == 0", "first") + BARRIER),
     ]
     check.exercise("5.1", write(*changes, name="my script.py"))
     assert "\n✔ 5.1" in capsys.readouterr().out
@@ -167,7 +165,7 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
         ((SAVE, SAVE.replace("rank == 0", "local_rank == 0")), "every process saved"),
         (("batches.set_epoch(epoch, start=position)", "pass"), "the first epoch is right, and the next is not"),
         (('    share = {"device"', '    shares = {"device"'), "assign it in the gap"),
-        ((BARRIER, "    " + BARRIER), "none of them may stand in `if rank == 0`"),
+        ((SAVE, SAVE + "    " + BARRIER), "none of them may stand in `if rank == 0`"),
     ],
 )
 def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch, request, change, hint):

@@ -76,7 +76,8 @@ import sys, traceback
 import nodelaunch as launch
 
 def say(*words):
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # print() can be interrupted before the end of its line
+    sys.stdout.flush()
 
 while True:
     try:

@@ -32,7 +32,7 @@ SECOND_HINTS = {
     "4.3": "collect the sizes of batches that occur (the full one, and the rest unless it is dropped), split each by "
     "torch.empty(size).chunk(count), and take the smallest len",
     "5.1": "compare with train_single.py place by place; the five are: init_process_group with device and timeout; "
-    "share = dict(device=..., rank=..., world_size=...); DDP(model); all_reduce(counts); save on rank 0, then barrier",
+    "share = dict(device=..., rank=..., world_size=...); DDP(model); all_reduce(counts); save on rank 0",
     "5.2": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
     "is divided by their number; one optimizer.step() at the end",
     "5.3": "with one epoch nothing can be said; with several it was forgotten exactly if every order equals the first",

@@ -78,7 +78,7 @@ def measure_case(args, batch_size, device, cores):
         return step
 
     train, each = partial(train_step, optimizer=optimizer), cores // world_size
-    measure = partial(timing.interleave, images=batch_size, repeats=args.repeats, warmup=2, device=device)
+    measure = partial(timing.interleave, images=batch_size, repeats=args.repeats, warmup=4, device=device)
 
     def run(model, images, labels):
         train(model, images=images, labels=labels)
