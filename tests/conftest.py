@@ -68,8 +68,8 @@ def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]
 @pytest.fixture
 def warm_ranks(warm_python: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Jobs have neither torchrun nor torch to import: for tests of what ranks do, of whoever starts them."""
-    start = TorchrunJob.__init__
-    monkeypatch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": warm_python, **b}))
+    start, program = TorchrunJob.__init__, [*warm_python, str(Path(warm.__file__).with_name("warm_worker.py"))]
+    monkeypatch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": program, **b}))
 
 
 @pytest.fixture

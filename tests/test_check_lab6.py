@@ -64,6 +64,7 @@ def break_after(letter, *edits):
     return card
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("letter", "edits", "yours"),
     [
@@ -80,9 +81,7 @@ def break_after(letter, *edits):
         ("I", [MINE], "0"),
     ],
 )
-def test_wrong_mends_get_their_hint(letter, edits, yours, request):
-    if letter in "GHI":  # whose jobs end well; of one that fails torchrun's worker says more
-        request.getfixturevalue("warm_ranks")
+def test_wrong_mends_get_their_hint(letter, edits, yours):
     card = mend(letter, *edits)
     with pytest.raises(NotYetError) as refused:
         check.exercise(EXERCISES[card.pile], card)
