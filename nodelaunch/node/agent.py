@@ -25,7 +25,7 @@ MARGIN, GRACE = 10.0, 5.0
 def main() -> None:
     """Runs torchrun with this process's arguments."""
     keep_bounds()
-    # torch makes 270,000 objects while it is imported: the search for garbage among them takes a third of the time.
+    # torch makes 270,000 objects while it is imported: the search for garbage among them takes a sixth of the time.
     gc.disable()
     guard_stores()
     from torch.distributed.run import main as run_torchrun
