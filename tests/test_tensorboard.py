@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -347,6 +348,7 @@ def test_a_killed_run_keeps_what_it_logged_with_the_default_settings(tmp_path, f
 
 MAGIC = """
 import sys
+import threading
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 shell.run_line_magic("load_ext", "tensorboard")
@@ -370,9 +372,12 @@ def test_what_the_magic_lacks_is_why_the_lab_has_its_own_start(logs, tmp_path, t
         command = [sys.executable, "-c", MAGIC, str(logs), str(port)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         with subprocess.Popen(command, env=environment, **pipes) as kernel:
+            bound = threading.Timer(120, kernel.kill)  # a server that does not answer is no reason to wait for ever
+            bound.start()
             said = [kernel.stdout.readline()]
             while said[-1] and not said[-1].startswith("servers:"):
                 said.append(kernel.stdout.readline())
+            bound.cancel()
             kernel.kill()
     pids = [int(pid) for pid in said[-1].removeprefix("servers:").split()]
     assert len(pids) == (0 if taken else 1), said
