@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,9 +19,11 @@ from harness import containers, warm
 from harness.browser import Page, find_chromium
 from harness.drawn import make_folder
 from harness.hosts import Hosts, find_missing
+from harness.jobs import hear
 from harness.slurm_cluster import SlurmCluster, find_missing_slurm
 
 from nodelaunch import TorchrunJob
+from nodelaunch.state import JobState
 
 # A shell that starts us in the background has interrupts ignored, which all our children would inherit; some tests
 # interrupt them.
@@ -45,24 +46,29 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
+@pytest.fixture
+def state() -> JobState:
+    """What is known of two nodes, a and b, of one rank each, which have started."""
+    made = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    for rank, node in enumerate("ab"):
+        hear(made, node, "worker", rank=rank, pid=57 + rank, host=node, local_rank=0, node=rank, processes=1)
+    return made
+
+
 @pytest.fixture(scope="session")
-def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def warm_python() -> Iterator[list[str]]:
     """A command that runs a Python script in a fork of a process that has torch already: see tests/harness/warm.py."""
-    folder = tempfile.mkdtemp(prefix="warm-")  # pytest's own folders have names too long for a socket
-    command = [sys.executable, "-IS", warm.__file__, f"{folder}/s"]
-    server = subprocess.Popen(
-        [sys.executable, *command[2:]],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-        env={name: text for name, text in os.environ.items() if name != "PYTHONPATH"},
-    )
-    assert server.stdout.readline() == b"warm\n"
-    yield command
-    server.stdin.close()
-    server.wait()
-    server.stdout.close()
-    shutil.rmtree(folder)
+    # Not pytest's own folder: a socket has no room for so long a name.
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        command = [sys.executable, "-IS", warm.__file__, f"{folder}/s"]
+        environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        # The end of the block closes its standard input, at which it ends.
+        with subprocess.Popen(
+            [sys.executable, *command[2:]], start_new_session=True, env=environment, **pipes
+        ) as server:
+            assert server.stdout.readline() == b"warm\n"
+            yield command
 
 
 @pytest.fixture

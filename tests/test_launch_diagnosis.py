@@ -1,11 +1,11 @@
 """Which failure a job is said to have, from what was heard of it alone; and how a notebook shows it."""
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.jobs import hear
 from IPython.core.formatters import DisplayFormatter
 
 from lab_common import LabError, markup
@@ -15,19 +15,6 @@ from nodelaunch.state import JobState
 
 LOST = "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited"
 WAITED = "RuntimeError: Timed out waiting 60000ms for recv operation to complete"
-
-
-@pytest.fixture
-def state():
-    """Two nodes, a and b, of one rank each, which have started."""
-    made = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    for rank, node in enumerate("ab"):
-        hear(made, node, "worker", rank=rank, pid=57 + rank, host=node, local_rank=0, node=rank, processes=1)
-    return made
-
-
-def hear(state, node, event, /, **facts):
-    state.read(node, f"\x1e{json.dumps({'event': event, **facts})}\n".encode())
 
 
 def hear_error(state, rank, message):

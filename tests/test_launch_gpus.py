@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from harness.jobs import TROUBLE, Heard, run_badly
+from harness.jobs import TROUBLE, Heard, hear, run_badly
 
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
@@ -24,7 +24,6 @@ from nodelaunch.diagnosis import diagnose, find_first
 from nodelaunch.node import agreement
 from nodelaunch.node.worker import SHARE
 from nodelaunch.script import Plan, write_script
-from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
 HIDDEN = "export CUDA_VISIBLE_DEVICES=''"
@@ -246,10 +245,6 @@ ABORT = (
 STACK = f'Current thread 0x1 (most recent call first):\n  File "/n/code/{"a" * 64}/script/train.py", line 7 in <module>'
 
 
-def hear(state, node, event, /, **facts):
-    state.read(node, f"\x1e{json.dumps({'event': event, **facts})}\n".encode())
-
-
 def hear_exit(state, node, rank, code):
     state.read(node, f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: {57 + rank}) of binary: python\n".encode())
 
@@ -263,15 +258,6 @@ def hear_abort(state, rank=0, *, first="said"):
         else:
             for line in said:
                 state.read("ab"[rank], line)
-
-
-@pytest.fixture
-def state():
-    """Two nodes, a and b, of one rank each, which have started."""
-    made = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    for rank, node in enumerate("ab"):
-        hear(made, node, "worker", rank=rank, pid=57 + rank, host=node, local_rank=0, node=rank, processes=1)
-    return made
 
 
 @pytest.mark.parametrize("first", ["said", "exit"])

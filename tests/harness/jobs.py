@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from nodelaunch import JobError, TorchrunJob
+from nodelaunch.state import JobState
 
 # Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault. DDP only where it is tried:
 # the first one of a process imports for a second.
@@ -115,6 +117,11 @@ while mode != "ok":
 launch.report({"rank": int(os.environ["RANK"])})
 """
 PYTHON = {"program": ["python"]}
+
+
+def hear(state: JobState, node: str, event: str, /, **facts: object) -> None:
+    """Lets a state hear an event of a node."""
+    state.read(node, f"\x1e{json.dumps({'event': event, **facts})}\n".encode())
 
 
 @dataclass
