@@ -2,8 +2,10 @@ import numpy as np
 import pytest
 import torch
 from harness.drawn import assert_explains
+from torch.utils.data import DataLoader
 
 from lab_common import LabError
+from lab_utils.data import Split
 from lab_utils.data.batches import Batches, augment
 
 TOTAL = 103  # no world size and no batch size below divides it
@@ -214,3 +216,28 @@ def test_a_gpu_makes_the_same_batches():
     for (on_cpu, labels), (on_gpu, gpu_labels) in zip(make(), make(device="cuda"), strict=True):
         assert on_gpu.is_cuda and torch.equal(labels, gpu_labels.cpu())
         assert torch.allclose(on_cpu, on_gpu.cpu(), atol=1e-5)
+
+
+def test_a_split_is_a_dataset_whose_batches_are_one_gather():
+    split, fetched = Split(IMAGES, LABELS, MEAN, STD), []
+    (expected, labels), *_ = make(train=False)
+    image, label = split[3]
+    assert label == 3 and torch.equal(image, split[torch.tensor(3)][0]) and split[-1][1] == TOTAL - 1
+    fetch, Split.__getitems__ = Split.__getitems__, lambda self, chosen: fetched.append(chosen) or fetch(self, chosen)
+    try:
+        batches = list(DataLoader(split, 8))
+    finally:
+        Split.__getitems__ = fetch
+    assert [len(chosen) for chosen in fetched] == [8] * 12 + [7] and batches[0][1].tolist() == labels.tolist()
+    assert torch.allclose(batches[0][0], expected, atol=1e-5) and torch.equal(batches[0][0][3], image)
+    assert [label for _, labels in batches for label in labels.tolist()] == list(range(TOTAL))
+    with pytest.raises(IndexError):
+        split[TOTAL]
+
+
+def test_a_split_has_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert Split(IMAGES, LABELS, MEAN, STD)[0][0].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -1,12 +1,14 @@
 """The data sets of the labs: found or drawn, packed once into memory-mapped arrays, handed out in batches.
 
 ``data.load()`` gives CINIC-10 where it lies in ``LAB_DATA``, else shapes10, which is drawn on the spot;
-``dataset.batches("train", 128, device=device)`` its training images, shuffled and augmented.
+``dataset.batches("train", 128, device=device)`` its training images, shuffled and augmented. ``dataset.train`` is a torch
+``Dataset``, for a ``DataLoader``.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,14 +39,33 @@ NAMES = ("shapes10", "cinic10", "cifar10", "fashion_mnist")
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
-    """Images uint8 (N, 3, 32, 32), mapped from the disk, and their labels int64 (N,)."""
+class Split(torch.utils.data.Dataset):
+    """Images uint8 (N, 3, 32, 32), mapped from the disk, and their labels int64 (N,): a torch ``Dataset``.
+
+    An item is (image (3, 32, 32) of the default dtype, normalised and not augmented; label, an ``int``).
+
+    Attributes:
+        mean: Per channel, in 0..1; subtracted from the items' images.
+        std: Standard deviation, by which they are divided.
+    """
 
     images: torch.Tensor = field(repr=False)
     labels: torch.Tensor = field(repr=False)
+    mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    std: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
+        """What a ``DataLoader`` calls for a batch: one gather for all of its images."""
+        chosen = torch.as_tensor(indices)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
+        images = (self.images[chosen].to(torch.get_default_dtype()) / 255 - mean) / std
+        return list(zip(images, self.labels[chosen].tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,12 +188,16 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         where, fix = f"data.load({name!r})", f"choose one of {', '.join(NAMES)}"
         raise LabError(f"There is no data set {name!r}.", where=where, cause="a mistyped name", fix=fix)
     pack, manifest, arrays = provide_pack(name, root, skip_bad=skip_bad)
-    splits = {s: Split(torch.from_numpy(images), torch.from_numpy(labels)) for s, (images, labels) in arrays.items()}
+    mean, std = tuple(manifest["mean"]), tuple(manifest["std"])
+    splits = {
+        split: Split(torch.from_numpy(images), torch.from_numpy(labels), mean, std)
+        for split, (images, labels) in arrays.items()
+    }
     return Dataset(
         name,
         tuple(manifest["classes"]),
-        tuple(manifest["mean"]),
-        tuple(manifest["std"]),
+        mean,
+        std,
         manifest["source"]["words"] + note,
         pack,
         **splits,
