@@ -1,8 +1,8 @@
 """The data sets of the labs: found or drawn, packed once into memory-mapped arrays, handed out in batches.
 
 ``data.load()`` gives CINIC-10 where it lies in ``LAB_DATA``, else shapes10, which is drawn on the spot;
-``dataset.batches("train", 128, device=device)`` its training images, shuffled and augmented. ``dataset.train`` is a torch
-``Dataset``, for a ``DataLoader``.
+``dataset.batches("train", 128, device=device)`` its training images, shuffled and augmented; ``dataset.train`` is a
+torch ``Dataset``, for a ``DataLoader``.
 """
 
 from __future__ import annotations
