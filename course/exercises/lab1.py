@@ -223,7 +223,7 @@ SPEED_UP_CASES = (
         _time(2, 2, 2, 2, 2),
         _time(1, 1, 1, 1, 9),
         2,
-        "a mean follows every disturbed step: take the medians, timing.median",
+        "a mean follows every disturbed step: take the medians: baseline.median",
     ),
     (
         "1, 2, 3 s before, 0.8, 1, 1.2 s now",
