@@ -32,13 +32,12 @@ SECOND_HINTS = {
     "4.3": "collect the sizes of batches that occur (the full one, and the rest unless it is dropped), split each by "
     "torch.empty(size).chunk(count), and take the smallest len",
     "5.1": "compare with train_single.py place by place; the five are: init_process_group with device and timeout; "
-    "share = dict(device=..., rank=..., world_size=...); DDP(model); all_reduce(counts); save on rank 0",
-    "5.2": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
-    "is divided by their number; one optimizer.step() at the end",
+    "DistributedSampler and a DataLoader with it; DDP(model); all_reduce(counts); save on rank 0",
+    "5.2": "both: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port=29555 and the script with "
+    "its arguments; one has --node-rank=0, the other --node-rank=1",
     "5.3": "with one epoch nothing can be said; with several it was forgotten exactly if every order equals the first",
-    "5.4": "a rule for each node's address as /32 with all ports from 1 to 65535, and one for yours with port 22 only",
-    "5.5": "the mean of the means; and the mean of the variances plus the variance of the means, divided by R "
-    "(correction=0)",
+    "5.4": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
+    "is divided by their number; one optimizer.step() at the end",
     "6.1": "read the last line of the first traceback, and the line of the job that it names: which rank, on which "
     "node, and what it wants that is not there",
     "6.2": "run the card again and write down, for each rank, the line of the job in which it stood; find the call "

@@ -33,20 +33,28 @@ class Timeline:
         self.step = 0
         self._device, self._enabled = torch.device(device), enabled
         self._rows: list[dict[str, object]] = []
+        self._start = 0.0
         # The offset is taken once: the wall clock may be set while we run, and would make a phase end before it began.
         self._offset = time.time() - time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Records the block as a phase of the current step; a block that raises is not recorded."""
-        if not self._enabled:
-            yield
-            return
-        start = time.perf_counter()
+        self.begin()
         yield
-        synchronize(self._device)
-        start, end = (self._offset + moment for moment in (start, time.perf_counter()))
-        self._rows.append({"phase": name, "step": self.step, "start": start, "end": end})
+        self.end(name)
+
+    def begin(self) -> None:
+        """A phase begins here, where no block can be put around it."""
+        self._start = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """Records what began last as a phase of the current step; the next one begins here."""
+        if self._enabled:
+            synchronize(self._device)
+            start, self._start = self._start, time.perf_counter()
+            times = {"start": self._offset + start, "end": self._offset + self._start}
+            self._rows.append({"phase": name, "step": self.step, **times})
 
     def as_rows(self) -> list[dict[str, object]]:
         """Returns a row for each phase, in the order in which they ended.

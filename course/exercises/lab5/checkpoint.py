@@ -1,4 +1,4 @@
-"""Exercise 5.1, its checkpoints: saved by one rank, and the same as those of one process."""
+"""Exercise 5.1, its checkpoint: saved by one rank, and good to go on from."""
 
 from __future__ import annotations
 
@@ -7,61 +7,57 @@ from pathlib import Path
 
 import torch
 
-from course.check import expect
-from lab_utils.training import Checkpoints
-
-CLOSE = 1e-10
+from course.check import NotYetError, expect
 
 
-def expect_saved_once(folders: Mapping[str, Path], first: str) -> None:
-    """Only the node of rank 0 has checkpoints.
+def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
+    """Only the node of rank 0 has a checkpoint.
 
     Args:
-        folders: Where each node would save, by its name.
+        paths: What each node would save, by its name.
         first: The node of rank 0.
     """
-    found = [name for name, folder in folders.items() if any(folder.glob("step-*.pt"))]
+    found = [name for name, path in paths.items() if path.exists()]
     hint = "exactly one process saves, the one that loads later: if rank == 0"
     if len(found) > 1:
         hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if rank == 0"
     expect(
         found == [first],
-        "which nodes hold checkpoints, with rank 0 on " + first,
+        "which nodes hold a checkpoint, with rank 0 on " + first,
         yours=" and ".join(found) or "none",
         expected=f"{first} alone",
         hint=hint,
     )
 
 
-def expect_same_state(ours: Path, theirs: Path) -> None:
-    """The last checkpoints agree in step, weights and the gradients of the last step."""
-    (step, found), (last, wanted) = Checkpoints(ours).load(), Checkpoints(theirs).load()
+def expect_state(path: Path, weights: Mapping[str, torch.Tensor], epochs: int) -> None:
+    """The checkpoint has the weights at the end, under the bare network's names, and what is needed to go on.
+
+    Args:
+        path: The checkpoint of rank 0.
+        weights: The parameters at the end, by their names in the bare network.
+        epochs: How many were trained.
+    """
+    try:
+        state = torch.load(path)
+    except Exception as error:  # whatever a learner's own way of saving left there
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        hint = "torch.save(state, ...) of a dictionary of state_dict()s"
+        raise NotYetError("the checkpoint", yours=line[:160], expected="loads again", hint=hint) from None
+    model = state.get("model", {}) if isinstance(state, Mapping) else {}
+    missing = [name for name in weights if name not in model]
     expect(
-        step == last,
-        "the step of the last checkpoint",
-        yours=step,
-        expected=last,
-        hint="save where the stub stood: every few steps, and at the end of each epoch",
+        not missing,
+        "the weights in the checkpoint",
+        yours=", ".join(list(model)[:2]) + ", …" if model else "not there",
+        expected=", ".join(list(weights)[:2]) + ", …",
+        hint="save the state as it was put together: model.module.state_dict() has the names without 'module.'",
     )
-    for part, tensors in (("model", "the weights"), ("gradients", "the gradients")):
-        expect(
-            part in found and _name(found[part]).keys() == _name(wanted[part]).keys(),
-            f"{tensors} in the last checkpoint",
-            yours=", ".join(list(_name(found[part]))[:2]) + ", …" if part in found else "not there",
-            expected=", ".join(list(_name(wanted[part]))[:2]) + ", …",
-            hint="save the state as it was put together: model.module.state_dict() has the names without 'module.'",
-        )
-        pairs = [(found_one, _name(wanted[part])[name]) for name, found_one in _name(found[part]).items()]
-        difference = max(float((one - other).abs().max()) for one, other in pairs)
-        expect(
-            difference <= CLOSE,
-            f"{tensors} in the last checkpoint: largest difference from one process's",
-            yours=f"{difference:.1e}",
-            expected=f"at most {CLOSE:.0e}",
-            hint="save after the step, and before the next zero_grad()",
-        )
-
-
-def _name(tensors: Mapping[str, torch.Tensor] | list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors by name; those of a list by their number."""
-    return dict(tensors) if isinstance(tensors, Mapping) else {str(number): one for number, one in enumerate(tensors)}
+    difference = max(float((model[name] - one).abs().max()) for name, one in weights.items())
+    expect(
+        difference == 0 and state.get("epoch") == epochs,
+        "the last checkpoint",
+        yours=f"of epoch {state.get('epoch')}, whose weights differ from those at the end by {difference:.1e}",
+        expected=f"of epoch {epochs}, with the weights at the end",
+        hint="save at the end of each epoch, the last one too",
+    )

@@ -1,44 +1,45 @@
-"""Exercise 5.1: the learner's DDP script on two nodes of this machine, beside the single-process script.
+"""Exercise 5.1: the learner's DDP script on two nodes of this machine, watched from outside.
 
 The two nodes have one process each. So LOCAL_RANK is 0 on both, as on two real hosts, and what confuses it with RANK
 shows; and each has a current folder of its own, so that it shows who saved a checkpoint. All is on the CPU and in
-float64, where two processes can be compared with one to ten digits, whatever this machine has.
+float64, where two processes can be compared with one to ten digits, whatever this machine has. ``observed.py`` beside
+the script notes which images each process took, and its weights and gradients at each step; what they should be is
+computed here, in one process, so that the script's own style does not matter.
 """
 
 from __future__ import annotations
 
 import ast
-import json
-import os
+import itertools
 import re
-import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import lab_utils
+import torch
+import torch.nn.functional as F
+
 import nodelaunch as launch
 from course.check import NotYetError, OpenError, attempts, expect
-from course.exercises.lab5.checkpoint import expect_same_state, expect_saved_once
+from course.exercises.lab5.checkpoint import expect_saved_once, expect_state
 from course.exercises.lab5.precautions import expect_precautions
 from lab_common import LabError
 from lab_common.files import read_bounded
+from lab_utils import data, models
 from lab_utils.data import shapes
 from lab_utils.data.sources import SHAPES_FINGERPRINT
 from lab_utils.data.write import write_pack
 
-RANKS, IMAGES, BATCH_SIZE, EPOCHS = 2, 96, 16, 2
-STEPS_PER_EPOCH = IMAGES // (RANKS * BATCH_SIZE)
+RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 96, 21, 16, 2
+STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
 CLOSE = 1e-9
 # Longer than any operation of this run takes on a busy laptop, and no longer than a learner waits for an answer. The
-# process group waits longer, so that it is the launcher that says where each rank stood.
-HANG_SECONDS, GROUP_SECONDS = 20, 90
+# process group of the script waits longer, so that it is the launcher that says where each rank stood.
+HANG_SECONDS = 20
 PROVED = (
-    "two processes with your script: gradients, weights and losses equal one process's on the union batch; "
-    "every image once per epoch"
+    "two processes with your script: at each step the gradients equal those of one process on the union batch; "
+    "every image once per epoch; one checkpoint"
 )
 # By what the last line of the rank that failed says.
 FAILURES = (
@@ -47,35 +48,39 @@ FAILURES = (
         "the model was not wrapped: model = DDP(model), under the same name, makes backward() talk to the others",
     ),
     (
-        r"There is no rank|not one full batch",
-        "give the batches both numbers of the whole job: rank=rank, world_size=world_size; LOCAL_… count on one node",
+        r"[Ii]nvalid rank",
+        "leave num_replicas and rank to DistributedSampler, or give it both numbers of the whole job",
     ),
     (
         r"process group has not been initialized|init_process_group",
         "dist.init_process_group(...) comes first: before it there is nobody to ask for a rank",
     ),
     (r"(?i)nccl", "NCCL needs GPUs: take 'nccl' if torch.cuda.is_available() else 'gloo'"),
+    (r"device_ids", "on a CPU device_ids is None: DDP(model, device_ids=[local_rank] if cuda else None)"),
     (r"(?i)cuda|nvidia", "touch CUDA only where torch.cuda.is_available(): this run is on the CPU"),
     (r"NameError|UnboundLocalError", "the lines that follow the gap use this name: assign it in the gap"),
 )
+# What the script prints at the end of an epoch.
+PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy \S+ on (\d+) images")
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """The learner's job, what the single process reported, and where each saved its checkpoints."""
+    """The learner's job, what was kept of each rank's steps, where each node saves, and the data."""
 
     job: launch.JobResult
-    alone: dict
+    kept: tuple[list[dict], ...]
     saved: dict[str, Path]  # by node
-    saved_alone: Path
+    dataset: data.Dataset
 
 
 def verify_ddp_script(path: str | Path) -> str:
-    """Runs the script on two nodes and compares it with ``train_single.py`` beside it."""
+    """Runs the script on two nodes and judges what it did."""
     script = Path(path).resolve()
-    if not script.is_file():
-        cause, fix = "a slip in the path, or the script was deleted", "make workspace writes scripts/train_ddp.py again"
-        raise LabError(f"There is no script {script.name!r}.", where=script, cause=cause, fix=fix)
+    for needed in (script, script.with_name("observed.py")):
+        if not needed.is_file():
+            cause, fix = "a slip in the path, or the script was deleted", "make workspace writes the scripts again"
+            raise LabError(f"There is no script {needed.name!r}.", where=needed, cause=cause, fix=fix)
     tree = _parse(script)
     raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
     gaps = sorted(node.lineno for node in raises if "NotImplementedError" in ast.dump(node))
@@ -84,16 +89,16 @@ def verify_ddp_script(path: str | Path) -> str:
         what = f"✎ {path} has {len(gaps)} place{'s' if len(gaps) > 1 else ''} left to fill in."
         raise OpenError(what, where=f"line {', '.join(map(str, gaps))}", fix=fix)
     expect_precautions(tree)
-    print("Your script runs on two local nodes, and train_single.py beside it ...", flush=True)
+    print("Your script runs on two local nodes ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="lab5-", ignore_cleanup_errors=True) as folder:
-        runs = _run_both(script, Path(folder))
+        runs = _run(script, Path(folder))
         _expect_end(runs.job)
-        _expect_images(runs.job.results)
-        _expect_one_model(runs.job.results)
-        _expect_losses(runs.job.results[0]["losses"], runs.alone["losses"])
+        _expect_images([result["images"] for result in runs.job.results])
+        _expect_gradients(runs)
+        _expect_counts(runs)
         first = runs.job.ranks[0].node
         expect_saved_once(runs.saved, first)
-        expect_same_state(runs.saved[first], runs.saved_alone)
+        expect_state(runs.saved[first], runs.kept[0][-1]["weights"], EPOCHS)
     return PROVED
 
 
@@ -110,63 +115,37 @@ def _parse(script: Path) -> ast.Module:
         raise LabError(f"{script.name} cannot be read.", where=script, cause=cause, fix=fix) from error
 
 
-def _run_both(script: Path, folder: Path) -> _Runs:
-    """Runs the learner's script and the single-process script at the same time."""
-    _draw_images(folder / "data" / "packed" / "shapes10")
-    shared = ["--data", "shapes10", "--net", "tiny", "--dtype", "float64", "--frozen-bn", "--epochs", EPOCHS]
-    shared += ["--every", 2, "--keep-gradients", "--checkpoints", "checkpoints"]
+def _run(script: Path, folder: Path) -> _Runs:
+    """Runs the learner's script on two nodes, watched."""
+    pack, kept = folder / "data" / "packed" / "shapes10", folder / "kept"
+    _draw_images(pack)
+    kept.mkdir()
+    arguments = ["--data", "shapes10", "--net", "tiny", "--batch-size", BATCH_SIZE, "--epochs", EPOCHS]
     env = {"LAB_DATA": str(folder / "data"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     job = launch.TorchrunJob(
-        script,
-        [*shared, "--batch-size", BATCH_SIZE, "--timeout", GROUP_SECONDS],
+        script.with_name("observed.py"),
+        ["--exact", "--keep", kept, script.name, *arguments, "--checkpoint", "run.pt"],
         nodes=launch.local_nodes(RANKS, folder=folder),
+        files=[script],
         env=env,
         hang_timeout=HANG_SECONDS,
         join_timeout=60,
         limit=120,
     )
-    alone = [*shared, "--batch-size", RANKS * BATCH_SIZE]
-    with _run_alone(script.with_name("train_single.py"), alone, folder / "alone", env) as finish:
-        # A notebook that is checked again must not fail on a red line that the learner's own script has no part in.
-        result = job.run(check=False, show=False, force=True)
-        report = finish()
-    saved = {node.name: Path(node.folder, "work", "checkpoints") for node in job.nodes}
-    return _Runs(result, report, saved, folder / "alone" / "checkpoints")
+    # A notebook that is checked again must not fail on a red line that the learner's own script has no part in.
+    result = job.run(check=False, show=False, force=True)
+    states = tuple(torch.load(path) for path in sorted(kept.iterdir()))
+    saved = {node.name: Path(node.folder, "work", "run.pt") for node in job.nodes}
+    return _Runs(result, states, saved, data.load("shapes10", folder / "data"))
 
 
 def _draw_images(pack: Path) -> None:
     """Packs the first pictures of shapes10, so few that two whole epochs are six steps."""
-    counts = {"train": IMAGES, "valid": 10, "test": 10}
+    counts = {"train": IMAGES, "valid": VALID, "test": 10}
     source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
     with write_pack(pack, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
         for split, count in counts.items():
             draft.images[split][:], draft.labels[split][:] = shapes.draw_images(split, range(count))
-
-
-@contextmanager
-def _run_alone(script: Path, arguments: list, folder: Path, env: dict[str, str]) -> Iterator:
-    """Runs a script without torchrun beside the block, to which it gives a function that returns what was reported."""
-    folder.mkdir()
-    # The package that is running, wherever it lies.
-    path = os.pathsep.join([str(Path(lab_utils.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, **env, "LAB_JOB_FOLDER": str(folder), "PYTHONPATH": path.rstrip(os.pathsep)}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    command = [sys.executable, str(script), *map(str, arguments)]
-    process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
-
-    def finish() -> dict:
-        said, _ = process.communicate(timeout=120)
-        if process.returncode:
-            last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-            fix = f"delete {script.name} and write it again with: make workspace"
-            raise LabError("The single-process script does not run.", where=script, cause=last[:300], fix=fix)
-        return json.loads((folder / "results" / f"rank{os.environ.get('RANK', '0')}.json").read_text())
-
-    try:
-        yield finish
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def _expect_end(job: launch.JobResult) -> None:
@@ -189,59 +168,146 @@ def _expect_end(job: launch.JobResult) -> None:
         "what the processes report",
         yours=f"nothing from rank {', '.join(map(str, silent))}",
         expected="a report from every rank",
-        hint="leave launch.report(...) at the end of main() as it was, on every rank",
+        hint="main() has to come to its end on every rank",
     )
 
 
-def _expect_images(results: tuple) -> None:
-    """Each image once per epoch, over both ranks together."""
-    seen, images = results[0]["seen"], results[0]["images"]
-    half = IMAGES // RANKS
-    hints = {
-        (half, half): "only this rank's half is counted: add_up has to all_reduce the counts, in place, before .cpu()",
-        (0, 0, IMAGES): "both ranks went through all images: pass rank and world_size to dataset.batches",
-        (
-            half,
-            0,
-            half,
-        ): "both ranks got the same half: rank is the number in the whole job; LOCAL_RANK is 0 on each node",
-    }
-    times = " and ".join(f"{count} images {number} times" for number, count in enumerate(seen[0]) if count)
+def _expect_images(taken: Sequence[list[list[int]]]) -> None:
+    """Each image once per epoch, over both ranks together, and in another order each time."""
+    orders = [[index for step in steps for index in step] for steps in taken]
+    times = torch.bincount(torch.tensor([*itertools.chain(*orders)], dtype=torch.int64), minlength=IMAGES)
+    counts = [int((times == number).sum()) for number in range(int(times.max()) + 1)]
+    half, all_twice = IMAGES // RANKS, RANKS * EPOCHS
+    hint = "a DistributedSampler deals the images out: give it to the DataLoader as sampler="
+    if counts[:1] == [half]:
+        hint = "both ranks got the same half: rank is the number in the whole job; LOCAL_RANK is 0 on each node"
+    elif counts[all_twice:] == [IMAGES]:
+        hint = "both ranks went through all images: give the sampler to the DataLoader, as sampler=sampler"
+    elif not any(orders):
+        hint = "the batches come from `train`: DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
+    words = " and ".join(f"{count} images {number} times" for number, count in enumerate(counts) if count)
     expect(
-        seen == [[0, IMAGES]] * EPOCHS and images == IMAGES * EPOCHS,
-        f"how often each of {IMAGES} images came in the first epoch, counted by all ranks",
-        yours=f"{times}; {images} in {EPOCHS} epochs",
-        expected=f"{IMAGES} images once; {IMAGES * EPOCHS} in {EPOCHS} epochs",
-        hint=hints.get(tuple(seen[0]), "add_up has to return the sum over all ranks: dist.all_reduce(counts), once"),
-    )
-
-
-def _expect_one_model(results: tuple) -> None:
-    digests = [result["sha256"][:12] for result in results]
-    expect(
-        len(set(digests)) == 1,
-        "the weights of the ranks after training, as SHA-256",
-        yours=" and ".join(digests),
-        expected="the same on every rank",
-        hint="each rank trains a model of its own: the forward pass has to run through DDP(model)",
-    )
-
-
-def _expect_losses(yours: list[float], expected: list[float]) -> None:
-    pairs = enumerate(zip(yours, expected, strict=False))
-    wrong = [step for step, (one, other) in pairs if not abs(one - other) <= CLOSE]
-    step = wrong[0] if wrong else min(len(yours), len(expected))
-    hint = (
-        "the first step differs already: the same seed on every rank, for the weights and for the order of the images"
-    )
-    if step >= STEPS_PER_EPOCH:
-        hint = "the first epoch is right, and the next is not: batches.set_epoch(epoch, ...) before each epoch"
-    elif step:
-        hint = "the first step's loss is right, and its update is not: leave it to DDP to average the gradients, once"
-    expect(
-        not wrong and len(yours) == len(expected),
-        f"the loss of step {step + 1}, of {len(expected)}",
-        yours=f"{yours[step]:.10f}" if step < len(yours) else f"missing: there are {len(yours)} steps",
-        expected=f"{expected[step]:.10f}" if step < len(expected) else f"{len(expected)} steps",
+        counts == [0] * EPOCHS + [IMAGES],
+        f"how often each of {IMAGES} images was trained on in {EPOCHS} epochs, by all ranks together",
+        yours=words,
+        expected=f"{IMAGES} images {EPOCHS} times",
         hint=hint,
     )
+    first = taken[0]
+    expect(
+        [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS),
+        "the images that a rank takes for a step",
+        yours=f"{len(first[0])} images, {len(first)} steps",
+        expected=f"{BATCH_SIZE} images, {EPOCHS * STEPS} steps",
+        hint="args.batch_size is the number of images of each process: give it to the DataLoader as it is",
+    )
+    order = orders[0]
+    expect(
+        order[:half] != order[half:],
+        "the order of the images",
+        yours="the same in both epochs",
+        expected="another one in each epoch",
+        hint="sampler.set_epoch(epoch) before each epoch chooses its order",
+    )
+    expect(
+        order[:half] != sorted(order[:half]),
+        "the order of the images",
+        yours="that of the data set",
+        expected="shuffled",
+        hint="DistributedSampler shuffles, unless it is told shuffle=False",
+    )
+
+
+def _expect_gradients(runs: _Runs) -> None:
+    """At each step all ranks have the same weights, and the gradients of one process on the union batch."""
+    shares = [result["images"] for result in runs.job.results]
+    for step, states in enumerate(zip(*runs.kept, strict=True)):
+        weights = [state["weights"] for state in states]
+        difference = max(float((weights[0][name] - other[name]).abs().max()) for other in weights for name in other)
+        where = f"before step {step + 1}" if step < len(shares[0]) else "after the last step"
+        expect(
+            difference == 0,
+            f"the weights of the two ranks, {where}: the largest difference",
+            yours=f"{difference:.1e}",
+            expected="0",
+            hint="each rank trains a model of its own: the forward pass has to run through DDP(model)",
+        )
+        if step == len(shares[0]):
+            return
+        alone = [_compute_gradients(runs.dataset, weights[0], share[step]) for share in shares]
+        union = {name: sum(one[name] for one in alone) / RANKS for name in alone[0]}
+        for rank, state in enumerate(states):
+            found = state["gradients"]
+            far = max(_compare(found, union, name) for name in union)
+            known = (
+                (alone[rank], "these are of this rank's own images: the forward pass has to run through DDP(model)"),
+                ({name: one * RANKS for name, one in union.items()}, "this is the sum: DDP averages, once is enough"),
+                ({name: one / RANKS for name, one in union.items()}, "DDP has divided by the ranks already"),
+            )
+            hints = (hint for wrong, hint in known if max(_compare(found, wrong, name) for name in wrong) <= CLOSE)
+            expect(
+                far <= CLOSE,
+                f"the gradients of rank {rank} at step {step + 1}: largest difference from one process's",
+                yours=f"{far:.1e}",
+                expected=f"at most {CLOSE:.0e}",
+                hint=next(hints, "leave it to DDP to average the gradients, once: backward(), then optimizer.step()"),
+            )
+
+
+def _compare(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], name: str) -> float:
+    return float((found[name] - expected[name]).abs().max()) if name in found else float("inf")
+
+
+def _make_model(dataset: data.Dataset, weights: dict[str, torch.Tensor]) -> torch.nn.Module:
+    """The network with these weights in float64, and batch norm with the statistics that it has at the start."""
+    model = models.build("tiny", num_classes=len(dataset.class_names)).double().eval()
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _fetch(split: data.Split, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and labels as the script has them, from bytes on in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        images, labels = zip(*split.__getitems__(chosen), strict=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return torch.stack(images), torch.tensor(labels)
+
+
+def _compute_gradients(
+    dataset: data.Dataset, weights: dict[str, torch.Tensor], chosen: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """The gradients of the mean loss over some images, in one process."""
+    model, (images, labels) = _make_model(dataset, weights), _fetch(dataset.train, chosen)
+    F.cross_entropy(model(images), labels).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@torch.no_grad()
+def _expect_counts(runs: _Runs) -> None:
+    """Rank 0, and no other, says the loss and the accuracy over all images of the valid split."""
+    said = [match.groups() for line in runs.job.lines if (match := PRINTED.search(line))]
+    others = sorted({rank for rank, *_ in said} - {"0"})
+    expect(
+        not others,
+        "who prints the loss of an epoch",
+        yours="rank " + ", ".join(["0", *others]),
+        expected="rank 0",
+        hint="leave `if rank == 0:` before print(...) as it was",
+    )
+    for epoch in range(1, EPOCHS + 1):
+        model = _make_model(runs.dataset, runs.kept[0][epoch * STEPS]["weights"])
+        images, labels = _fetch(runs.dataset.valid, range(VALID))
+        logits = model(images)
+        loss = float(F.cross_entropy(logits, labels))
+        wanted = f"loss {loss:.4f} on {VALID} images"
+        yours = [(float(value), int(count)) for _, number, value, count in said if int(number) == epoch]
+        shown = f"loss {yours[0][0]:.4f} on {yours[0][1]} images" if yours else "nothing"
+        expect(
+            len(yours) == 1 and abs(yours[0][0] - loss) <= 1.01e-4 and yours[0][1] == VALID,
+            f"what is said after epoch {epoch}",
+            yours=shown,
+            expected=wanted,
+            hint="the counts of all ranks, added up in place: dist.all_reduce(counts), once, on every rank",
+        )

@@ -29,7 +29,7 @@ def expect_precautions(tree: ast.AST) -> None:
         bool({"timeout", None} & given) or any(len(call.args) > 2 for call in starts),
         "how long a process waits for one that does not answer",
         yours="init_process_group without timeout=",
-        expected="timeout=timedelta(seconds=args.timeout)",
+        expected="timeout=timedelta(minutes=2)",
         hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
     )
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -51,7 +51,7 @@ def expect_precautions(tree: ast.AST) -> None:
     expect(
         "save" in names,
         "a checkpoint",
-        yours="checkpoints.save(...) is not called",
+        yours="torch.save(...) is not called",
         expected="rank 0 saves",
-        hint="if rank == 0: checkpoints.save(step, state)",
+        hint="if args.checkpoint and rank == 0: torch.save(state, args.checkpoint)",
     )

@@ -1,0 +1,230 @@
+"""Exercise 5.2: the two torchrun commands that a person would type on two nodes, judged, then run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.run import get_args_parser
+
+import nodelaunch as launch
+from course.check import NotYetError, expect
+
+NODES, SECONDS = 2, 90
+EXAMPLE = "torchrun --nnodes=2 --node-rank=0 --master-addr=… --master-port=… scripts/train_ddp.py"
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+# By what the two said; the first that fits.
+FAILURES = (
+    (r"NotImplementedError", "scripts/train_ddp.py still has gaps: first exercise 5.1"),
+    (
+        r"(?i)address already in use|EADDRINUSE",
+        "something has this port, perhaps your own terminals: end it there with Ctrl-C, or take another port",
+    ),
+    (r"can't open file|No such file", "the path of the script is as seen from the notebook's folder: scripts/…"),
+    (r"(?i)invalid choice|unrecognized arguments", "scripts/train_ddp.py --help lists what the script takes"),
+    (
+        r"(?i)unable to find address|getaddrinfo|gaierror|name or service not known",
+        "here both nodes are this machine: its address is 127.0.0.1, its interface lo",
+    ),
+    (
+        r"(?i)time ?out|time limit",
+        "one waited for the other: the same address and port on both, and the node ranks 0, 1",
+    ),
+)
+EPOCH = re.compile(r"epoch 1: .*")
+# What torch 2.14's Gloo printed at the very end of 2 of 15 such runs, all of whose training was done: a thread of it was
+# still there when Python ended. The exit status is an abort's.
+ENDING = "terminate called without an active exception"
+
+
+@dataclass(frozen=True)
+class _Command:
+    """One command, read as a shell and torchrun read it."""
+
+    variables: tuple[str, ...]  # what stands before the program, such as GLOO_SOCKET_IFNAME=lo
+    given: frozenset[str]  # the names of its options, with "_" for "-"
+    options: argparse.Namespace
+    argv: tuple[str, ...]  # without the program
+
+
+def verify_commands(commands: Sequence[str]) -> str:
+    """Reads the two commands, says what is wrong between them, and runs them side by side."""
+    expect(
+        isinstance(commands, list | tuple) and len(commands) == NODES and all(isinstance(one, str) for one in commands),
+        "what the cell gives",
+        yours=f"{type(commands).__name__} of {len(commands)}" if isinstance(commands, list | tuple) else repr(commands),
+        expected="a list of two texts, one command per node",
+        hint=f'["{EXAMPLE}", "torchrun …"]',
+    )
+    parsed = [_parse(number, command) for number, command in enumerate(commands)]
+    _expect_size(parsed)
+    _expect_meeting(parsed)
+    _expect_ranks(parsed)
+    _expect_same_program(parsed)
+    print("Both commands run on this machine, on its processor ...", flush=True)
+    return f"both met and trained; rank 0 said: {_run(parsed)}"
+
+
+def _parse(number: int, command: str) -> _Command:
+    case = f"command {number + 1}"
+    try:
+        words = shlex.split(command.replace("\\\n", " "))
+    except ValueError as error:
+        hint = "a quotation mark has no partner"
+        raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None
+    variables = []
+    while words and ASSIGNMENT.fullmatch(words[0]):
+        variables.append(words.pop(0))
+    for start in (["torchrun"], ["python", "-m", "torch.distributed.run"], ["python3", "-m", "torch.distributed.run"]):
+        if words[: len(start)] == start:
+            words = words[len(start) :]
+            break
+    else:
+        hint = "torchrun starts the ranks of a node; the options of torchrun come before the script, the script's after"
+        raise NotYetError(case, yours=" ".join(words)[:60] or "nothing", expected=EXAMPLE, hint=hint)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            options = get_args_parser().parse_args(words)
+    except SystemExit:
+        last = said.getvalue().strip().splitlines()[-1:] or ["it prints its help"]
+        hint = "torchrun --help lists its options; each stands before the script"
+        raise NotYetError(case, yours=last[0][:200], expected=EXAMPLE, hint=hint) from None
+    own = words[: len(words) - len(options.training_script_args) - 1]
+    given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in own if word.startswith("-")}
+    return _Command(tuple(variables), frozenset(given), options, tuple(words))
+
+
+def _expect_size(parsed: Sequence[_Command]) -> None:
+    """Each says that there are two nodes."""
+    for number, one in enumerate(parsed):
+        size = "--standalone" if one.options.standalone else f"--nnodes={one.options.nnodes}"
+        hint = "without --nnodes=2 each command is a job of its own, on one node"
+        if one.options.standalone:
+            hint = "--standalone is for a job on one node: it looks for no other"
+        expect(
+            size == f"--nnodes={NODES}",
+            f"command {number + 1}: how many nodes the job has",
+            yours=size if "nnodes" in one.given or one.options.standalone else "1, as nothing is said",
+            expected=f"--nnodes={NODES}",
+            hint=hint,
+        )
+
+
+def _find_meeting(one: _Command) -> str:
+    """Where the nodes meet, as address and port; "" where none is named."""
+    if one.options.rdzv_endpoint:
+        address, _, port = one.options.rdzv_endpoint.rpartition(":")
+        return f"{address or port}:{port if address else 29400}"  # torchrun's own choice for c10d
+    if "master_addr" not in one.given:
+        return ""
+    return f"{one.options.master_addr}:{one.options.master_port or 29500}"
+
+
+def _expect_meeting(parsed: Sequence[_Command]) -> None:
+    """Both name the same place to meet, and look for it in the same way."""
+    places = [_find_meeting(one) for one in parsed]
+    for number, place in enumerate(places):
+        expect(
+            bool(place),
+            f"command {number + 1}: where the nodes meet",
+            yours="no address",
+            expected="--master-addr=… --master-port=…",
+            hint="the address of the first node, in both commands: the second node has no other way to find it",
+        )
+    expect(
+        places[0] == places[1],
+        "where the nodes meet",
+        yours=" and ".join(places),
+        expected="the same in both commands",
+        hint="address and port are the first node's, on every node: there they all meet",
+    )
+    ways = [(one.options.rdzv_backend, one.options.rdzv_id) for one in parsed]
+    expect(
+        ways[0] == ways[1],
+        "how the nodes find each other",
+        yours=" and ".join(f"{backend}, id {job}" for backend, job in ways),
+        expected="the same in both commands",
+        hint="--rdzv-backend and --rdzv-id name one job: the same on every node",
+    )
+
+
+def _expect_ranks(parsed: Sequence[_Command]) -> None:
+    """Each node has a number of its own, where torchrun does not hand them out itself."""
+    if parsed[0].options.rdzv_backend != "static":
+        return
+    ranks = [one.options.node_rank for one in parsed]
+    hint = "the nodes are numbered from 0: --node-rank=0 on the one whose address you gave, --node-rank=1 on the other"
+    expect(
+        sorted(ranks) == [0, 1],
+        "the numbers of the nodes",
+        yours=" and ".join(map(str, ranks)) + ("" if "node_rank" in parsed[1].given else ", as nothing is said"),
+        expected="0 and 1",
+        hint=hint,
+    )
+
+
+def _expect_same_program(parsed: Sequence[_Command]) -> None:
+    """Both nodes run the same script with the same arguments, and the same number of processes."""
+    programs = [shlex.join([one.options.training_script, *one.options.training_script_args]) for one in parsed]
+    expect(
+        programs[0] == programs[1] and programs[0].split()[0].endswith("train_ddp.py"),
+        "what the nodes run",
+        yours=" and ".join(dict.fromkeys(programs))[:160],
+        expected="scripts/train_ddp.py with the same arguments on both",
+        hint="every rank is the same program: only its number differs. Ranks with other batches or nets do not fit",
+    )
+    each = [one.options.nproc_per_node for one in parsed]
+    expect(
+        each[0] == each[1] == "1",
+        "the processes on each node",
+        yours=" and ".join(each),
+        expected="1",
+        hint="--nproc-per-node is one per device of a node; here each node is half of a machine, and gets one",
+    )
+
+
+def _run(parsed: Sequence[_Command]) -> str:
+    """Runs both commands, each as what a node does, and returns what rank 0 said after the first epoch.
+
+    The launcher starts them, so that nothing is left of them whatever comes: it ends all that they started.
+    """
+    run = [sys.executable, "-m", "torch.distributed.run"]
+    lines = [shlex.join(["env", *one.variables, *run, *one.argv]) for one in parsed]
+    with tempfile.TemporaryDirectory(prefix="lab5-") as folder:
+        script = Path(folder, "two_commands.sh")
+        # What torchrun would take from the launcher's environment is for the launcher's own torchrun.
+        start = f'unset "${{!PET_@}}" MASTER_ADDR MASTER_PORT\ncd {shlex.quote(str(Path.cwd()))}\n'
+        script.write_text(start + f'if [ "$RANK" = 0 ]; then exec {lines[0]}; fi\nexec {lines[1]}\n')
+        job = launch.TorchrunJob(
+            script,
+            nodes=launch.local_nodes(NODES),
+            program=["bash"],
+            limit=SECONDS,
+            env={"CUDA_VISIBLE_DEVICES": ""},
+        )
+        result = job.run(check=False, show=False, force=True)
+    found = [match.group() for line in result.lines if (match := EPOCH.search(line))]
+    said = "\n".join([*result.lines, result.failure.what if result.failure else ""])
+    hint = next(
+        (hint for pattern, hint in FAILURES if re.search(pattern, said)), "read the log: each line has its node"
+    )
+    failure = result.failure and (result.failure.message or result.failure.what).strip().splitlines()[0][:160]
+    where = f"; all of it: {result.log}"
+    expect(result.ok, "the two commands", yours=f"{failure}{where}", expected="two that end well", hint=hint)
+    expect(
+        len(found) == 1,
+        "what rank 0 said after the first epoch",
+        yours=f"{len(found)} lines that begin with 'epoch 1'{where}",
+        expected="one line",
+        hint="give the script at least one epoch; rank 0 alone prints",
+    )
+    return found[0]
