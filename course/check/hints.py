@@ -33,8 +33,8 @@ SECOND_HINTS = {
     "torch.empty(size).chunk(count), and take the smallest len",
     "5.1": "compare with train_single.py place by place; the five are: init_process_group with device and timeout; "
     "DistributedSampler and a DataLoader with it; DDP(model); all_reduce(counts); save on rank 0",
-    "5.2": "both: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port=29555 and the script with "
-    "its arguments; one has --node-rank=0, the other --node-rank=1",
+    "5.2": "both: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port=29555, and the script "
+    "with its arguments; one has --node-rank=0, the other --node-rank=1",
     "5.3": "with one epoch nothing can be said; with several it was forgotten exactly if every order equals the first",
     "5.4": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
     "is divided by their number; one optimizer.step() at the end",

@@ -20,15 +20,18 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def scale() -> str:
+def scale(device_type: str = "") -> str:
     """Returns how much work the labs do, "small" or "full": ``LAB_SCALE``, or what suits the device.
+
+    Args:
+        device_type: "cuda" or "cpu", where the work is done elsewhere; by default what this machine has.
 
     Raises:
         LabError: ``LAB_SCALE`` says something else.
     """
     wanted = os.environ.get("LAB_SCALE", "")
     if not wanted:
-        return "full" if device().type == "cuda" else "small"
+        return "full" if (device_type or device().type) == "cuda" else "small"
     if wanted not in SCALES:
         raise LabError(
             f"LAB_SCALE has to be {' or '.join(SCALES)}, and is {wanted[:40]!r}.",

@@ -56,7 +56,7 @@ def timeline(
     return ax
 
 
-def utilisation(samples: Iterable[Any], ax: Axes | None = None) -> Axes:
+def utilisation(samples: Iterable[Any], ax: Axes | None = None, *, span: Sequence[float] = ()) -> Axes:
     """Draws how busy each node was over time: its GPUs where it has any, else its cores.
 
     Of the cores, what the job's own processes took is drawn where that is known: on one machine with two nodes only
@@ -65,6 +65,7 @@ def utilisation(samples: Iterable[Any], ax: Axes | None = None) -> Axes:
     Args:
         samples: What ``nodelaunch.watch`` collected: objects with the attributes of its ``Usage``.
         ax: Where to draw.
+        span: When the training began and ended, in the samples' seconds: shaded, and the legend gives its mean.
 
     Returns:
         The Axes; x is in seconds since the first sample, y in per cent.
@@ -79,7 +80,13 @@ def utilisation(samples: Iterable[Any], ax: Axes | None = None) -> Axes:
         seconds = [sample.time - first for sample in seen]
         busy = [100 * _choose_busy(sample) for sample in seen]
         colour, dashes, _ = styles[name]
-        ax.plot(seconds, busy, color=colour, linestyle=dashes, label=f"{name}: {_describe(seen)}")
+        label = f"{name}: {_describe(seen)}"
+        during = [value for sample, value in zip(seen, busy, strict=True) if span and span[0] <= sample.time <= span[1]]
+        if during:
+            label += f"; {sum(during) / len(during):.0f} % in training"
+        ax.plot(seconds, busy, color=colour, linestyle=dashes, label=label)
+    if span and nodes:
+        ax.axvspan(span[0] - first, span[1] - first, color="black", alpha=0.08, linewidth=0, label="training")
     ax.set(xlabel="time in s", ylabel="busy in %", ylim=(0, 105), xlim=(0, None))
     if nodes:
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)

@@ -1,4 +1,4 @@
-"""Runs train_ddp.py, and kills rank 1 once: crash_once.py AT_STEP, then train_ddp.py's arguments."""
+"""Runs observed.py, and kills rank 1 once: crash_once.py AT_STEP, then the arguments of observed.py."""
 
 import os
 import runpy
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-at_step, sys.argv = int(sys.argv[1]), ["train_ddp.py", *sys.argv[2:]]
+at_step, sys.argv = int(sys.argv[1]), ["observed.py", *sys.argv[2:]]
 steps = []
 
 
@@ -22,4 +22,4 @@ def crash(optimizer, args, kwargs):
 # torchrun counts how often it has started this node's processes anew: the second time nothing happens.
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     register_optimizer_step_post_hook(crash)
-runpy.run_path(str(Path(__file__).with_name("train_ddp.py")), run_name="__main__")
+runpy.run_path(str(Path(__file__).with_name("observed.py")), run_name="__main__")

@@ -14,5 +14,6 @@ rank, node = dist.get_rank(), int(os.environ["LAB_NODE"])
 mine = torch.tensor([rank + 1.0])
 total = mine.clone()
 dist.all_reduce(total)  # every rank has to call this: each waits here until all have come
-launch.report({"rank": rank, "node": node, "had": mine.item(), "has": total.item()})
+device = "cuda" if torch.cuda.is_available() else "cpu"
+launch.report({"rank": rank, "node": node, "device": device, "had": mine.item(), "has": total.item()})
 dist.destroy_process_group()

@@ -40,7 +40,7 @@ class Notes:
         # For each step, of which the last one has just begun: which images it took, and its losses.
         self.images, self.losses = [[]], [[]]
         self.seconds, self.states, self.gradients = [], [], {}
-        self.began = time.perf_counter()
+        self.began, self.span = time.perf_counter(), []
 
     def name_tensors(self, choose):
         """A copy of something of each parameter, by the parameter's name."""
@@ -65,6 +65,7 @@ class Notes:
         """A step ends here, and the next one begins."""
         self.timeline.end("step")
         self.seconds.append(time.perf_counter() - self.began)
+        self.span[1:] = [time.time()]
         self.began, self.timeline.step = time.perf_counter(), len(self.seconds)
         self.images.append([])
         self.losses.append([])
@@ -92,6 +93,7 @@ class Notes:
             while True:
                 if training and not self.losses[-1]:
                     self.began = time.perf_counter()
+                    self.span = self.span or [time.time()]
                 self.timeline.begin()
                 try:
                     batch = next(batches)
@@ -126,6 +128,8 @@ class Notes:
                 # The mean over a step's backward passes.
                 "losses": [float(sum(losses) / len(losses)) for losses in self.losses[:steps] if losses],
                 "seconds": self.seconds,
+                # When the first step began and the last one ended, in seconds since 1970 by this machine's clock.
+                "span": self.span,
                 "timeline": self.timeline.as_rows(),
                 "device": "cuda" if torch.cuda.is_available() else "cpu",
                 # One number for all weights: two runs are the same, bit by bit, exactly if it is.
