@@ -1,25 +1,27 @@
-"""The scripts of lab 5: exact on one process, equal on two, marked line by line, resumed where they were cut off."""
+"""The scripts of lab 5: plain, equal on two processes and on one, resumed after a crash, watched from outside."""
 
 import ast
 import difflib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
+import sys
 
 import pytest
+import torch
 from harness.drawn import make_folder
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from course.workspace import BEGIN, END, make_script_stub
 from lab_utils import data, models
-from lab_utils.training import Checkpoints, evaluate
 
 # 80 images, 5 steps of 16 an epoch.
 PER_CLASS = {"train": 8, "valid": 3, "test": 1}
 EPOCHS, STEPS = 3, 15
-# Its own statistics would make BatchNorm depend on how a batch is divided.
-EXACT = ("--dtype", "float64", "--frozen-bn")
 # SIGKILL, in the middle of a step, to the process that runs the script.
 KILLING = """
 import os, runpy, signal, sys
@@ -52,188 +54,186 @@ def run(scripts, images, tmp_path_factory, warm_python):
     killing = tmp_path_factory.mktemp("killing") / "killing.py"
     killing.write_text(KILLING)
 
-    def run(name, *arguments, batch_size, world_size=1, kill_at=None, epochs=EPOCHS, disks=None):
-        """Runs a script in as many processes as asked for, each in its own folder, and returns what each reported."""
+    def run(name, *arguments, batch_size, world_size=1, flags=(), kill_at=None, epochs=EPOCHS, disks=None):
+        """Runs a script, watched, in as many processes as asked for, each in its own folder.
+
+        Returns what each reported and printed.
+        """
         folder = tmp_path_factory.mktemp("job")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [*warm_python, str(killing), str(kill_at)] if kill_at else [*warm_python]
-        command += [str(scripts / name), "--data", "cinic10", "--batch-size", str(batch_size)]
-        command += ["--epochs", str(epochs), "--evaluate", "--timeline", *map(str, arguments)]
+        command = [
+            *warm_python,
+            *([killing, kill_at, scripts / name] if kill_at else [scripts / "observed.py", *flags]),
+        ]
+        command += [] if kill_at else [scripts / name]
+        command += ["--data", "cinic10", "--batch-size", batch_size, "--epochs", epochs, *arguments]
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         shared = {**os.environ, **meeting, "WORLD_SIZE": str(world_size), "LAB_JOB_FOLDER": str(folder)}
         shared |= {"LAB_DATA": str(images.parent), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         processes = []
         for rank in range(world_size):
-            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} if "ddp" in name else shared
+            environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             disk = (disks or folder) / f"disk{rank}"
             disk.mkdir(exist_ok=True)
-            processes.append(subprocess.Popen(command, env=environment, cwd=disk, **pipes))
+            processes.append(subprocess.Popen([*map(str, command)], env=environment, cwd=disk, **pipes))
         printed = [process.communicate(timeout=120)[0] for process in processes]
         if kill_at:
             assert processes[0].returncode == -9, printed
             assert all(process.returncode != 0 for process in processes)  # the others may see the dead one first
             return printed
         assert [process.returncode for process in processes] == [0] * world_size, "\n".join(printed)
-        return [json.loads((folder / "results" / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+        results = [json.loads((folder / "results" / f"rank{rank}.json").read_text()) for rank in range(world_size)]
+        return [result | {"printed": text} for result, text in zip(results, printed, strict=True)]
 
     return run
 
 
 @pytest.fixture(scope="module")
-def exact(run, tmp_path_factory):
+def alone(run):
     """One process on global batches of 16, in float64."""
-    folder = tmp_path_factory.mktemp("single")
-    return run("train_single.py", *EXACT, "--checkpoints", folder, "--keep-gradients", batch_size=16)[0], folder
+    return run("train_ddp.py", flags=["--exact", "--timeline"], batch_size=16)[0]
 
 
-@pytest.fixture(scope="module")
-def golden(run):
-    """One process as a learner runs it: float32, BatchNorm with each batch's statistics."""
-    return run("train_single.py", batch_size=16)[0]
+def flatten(steps):
+    return [image for step in steps for image in step]
 
 
-def without_times(report):
-    return {key: value for key, value in report.items() if key not in ("seconds", "timeline")}
+def assert_same_end(found, expected):
+    for key in ("weights", "gradients"):
+        assert found[key] == pytest.approx(expected[key], abs=1e-10), key
+    assert read_epochs(found) == read_epochs(expected)[-len(read_epochs(found)) :]
 
 
-def assert_same_curve(found, expected, close=1e-10):
-    assert len(found["losses"]) == len(expected["losses"])
-    assert found["losses"] == pytest.approx(expected["losses"], abs=close)
-    for key in ("images", "accuracy", "seen"):
-        assert found[key] == expected[key], key
-    assert found["valid"] == pytest.approx(expected["valid"], abs=close)
+def read_epochs(report):
+    """What was printed after each epoch: its number, loss, accuracy and images."""
+    return re.findall(r"epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images", report["printed"])
 
 
-def find_difference(one, other):
-    """The largest difference between two checkpoints: weights, momentum and the gradients of the last step."""
-    states = [Checkpoints(folder).load() for folder in (one, other)]
-    assert states[0][0] == states[1][0]
-    lists = []
-    for _, state in states:
-        momenta = [values["momentum_buffer"] for values in state["optimizer"]["state"].values()]
-        lists.append([*state["model"].values(), *momenta, *state["gradients"]])
-    return max(float((one - other).abs().max()) for one, other in zip(*lists, strict=True))
+def test_plain_torchrun_runs_the_script_without_anything_of_ours_around_it(scripts, images, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "LAB_DATA": str(images.parent), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    for epochs in (1, 2):  # the second time from the checkpoint
+        arguments = ["--batch-size", "8", "--epochs", str(epochs), "--checkpoint", "run.pt"]
+        done = subprocess.run(
+            [*command, str(scripts / "train_ddp.py"), *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert [epoch for epoch, *_ in re.findall(r"epoch (\d+): (.*) on 30 images", done.stdout)] == [str(epochs)], (
+            done
+        )
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
-def test_one_process_gives_the_same_bits_each_time(run, golden):
-    assert len(golden["losses"]) == STEPS
-    assert without_times(run("train_single.py", batch_size=16)[0]) == without_times(golden)
-    assert golden["seen"] == [[0, 80]] * EPOCHS
-    assert golden["images"] == 80 * EPOCHS
-    assert golden["valid"]["images"] == 30
-    assert sum(golden["losses"][-3:]) < sum(golden["losses"][:3])
-
-
-def test_each_step_has_its_four_phases_on_the_timeline(golden):
-    phases = [(row["step"], row["phase"]) for row in golden["timeline"]]
+def test_one_process_is_watched_step_by_step(alone):
+    assert [len(step) for step in alone["images"]] == [16] * STEPS
+    epochs = [flatten(alone["images"][start : start + 5]) for start in range(0, STEPS, 5)]
+    assert all(sorted(epoch) == list(range(80)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == EPOCHS, "another order in each epoch"
+    phases = [(row["step"], row["phase"]) for row in alone["timeline"]]
     assert phases == [(step, phase) for step in range(STEPS) for phase in ("data", "forward", "backward", "step")]
-    assert len(golden["seconds"]) == STEPS and min(golden["seconds"]) > 0
-    for step, seconds in enumerate(golden["seconds"]):
-        assert sum(row["end"] - row["start"] for row in golden["timeline"] if row["step"] == step) <= seconds
+    for step, seconds in enumerate(alone["seconds"]):
+        assert sum(row["end"] - row["start"] for row in alone["timeline"] if row["step"] == step) <= seconds
+    assert alone["span"][0] <= alone["timeline"][0]["start"] + 1e-3
+    assert alone["span"][1] >= alone["timeline"][-1]["end"] - 1e-3
+    assert sum(alone["losses"][-3:]) < sum(alone["losses"][:3])
 
 
-def test_ddp_with_one_process_is_the_single_process_script_bit_for_bit(run, golden):
-    assert without_times(run("train_ddp.py", batch_size=16)[0]) == without_times(golden)
-
-
-def test_two_processes_equal_one_on_the_same_global_batches(run, exact, tmp_path):
-    alone, folder = exact
-    options = (*EXACT, "--checkpoints", tmp_path, "--keep-gradients")
-    ranks = run("train_ddp.py", *options, batch_size=8, world_size=2)
-    assert without_times(ranks[0]) == without_times(ranks[1])
-    assert_same_curve(ranks[0], alone)
-    assert find_difference(tmp_path, folder) <= 1e-10
-
-
-def test_two_processes_that_accumulate_equal_one_that_does_not(run, exact, tmp_path):
-    alone, folder = exact
-    options = (*EXACT, "--accumulate", 2, "--checkpoints", tmp_path, "--keep-gradients")
-    ranks = run("train_ddp.py", *options, batch_size=4, world_size=2)
-    assert_same_curve(ranks[0], alone)
-    assert find_difference(tmp_path, folder) <= 1e-10
+def test_two_processes_equal_one_on_the_same_global_batches(run, alone):
+    ranks = run("train_ddp.py", flags=["--exact"], batch_size=8, world_size=2)
+    assert ranks[0]["sha256"] == ranks[1]["sha256"]
+    for step, together in enumerate(zip(ranks[0]["images"], ranks[1]["images"], strict=True)):
+        assert sorted(flatten(together)) == sorted(alone["images"][step])
+    losses = [sum(step) / 2 for step in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    assert losses == pytest.approx(alone["losses"], abs=1e-10)
+    assert_same_end(ranks[0], alone)
+    assert "epoch" not in ranks[1]["printed"]
 
 
 @pytest.fixture(scope="module")
 def killed(run, tmp_path_factory):
-    """What a run of two processes left that was killed in step 9; step 8 is saved, 48 images into the second epoch."""
+    """What a run of two processes left that was killed in step 9; the first epoch, of 5 steps, is saved."""
     disks = tmp_path_factory.mktemp("killed")
-    options = (*EXACT, "--every", 4, "--checkpoints", "saved")
-    run("train_ddp.py", *options, batch_size=8, world_size=2, kill_at=9, disks=disks)
+    # The killed run is not watched, and computes as usual: it gets the first epoch of one that does not.
+    options = ("--checkpoint", "run.pt")
+    run("train_ddp.py", *options, flags=["--exact"], batch_size=8, world_size=2, epochs=1, disks=disks)
+    saved = (disks / "disk0" / "run.pt").read_bytes()
+    run("train_ddp.py", batch_size=8, world_size=2, kill_at=9, disks=disks)
+    assert (disks / "disk0" / "run.pt").read_bytes() == saved
     return disks
 
 
 @pytest.mark.drill
 @pytest.mark.parametrize(("world_size", "batch_size"), [(2, 8), (1, 16)])
-def test_killed_in_mid_epoch_it_goes_on_at_the_next_image(run, exact, killed, tmp_path, world_size, batch_size):
-    alone, _ = exact
+def test_killed_in_mid_epoch_it_goes_on_at_the_epoch_s_start(run, alone, killed, tmp_path, world_size, batch_size):
     shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
-    step, state = Checkpoints(tmp_path / "disk0" / "saved").load()
-    assert (step, state["epoch"], state["position"]) == (8, 1, 48)
-    assert state["history"][:, 2].sum() == 8 * 16
-    options = (*EXACT, "--every", 4, "--checkpoints", "saved")
-    ranks = run("train_ddp.py", *options, batch_size=batch_size, world_size=world_size, disks=tmp_path)
-    for report in ranks:
-        assert len(report["seconds"]) == STEPS - 8
-        assert_same_curve(report, alone, close=1e-6)
-        assert report["seen"] == [[0, 80]] * EPOCHS
+    options = {"flags": ["--exact"], "batch_size": batch_size, "world_size": world_size, "disks": tmp_path}
+    ranks = run("train_ddp.py", "--checkpoint", "run.pt", **options)
+    for epoch in (1, 2):
+        steps = slice(5 * (epoch - 1), 5 * epoch)
+        assert sorted(flatten(flatten(rank["images"][steps] for rank in ranks))) == list(range(80))
+    assert_same_end(ranks[0], alone)
     # Rank 1, which has a disk of its own, neither had a checkpoint nor wrote one.
     assert list((tmp_path / "disk1").iterdir()) == []
-    # A run that had come to its end has nothing left to do, and says the same.
-    (again,) = run("train_ddp.py", *options, batch_size=16, disks=tmp_path)
-    assert (again["losses"], again["seconds"]) == (ranks[0]["losses"], [])
+    # A run that had come to its end has nothing left to do, and says nothing.
+    (again,) = run("train_ddp.py", "--checkpoint", "run.pt", **options | {"batch_size": 16, "world_size": 1})
+    assert (again["images"], read_epochs(again)) == ([], [])
 
 
 @pytest.mark.drill
 def test_with_batch_statistics_a_resumed_run_has_the_same_bits_and_rank_0_s_statistics(run, images, tmp_path):
     whole = run("train_ddp.py", batch_size=8, world_size=2)
-    options = ("--every", 4, "--checkpoints", tmp_path)
-    run("train_ddp.py", *options, batch_size=8, world_size=2, kill_at=7)
-    resumed = run("train_ddp.py", *options, batch_size=8, world_size=2)
-    assert [without_times(report) for report in resumed] == [without_times(report) for report in whole]
+    run("train_ddp.py", "--checkpoint", tmp_path / "run.pt", batch_size=8, world_size=2, kill_at=7)
+    resumed = run("train_ddp.py", "--checkpoint", tmp_path / "run.pt", batch_size=8, world_size=2)
+    assert [rank["sha256"] for rank in resumed] == [rank["sha256"] for rank in whole]
+    assert read_epochs(resumed[0]) == read_epochs(whole[0])[1:]
     # What all ranks measured together is what one process measures with what was saved.
+    state = torch.load(tmp_path / "run.pt")
     model = models.build("tiny")
-    model.load_state_dict(Checkpoints(tmp_path).load()[1]["model"])
-    valid = data.load("cinic10", images.parent).batches("valid", 8)
-    assert evaluate(model, valid, progress=False).loss == pytest.approx(resumed[0]["valid"]["loss"], abs=1e-5)
+    model.load_state_dict(state["model"])
+    pictures, labels = next(iter(DataLoader(data.load("cinic10", images.parent).valid, 30)))
+    with torch.no_grad():
+        logits = model.eval()(pictures)
+    accuracy = float((logits.argmax(1) == labels).float().mean())
+    expected = (float(F.cross_entropy(logits, labels)), accuracy, 30)
+    assert [*map(float, read_epochs(resumed[0])[-1][1:])] == pytest.approx(expected, abs=1e-4)
+    assert not list(tmp_path.glob("*.new")) and state["epoch"] == EPOCHS
 
 
-def test_the_single_script_resumes_too_and_stops_where_told(run, golden, tmp_path):
-    options = ("--checkpoints", tmp_path)
-    first = run("train_single.py", *options, "--max-steps", 7, batch_size=16)[0]
-    assert first["losses"] == golden["losses"][:7]
-    assert without_times(run("train_single.py", *options, batch_size=16)[0]) == without_times(golden)
+def test_the_single_script_trains_and_goes_on(run, tmp_path):
+    options = {"batch_size": 16, "disks": tmp_path}
+    first = run("train_single.py", "--checkpoint", "run.pt", epochs=2, **options)[0]
+    rest = run("train_single.py", "--checkpoint", "run.pt", **options)[0]
+    assert [epoch for epoch, *_ in read_epochs(first) + read_epochs(rest)] == ["1", "2", "3"]
+    assert sorted(flatten(rest["images"])) == list(range(80))
+    assert run("train_single.py", **options)[0]["sha256"] == run("train_single.py", **options)[0]["sha256"]
+
+
+def test_only_so_many_images_of_each_split_are_taken(run):
+    (report,) = run("train_ddp.py", "--images", 20, batch_size=8, epochs=2)
+    assert [len(step) for step in report["images"]] == [8] * 4, "what does not fill a batch is left out"
+    assert max(flatten(report["images"])) < 20 and {images for *_, images in read_epochs(report)} == {"20"}
 
 
 def read(path):
     return path.read_text().splitlines()
 
 
-def is_code(line):
-    return bool(line.strip()) and not line.strip().startswith("#")
-
-
-def test_each_line_of_code_that_ddp_needs_is_marked_and_no_other(scripts):
+def test_the_scripts_are_short_and_their_difference_fits_on_a_screen(scripts):
     single, ddp = read(scripts / "train_single.py"), read(scripts / "train_ddp.py")
-    assert not [line for line in single if "# NEW" in line]
-    start = next(number for number, line in enumerate(ddp) if line.startswith("import"))
-    marked = {number for number, line in enumerate(ddp) if line.endswith("# NEW")}
-    changed = set()
-    for kind, old, old_end, new, new_end in difflib.SequenceMatcher(None, single, ddp, autojunk=False).get_opcodes():
-        if kind == "equal" or new_end <= start:
-            continue
-        lines = {number for number in range(new, new_end) if is_code(ddp[number])}
-        changed |= lines
-        # What is gone has something in its place.
-        assert len(lines) >= len([line for line in single[old:old_end] if is_code(line)]) or any(
-            line.strip() == END for line in ddp[new - 3 : new_end + 3]
-        ), single[old:old_end]
-    assert changed == marked, [ddp[number] for number in changed ^ marked]
-    # Without the marked lines nothing is there that the single script does not have.
-    kept = [line for number, line in enumerate(ddp) if is_code(line) and number not in marked and number >= start]
-    assert not [line for line in kept if line.strip() not in {other.strip() for other in single}]
+    assert len(single) <= 75
+    assert len([line for line in ddp if line.strip() not in (BEGIN, END)]) <= 100
+    new = [line[2:].strip() for line in difflib.ndiff(single, ddp) if line.startswith("+ ")]
+    assert len([line for line in new if line and line[0] != "#"]) <= 40
+    for script in ("train_single.py", "train_ddp.py"):
+        source = (scripts / script).read_text()
+        assert "nodelaunch" not in source and "course" not in source
 
 
 def test_the_learner_s_copy_has_five_gaps_and_is_still_a_script(scripts):
@@ -242,21 +242,7 @@ def test_the_learner_s_copy_has_five_gaps_and_is_still_a_script(scripts):
     stub = make_script_stub(source)
     ast.parse(stub)
     assert stub.count("raise NotImplementedError") == 5
-    for taught in ("init_process_group(", "DDP(model)", "all_reduce(", "checkpoints.save(", '"world_size": world_size'):
+    for taught in ("init_process_group(", "DDP(model", "all_reduce(", "torch.save(", "DistributedSampler("):
         assert taught in source and taught not in stub, taught
     single = (scripts / "train_single.py").read_text()
     assert make_script_stub(single) == single
-
-
-@pytest.mark.parametrize("name", ["train_single.py", "train_ddp.py"])
-def test_the_scripts_are_short_and_explained(scripts, name):
-    lines = [line for line in read(scripts / name) if line.strip()]
-    comments = [line for line in lines if "#" in line and line.strip() not in (BEGIN, END)]
-    assert len(lines) <= 195
-    assert 0.12 <= len(comments) / len(lines) <= 0.4
-
-
-def test_no_image_is_left_out_but_what_does_not_fill_a_batch(run):
-    (report,) = run("train_single.py", batch_size=24, epochs=2)
-    assert report["seen"] == [[8, 72]] * 2
-    assert report["images"] == 144

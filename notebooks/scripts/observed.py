@@ -171,7 +171,7 @@ if __name__ == "__main__":
     if args.exact:
         compute_exactly()
     notes.hook_in()
-    script = Path(__file__).with_name(args.script)
+    script = Path(__file__).parent / args.script
     sys.argv = [str(script), *args.arguments]
     runpy.run_path(str(script), run_name="__main__")
     notes.report()
