@@ -1,10 +1,10 @@
 """Each check of lab 5 refuses typical wrong answers with the hint that fits, accepts right ones, and leaves nothing."""
 
 import copy
-import math
 import re
 import shutil
-from contextlib import contextmanager
+import socket
+import sys
 from dataclasses import replace
 
 import pytest
@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from course import check
 from course.check import NotYetError, OpenError
-from course.exercises.lab5 import ddp_script
+from course.exercises.lab5 import commands, ddp_script
 from course.workspace import make_script_stub
 from lab_common import LabError
-from lab_utils.training import Checkpoints
+from nodelaunch.result import Failure, JobResult
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -34,9 +34,9 @@ def refuse(number, answer):
 
 @pytest.fixture
 def write(root, tmp_path, monkeypatch):
-    """A function that writes the lab's script with some of its text replaced, beside the single-process script."""
+    """A function that writes the lab's script with some of its text replaced, beside the one that watches it."""
     scripts = root / "notebooks" / "scripts"
-    shutil.copy(scripts / "train_single.py", tmp_path)
+    shutil.copy(scripts / "observed.py", tmp_path)
     monkeypatch.chdir(tmp_path)
 
     def write(*changes, name="train_ddp.py", stub=False):
@@ -68,25 +68,13 @@ def count_runs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def right(root, tmp_path_factory):
-    """What the lab's own scripts give."""
-    return ddp_script._run_both(root / "notebooks" / "scripts" / "train_ddp.py", tmp_path_factory.mktemp("right"))
-
-
-@pytest.fixture
-def same_reference(right, monkeypatch):
-    """The single-process script gives the same bits each time (test_lab5_scripts.py): here it is not run again."""
-
-    @contextmanager
-    def reuse(_script, _arguments, folder, _env):
-        shutil.copytree(right.saved_alone, folder / "checkpoints")
-        yield lambda: copy.deepcopy(right.alone)
-
-    monkeypatch.setattr(ddp_script, "_run_alone", reuse)
+    """What the lab's own script gives."""
+    return ddp_script._run(root / "notebooks" / "scripts" / "train_ddp.py", tmp_path_factory.mktemp("right"))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"x = 1\0", b"#" * 10_000_000, b"(" * 100_000], ids=range(4))
-def test_a_script_that_cannot_be_read_is_named(tmp_path, count_runs, content):
-    path = tmp_path / "train_ddp.py"
+def test_a_script_that_cannot_be_read_is_named(write, tmp_path, count_runs, content):
+    path = tmp_path / write()
     path.write_bytes(content)
     with pytest.raises(LabError) as caught:
         check.exercise("5.1", str(path))
@@ -100,7 +88,7 @@ def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
     places = [number for number, line in enumerate(lines, 1) if "YOUR CODE HERE" in line]
     assert caught.value.where == "line " + ", ".join(str(number + 1) for number in places)
     assert sorted(re.findall(r"# Place (\d): ", "\n".join(lines))) == list("12345")
-    filled = "dist.all_reduce(counts)  # NEW\n"
+    filled = "dist.all_reduce(counts)\n"
     stub = "raise NotImplementedError("
     with pytest.raises(LabError, match="has 1 place left"):
         check.exercise("5.1", write((filled, stub + ")\n")))
@@ -108,14 +96,24 @@ def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
         check.exercise("5.1", "nowhere.py")
     with pytest.raises(LabError, match=r"where: train_ddp\.py, line \d+: dist\.all_reduce"):
         check.exercise("5.1", write((filled, "dist.all_reduce(counts\n")))
+    (tmp_path / "observed.py").unlink()
+    with pytest.raises(LabError, match=r"no script 'observed\.py'"):
+        check.exercise("5.1", write())
     assert not count_runs
 
 
-INIT = "dist.init_process_group(backend, timeout=timedelta(seconds=args.timeout), device_id=device_id)  # NEW"
-SET_DEVICE = "    if cuda:  # NEW\n        torch.cuda.set_device(device)  # NEW\n"
-SAVE = "                if checkpoints and rank == 0:  # NEW\n                    checkpoints.save(step, state)\n"
+INIT = "dist.init_process_group(backend, timeout=timedelta(minutes=2), device_id=device_id)"
+SET_DEVICE = "    if cuda:\n        torch.cuda.set_device(device)\n"
+SAMPLER = "sampler = DistributedSampler(train, drop_last=True)"
+LOADER = "loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
+LOADER_OF_BATCHES = "loader = DataLoader(train, batch_sampler=batches, num_workers=1)"
+WRAP = "model = DDP(model, device_ids=[local_rank] if cuda else None)"
+SAVE = """        if args.checkpoint and rank == 0:
+            torch.save(state, args.checkpoint.with_suffix(".new"))
+            args.checkpoint.with_suffix(".new").replace(args.checkpoint)  # a crash leaves the old one or the new
+"""
 # Not wrong where every rank comes by, and a hang where only one does.
-BARRIER = "                dist.barrier()\n"
+BARRIER = "        dist.barrier()\n"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +123,7 @@ BARRIER = "                dist.barrier()\n"
         ((INIT, 'dist.init_process_group("gloo")'), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "look for a third GPU"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
-        ((SAVE, ""), "if rank == 0: checkpoints.save"),
+        ((SAVE, "        pass\n"), "rank == 0: torch.save"),
     ],
 )
 def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, hint):
@@ -136,35 +134,44 @@ def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, h
 def test_the_lab_s_own_script_gets_the_tick(write, capsys):
     check.exercise("5.1", write())
     assert capsys.readouterr().out == (
-        "Your script runs on two local nodes, and train_single.py beside it ...\n"
-        "✔ 5.1 The DDP script: two processes with your script: gradients, weights and losses equal one process's "
-        "on the union batch; every image once per epoch\n"
+        "Your script runs on two local nodes ...\n"
+        "✔ 5.1 The DDP script: two processes with your script: at each step the gradients equal those of one process "
+        "on the union batch; every image once per epoch; one checkpoint\n"
     )
     assert not dist.is_initialized()
 
 
-@pytest.mark.usefixtures("same_reference", "warm_ranks")
+@pytest.mark.usefixtures("warm_ranks")
 def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys):
     changes = [
-        ("    dist.init_process_group(backend, timeout", "    dist.init_process_group(timeout"),
+        (INIT, "dist.init_process_group(timeout=timedelta(seconds=99))"),
+        (SAMPLER, "sampler = DistributedSampler(train, num_replicas=world_size, rank=rank, seed=7)"),
         (
-            "    dist.all_reduce(counts)  # NEW\n",
-            "    # YOUR CODE HERE\n    dist.reduce(counts, 0)\n    dist.broadcast(counts, 0)\n",
+            LOADER,
+            "loader = DataLoader(train, batch_sampler=BatchSampler(sampler, args.batch_size, True), num_workers=1)",
         ),
-        (SAVE, "                first = dist.get_rank() == 0\n" + SAVE.replace("rank == 0", "first") + BARRIER),
+        ("Subset\n\n", "BatchSampler, Subset\n\n"),
+        ("loss = F.cross_entropy(model(", "loss = torch.nn.CrossEntropyLoss()(model("),
+        (
+            "        dist.all_reduce(counts)\n",
+            "        # YOUR CODE HERE\n        dist.reduce(counts, 0)\n        dist.broadcast(counts, 0)\n",
+        ),
+        (SAVE, "        first = dist.get_rank() == 0\n" + SAVE.replace("rank == 0", "first") + BARRIER),
+        ("torch.optim.SGD(model.parameters(), args.lr, momentum=0.9)", "torch.optim.Adam(model.parameters())"),
     ]
     check.exercise("5.1", write(*changes, name="my script.py"))
     assert "\n✔ 5.1" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("same_reference")
 @pytest.mark.parametrize(
     ("change", "hint"),
     [
-        (("    model = DDP(model)  # NEW\n", "    pass\n"), "model = DDP(model), under the same name"),
+        ((WRAP, "pass"), "model = DDP(model), under the same name"),
+        ((WRAP, "bare, model = model, DDP(model)"), ""),
         ((SAVE, SAVE.replace("rank == 0", "local_rank == 0")), "every process saved"),
-        (("batches.set_epoch(epoch, start=position)", "pass"), "the first epoch is right, and the next is not"),
-        (('    share = {"device"', '    shares = {"device"'), "assign it in the gap"),
+        (("sampler.set_epoch(epoch)  #", "pass  #"), "set_epoch(epoch) before each epoch"),
+        ((SAMPLER, SAMPLER.replace("sampler", "samples", 1)), "assign it in the gap"),
+        ((LOADER, "loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)"), "sampler=sampler"),
         ((SAVE, SAVE + "    " + BARRIER), "none of them may stand in `if rank == 0`"),
     ],
 )
@@ -172,7 +179,11 @@ def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch,
     if "`if rank == 0`" not in hint:  # where the ranks hang, what is left of them is looked for
         request.getfixturevalue("warm_ranks")
     monkeypatch.setattr(ddp_script, "HANG_SECONDS", 6)
-    found = refuse("5.1", write(change))
+    changes = [change]
+    if not hint:  # wrapped, and then trained past the wrapper
+        changes.append(("loss = F.cross_entropy(model(images", "loss = F.cross_entropy(bare(images"))
+        hint = "the forward pass has to run through DDP(model)"
+    found = refuse("5.1", write(*changes))
     assert hint in found
     assert len(count_runs) == 1
     assert survivors(count_runs[0]) == []
@@ -185,12 +196,17 @@ def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch,
 def alter(right, write, monkeypatch):
     """A function that puts altered runs in the place of the check's own, and returns the script's name."""
 
-    def alter(*, ranks=(0, 1), report=None, **changes):
-        results = copy.deepcopy(right.job.results)
+    def alter(*, ranks=(0, 1), images=None, kept=None, lines=None, results=None, saved=None):
+        results = copy.deepcopy(right.job.results) if results is None else results
+        states = copy.deepcopy(right.kept)
         for rank in ranks:
-            results[rank].update(report or {})
-        runs = replace(right, **({"job": replace(right.job, results=results)} | changes))
-        monkeypatch.setattr(ddp_script, "_run_both", lambda *_: runs)
+            if images:
+                results[rank]["images"] = images(rank, results[rank]["images"])
+            if kept:
+                kept(states[rank])
+        job = replace(right.job, results=results, lines=tuple(lines(right.job.lines)) if lines else right.job.lines)
+        runs = replace(right, job=job, kept=states, saved=saved or right.saved)
+        monkeypatch.setattr(ddp_script, "_run", lambda *_: runs)
         return write()
 
     return alter
@@ -201,60 +217,231 @@ def test_what_a_right_run_gave_is_accepted_again(alter, capsys):
     assert "\n✔ 5.1" in capsys.readouterr().out
 
 
-def nudge(values, step, by=1e-8):
-    return [value + (by if number == step else 0) for number, value in enumerate(values)]
-
-
-def test_wrong_reports_get_their_hint(alter, right):
-    losses = right.alone["losses"]
-    for report, hint in [
-        ({"seen": [[0, 0, 96]] * 2, "images": 384}, "both ranks went through all images"),
-        # As after dist.all_reduce(counts.clone()), and with "rank": local_rank.
-        ({"seen": [[48, 48]] * 2, "images": 96}, "only this rank's half"),
-        ({"seen": [[48, 0, 48]] * 2, "images": 192}, "both ranks got the same half"),
-        ({"images": 96}, "dist.all_reduce(counts), once"),
-        ({"seen": [[0, 96], [0, 0, 96]]}, "dist.all_reduce(counts), once"),
-        ({"losses": nudge(losses, 0)}, "the same seed on every rank"),
-        ({"losses": nudge(losses, 1)}, "average the gradients"),
-        ({"losses": nudge(losses, 3)}, "set_epoch"),
-        ({"losses": losses[:-1]}, "set_epoch"),
-        ({"losses": nudge(losses, 2, math.nan)}, "average the gradients"),
+def test_wrong_shares_get_their_hint(alter, right):
+    halves = [rank["images"] for rank in right.job.results]
+    batches = [[*range(start, start + 16)] for start in range(0, 96, 16)]
+    for images, hint in [
+        (lambda rank, own: batches + batches, "both ranks went through all images"),
+        (lambda rank, own: halves[0][:3] * 2, "both ranks got the same half"),
+        (lambda rank, own: [[] for _ in own], "the batches come from `train`"),
+        (lambda rank, own: [*own[:-1], own[-1][1:]], "deals the images out"),
+        (lambda rank, own: own[:3] * 2, "set_epoch(epoch) before each epoch"),
+        (lambda rank, own: [step[half::2] for step in own for half in (0, 1)], "args.batch_size is the number"),
+        (lambda rank, own: batches[rank::2] * 2, "shuffle=False"),
     ]:
-        assert hint in refuse("5.1", alter(report=report)), report
-    assert "a model of its own" in refuse("5.1", alter(ranks=[1], report={"sha256": "0" * 64}))
+        assert hint in refuse("5.1", alter(images=images)), hint
+
+
+def test_wrong_gradients_and_weights_get_their_hint(alter):
+    def change(what, by, step=1):
+        def change(states):
+            for name, tensor in states[step][what].items():
+                states[step][what][name] = by(tensor)
+
+        return change
+
+    assert "a model of its own" in refuse("5.1", alter(ranks=[1], kept=change("weights", lambda one: one + 1e-12)))
+    assert "a model of its own" in refuse("5.1", alter(ranks=[1], kept=change("weights", lambda one: one * 2, -1)))
+    for factor, hint in [(2, "this is the sum"), (0.5, "has divided by the ranks already"), (1.1, "leave it to DDP")]:
+        assert hint in refuse("5.1", alter(kept=change("gradients", lambda one, by=factor: one * by))), factor
+    assert "leave it to DDP" in refuse("5.1", alter(kept=lambda states: states[2]["gradients"].popitem()))
+
+
+def test_wrong_counts_get_their_hint(alter, right):
     results = (right.job.results[0], None)
-    assert "launch.report" in refuse("5.1", alter(job=replace(right.job, results=results)))
+    assert "come to its end on every rank" in refuse("5.1", alter(ranks=(), results=results))
+    printed = [line for line in right.job.lines if "] epoch " in line]
+    assert len(printed) == 2
+    for lines, hint in [
+        (
+            lambda lines: [line.replace("on 21 images", "on 11 images") for line in lines],
+            "dist.all_reduce(counts), once",
+        ),
+        (lambda lines: [re.sub(r"loss \S+,", "loss 2.0000,", line) for line in lines], "dist.all_reduce(counts), once"),
+        (lambda lines: [line for line in lines if line != printed[1]], "dist.all_reduce(counts), once"),
+        (lambda lines: [*lines, printed[0].replace("[rank 0]", "[rank 1]")], "leave `if rank == 0:`"),
+    ]:
+        assert hint in refuse("5.1", alter(lines=lines)), hint
 
 
 def test_wrong_checkpoints_get_their_hint(alter, right, tmp_path):
-    (step, state), (first, second) = Checkpoints(right.saved["node0"]).load(), right.saved.values()
-    weights, gradients = state["model"], state["gradients"]
-    for number, (step_of_it, changed, hint) in enumerate(
+    first, second = right.saved.values()
+    state = torch.load(first)
+    weights = state["model"]
+    for number, (changed, hint) in enumerate(
         [
-            (step + 1, {}, "at the end of each epoch"),
-            (step, {"model": {f"module.{name}": value for name, value in weights.items()}}, "without 'module.'"),
-            (step, {"model": {name: value + 1e-9 for name, value in weights.items()}}, "after the step"),
-            (step, {"gradients": [gradient * 2 for gradient in gradients]}, "before the next zero_grad"),
-            (step, {"gradients": None}, "as it was put together"),
+            ({"epoch": 1}, "the last one too"),
+            ({"model": {f"module.{name}": value for name, value in weights.items()}}, "without 'module.'"),
+            ({"model": {name: value + 1 for name, value in weights.items()}}, "the last one too"),
+            ({"model": {}}, "as it was put together"),
         ]
     ):
-        folder = tmp_path / str(number)
-        changed = {name: value for name, value in {**state, **changed}.items() if value is not None}
-        Checkpoints(folder).save(step_of_it, changed)
-        assert hint in refuse("5.1", alter(saved={"node0": folder, "node1": second})), hint
+        path = tmp_path / f"{number}.pt"
+        torch.save(state | changed, path)
+        assert hint in refuse("5.1", alter(saved={"node0": path, "node1": second})), hint
+    (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
+    assert "torch.save(state" in refuse("5.1", alter(saved={"node0": tmp_path / "broken.pt", "node1": second}))
     assert "exactly one process saves" in refuse("5.1", alter(saved={"node0": second, "node1": first}))
     assert "exactly one process saves" in refuse("5.1", alter(saved={"node0": second, "node1": second}))
 
 
-def test_a_broken_reference_is_not_the_learner_s_fault(write, tmp_path):
-    name = write()
-    (tmp_path / "train_single.py").write_text("1 / 0")
-    with pytest.raises(LabError, match="ZeroDivisionError") as found:
-        check.exercise("5.1", name)
-    assert not isinstance(found.value, NotYetError)
-
-
 # 5.2
+
+MEET = "--master-addr=127.0.0.1 --master-port=29555"
+SCRIPT = "scripts/train_ddp.py --images 64"
+
+
+def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1", script=SCRIPT, before=""):
+    return f"{before}torchrun {nodes} {each} {meet} --node-rank={node} {script}".replace("  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [
+        (None, "return ["),
+        ([type_static(0)], "return ["),
+        ([type_static(0), 1], "return ["),
+        ([type_static(0), type_static(0)], "the nodes are numbered from 0"),
+        ([type_static(1), type_static(2)], "the nodes are numbered from 0"),
+        ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT}"], "the nodes are numbered from 0"),
+        ([type_static(0, nodes=""), type_static(1)], "a job of its own, on one node"),
+        ([type_static(0), type_static(1, nodes="--nnodes=1")], "a job of its own, on one node"),
+        ([type_static(0, nodes="--standalone"), type_static(1)], "it looks for no other"),
+        ([type_static(0, meet=""), type_static(1)], "no other way to find it"),
+        ([type_static(0), type_static(1, meet=MEET.replace("55", "56"))], "address and port are the first node's"),
+        ([type_static(0), type_static(1, meet="--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29555")], "name one job"),
+        ([type_static(0), type_static(1, script="scripts/train_single.py")], "every rank is the same program"),
+        ([type_static(0), type_static(1, script=SCRIPT + " --lr 1")], "every rank is the same program"),
+        ([type_static(0, each="--nproc-per-node=2"), type_static(1)], "one per device"),
+        (["python scripts/train_ddp.py", type_static(1)], "torchrun starts the ranks"),
+        (["", type_static(1)], "torchrun starts the ranks"),
+        ([type_static(0, nodes="--nodes=2"), type_static(1)], "torchrun --help"),
+        (["torchrun --help", type_static(1)], "torchrun --help"),
+        ([type_static(0) + " '", type_static(1)], "no partner"),
+    ],
+)
+def test_wrong_commands_get_their_hint_without_a_run(typed, hint, count_runs):
+    assert hint in refuse("5.2", lambda: typed)
+    assert not count_runs
+
+
+@pytest.fixture
+def said(monkeypatch, root):
+    """A function that has the two commands say something, without running them; gives the lines that bash would run."""
+    monkeypatch.chdir(root / "notebooks")
+
+    def said(*lines, ok=False, message="ChildFailedError"):
+        started = []
+
+        def run(job, **options):
+            started.extend(job.spec.script.read_text().splitlines())
+            failure = None if ok else Failure("exit", "Rank 0 ended with exit status 1", message=message)
+            return JobResult(ok, (), (), failure, (), {}, {}, root, lines)
+
+        monkeypatch.setattr(commands.launch.TorchrunJob, "run", run)
+        return started
+
+    return said
+
+
+EPOCH = "[rank 0] epoch 1: loss 2.3, accuracy 0.1 on 64 images"
+RIGHT_COMMANDS = (type_static(0), type_static(1))
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("NotImplementedError: Replace this line", "first exercise 5.1"),
+        ("The server socket has failed: EADDRINUSE", "take another port"),
+        ("python: can't open file '/x/train_ddp.py'", "as seen from the notebook's folder"),
+        ("train_ddp.py: error: unrecognized arguments: --imgs 3", "--help lists what the script takes"),
+        ("RuntimeError: [...] Unable to find address for: eth9", "its interface lo"),
+        ("TimeoutError: timed out after 60 s", "one waited for the other"),
+        ("ZeroDivisionError", "the log has each node's lines"),
+    ],
+)
+def test_commands_that_fail_get_their_hint(said, line, hint):
+    said(line)
+    assert hint in refuse("5.2", lambda: RIGHT_COMMANDS)
+
+
+def test_an_abort_after_the_training_is_no_slip_of_the_learner_s(said, capsys):
+    said(EPOCH, f"[rank 1] {commands.ENDING}", ok=False)
+    check.exercise("5.2", lambda: RIGHT_COMMANDS)
+    assert "✔ 5.2" in capsys.readouterr().out
+    said(f"[rank 1] {commands.ENDING}", ok=False)
+    assert "the log has" in refuse("5.2", lambda: RIGHT_COMMANDS)
+    said(ok=True)
+    assert "at least one epoch" in refuse("5.2", lambda: RIGHT_COMMANDS)
+
+
+def test_commands_run_as_they_were_typed(said, root):
+    started = said(EPOCH, ok=True)
+    own = "GLOO_SOCKET_IFNAME=lo python -m torch.distributed.run --nnodes 2"
+    meet = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29555"
+    check.exercise("5.2", lambda: [f"{own} {meet} \\\n {SCRIPT}"] * 2)
+    assert started[0] == 'unset "${!PET_@}" MASTER_ADDR MASTER_PORT' and started[1] == f"cd {root}/notebooks"
+    for line in started[2:]:
+        assert f"env GLOO_SOCKET_IFNAME=lo {sys.executable} -m torch.distributed.run --nnodes 2" in line
+        assert SCRIPT in line
+
+
+def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count_runs):
+    """For real, and nothing is left of them; what the second one waits for in vain ends, too."""
+    monkeypatch.chdir(root / "notebooks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = f"--master-addr=127.0.0.1 --master-port={free.getsockname()[1]}"
+    check.exercise("5.2", lambda: [type_static(node, meet=meet, script=SCRIPT + " --batch-size 16") for node in (0, 1)])
+    assert capsys.readouterr().out == (
+        "Both commands run on this machine, on its processor ...\n"
+        "✔ 5.2 Two commands: both met and trained together, and rank 0 alone said how it went\n"
+    )
+    monkeypatch.setattr(commands, "SECONDS", 12)
+    elsewhere = [type_static(node, meet="--master-addr=203.0.113.7 --master-port=29555") for node in (0, 1)]
+    refuse("5.2", lambda: elsewhere)
+    assert [survivors(job) for job in count_runs] == [[], []]
+
+
+# 5.3
+
+
+@pytest.mark.parametrize(
+    ("answer", "hint"),
+    [
+        (lambda orders: False, "every epoch has the order of the first"),
+        (lambda orders: True, "the orders differ"),
+        (lambda orders: sorted(orders[0]) == sorted(orders[-1]), "compare the lists themselves"),
+        (lambda orders: len({frozenset(order) for order in orders}) == 1, "compare the lists themselves"),
+        (lambda orders: len(orders) > 1 and len({order[0] for order in orders}) == 1, "compare whole orders"),
+        (lambda orders: len(orders) > 1 and orders[0] == orders[1], "compare all epochs with the first"),
+        (lambda orders: len(orders) > 1 and orders[-2] == orders[-1], "not only neighbours"),
+        (lambda orders: orders[0] == orders[1] == orders[-1], "one epoch alone cannot tell"),
+        (lambda orders: all(order == orders[0] for order in orders), "one epoch alone cannot tell"),
+        (lambda orders: len(orders) == 3 and orders[0] == orders[1] == orders[2], "any length"),
+        (lambda orders: "yes" if orders[0] == orders[1] else "", "return it"),
+        (lambda orders: None, "return it"),
+    ],
+)
+def test_wrong_answers_about_set_epoch_get_their_hint(answer, hint):
+    assert hint in refuse("5.3", answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda orders: len(orders) > 1 and all(order == orders[0] for order in orders),
+        lambda orders: len(orders) > 1 and len({tuple(order) for order in orders}) == 1,
+        lambda orders: len(orders) > 1 and (torch.tensor(orders) == torch.tensor(orders[0])).all().numpy()[()],
+    ],
+)
+def test_right_answers_about_set_epoch_are_accepted(answer, capsys):
+    check.exercise("5.3", answer)
+    expected = "✔ 5.3 A forgotten set_epoch: 8 runs of torch's DistributedSampler, with and without set_epoch\n"
+    assert capsys.readouterr().out == expected
+
+
+# 5.4
 
 
 def accumulation(plan):
@@ -321,7 +508,7 @@ RIGHT = "zero [forward_but_last backward] step"
     ],
 )
 def test_wrong_accumulation_gets_its_hint(plan, hint):
-    assert hint in refuse("5.2", accumulation(plan))
+    assert hint in refuse("5.4", accumulation(plan))
     assert not dist.is_initialized()
 
 
@@ -329,22 +516,22 @@ def test_wrong_accumulation_gets_its_hint(plan, hint):
     "plan", [RIGHT, "[forward_but_last backward_but_last] step zero", "zero [forward_but_last backward] step zero"]
 )
 def test_right_accumulation_is_accepted(plan, capsys):
-    check.exercise("5.2", accumulation(plan))
-    expected = "✔ 5.2 Accumulation: two steps equal the union batches', and each sent the gradients once\n"
+    check.exercise("5.4", accumulation(plan))
+    expected = "✔ 5.4 Accumulation: two steps equal the union batches', and each sent the gradients once\n"
     assert capsys.readouterr().out == expected
     assert not dist.is_initialized()
 
 
 def test_no_group_is_left_behind_by_an_error():
     with pytest.raises(OpenError, match="ZeroDivisionError"):
-        check.exercise("5.2", accumulation("broken []"))
+        check.exercise("5.4", accumulation("broken []"))
     assert not dist.is_initialized()
 
 
 def test_a_group_that_is_there_is_used_and_stays():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        check.exercise("5.2", accumulation(RIGHT))
+        check.exercise("5.4", accumulation(RIGHT))
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
@@ -354,157 +541,4 @@ def test_a_group_with_others_is_refused_before_anybody_waits(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     with pytest.raises(LabError, match="destroy_process_group"):
-        check.exercise("5.2", accumulation(RIGHT))
-
-
-# 5.3
-
-
-@pytest.mark.parametrize(
-    ("answer", "hint"),
-    [
-        (lambda orders: False, "every epoch has the order of the first"),
-        (lambda orders: True, "the orders differ"),
-        (lambda orders: sorted(orders[0]) == sorted(orders[-1]), "compare the lists themselves"),
-        (lambda orders: len({frozenset(order) for order in orders}) == 1, "compare the lists themselves"),
-        (lambda orders: len(orders) > 1 and len({order[0] for order in orders}) == 1, "compare whole orders"),
-        (lambda orders: len(orders) > 1 and orders[0] == orders[1], "compare all epochs with the first"),
-        (lambda orders: len(orders) > 1 and orders[-2] == orders[-1], "not only neighbours"),
-        (lambda orders: orders[0] == orders[1] == orders[-1], "one epoch alone cannot tell"),
-        (lambda orders: all(order == orders[0] for order in orders), "one epoch alone cannot tell"),
-        (lambda orders: len(orders) == 3 and orders[0] == orders[1] == orders[2], "any length"),
-        (lambda orders: "yes" if orders[0] == orders[1] else "", "return it"),
-        (lambda orders: None, "return it"),
-    ],
-)
-def test_wrong_answers_about_set_epoch_get_their_hint(answer, hint):
-    assert hint in refuse("5.3", answer)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda orders: len(orders) > 1 and all(order == orders[0] for order in orders),
-        lambda orders: len(orders) > 1 and len({tuple(order) for order in orders}) == 1,
-        lambda orders: len(orders) > 1 and (torch.tensor(orders) == torch.tensor(orders[0])).all().numpy()[()],
-    ],
-)
-def test_right_answers_about_set_epoch_are_accepted(answer, capsys):
-    check.exercise("5.3", answer)
-    expected = "✔ 5.3 A forgotten set_epoch: 8 runs of torch's DistributedSampler, with and without set_epoch\n"
-    assert capsys.readouterr().out == expected
-
-
-# 5.4
-
-
-def rule(source, low=1, high=65535):
-    return {"from": source, "ports": (low, high)}
-
-
-def per_node(private_ips, *, low=1, high=65535):
-    return [rule(f"{address}/32", low, high) for address in private_ips]
-
-
-@pytest.mark.parametrize(
-    ("answer", "hint"),
-    [
-        (lambda ips, you: [*per_node(ips, low=29500, high=29500), rule(f"{you}/32", 22, 22)], "only where ranks meet"),
-        (lambda ips, you: [*per_node(ips, low=1024), rule(f"{you}/32", 22, 22)], "only where ranks meet"),
-        (lambda ips, you: [*per_node(ips, high=65534), rule(f"{you}/32", 22, 22)], "only where ranks meet"),
-        (lambda ips, you: [*per_node(ips), rule("0.0.0.0/0", 22, 22)], "tried by guessers"),
-        (lambda ips, you: [rule("0.0.0.0/0", 0)], "whoever reaches their ports can run code"),
-        (
-            lambda ips, you: [*per_node(ips), rule("0.0.0.0/0", 29500, 29500)],
-            "whoever reaches their ports can run code",
-        ),
-        (lambda ips, you: [rule("10.0.0.0/24"), rule("172.31.0.0/16"), rule(f"{you}/32", 22, 22)], "a rule per node"),
-        (lambda ips, you: [*per_node(ips), rule(you.rpartition(".")[0] + ".0/24", 22, 22)], "lets your neighbours in"),
-        (lambda ips, you: [*per_node(ips), rule(f"{you}/32")], "everything else goes through it"),
-        (lambda ips, you: per_node(ips), "a rule for yourself"),
-        (lambda ips, you: [*per_node(ips[:1]), rule(f"{you}/32", 22, 22)], "every node has to be let in"),
-        (lambda ips, you: [*per_node(ips[1:]), rule(f"{you}/32", 22, 22)], "rank 0's node too"),
-        (lambda ips, you: [rule(f"{ips[0]}/24")], "begins where its mask says"),
-        (lambda ips, you: [rule("the nodes")], "an address with /32"),
-        (lambda ips, you: [{"from": f"{you}/32", "ports": 22}], "ports are two numbers"),
-        (lambda ips, you: [{"from": f"{you}/32"}], "ports are two numbers"),
-        (lambda ips, you: [rule(f"{you}/32", 0, 65536)], "ports are two numbers"),
-        (lambda ips, you: rule(f"{you}/32", 22, 22), "one dictionary per rule"),
-        (lambda ips, you: None, "one dictionary per rule"),
-    ],
-)
-def test_wrong_firewalls_get_their_hint(answer, hint):
-    assert hint in refuse("5.4", answer)
-
-
-def test_a_rule_for_the_first_nodes_alone_is_seen_on_the_larger_cluster():
-    def answer(ips, you):
-        return [*per_node(ips[:2]), rule(f"{you}/32", 22, 22)]
-
-    assert "every node has to be let in" in refuse("5.4", answer)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda ips, you: [*per_node(ips), rule(f"{you}/32", 22, 22)],
-        lambda ips, you: [rule(you, 22, 22), *({"from": address, "ports": [0, 65535]} for address in ips)],
-        lambda ips, you: [*per_node(ips, high=22), *per_node(ips, low=23), rule(f"{you}/32", 22, 22)],
-    ],
-)
-def test_right_firewalls_are_accepted(answer, capsys):
-    check.exercise("5.4", answer)
-    assert capsys.readouterr().out == (
-        "✔ 5.4 Open only what is needed: the nodes reach each other on every port, you reach port 22, "
-        "and nobody else reaches anything\n"
-    )
-
-
-# 5.5
-
-
-@pytest.mark.parametrize(
-    ("answer", "hint"),
-    [
-        (lambda means, variances: (means.mean(0), variances.mean(0)), "add the variance of the means"),
-        (lambda means, variances: (means.mean(0), means.var(0, correction=0)), "add the mean of the variances"),
-        (lambda means, variances: (means.mean(0), variances.mean(0) + means.var(0)), "torch.var divides by R - 1"),
-        (
-            lambda means, variances: (means.mean(0), (variances.mean(0) + means.var(0, correction=0)).sqrt()),
-            "standard deviation",
-        ),
-        (lambda means, variances: (means.mean(0), variances.sum(0) + means.var(0, correction=0)), "average the ranks'"),
-        (lambda means, variances: (means.mean(0), variances.amax(0)), "the mean of the variances plus"),
-        (lambda means, variances: (means.sum(0), variances.mean(0)), "the mean of the means"),
-        (lambda means, variances: (means.mean(1), variances.mean(1)), "dimension 0"),
-        (lambda means, variances: (means.mean(), variances.mean()), "dimension 0"),
-        (lambda means, variances: means.mean(0), "dimension 0"),
-        (lambda means, variances: None, "dimension 0"),
-    ],
-)
-def test_wrong_statistics_get_their_hint(answer, hint):
-    assert hint in refuse("5.5", answer)
-
-
-@pytest.mark.filterwarnings("ignore:var")
-def test_variance_of_a_single_rank_is_tried():
-    def answer(means, variances):
-        ranks = len(means)
-        return means.mean(0), variances.mean(0) + means.var(0) * (ranks - 1) / ranks
-
-    assert "one rank" in refuse("5.5", answer)
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda means, variances: (means.mean(0), variances.mean(0) + means.var(0, correction=0)),
-        lambda means, variances: [means.mean(0), (variances + means**2).mean(0) - means.mean(0) ** 2],
-        lambda means, variances: (means.mean(0), variances.mean(0) + (means - means.mean(0)).square().mean(0)),
-    ],
-)
-def test_right_statistics_are_accepted(answer, capsys):
-    check.exercise("5.5", answer)
-    assert capsys.readouterr().out == (
-        "✔ 5.5 What SyncBatchNorm computes: 4 groups of ranks, equal to torch's mean and variance of the union batch\n"
-    )
+        check.exercise("5.4", accumulation(RIGHT))

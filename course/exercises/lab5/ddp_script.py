@@ -203,18 +203,18 @@ def _expect_images(taken: Sequence[list[list[int]]]) -> None:
     )
     order = orders[0]
     expect(
-        order[:half] != order[half:],
-        "the order of the images",
-        yours="the same in both epochs",
-        expected="another one in each epoch",
-        hint="sampler.set_epoch(epoch) before each epoch chooses its order",
-    )
-    expect(
         order[:half] != sorted(order[:half]),
         "the order of the images",
         yours="that of the data set",
         expected="shuffled",
         hint="DistributedSampler shuffles, unless it is told shuffle=False",
+    )
+    expect(
+        order[:half] != order[half:],
+        "the order of the images",
+        yours="the same in both epochs",
+        expected="another one in each epoch",
+        hint="sampler.set_epoch(epoch) before each epoch chooses its order",
     )
 
 
