@@ -519,23 +519,25 @@ def images(tmp_path_factory):
 
 
 def test_36_the_job_of_the_lab_on_two_hosts_goes_on_with_another_world_size(root, hosts, images, monkeypatch):
-    """80 images, 5 steps of 16 an epoch: 7 steps on two hosts, the rest on one, equal one process on this machine."""
+    """80 images, 5 steps of 16 an epoch: an epoch on two hosts, the next on one, equal one process on this machine."""
     monkeypatch.setenv("LAB_DATA", str(images))
     scripts = root / "notebooks" / "scripts"
-    common = ["--data", "cinic10", "--epochs", 2, "--dtype", "float64", "--frozen-bn", "--evaluate"]
     remote = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs", data=str(images))
-    resumed = [*common, "--checkpoints", "run", "--every", 2]
-    first = TorchrunJob(scripts / "train_ddp.py", [*resumed, "--batch-size", 8, "--max-steps", 7], nodes=remote)
-    half = first.run(show=False)
+
+    def train(nodes, *options, epochs, batch_size):
+        args = ["--exact", "train_ddp.py", "--data", "cinic10", "--epochs", epochs, "--batch-size", batch_size]
+        job = TorchrunJob(scripts / "observed.py", [*args, *options], nodes=nodes, files=[scripts / "train_ddp.py"])
+        return job, job.run(show=False)
+
+    job, half = train(remote, "--checkpoint", "run.pt", epochs=1, batch_size=8)
     assert [rank.host for rank in half.ranks] == ["n1", "n2"]
-    assert len(half.results) == 2 and len(half.results[0]["losses"]) == 7
-    second = TorchrunJob(scripts / "train_ddp.py", [*resumed, "--batch-size", 16], nodes=remote[:1])
-    whole = second.run(show=False).results[0]
-    plain = TorchrunJob(scripts / "train_single.py", [*common, "--batch-size", 16], nodes=local_nodes(1))
-    expected = plain.run(show=False).results[0]
+    assert [len(rank["images"]) for rank in half.results] == [5, 5]
+    _, rest = train(remote[:1], "--checkpoint", "run.pt", epochs=2, batch_size=16)
+    _, whole = train(local_nodes(1), epochs=2, batch_size=16)
     remote[0].close()
-    assert len(whole["losses"]) == len(expected["losses"]) == 10
-    assert whole["losses"] == pytest.approx(expected["losses"], abs=1e-6)
-    assert whole["seen"] == expected["seen"] == [[0, 80]] * 2, "each image once per epoch"
-    assert whole["valid"] == pytest.approx(expected["valid"], abs=1e-6)
-    assert not list(list_processes(first.id))
+    rest, expected = rest.results[0], whole.results[0]
+    assert rest["images"] == expected["images"][5:]
+    assert sorted(image for step in rest["images"] for image in step) == list(range(80)), "each image once per epoch"
+    assert rest["losses"] == pytest.approx(expected["losses"][5:], abs=1e-6)
+    assert rest["weights"] == pytest.approx(expected["weights"], abs=1e-6)
+    assert not list(list_processes(job.id))

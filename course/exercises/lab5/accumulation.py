@@ -1,4 +1,4 @@
-"""Exercise 5.2: one step over several micro-batches that sends the gradients once, on a DDP of a single process."""
+"""Exercise 5.4: one step over several micro-batches that sends the gradients once, on a DDP of a single process."""
 
 from __future__ import annotations
 
