@@ -464,6 +464,16 @@ def test_another_number_is_another_order():
     assert numbers == set(range(1, len(FAULTS) + 1))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_the_hardest_cards_come_last(seed):
+    for pile in PILES:
+        hard = [
+            cards.draw(pile, turn, seed=seed).fault.hard for turn in range(1, sum(f.pile == pile for f in FAULTS) + 1)
+        ]
+        assert hard == sorted(hard) and not hard[0]
+    assert [fault.letter for fault in FAULTS if fault.hard] == ["P", "Q"]
+
+
 def test_what_is_no_card_is_said():
     with pytest.raises(LabError) as caught:
         cards.draw("quiet")
@@ -535,14 +545,20 @@ def test_a_traceback_that_a_rank_has_printed_is_not_printed_again(fail, capsys, 
     assert result.failure is failure, "the learner's own result has all of it"
 
 
+MODULES = "Extension modules:"
+
+
 def test_a_line_number_has_the_line_of_the_job_beside_it(fail, capsys):
-    dump = '[rank 1]   File "/node/script/card-9.py", line 67 in main'
+    code = f"{tempfile.gettempdir()}/card-8jexqshr/node1/code/{64 * 'c'}"
+    dump = f'[rank 1]   File "{code}/script/card-9.py", line 67 in main'
+    module = f'[rank 1]   File "{code}/nodelaunch/node/worker.py", line 67 in main'
     lost = "[rank 0] card-9.py, line 68: another rank is gone or does not answer"
-    fail([dump, lost, dump.replace("67", "999"), dump.replace(" in", ", in")], None)
+    fail([dump, lost, dump.replace("67", "999"), dump.replace(" in", ", in"), module, f"[rank 1] {MODULES} a, b"], None)
     said = capsys.readouterr().out
     job = BY_LETTER["C"].break_job().splitlines()
     assert f"line 67 `{job[66].strip()}` in main" in said and f"line 68 `{job[67].strip()}`: another" in said
-    assert "line 999 in main" in said and "line 67, in main" in said
+    assert '"card-9.py", line 999 in main' in said and '"card-9.py", line 67, in main' in said
+    assert '"nodelaunch/node/worker.py", line 67 in main' in said and f"{MODULES} …\n" in said
 
 
 @pytest.mark.parametrize("line", ["[rank 0] OSError: no /points.pt", f"[rank 1] {ERROR}!"])

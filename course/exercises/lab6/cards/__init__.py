@@ -271,10 +271,11 @@ def _quote_lines(text: str, job: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    """Leaves out where Python, its packages and the job's folder lie, which is long and tells nothing."""
+    """Leaves out where Python, its packages and the job's folder lie, and what is loaded: long, and tells nothing."""
     for place in (sys.prefix, sys.base_prefix, tempfile.gettempdir()):
         text = text.replace(place, "…")
-    return text
+    text = re.sub(r"(?<=Extension modules: ).+", "…", text)
+    return re.sub(r"…/card-\w+/node\d+/code/[0-9a-f]{64}/(script/)?", "", text)
 
 
 def _write(path: Path, text: str) -> None:
