@@ -373,6 +373,7 @@ def test_who_has_the_job_mended_without_a_cause_has_no_point_left(capsys):
     assert "-     store.wait(" in capsys.readouterr().out and card.path.exists() and card.count_points() == 0
     named = draw("N")
     named.name("N")
+    named.hint()
     named.solve()
     assert named.count_points() == 3
 

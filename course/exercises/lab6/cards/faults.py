@@ -92,7 +92,7 @@ FAULTS = (
         "unmatched",
         "ddp",
         "a collective stands where only rank 0 comes by",
-        "see in which line each rank stood: one is in a collective that the other never calls",
+        "one rank has printed the epoch, and the other waits in a line before that: did both come by that line?",
         "take the collective out of the `if`: every rank has to call it, and needs the sum",
         (
             (
@@ -106,7 +106,7 @@ FAULTS = (
         "unmatched",
         "ddp",
         "a rank has one batch more than the other",
-        "see in which line each rank stood: one still trains, the other has finished the epoch",
+        "no rank has printed the epoch: one has finished its batches, and the other still trains",
         "equally many batches for every rank: drop_last=True, of a DistributedSampler or of the DataLoader",
         (
             (
