@@ -91,8 +91,8 @@ FAULTS = (
         "D",
         "unmatched",
         "ddp",
-        "a collective stands where only rank 0 comes by",
-        "one rank has printed the epoch, and the other waits in a line before that: did both come by that line?",
+        "only rank 0 calls a collective",
+        "one rank has printed the epoch, and the other waits in a line before that: did both ranks call it?",
         "take the collective out of the `if`: every rank has to call it, and needs the sum",
         (
             (
@@ -160,7 +160,7 @@ FAULTS = (
         "I",
         "wrong",
         "dp",
-        "a replica keeps count in an attribute, and is thrown away with it",
+        "a replica counts in an attribute, which is lost with the replica",
         "what the forward pass counts is 0 afterwards, whatever it has seen",
         "count outside of forward, for instance len(inputs) in the loop: replicas live for one forward pass",
         (
@@ -243,7 +243,7 @@ FAULTS = (
         "O",
         "stops",
         "ddp",
-        "it opens a server on a port on which another process already listens",
+        "the job opens a server on a port on which another process already listens",
         "one error names a port, and the other one only a lost connection: who listens on MASTER_PORT?",
         "use the server that torchrun has, or none: dist.barrier() lets the others wait, too. Another number is a bet",
         (
