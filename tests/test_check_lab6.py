@@ -351,6 +351,14 @@ def test_a_hint_costs_a_point_and_the_job_another(capsys):
     assert card.count_points() == 1, "the cause is named"
 
 
+def test_who_has_had_the_hint_with_a_wrong_letter_sees_the_job():
+    card = draw("J")
+    with pytest.raises(NotYetError):
+        card.name("L")
+    card.hint()
+    assert card.path.exists() and card.count_points() == 1
+
+
 def test_a_wrong_letter_costs_a_point_once(capsys):
     card = draw("K")
     for letter, left in (("A", 2), ("A", 2), ("Q", 1), ("F", 0), ("L", 0)):

@@ -120,13 +120,13 @@ class Card:
         self._open()
 
     def hint(self) -> None:
-        """Says where to look, for a point; asked again, opens the job before its cause is named, for another."""
-        asked = self._read_diagnosis().asked
-        if not self.named and asked < 2:
-            attempts.note(self._diagnosis, "asked")
+        """Says where to look, for a point; who knows that already sees the job before its cause is named."""
+        diagnosis = self._read_diagnosis()
         print(f"Card {self.number}: {self.fault.sign}.")
-        if asked and not self.named:
-            self._open()
+        if not (self.named or self.path.exists()):
+            attempts.note(self._diagnosis, "asked")
+            if diagnosis.asked or diagnosis.tries:
+                self._open()
         print(f"{self.count_points()} of {POINTS} points left")
 
     def count_points(self) -> int:
