@@ -82,7 +82,8 @@ def quick(monkeypatch):
             [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
             "FileNotFoundError",
         ),
-        ("G", [("[rank]", "[0]")], "0, 0, 0, 0"),
+        ("G", [MINE], "IndexError"),
+        ("G", [("[rank]", "[0]")], "0, 0"),
         ("D", [MINE], "SIGABRT"),
         ("H", [(".mean()", ".sum()")], "apart"),
         ("I", [MINE], "0"),
@@ -471,6 +472,10 @@ def test_another_number_is_another_order():
     assert len(orders) >= 4
     numbers = {draw(letter).number for letter in BY_LETTER}
     assert numbers == set(range(1, len(FAULTS) + 1))
+
+
+def test_no_card_takes_more_than_two_processes():
+    assert all(nodes * processes <= 2 for fault in FAULTS for nodes, processes in fault.layouts)
 
 
 @pytest.mark.parametrize("seed", range(5))

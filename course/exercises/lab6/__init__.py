@@ -39,13 +39,17 @@ def verify_card(card: Card, *, pile: str) -> str:
     sizes = next(line for line in read_job(card.fault.job).splitlines() if line.startswith("POINTS, "))
     hint = "mend the cause: with other sizes it would be back"
     expect(sizes in text, "the sizes of the job", yours="changed", expected=sizes, hint=hint)
-    result = card.start(processes=card.fault.processes, prepare=SLOW + _find_nap(text))
-    _expect_end(card, result)
-    try:
-        (_expect_training if parallel else _expect_replicas)(card, result.results)
-    except (KeyError, TypeError, IndexError) as error:
-        fix = "leave launch.report(...) as it was"
-        raise LabError("The job no longer reports what it did.", where=card.path, cause=repr(error), fix=fix) from error
+    for layout in card.fault.layouts:
+        result = card.start(layout=layout, prepare=SLOW + _find_nap(text))
+        _expect_end(card, result)
+        try:
+            if parallel:
+                _expect_training(card, result.results, processes=layout[1])
+            else:
+                _expect_replicas(card, result.results)
+        except (KeyError, TypeError, IndexError) as error:
+            cause, fix = repr(error), "leave launch.report(...) as it was"
+            raise LabError("The job no longer reports what it did.", where=card.path, cause=cause, fix=fix) from error
     card.note_solved()
     return f"card {card.number}, mended, runs and is right" + (" on a slow disk, too" if parallel else "")
 
@@ -70,7 +74,7 @@ def _expect_end(card: Card, result: launch.JobResult) -> None:
     expect(not silent, "what is reported", yours=f"nothing from {', '.join(silent)}", expected=expected, hint=hint)
 
 
-def _expect_training(card: Card, results: tuple) -> None:
+def _expect_training(card: Card, results: tuple, *, processes: int) -> None:
     """Shares without doubles, new orders, one model, one accuracy, and each process on its own device of its node."""
     for epoch in range(ddp_job.EPOCHS):
         handed_out = [index for result in results for index in result["orders"][epoch]]
@@ -92,10 +96,10 @@ def _expect_training(card: Card, results: tuple) -> None:
     )
     _expect_one_result(card, results)
     devices = [re.sub(r"\D", "", result["device"]) for result in results]
-    expected = [str(rank % card.fault.processes) for rank in range(len(results))]
+    expected = [str(rank % processes) for rank in range(len(results))]
     expect(
         devices == expected,
-        f"the devices of {len(results)} ranks, {card.fault.processes} on a node",
+        f"the devices of {len(results)} ranks, {processes} on a node",
         yours=", ".join(devices),
         expected=", ".join(expected),
         hint=card.fault.mend,

@@ -25,7 +25,6 @@ from course.exercises.lab6.cards.faults import FAULTS, PILES, Fault, read_job
 from lab_common import LabError
 from lab_common.files import read_bounded, write_atomically
 
-RANKS = 2
 # Longer than an operation of these jobs takes on a busy laptop.
 HANG_SECONDS = 20
 SHOWN = "# Written by card.solve().\n"
@@ -73,10 +72,14 @@ class Card:
         return result
 
     def start(
-        self, *, show: bool | Callable[[str], None] = False, processes: int = 1, prepare: float = 1
+        self,
+        *,
+        show: bool | Callable[[str], None] = False,
+        layout: tuple[int, int] | None = None,
+        prepare: float = 1,
     ) -> launch.JobResult:
-        """Runs the job as it is, with some processes per node and seconds for its preparation."""
-        nodes = RANKS if self.fault.job == "ddp" else 1
+        """Runs the job as it is, on so many nodes, with so many processes on each and seconds to prepare the data."""
+        nodes, processes = layout or self.fault.layouts[0]
         with tempfile.TemporaryDirectory(prefix="card-", ignore_cleanup_errors=True) as folder:
             path = self.path
             if not path.exists():  # the learner has not named the cause yet, and does not see the job

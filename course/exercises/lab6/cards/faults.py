@@ -21,7 +21,8 @@ class Fault:
         sign: What in the symptom points to it; the hint of who named another one.
         mend: What to do about it; the hint of who has named it and not yet mended it.
         edits: Pairs of what stands in the right job and what stands in the broken one.
-        processes: Processes per node on which the mended job is tried.
+        layouts: Nodes, and processes per node, on which the mended job is tried, one after the other; the broken one
+            runs on the first. Two processes in all, so that no card takes more memory than another.
         hard: Whether it is drawn after the others of its pile.
     """
 
@@ -32,7 +33,7 @@ class Fault:
     sign: str
     mend: str
     edits: tuple[tuple[str, str], ...]
-    processes: int = 1
+    layouts: tuple[tuple[int, int], ...] = ((2, 1),)
     hard: bool = False
 
     def break_job(self) -> str:
@@ -139,7 +140,7 @@ FAULTS = (
             (', int(os.environ["LOCAL_RANK"])', ""),
             ("rank, world_size, local_rank = ", "rank, world_size = "),
         ),
-        processes=2,
+        layouts=((2, 1), (1, 2)),
     ),
     Fault(
         "H",
@@ -155,6 +156,7 @@ FAULTS = (
                 "        loss = torch.stack([F.cross_entropy(scores, wanted) for scores, wanted in chunks]).mean()\n",
             ),
         ),
+        layouts=((1, 1),),
     ),
     Fault(
         "I",
@@ -176,6 +178,7 @@ FAULTS = (
             ("        seen += len(inputs)\n", ""),
             ('    print(f"{seen} of', '    seen = parallel.module.seen\n    print(f"{seen} of'),
         ),
+        layouts=((1, 1),),
     ),
     Fault(
         "J",
