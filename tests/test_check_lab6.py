@@ -1,6 +1,7 @@
 """The cards of lab 6: what is drawn, what each broken job shows, and which mends are refused and which accepted."""
 
 import copy
+import itertools
 import sys
 import tempfile
 from dataclasses import replace
@@ -37,12 +38,12 @@ def here(tmp_path, monkeypatch, runs):
 def draw(letter):
     """Draws until the card with this fault comes."""
     pile = BY_LETTER[letter].pile
-    drawn = (cards.draw(pile, turn) for turn in range(1, 10))
+    drawn = (cards.draw(pile, turn) for turn in itertools.count(1))
     return next(card for card in drawn if card.fault.letter == letter)
 
 
 def mend(letter, *edits):
-    """A card whose cause is named, and whose job the learner has changed."""
+    """A card whose cause is named, which opens its job, and whose job the learner has changed."""
     card = draw(letter)
     card.name(letter)
     text = card.path.read_text()
@@ -64,6 +65,12 @@ def break_after(letter, *edits):
     return card
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """A function that lets the checks prepare the data without a wait."""
+    return lambda: monkeypatch.setattr("course.exercises.lab6.SLOW", 0)
+
+
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("letter", "edits", "yours"),
@@ -75,13 +82,23 @@ def break_after(letter, *edits):
             [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
             "FileNotFoundError",
         ),
-        ("G", [("[rank]", "[0]")], "0, 0, 0, 0"),
+        ("G", [MINE], "IndexError"),
+        ("G", [("[rank]", "[0]")], "0, 0"),
         ("D", [MINE], "SIGABRT"),
         ("H", [(".mean()", ".sum()")], "apart"),
         ("I", [MINE], "0"),
+        ("J", [("self.radius", "self.distance")], "Expected to have finished reduction"),
+        ("K", [MINE], "514, 257 of them different"),
+        ("L", [MINE], "2 models"),
+        ("M", [("            if rank == 0:  #", "            if True:  #")], "13104, 13"),
+        ("N", [MINE], "FileNotFoundError"),
+        ("O", [("rank == 0)", "True)")], "EADDRINUSE"),
+        ("Q", [("seed=rank", "seed=rank + 1")], "of them different"),
     ],
 )
-def test_wrong_mends_get_their_hint(letter, edits, yours):
+def test_wrong_mends_get_their_hint(letter, edits, yours, quick):
+    if letter != "C":  # the one that bets on a quick disk
+        quick()
     card = mend(letter, *edits)
     with pytest.raises(NotYetError) as refused:
         check.exercise(EXERCISES[card.pile], card)
@@ -89,14 +106,31 @@ def test_wrong_mends_get_their_hint(letter, edits, yours):
     assert yours in refused.value.yours, refused.value
 
 
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(("letter", "sign"), [("P", "SIGABRT"), ("R", "dist.recv(theirs")])
+def test_ranks_that_do_not_match_abort_or_hang(letter, sign, monkeypatch):
+    monkeypatch.setattr(cards, "HANG_SECONDS", 4)
+    card = draw(letter)
+    result = card.start(prepare=0)
+    assert result.failure, "the job does not end well"
+    assert sign in "\n".join([*result.lines, result.failure.what, *result.failure.consequences.values()])
+    assert not card.path.exists(), "the job is seen when its cause is named"
+
+
 # What other mends would report, put in the place of what the right job did: a run costs some ten seconds.
 
 
-@pytest.fixture(scope="module")
-def right(tmp_path_factory):
-    path = tmp_path_factory.mktemp("right") / "card.py"
-    path.write_text(read_job("ddp"))
-    return cards.Card(0, "wrong", path, BY_LETTER["A"], named=True).start()
+REPORTS = []
+
+
+@pytest.fixture
+def right(tmp_path, warm_ranks):
+    """What the right job reports: it is run once, and not for each test."""
+    if not REPORTS:
+        path = tmp_path / "card.py"
+        path.write_text(read_job("ddp"))
+        REPORTS.append(cards.Card(0, "wrong", path, BY_LETTER["A"], named=True).start())
+    return REPORTS[0]
 
 
 @pytest.fixture
@@ -143,6 +177,7 @@ def average_the_averages(rank, results):
         ("A", tell_the_same_epoch, "1 different in 3 epochs"),
         ("F", average_the_averages, "of 257 points"),
         ("A", lambda rank, _: {"weights": str(rank)}, "2 models"),
+        ("N", lambda *_: {"saved": False}, "not there"),
     ],
 )
 def test_wrong_reports_get_their_hint(alter, letter, change, yours):
@@ -190,6 +225,8 @@ def test_a_mend_without_a_cause_is_refused(pile):
     assert "card.name" in refused.value.hint
 
 
+UNUSED = ("self.layers = ", "self.radius = torch.nn.Linear(2, 1)\n        self.layers = ")
+LOOK = "        # Each rank looks at its part of all points.\n"
 WAIT = '    while not (folder / "points.pt").exists():\n        time.sleep(0.1)\n'
 WEIGHTED = (
     "        chunks = list(zip(parallel(inputs).chunk(REPLICAS), targets.chunk(REPLICAS), strict=True))\n"
@@ -206,9 +243,17 @@ WEIGHTED = (
         ("D", [(ALL_REDUCE, GATHER)]),
         ("H", [("        loss = F.cross_entropy(parallel(inputs), targets)\n", WEIGHTED)]),
         ("I", [("        seen += len(inputs)\n", "        seen += len(targets)\n")]),
+        ("J", [UNUSED, ("to(device))\n    opt", "to(device), find_unused_parameters=True)\n    opt")]),
+        ("M", [(LOOK, LOOK + "        if rank == 0:\n            model.module(points.to(device))\n")]),
+        (
+            "N",
+            [("    if rank == 0:\n        save", "    dist.barrier()\n    if rank == world_size - 1:\n        save")],
+        ),
     ],
 )
-def test_other_right_mends_get_the_tick(letter, edits, capsys):
+def test_other_right_mends_get_the_tick(letter, edits, capsys, quick):
+    if letter != "C":
+        quick()
     card = break_after(letter, *edits)
     check.exercise(EXERCISES[card.pile], card)
     said = capsys.readouterr().out
@@ -222,10 +267,42 @@ def draw_and_read(pile, capsys):
     return capsys.readouterr().out
 
 
+UNDER_JOIN = [
+    ("import torch.nn.functional as F\n", "import torch.nn.functional as F\nfrom contextlib import ExitStack\n"),
+    (
+        "        for indices, inputs",
+        "        stack = ExitStack()\n        stack.enter_context(model.join())\n        for indices, inputs",
+    ),
+    ("        took, used", "        stack.close()\n        took, used"),
+]
+AFTER_THE_LOOP = (
+    "        took, used",
+    "        dist.all_reduce(mean := loss.detach() / world_size)\n        took, used",
+)
+IN_THE_LOOP = ("                dist.all_reduce(mean := loss.detach() / world_size)\n", "")
+
+
+RECEIVE, SEND = "        dist.recv(theirs, 1 - rank)\n", "        dist.send(counts, 1 - rank)\n"
+INDENTED = "        if{} rank:\n    {}    {}"
+
+
 @pytest.mark.usefixtures("warm_ranks")
-def test_batches_that_are_dropped_by_the_loader_are_a_right_mend(capsys):
-    check.exercise("6.2", mend("E", ("shuffle=True", "shuffle=True, drop_last=True")))
-    assert "✔ 6.2" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("letter", "edits"),
+    [
+        ("E", [("shuffle=True", "shuffle=True, drop_last=True")]),
+        ("E", UNDER_JOIN),
+        ("P", [IN_THE_LOOP, AFTER_THE_LOOP]),
+        ("P", [("shuffle=True", "shuffle=True, drop_last=True")]),
+        ("O", [("rank == 0)", "False)")]),
+        ("R", [(RECEIVE + SEND, INDENTED.format("", SEND, RECEIVE) + INDENTED.format(" not", RECEIVE, SEND))]),
+    ],
+)
+def test_other_right_changes_get_the_tick(letter, edits, capsys, quick):
+    quick()
+    card = mend(letter, *edits)
+    check.exercise(EXERCISES[card.pile], card)
+    assert f"card {card.number}, mended, runs and is right" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.letter)
@@ -243,11 +320,79 @@ def test_each_other_cause_is_refused_with_the_sign(fault):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.letter)
 def test_a_card_does_not_give_its_fault_away(fault):
     card = draw(fault.letter)
+    assert not card.path.exists() and fault.cause not in repr(card)
+    card.name(fault.letter)
     text = card.path.read_text()
     compile(text, card.path.name, "exec")
     assert text != read_job(fault.job) and fault.cause not in text
     assert fault.letter not in card.path.name.removesuffix(".py").upper().replace("CARD", "")
-    assert fault.cause not in repr(card)
+
+
+def draw_again(card, capsys):
+    """What a new kernel would have: the card as it is drawn, and what it says."""
+    capsys.readouterr()
+    again = draw(card.fault.letter)
+    return again, capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_hint_costs_a_point_and_the_job_another(capsys):
+    card = draw("D")
+    assert card.count_points() == 3 and "cards/" not in draw_again(card, capsys)[1]
+    card.hint()
+    said = capsys.readouterr().out
+    assert card.fault.sign in said and "2 of 3 points left" in said and not card.path.exists()
+    card.hint()
+    said = capsys.readouterr().out
+    assert f"Its job: {card.path}" in said and "1 of 3" in said and card.path.read_text() == card.fault.break_job()
+    card.hint()
+    assert "1 of 3" in capsys.readouterr().out, "there is no more to be said"
+    card.name("D")
+    assert "; 1 of 3 points\n" in capsys.readouterr().out
+    card.hint()
+    assert card.count_points() == 1, "the cause is named"
+
+
+def test_who_has_had_the_hint_with_a_wrong_letter_sees_the_job():
+    card = draw("J")
+    with pytest.raises(NotYetError):
+        card.name("L")
+    card.hint()
+    assert card.path.exists() and card.count_points() == 1
+
+
+def test_a_wrong_letter_costs_a_point_once(capsys):
+    card = draw("K")
+    for letter, left in (("A", 2), ("A", 2), ("Q", 1), ("F", 0), ("L", 0)):
+        with pytest.raises(NotYetError, match=f"{left} of 3 points left"):
+            card.name(letter)
+        assert not card.path.exists()
+    card.name("K")
+    assert "; 0 of 3 points\n" in capsys.readouterr().out
+    with pytest.raises(NotYetError):
+        card.name("A")
+    draw("L").name("L")
+    capsys.readouterr()
+    cards.count_points()
+    assert capsys.readouterr().out == f"Fault cards: 2 of {len(FAULTS)} named, 3 of 6 points\n"
+
+
+def test_who_has_the_job_mended_without_a_cause_has_no_point_left(capsys):
+    card = draw("O")
+    card.solve()
+    assert "-     store.wait(" in capsys.readouterr().out and card.path.exists() and card.count_points() == 0
+    named = draw("N")
+    named.name("N")
+    named.hint()
+    named.solve()
+    assert named.count_points() == 3
+
+
+def test_a_named_card_stays_named(capsys):
+    card = draw("Q")
+    card.name("Q")
+    card.path.unlink()
+    again, said = draw_again(card, capsys)
+    assert again.named and again.path.exists() and said.endswith(f": {card.path}")
 
 
 def test_the_causes_of_the_lab_are_those_of_the_cards(root):
@@ -257,13 +402,13 @@ def test_the_causes_of_the_lab_are_those_of_the_cards(root):
 
 
 def test_what_the_learner_wrote_stays_and_what_solve_wrote_does_not(capsys):
-    card = draw("A")
+    card = mend("A")
     card.path.write_text(card.path.read_text() + "# mine\n")
     assert draw("A").path.read_text().endswith("# mine\n")
     card.solve()
-    said = capsys.readouterr().out
-    assert "+         sampler.set_epoch(epoch)" in said and "Yours is kept: cards/card-3-yours-1.py" in said
-    assert card.path.with_name("card-3-yours-1.py").read_text().endswith("# mine\n")
+    kept, said = card.path.with_name(f"{card.path.stem}-yours-1.py"), capsys.readouterr().out
+    assert "+         sampler.set_epoch(epoch)" in said and f"Yours is kept: {kept}" in said
+    assert kept.read_text().endswith("# mine\n")
     assert card.path.read_text().startswith(read_job("ddp"))
     assert "set_epoch" not in draw("A").path.read_text()
     card.path.write_text(read_job("ddp"))  # as a learner's mend reads who puts the line back
@@ -287,43 +432,60 @@ def test_a_card_s_file_that_cannot_be_read_stays_and_is_named(kind, content):
     for use in (card.solve, lambda: check.exercise("6.3", card)):
         with pytest.raises(LabError) as caught:
             use()
-        assert_explains(caught.value, "cards/card-3.py", "draw the card again")
+        assert_explains(caught.value, str(card.path), "draw the card again")
     assert card.path.lstat() == before and attempts.read_source(card) == ""
 
 
 def test_a_folder_of_cards_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "cards").write_text("mine")
     with pytest.raises(LabError) as caught:
-        cards.draw("stops")
+        draw("C").name("C")
     assert_explains(caught.value, "cannot be written", "cards")
 
 
 def test_a_card_stays_the_same_until_the_next_is_asked_for(capsys):
     first = cards.draw("unmatched")
-    assert capsys.readouterr().out == f"Card {first.number} (2 of 2 left in this pile): {first.path}\n"
+    assert capsys.readouterr().out == f"Card {first.number} (4 of 4 left in this pile)\n"
     first.note_solved()
+    first.path.parent.mkdir()
     first.path.write_text("solved = True\n")
     assert cards.draw("unmatched", seed=0).number == first.number, "a cell that is run again"
     assert "It is solved; the next one: cards.draw('unmatched', 2, seed=0)" in capsys.readouterr().out
     second = cards.draw("unmatched", 2)
-    assert second.number != first.number and "(1 of 2 left" in capsys.readouterr().out
+    assert second.number != first.number and "(3 of 4 left" in capsys.readouterr().out
     second.note_solved()
+    for turn in (3, 4):
+        cards.draw("unmatched", turn).note_solved()
     assert cards.draw("unmatched").path.read_text() == "solved = True\n"
     assert "(all solved)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("turn", [0, 3, -1, 1.5, "2", None])
+@pytest.mark.parametrize("turn", [0, 5, -1, 1.5, "2", None])
 def test_a_card_that_the_pile_does_not_have_is_named(turn):
     with pytest.raises(LabError) as caught:
         cards.draw("unmatched", turn)
-    assert_explains(caught.value, "no card", "from 1 to 2")
+    assert_explains(caught.value, "no card", "from 1 to 4")
 
 
 def test_another_number_is_another_order():
     orders = {tuple(cards.draw(pile, seed=seed).number for pile in PILES) for seed in range(10)}
     assert len(orders) >= 4
     numbers = {draw(letter).number for letter in BY_LETTER}
-    assert numbers == set(range(1, 10))
+    assert numbers == set(range(1, len(FAULTS) + 1))
+
+
+def test_no_card_takes_more_than_two_processes():
+    assert all(nodes * processes <= 2 for fault in FAULTS for nodes, processes in fault.layouts)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_hardest_cards_come_last(seed):
+    for pile in PILES:
+        hard = [
+            cards.draw(pile, turn, seed=seed).fault.hard for turn in range(1, sum(f.pile == pile for f in FAULTS) + 1)
+        ]
+        assert hard == sorted(hard) and not hard[0]
+    assert [fault.letter for fault in FAULTS if fault.hard] == ["P", "Q"]
 
 
 def test_what_is_no_card_is_said():
@@ -397,6 +559,22 @@ def test_a_traceback_that_a_rank_has_printed_is_not_printed_again(fail, capsys, 
     assert result.failure is failure, "the learner's own result has all of it"
 
 
+MODULES = "Extension modules:"
+
+
+def test_a_line_number_has_the_line_of_the_job_beside_it(fail, capsys):
+    code = f"{tempfile.gettempdir()}/card-8jexqshr/node1/code/{64 * 'c'}"
+    dump = f'[rank 1]   File "{code}/script/card-9.py", line 67 in main'
+    module = f'[rank 1]   File "{code}/nodelaunch/node/worker.py", line 67 in main'
+    lost = "[rank 0] card-9.py, line 68: another rank is gone or does not answer"
+    fail([dump, lost, dump.replace("67", "999"), dump.replace(" in", ", in"), module, f"[rank 1] {MODULES} a, b"], None)
+    said = capsys.readouterr().out
+    job = BY_LETTER["C"].break_job().splitlines()
+    assert f"line 67 `{job[66].strip()}` in main" in said and f"line 68 `{job[67].strip()}`: another" in said
+    assert '"card-9.py", line 999 in main' in said and '"card-9.py", line 67, in main' in said
+    assert '"nodelaunch/node/worker.py", line 67 in main' in said and f"{MODULES} …\n" in said
+
+
 @pytest.mark.parametrize("line", ["[rank 0] OSError: no /points.pt", f"[rank 1] {ERROR}!"])
 def test_a_traceback_that_no_rank_has_printed_is_printed(fail, line, capsys):
     fail([line], replace(FAILURE, traceback=TRACEBACK.format("", tempfile.gettempdir())))
@@ -407,5 +585,9 @@ def test_diff_sets_the_right_job_beside_the_learner_s(capsys):
     card = draw("A")
     with pytest.raises(NotYetError):  # no cause was named
         check.exercise("6.3", card)
+    with pytest.raises(LabError):
+        check.diff("6.3")
+    with pytest.raises(NotYetError):
+        check.exercise("6.3", mend("A", SIZES[0][1]))
     assert check.diff("6.3") is None, "it has to be asked for twice"
     assert "sampler.set_epoch(epoch)" in check.diff("6.3").data

@@ -39,9 +39,9 @@ SECOND_HINTS = {
     "5.4": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
     "is divided by their number; one optimizer.step() at the end",
     "6.1": "read the last line of the first traceback, and the line of the job that it names: which rank, on which "
-    "node, and what it wants that is not there",
+    "node, and what it expects there",
     "6.2": "run the card again and write down, for each rank, the line of the job in which it stood; find the call "
-    "that both should have reached, and what kept one of them from it",
+    "that both should have reached, or that one has to make before the other can go on",
     "6.3": "print what the ranks, or the epochs, or one device and several, should have in common, and look where they "
     "do not",
 }

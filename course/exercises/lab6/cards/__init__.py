@@ -1,8 +1,9 @@
 """Fault cards: a small job with one thing wrong, which the learner runs, names the cause of, and mends.
 
-``cards.draw("stops")`` writes the broken job into ``cards/`` beside the notebook; ``card.run()`` runs it on two
-nodes of this machine, on the CPU, so that the symptom is the same everywhere; ``card.name("C")`` says whether that is
-the cause; ``check.exercise("6.1", card)`` runs what the learner made of the file.
+``cards.draw("stops")`` draws a card; ``card.run()`` runs its job on two nodes of this machine, on the CPU, so that the
+symptom is the same everywhere; ``card.name("C")`` says whether that is the cause, and then writes the job into
+``cards/`` beside the notebook; ``check.exercise("6.1", card)`` runs what the learner made of the file. A card is worth
+three points: a wrong letter costs one, and so does ``card.hint()``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import difflib
 import hashlib
 import itertools
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,10 +25,10 @@ from course.exercises.lab6.cards.faults import FAULTS, PILES, Fault, read_job
 from lab_common import LabError
 from lab_common.files import read_bounded, write_atomically
 
-RANKS = 2
 # Longer than an operation of these jobs takes on a busy laptop.
 HANG_SECONDS = 20
 SHOWN = "# Written by card.solve().\n"
+POINTS = 3  # of a card whose cause was named at once
 
 
 @dataclass
@@ -34,9 +36,9 @@ class Card:
     """A card: its number, the file that the learner mends, and whether the cause was named.
 
     Attributes:
-        number: 1 to 9, the same for everybody.
+        number: From 1, the same for everybody.
         pile: Which pile it is from.
-        path: The job, relative to the notebook's folder.
+        path: The job, relative to the notebook's folder; the file is there once the cause is named.
         fault: What is wrong.
         named: Whether the learner has named the cause.
     """
@@ -48,18 +50,18 @@ class Card:
     named: bool = False
 
     def run(self) -> launch.JobResult:
-        """Runs the job as it stands in the file, shows what it prints, and says how it ended.
+        """Runs the job as it is, shows what it prints, and says how it ended.
 
         Returns:
             The result, with the failure in it; a failed job does not raise.
         """
         from IPython.display import display
 
-        shown = []
+        shown, job = [], self._read_as_it_is()
 
         def show(line: str) -> None:
             shown.append(line)
-            print(_shorten(line))
+            print(_shorten(_quote_lines(line, job)))
 
         result = self.start(show=show)
         if result.failure:
@@ -70,13 +72,21 @@ class Card:
         return result
 
     def start(
-        self, *, show: bool | Callable[[str], None] = False, processes: int = 1, prepare: float = 1
+        self,
+        *,
+        show: bool | Callable[[str], None] = False,
+        layout: tuple[int, int] | None = None,
+        prepare: float = 1,
     ) -> launch.JobResult:
-        """Runs the job as it stands in the file, with some processes per node and seconds for its preparation."""
-        nodes = RANKS if self.fault.job == "ddp" else 1
+        """Runs the job as it is, on so many nodes, with so many processes on each and seconds to prepare the data."""
+        nodes, processes = layout or self.fault.layouts[0]
         with tempfile.TemporaryDirectory(prefix="card-", ignore_cleanup_errors=True) as folder:
+            path = self.path
+            if not path.exists():  # the learner has not named the cause yet, and does not see the job
+                path = Path(folder, "drawn", path.name)
+                _write(path, self.fault.break_job())
             job = launch.TorchrunJob(
-                self.path,
+                path,
                 [folder],
                 nodes=launch.local_nodes(nodes, folder=folder),
                 nproc_per_node=processes,
@@ -88,32 +98,55 @@ class Card:
             return job.run(check=False, force=True, show=show)
 
     def name(self, letter: str) -> None:
-        """Says whether this is the cause, by its letter in the lab's list.
+        """Says whether this is the cause, by its letter in the lab's list; if it is, opens the job.
 
         Raises:
-            NotYetError: It is another one; the hint says where to look.
+            NotYetError: It is another one, which costs a point; the hint says where to look.
             LabError: There is no such letter.
         """
         causes = {fault.letter: fault.cause for fault in FAULTS}
         if letter not in causes:
             fix = f"one of the letters {', '.join(causes)}, in quotes"
             raise LabError(f"There is no cause {letter!r:.40}.", where="card.name", cause="a slip in it", fix=fix)
+        diagnosis, right = self._read_diagnosis(), letter == self.fault.letter
+        if not diagnosis.solved and (right or letter != diagnosis.answer):  # a cell that is run again costs nothing
+            attempts.note(self._diagnosis, "right" if right else "wrong", letter)
         expect(
-            letter == self.fault.letter,
-            f"the cause of card {self.number}",
+            right,
+            f"the cause of card {self.number}: {self.count_points()} of {POINTS} points left",
             yours=f"{letter}: {causes[letter]}",
             expected="the cause that explains what each rank printed, and where it stood",
             hint=self.fault.sign,
         )
         self.named = True
-        print(f"✔ card {self.number}: {letter}, {self.fault.cause}")
+        print(f"✔ card {self.number}: {letter}, {self.fault.cause}; {self.count_points()} of {POINTS} points")
+        self._open()
+
+    def hint(self) -> None:
+        """Says where to look, for a point; who knows that already sees the job before its cause is named."""
+        diagnosis = self._read_diagnosis()
+        print(f"Card {self.number}: {self.fault.sign}.")
+        if not (self.named or self.path.exists()):
+            attempts.note(self._diagnosis, "asked")
+            if diagnosis.asked or diagnosis.tries:
+                self._open()
+        print(f"{self.count_points()} of {POINTS} points left")
+
+    def count_points(self) -> int:
+        """Returns how many points naming the cause has brought, or still brings."""
+        diagnosis = self._read_diagnosis()
+        return max(0, POINTS - diagnosis.tries - diagnosis.asked)
 
     def solve(self) -> None:
         """Mends the job in the learner's place, for who wants to see it; prints the lines that change.
 
-        What the learner had changed is kept beside it, under another name.
+        What the learner had changed is kept beside it, under another name. Where the cause is not named yet, no point
+        is left.
         """
-        found, right = self.read(), read_job(self.fault.job) + SHOWN
+        if not self.named:
+            for _ in range(self.count_points()):
+                attempts.note(self._diagnosis, "asked")
+        found, right = self._read_as_it_is(), read_job(self.fault.job) + SHOWN
         for line in difflib.ndiff(found.splitlines(), right.splitlines()):
             if line[0] in "+-" and line[2:].strip():
                 print(line)
@@ -123,6 +156,23 @@ class Card:
             _write(kept, found)
             print(f"Yours is kept: {kept}")
         _write(self.path, right)
+
+    @property
+    def _diagnosis(self) -> str:
+        return f"card {self.number} cause"
+
+    def _read_diagnosis(self) -> attempts.Standing:
+        return attempts.read_standings().get(self._diagnosis, attempts.Standing())
+
+    def _open(self) -> None:
+        """Writes the job where the learner mends it, unless it is there already."""
+        if not self.path.exists():
+            _write(self.path, self.fault.break_job())
+        print(f"Its job: {self.path}")
+
+    def _read_as_it_is(self) -> str:
+        """The job as it would run now."""
+        return self.read() if self.path.exists() else self.fault.break_job()
 
     def read(self) -> str:
         """Returns the job as it stands in the file.
@@ -142,7 +192,7 @@ class Card:
 
 
 def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
-    """Draws a card, and writes its job into ``cards/`` beside the notebook.
+    """Draws a card.
 
     Run again, it draws the same card: so may a cell be.
 
@@ -161,8 +211,8 @@ def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
         fix = f"one of {', '.join(map(repr, PILES))}"
         raise LabError(f"There is no pile {pile!r:.40}.", where="cards.draw", cause="a slip in its name", fix=fix)
     standings = attempts.read_standings()
-    cards = [Card(_number(fault), pile, Path("cards", f"card-{_number(fault)}.py"), fault) for fault in FAULTS]
-    cards = sorted((card for card in cards if card.fault.pile == pile), key=lambda card: _shuffle(seed, card.number))
+    cards = [card for card in _list_cards() if card.pile == pile]
+    cards.sort(key=lambda card: (card.fault.hard, _shuffle(seed, card.number)))
     if turn not in range(1, len(cards) + 1):
         fix = f"a number from 1 to {len(cards)}"
         raise LabError(f"This pile has no card {turn!r:.40}.", where="cards.draw", cause="a slip in turn", fix=fix)
@@ -172,18 +222,29 @@ def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
     shown = False
     with contextlib.suppress(LabError):  # what cannot be read is not ours either
         shown = card.path.exists() and card.read() == read_job(card.fault.job) + SHOWN
-    if not card.path.exists() or (shown and not done):
+    card.named = card._read_diagnosis().solved
+    if (card.named and not card.path.exists()) or (shown and not done):
         _write(card.path, card.fault.break_job())
     left = "all solved" if all(solved) else f"{solved.count(False)} of {len(cards)} left in this pile"
-    print(f"Card {card.number} ({left}): {card.path}")
+    print(f"Card {card.number} ({left})" + (f": {card.path}" if card.path.exists() else ""))
     if done and not all(solved):
         print(f"It is solved; the next one: cards.draw({pile!r}, {solved.index(False) + 1}, seed={seed!r})")
     return card
 
 
+def count_points() -> None:
+    """Prints how many points the named cards have brought."""
+    points = [card.count_points() for card in _list_cards() if card._read_diagnosis().solved]
+    print(f"Fault cards: {len(points)} of {len(FAULTS)} named, {sum(points)} of {POINTS * len(points)} points")
+
+
+def _list_cards() -> list[Card]:
+    return [Card(_number(fault), fault.pile, Path("cards", f"card-{_number(fault)}.py"), fault) for fault in FAULTS]
+
+
 def _number(fault: Fault) -> int:
     """The number on the card: it must not give the letter away."""
-    order = sorted(FAULTS, key=lambda one: _shuffle("deck", one.letter))
+    order = sorted(FAULTS, key=lambda one: _shuffle("cards", one.letter))
     return order.index(fault) + 1
 
 
@@ -203,16 +264,26 @@ def _leave_out_shown(failure: launch.Failure, shown: list[str]) -> launch.Failur
     return replace(failure, **texts, consequences=others)
 
 
+def _quote_lines(text: str, job: str) -> str:
+    """Sets the line of the job beside its number where Python's own traceback does not."""
+    lines = ["", *map(str.strip, job.splitlines())]
+    place = r'(?<=card-)(\d+\.py"?, line (\d+))(?= in \w+$|: )'
+    return re.sub(
+        place, lambda found: f"{found[1]} `{lines[int(found[2])]}`" if int(found[2]) < len(lines) else found[1], text
+    )
+
+
 def _shorten(text: str) -> str:
-    """Leaves out where Python, its packages and the job's folder lie, which is long and tells nothing."""
+    """Leaves out where Python, its packages and the job's folder lie, and what is loaded: long, and tells nothing."""
     for place in (sys.prefix, sys.base_prefix, tempfile.gettempdir()):
         text = text.replace(place, "…")
-    return text
+    text = re.sub(r"(?<=Extension modules: ).+", "…", text)
+    return re.sub(r"…/card-\w+/node\d+/code/[0-9a-f]{64}/(script/)?", "", text)
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(path) as file:
             file.write(text.encode())
     except OSError as error:

@@ -18,12 +18,37 @@ import nodelaunch as launch
 POINTS, BATCH_SIZE, EPOCHS = 257, 16, 3
 
 
+class Classifier(torch.nn.Module):
+    """Two layers; returns the score of each class for each point."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        """Scores, shape (N, 2), of points, shape (N, 2)."""
+        return self.layers(points)
+
+
 def prepare(folder: Path) -> None:
     """Writes the points to a disk that all nodes see, as a download would: slowly."""
     time.sleep(float(os.environ.get("SECONDS_TO_PREPARE", "1")))
     points = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(0))
     torch.save((points, (points.norm(dim=1) > 1.2).long()), folder / "draft.pt")
     (folder / "draft.pt").rename(folder / "points.pt")  # all of it at once
+
+
+def save(model: torch.nn.Module, folder: Path) -> None:
+    """Writes a checkpoint to that disk, slowly; whoever reads it never finds half of one."""
+    torch.save(model.state_dict(), folder / "model.tmp")
+    time.sleep(0.3)
+    (folder / "model.tmp").rename(folder / "model.pt")
+
+
+def digest(model: torch.nn.Module) -> str:
+    """A checksum of the weights, to compare with those of other ranks."""
+    weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(weights).hexdigest()[:8]
 
 
 def main() -> None:
@@ -46,19 +71,22 @@ def main() -> None:
     loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)
 
     torch.manual_seed(0)
-    layers = torch.nn.Linear(2, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2)
-    model = DDP(torch.nn.Sequential(*layers).to(device))
+    model = DDP(Classifier().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    passed = []  # how many points went through the network on this rank
+    model.module.register_forward_hook(lambda _, inputs, __: passed.append(len(inputs[0])))
 
     orders, own, accuracies = [], [], []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         orders.append([])
+        began, used = time.perf_counter(), time.thread_time()
         for indices, inputs, targets in loader:
             orders[epoch] += indices.tolist()
             optimizer.zero_grad()
             F.cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
             optimizer.step()
+        took, used = time.perf_counter() - began, time.thread_time() - used
 
         # Each rank looks at its part of all points.
         mine = slice(rank * POINTS // world_size, (rank + 1) * POINTS // world_size)
@@ -68,16 +96,20 @@ def main() -> None:
         own.append(counts.tolist())
         dist.all_reduce(counts)
         accuracies.append(counts[0].item() / counts[1].item())
-        print(f"epoch {epoch} began with the points {orders[epoch][:4]}; accuracy {accuracies[epoch]:.3f}", flush=True)
+        words = f"accuracy {accuracies[epoch]:.3f}; weights {digest(model)}; computed {used:.3f} of {took:.3f} s"
+        print(f"epoch {epoch}: first points {orders[epoch][:4]}; {words}", flush=True)
 
-    weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
+    if rank == 0:
+        save(model.module, folder)
     launch.report(
         {
             "orders": orders,
             "own": own,
             "accuracies": accuracies,
             "device": str(device),
-            "weights": hashlib.sha256(weights).hexdigest(),
+            "weights": digest(model),
+            "passed": sum(passed),
+            "saved": (folder / "model.pt").exists(),
         }
     )
     dist.destroy_process_group()

@@ -21,7 +21,9 @@ class Fault:
         sign: What in the symptom points to it; the hint of who named another one.
         mend: What to do about it; the hint of who has named it and not yet mended it.
         edits: Pairs of what stands in the right job and what stands in the broken one.
-        processes: Processes per node on which the mended job is tried.
+        layouts: Nodes, and processes per node, on which the mended job is tried, one after the other; the broken one
+            runs on the first. Two processes in all, so that no card takes more memory than another.
+        hard: Whether it is drawn after the others of its pile.
     """
 
     letter: str
@@ -31,7 +33,8 @@ class Fault:
     sign: str
     mend: str
     edits: tuple[tuple[str, str], ...]
-    processes: int = 1
+    layouts: tuple[tuple[int, int], ...] = ((2, 1),)
+    hard: bool = False
 
     def break_job(self) -> str:
         """Returns the text of the job with this fault in it."""
@@ -89,8 +92,8 @@ FAULTS = (
         "D",
         "unmatched",
         "ddp",
-        "a collective stands where only rank 0 comes by",
-        "see in which line each rank stood: one is in a collective that the other never calls",
+        "only rank 0 calls a collective",
+        "one rank has printed the epoch, and the other waits in a line before that: did both ranks call it?",
         "take the collective out of the `if`: every rank has to call it, and needs the sum",
         (
             (
@@ -104,7 +107,7 @@ FAULTS = (
         "unmatched",
         "ddp",
         "a rank has one batch more than the other",
-        "see in which line each rank stood: one still trains, the other has finished the epoch",
+        "no rank has printed the epoch: one has finished its batches, and the other still trains",
         "equally many batches for every rank: drop_last=True, of a DistributedSampler or of the DataLoader",
         (
             (
@@ -137,7 +140,7 @@ FAULTS = (
             (', int(os.environ["LOCAL_RANK"])', ""),
             ("rank, world_size, local_rank = ", "rank, world_size = "),
         ),
-        processes=2,
+        layouts=((2, 1), (1, 2)),
     ),
     Fault(
         "H",
@@ -153,12 +156,13 @@ FAULTS = (
                 "        loss = torch.stack([F.cross_entropy(scores, wanted) for scores, wanted in chunks]).mean()\n",
             ),
         ),
+        layouts=((1, 1),),
     ),
     Fault(
         "I",
         "wrong",
         "dp",
-        "a replica keeps count in an attribute, and is thrown away with it",
+        "a replica counts in an attribute, which is lost with the replica",
         "what the forward pass counts is 0 afterwards, whatever it has seen",
         "count outside of forward, for instance len(inputs) in the loop: replicas live for one forward pass",
         (
@@ -173,6 +177,152 @@ FAULTS = (
             ("    gaps, seen = [], 0\n", "    gaps = []\n"),
             ("        seen += len(inputs)\n", ""),
             ('    print(f"{seen} of', '    seen = parallel.module.seen\n    print(f"{seen} of'),
+        ),
+        layouts=((1, 1),),
+    ),
+    Fault(
+        "J",
+        "stops",
+        "ddp",
+        "a layer takes no part in the loss, and DDP waits for its gradients",
+        "both ranks stop at the same line, in their second step: what has not finished, and for which parameters?",
+        "remove the layer, or use it in forward; where neither is possible, DDP(..., find_unused_parameters=True)",
+        (
+            (
+                "torch.nn.Linear(32, 2))\n",
+                "torch.nn.Linear(32, 2))\n        self.radius = torch.nn.Linear(2, 1)  # to guess the distance, too\n",
+            ),
+        ),
+    ),
+    Fault(
+        "K",
+        "wrong",
+        "ddp",
+        "no sampler divides the points: every rank trains on all of them",
+        "compare the points of the two ranks in one epoch",
+        "DistributedSampler(dataset, drop_last=True), told the epoch: each point on one rank, and on no other",
+        (
+            (_SAMPLER, "    loader = DataLoader(dataset, BATCH_SIZE, shuffle=True)\n"),
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, TensorDataset"),
+        ),
+    ),
+    Fault(
+        "L",
+        "wrong",
+        "ddp",
+        "the forward pass goes around DDP, so that no gradient is averaged",
+        "compare the weights of the two ranks after each epoch",
+        "train through the wrapper, model(inputs): only its forward pass makes backward() average the gradients",
+        (("F.cross_entropy(model(inputs", "F.cross_entropy(model.module(inputs"),),
+    ),
+    Fault(
+        "M",
+        "wrong",
+        "ddp",
+        "one rank has more to compute in each step, and the other waits for it",
+        "compare how long each rank took for an epoch, and how much of that time it computed",
+        "take the extra work out of the steps: the accuracy is measured after each epoch, by all ranks together",
+        (
+            (
+                "            optimizer.step()\n",
+                "            optimizer.step()\n"
+                "            if rank == 0:  # how good is it by now?\n"
+                "                scores = [model.module(point.to(device)) for point in points]\n"
+                "                now = (torch.stack(scores).argmax(1).cpu() == labels).float().mean()\n",
+            ),
+        ),
+    ),
+    Fault(
+        "N",
+        "stops",
+        "ddp",
+        "every rank saves the checkpoint, all into the same file",
+        "the training is over, and one rank fails: its file was there a moment ago. Who else knows that name?",
+        "one rank saves: `if rank == 0`. The ranks have the same weights, so that one checkpoint is all",
+        (("    if rank == 0:\n        save(model", "    save(model"),),
+    ),
+    Fault(
+        "O",
+        "stops",
+        "ddp",
+        "the job opens a server on a port on which another process already listens",
+        "one error names a port, and the other one only a lost connection: who listens on MASTER_PORT?",
+        "use the server that torchrun has, or none: dist.barrier() lets the others wait, too. Another number is a bet",
+        (
+            (
+                "    if rank == 0:\n        prepare(folder)\n    dist.barrier()\n",
+                "    # Rank 0 tells the others when the points are there.\n"
+                '    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])\n'
+                "    store = dist.TCPStore(address, port, world_size, is_master=rank == 0)\n"
+                "    if rank == 0:\n"
+                "        prepare(folder)\n"
+                '        store.set("prepared", "yes")\n'
+                '    store.wait(["prepared"])\n',
+            ),
+        ),
+    ),
+    Fault(
+        "P",
+        "unmatched",
+        "ddp",
+        "the job calls a collective of its own inside Join, which answers DDP's only",
+        "one traceback names Join: which collectives does it answer for a rank that has no batch left?",
+        "take your all_reduce out of the loop, or give every rank equally many batches: Join answers for DDP alone",
+        (
+            (
+                _SAMPLER,
+                "    mine = Subset(dataset, range(rank, POINTS, world_size))\n"
+                "    loader = DataLoader(mine, BATCH_SIZE, shuffle=True)\n",
+            ),
+            ("        sampler.set_epoch(epoch)\n", ""),
+            ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, Subset, TensorDataset"),
+            ("from torch.nn.parallel", "from torch.distributed.algorithms.join import Join\nfrom torch.nn.parallel"),
+            (
+                """        for indices, inputs, targets in loader:
+            orders[epoch] += indices.tolist()
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs.to(device)), targets.to(device)).backward()
+            optimizer.step()
+""",
+                """        with Join([model]):  # a rank with fewer batches takes part in the last steps of the others
+            for indices, inputs, targets in loader:
+                orders[epoch] += indices.tolist()
+                optimizer.zero_grad()
+                loss = F.cross_entropy(model(inputs.to(device)), targets.to(device))
+                loss.backward()
+                optimizer.step()
+                dist.all_reduce(mean := loss.detach() / world_size)
+""",
+            ),
+        ),
+        hard=True,
+    ),
+    Fault(
+        "Q",
+        "wrong",
+        "ddp",
+        "each rank's sampler has a seed of its own, so that the parts overlap",
+        "count the different points that all ranks together had in one epoch",
+        "one seed for the samplers of all ranks: each takes its part of the same order",
+        (("DistributedSampler(dataset, drop_last=True)", "DistributedSampler(dataset, seed=rank, drop_last=True)"),),
+        hard=True,
+    ),
+    Fault(
+        "R",
+        "unmatched",
+        "ddp",
+        "each rank waits to receive before it sends",
+        "both ranks wait in the same line: what has to happen on the other rank before that line can end?",
+        "dist.all_reduce(counts); or one rank sends first, and the other one receives first",
+        (
+            (
+                "        dist.all_reduce(counts)\n",
+                "        theirs = torch.zeros_like(counts)\n"
+                "        dist.recv(theirs, 1 - rank)\n"
+                "        dist.send(counts, 1 - rank)\n"
+                "        counts += theirs\n",
+            ),
         ),
     ),
 )
