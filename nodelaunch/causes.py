@@ -32,6 +32,11 @@ KNOWN = (
         "leave interface= to the preflight, which takes the one on the route between the nodes",
     ),
     (
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "another program on that node has this port",
+        "another port, or 0, which takes a free one",
+    ),
+    (
         r"invalid device ordinal",
         "the node has fewer GPUs than processes, and each takes the GPU of its LOCAL_RANK",
         "nproc_per_node= at most the number of GPUs that each node has",

@@ -17,7 +17,7 @@ from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.causes import look_up
-from nodelaunch.node.errors import find_full_disk, name_full_disk
+from nodelaunch.node.errors import failed_as_consequence, find_full_disk, name_full_disk
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 FULL = "No space left on device"
@@ -366,3 +366,12 @@ def test_to_stop_a_job_from_a_shell_that_seems_to_be_its_own_spares_the_shell(ro
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_port_in_use_is_a_cause_and_no_echo():
+    taken = (
+        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
+        "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
+    )
+    assert not failed_as_consequence(taken) and "another program" in look_up(taken)[0]
+    assert failed_as_consequence("torch.distributed.DistNetworkError: Connection closed by peer")

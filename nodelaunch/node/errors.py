@@ -74,11 +74,13 @@ FOLLOWED = re.compile(
 
 # Whose words they have to be: a script's own URLError, "Connection refused", is a cause.
 OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
+# Of a store that a script opens itself: a cause, though torch raises the same error.
+TAKEN = re.compile(r"EADDRINUSE|address already in use")
 
 
 def failed_as_consequence(message: str) -> bool:
     """Whether an error says no more than that another rank is gone or does not answer."""
-    return bool(OF_TORCH.match(message) and FOLLOWED.search(message))
+    return bool(OF_TORCH.match(message) and FOLLOWED.search(message) and not TAKEN.search(message))
 
 
 def shorten_gloo(message: str) -> str:
