@@ -2,6 +2,7 @@
 
 import json
 from functools import partial
+from itertools import product
 
 import matplotlib as mpl
 import pytest
@@ -204,3 +205,27 @@ def test_the_parts_are_timed_and_computed_as_before(run_cells, gpus):
     assert torch.allclose(model(images), net(images))
     parts = ["scatter", "replicate", "forward", "gather"] if not gpus or GPUS > 1 else ["scatter"]
     assert [row["phase"] for row in model.timeline.as_rows()] == parts
+
+
+def train_by_script(root, how, *arguments):
+    """What each rank of ``train_parallel.py`` reports, in the order of the ranks."""
+    script = root / "notebooks" / "scripts" / "train_parallel.py"
+    command = ["--how", how, "--batch-size", 16, "--steps", 4, *arguments]
+    job = launch.TorchrunJob(script, command, nodes=launch.local_nodes(1), nproc_per_node=1 + (how == "ddp"))
+    return job.run(show=False, force=True).results
+
+
+def test_the_three_set_ups_train_alike_but_for_batch_norms_halves(root):
+    """With stored statistics all three agree; with the batch's own DP and DDP do, whose devices get the same halves."""
+    one, *others = (train_by_script(root, how, "--frozen-bn")[0] for how in ("single", "dp", "ddp"))
+    dp, ddp = (train_by_script(root, how)[0] for how in ("dp", "ddp"))
+    whole = train_by_script(root, "single", "--steps", 0, "--seconds", 0.2)[0]
+    for what in ("loss", "accuracy"):
+        for other in others:
+            assert other[what] == pytest.approx(one[what], abs=1e-4)
+        assert ddp[what] == pytest.approx(dp[what], abs=1e-4)
+    assert abs(whole["loss"][0] - dp["loss"][0]) > 1e-3, "BatchNorm did not see the whole batch"
+    assert len(ddp["loss"]) == 4 and len(ddp["ends"]) == 5 and ddp["ends"] == sorted(ddp["ends"])
+    assert len(whole["peaks"]) == GPUS
+    # Without a number of steps the one process stops when its seconds are over.
+    assert whole["ends"][-1] - whole["ends"][0] > 0.2 >= whole["ends"][-2] - whole["ends"][0]
