@@ -46,7 +46,8 @@ def test_the_gradients_equal_one_devices(count, batch, net):
 @pytest.mark.parametrize("way", ["no copies", "a backward in each thread"])
 def test_so_do_those_of_a_step_with_one_thing_changed(way, batch):
     one = models.build("tiny").eval().double()
-    several, before = copy.deepcopy(one), torch.get_num_threads()
+    several, before, seen = copy.deepcopy(one), torch.get_num_threads(), []
+    several.register_forward_hook(lambda module, *_: seen.append(module is several))
     images, labels = make_batch(batch, dtype=torch.float64)
     right, _ = leave_gradients(one, one, images, labels)
     if way == "no copies":
@@ -57,6 +58,7 @@ def test_so_do_those_of_a_step_with_one_thing_changed(way, batch):
         found = torch.cat([parameter.grad.flatten() for parameter in several.parameters()])
         moved = [a.flatten() - b.flatten() for a, b in zip(one.parameters(), several.parameters(), strict=True)]
         assert torch.allclose(torch.cat(moved), right, atol=1e-12), "the optimizer made a step"
+    assert seen == [way == "no copies"] * min(batch, 2)
     assert (found - right).abs().max() < 1e-12 * right.abs().max()
     assert torch.get_num_threads() == before
 
