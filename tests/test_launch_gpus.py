@@ -336,7 +336,12 @@ def list_starts(path):
 def test_each_script_for_gpus_names_its_gpu(root):
     scripts = [path for path in (root / "notebooks" / "scripts").glob("*.py") if '"nccl' in path.read_text()]
     scripts += [path for path in (root / "notebooks" / "scripts").glob("*.py") if "cuda:nccl" in path.read_text()]
-    assert {path.name for path in scripts} >= {"train_ddp.py", "measure_step.py", "compare_parallel.py"}
+    assert {path.name for path in scripts} >= {
+        "train_ddp.py",
+        "measure_step.py",
+        "compare_parallel.py",
+        "train_parallel.py",
+    }
     for path in scripts:
         assert all("device_id=" in call for call in list_starts(path)), path
 

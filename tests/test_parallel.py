@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lab_common import LabError
 from lab_utils import models
-from lab_utils.parallel import CpuDataParallel
+from lab_utils.parallel import CpuDataParallel, InThreads, note_phases, step_in_threads
 
 GPUS = torch.cuda.device_count()
 
@@ -40,6 +40,49 @@ def test_the_gradients_equal_one_devices(count, batch, net):
     gradients, same = leave_gradients(CpuDataParallel(several, count), several, images, labels)
     assert (gradients - right).abs().max() < 1e-12 * right.abs().max()
     assert (loss - same).abs() < 1e-12
+
+
+@pytest.mark.parametrize("batch", [1, 6, 7])
+@pytest.mark.parametrize("way", ["no copies", "a backward in each thread"])
+def test_so_do_those_of_a_step_with_one_thing_changed(way, batch):
+    one = models.build("tiny").eval().double()
+    several, before, seen = copy.deepcopy(one), torch.get_num_threads(), []
+    several.register_forward_hook(lambda module, *_: seen.append(module is several))
+    images, labels = make_batch(batch, dtype=torch.float64)
+    right, _ = leave_gradients(one, one, images, labels)
+    if way == "no copies":
+        found, _ = leave_gradients(InThreads(several, 2), several, images, labels)
+    else:
+        optimizer = torch.optim.SGD(several.parameters(), lr=1.0)
+        step_in_threads(CpuDataParallel(several, 2), images, labels, optimizer)
+        found = torch.cat([parameter.grad.flatten() for parameter in several.parameters()])
+        moved = [a.flatten() - b.flatten() for a, b in zip(one.parameters(), several.parameters(), strict=True)]
+        assert torch.allclose(torch.cat(moved), right, atol=1e-12), "the optimizer made a step"
+    assert seen == [way == "no copies"] * min(batch, 2)
+    assert (found - right).abs().max() < 1e-12 * right.abs().max()
+    assert torch.get_num_threads() == before
+
+
+def test_the_phases_of_each_copy_are_noted_with_their_threads():
+    """Also of copies that are made after the hooks."""
+    net = models.build("tiny")
+    rows, images = note_phases(net), make_batch(4)[0].requires_grad_()
+    copies = [copy.deepcopy(net) for _ in range(2)]
+    outputs = [one(images) for one in copies]
+    sum(output.sum() for output in outputs).backward()
+    assert len({key for key, _ in rows}) == 2
+    assert [row["phase"] for _, row in rows] == ["forward"] * 2 + ["backward"] * 2
+    assert all(row["start"] < row["end"] and row["thread"] == threading.get_ident() for _, row in rows)
+
+
+def test_each_thread_runs_its_own_backward():
+    net, threads, meeting = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10)), [], threading.Barrier(2)
+    # Else one thread might do both, in turn.
+    net.register_forward_hook(lambda module, args, output: output + 0 * meeting.wait(10))
+    net.register_full_backward_pre_hook(lambda *_: threads.append(threading.get_ident()))
+    images, labels = make_batch(4)
+    step_in_threads(CpuDataParallel(net, 2), images, labels, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert len({*threads} - {threading.get_ident()}) == 2
 
 
 def test_each_image_goes_through_one_replica_in_a_thread_of_its_own():
