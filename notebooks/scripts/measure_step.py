@@ -58,7 +58,8 @@ def measure_step(net_name, stem, batch_size, measure, device):
     net = models.build(net_name, num_classes=10, stem=stem).to(device)
     model = DDP(net)  # shares the parameters of the bare network
     batch = torch.randn(batch_size, 3, 32, 32, device=device), torch.randint(0, 10, (batch_size,), device=device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+    # No momentum: two processes have to fit beside a notebook.
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
 
     def make_step(network, ranks):
         def step():
