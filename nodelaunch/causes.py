@@ -32,7 +32,7 @@ KNOWN = (
         "leave interface= to the preflight, which takes the one on the route between the nodes",
     ),
     (
-        r"EADDRINUSE|[Aa]ddress already in use",
+        r"EADDRINUSE|(?i:address already in use)",
         "another program on that node has this port",
         "another port, or 0, which takes a free one",
     ),
