@@ -21,6 +21,9 @@ if "JUPYTERHUB_API_TOKEN" not in os.environ:
     c.ServerApp.allow_remote_access = True
     c.ServerApp.trust_xheaders = True
 c.FileContentsManager.delete_to_trash = False
+# Where the server has no terminal itself, it would start login shells, and Debian's /etc/profile takes the labs' Python
+# (and torchrun) out of PATH.
+c.ServerApp.terminado_settings = {"shell_command": ["/bin/bash"]}
 
 # On demand at /tensorboard/, behind the server's own token; ends with the server.
 c.ServerProxy.servers = {
