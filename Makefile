@@ -23,6 +23,8 @@ export TORCH TORCH_CPU_INDEX
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
 # ten times slower than one, and sums of floats differ with the number of threads. `make lab` leaves the choice to you.
 test test-system drills fuzz checks notebooks reference bench: export OMP_NUM_THREADS := 1
+# Each of the processes that share the tests would compile all of them anew, where a shell forbids to keep that.
+test test-system drills fuzz checks: export PYTHONDONTWRITEBYTECODE :=
 # What is stored in the notebooks, and compared, is the small scale on the drawn data set.
 test test-system drills fuzz: export LAB_SCALE := small
 # END: not in a release

@@ -27,8 +27,8 @@ class CpuDataParallel(nn.DataParallel):
 
     ``forward`` and ``replicate`` are torch's own, and so is what becomes of attributes, buffers and gradients. Only
     what copies between GPUs is replaced by copies in memory: scatter, gather, the copying of weights, and the threads.
-    As on GPUs, replica 0 shares the memory of the module that is wrapped. Unlike there, the backward passes of the
-    replicas run one after the other, since autograd has one thread for the CPU and one for each GPU.
+    As on GPUs, replica 0 shares the memory of the module that is wrapped. Unlike there, one thread runs the backward of
+    all replicas, layer by layer in turn, since autograd has one thread for the CPU and one for each GPU.
 
     Args:
         module: The module to replicate; its ``forward`` takes one tensor and returns one.

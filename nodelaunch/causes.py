@@ -17,7 +17,7 @@ KNOWN = (
         "num_workers=0, or start the container with --shm-size=2g",
     ),
     (
-        r"appears not to match sizes of the same param",
+        r"appears not to match sizes of the same param|DDP expects same model across all ranks",
         "the ranks built different models",
         "build the model from the same arguments on every rank",
     ),

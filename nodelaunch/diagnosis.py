@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 from pathlib import Path
 
 from nodelaunch.causes import look_up
@@ -20,7 +21,9 @@ OWN = r"[^\"]*/(?:code/[0-9a-f]{64}/script|work/[\w.-]+-[0-9a-f]{6})/"
 OWN_FRAME = re.compile(rf'\s*File "({OWN}[^"]*)", line (\d+)')
 OWN_FOLDER = re.compile(rf'(File "){OWN}')
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
-DEAD_MEMORY = "out of memory, as a rule: Linux ends the process that takes most (sudo dmesg | tail says so)"
+DEAD_MEMORY = (
+    "often Linux's out-of-memory killer (`sudo dmesg | tail` then says so); else a `kill -9`, or the scheduler"
+)
 
 
 def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | None:
@@ -135,7 +138,12 @@ def _describe_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
         if error.get("silent"):
             cause = f"it ended before the script began: {_find_last_line(state, rank)[:200]}"
     said = message.strip().splitlines()[0] if message.strip() else kind
-    verb = "was " if kind == "signal" else "failed first: "
+    later = [other for other in errors if other["rank"] != rank]
+    # torchrun ends the other ranks of its node by SIGTERM.
+    own = [other for other in later if _is_own(other) and other.get("code") != -signal.SIGTERM]
+    # An exception says more than an abort, and is named before one that was heard of earlier.
+    first = error["at"] <= min((other["at"] for other in own), default=math.inf)
+    verb = "was " if kind == "signal" else "failed first: " if first else "failed: "
     return Failure(
         kind=kind,
         what=_shorten(f"Rank {rank} on {error['node']} {verb}{said}"),
@@ -146,7 +154,8 @@ def _describe_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
         traceback=error["traceback"],
         cause=cause,
         fix=fix or "mend the script at the line that the traceback names, then run the job again",
-        consequences={other["rank"]: _shorten_message(other) for other in errors if other["rank"] != rank},
+        consequences={other["rank"]: _shorten_message(other) for other in later if other not in own},
+        others={other["rank"]: _shorten_message(other) for other in own},
         stacks=state.stacks,
     )
 
@@ -181,15 +190,7 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
     if heard["kind"] == "hang" or WAITED.search(text):
         if silent := [rank for rank in sorted(set(state.ranks) - waiting) if not _waits(state, rank)]:
             return _describe_silent(state, silent[0], errors, common)
-        return Failure(
-            "hang",
-            _shorten(f"The ranks wait for each other: rank {heard['rank']} on {heard['node']} was stuck first."),
-            rank=heard["rank"],
-            node=heard["node"],
-            cause="a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network",
-            fix="compare where the ranks stood: every rank has to call the same collectives in the same order",
-            **common,
-        )
+        return _describe_hang(state, errors, common)
     cause, fix = look_up(text)
     missing = sorted(set(state.ranks) - waiting)
     return Failure(
@@ -204,9 +205,37 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
     )
 
 
+def _describe_hang(state: JobState, errors: list[dict], common: dict) -> Failure:
+    """Every rank was heard to wait, or stood still: where each one stood says whether one is outside a collective."""
+    heard = errors[0]
+    what, rank = "The ranks wait for each other.", heard["rank"]
+    stacks = common["stacks"]
+    inside, outside = ([one for one in stacks if _stands_outside(state, one) is there] for there in (False, True))
+    if inside and outside:
+        rank = outside[0]
+        what = f"Rank {rank} on {state.ranks[rank].node} is in no collective, and rank {inside[0]} waits in one."
+    return Failure(
+        "hang",
+        _shorten(what),
+        rank=rank,
+        node=state.ranks[rank].node if rank in state.ranks else heard["node"],
+        cause="a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network",
+        fix="compare where the ranks stood: every rank has to call the same collectives in the same order",
+        **common,
+    )
+
+
 def _waits(state: JobState, rank: int) -> bool:
     """Whether a rank of which no error was heard stood in a collective when it was told to end."""
     return "/torch/distributed/" in state.stacks.get(rank, "")
+
+
+def _stands_outside(state: JobState, rank: int) -> bool | None:
+    """Whether a rank stood in a line of the script itself, and not in torch; None where that is not known."""
+    places = re.findall(r'File "([^"]+)", line', state.stacks.get(rank, ""))
+    if not places:
+        return None
+    return re.match(OWN, places[0 if "most recent call first" in state.stacks[rank] else -1]) is not None
 
 
 def _describe_silent(state: JobState, rank: int, errors: list[dict], common: dict) -> Failure:
@@ -277,6 +306,9 @@ def _describe_lost(state: JobState, node: str, consequences: dict[int, str] | No
 def _describe_torchrun(state: JobState, node: str) -> Failure:
     part = state.nodes[node]
     text = "\n".join(part.tail)
+    if "RendezvousTimeoutError" in text and not all(one.joined for one in state.nodes.values()):
+        # torchrun's own clock was a moment before the launcher's.
+        return _describe_end(state, StopReason.JOIN)
     errors = [line for line in part.tail if re.search(r"(Error|Exception|error)\b.*", line)]
     said = errors[-1].strip() if errors else f"exit status {part.ended['returncode'] if part.ended else 'unknown'}"
     cause, fix = look_up(text)
@@ -296,8 +328,9 @@ def _describe_torchrun(state: JobState, node: str) -> Failure:
 
 
 def _shorten_message(error: dict) -> str:
+    # The first line: the last one of torch's long messages is advice.
     lines = error["message"].strip().splitlines() or [error["kind"]]
-    return shorten_gloo(lines[-1])[:160]
+    return shorten_gloo(lines[0])[:160]
 
 
 def _find_stand(stack: str) -> str:

@@ -44,6 +44,7 @@ class Failure:
         cause: The likely cause.
         fix: What to do.
         consequences: By rank, in one line, what the others said; they failed because the first one did.
+        others: By rank, in one line, what those said that failed later by an error of their own, perhaps the same one.
         stacks: By rank, where it stood when it was ended.
     """
 
@@ -57,6 +58,7 @@ class Failure:
     cause: str = ""
     fix: str = ""
     consequences: dict[int, str] = field(default_factory=dict)
+    others: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -97,6 +99,7 @@ class Failure:
         stood = sorted(self.stacks.items()) if self.kind == "hang" else []
         said = sorted(self.consequences.items())
         rows = [(f"rank {rank} stood at", text) for rank, text in stood]
+        rows += [(f"rank {rank} failed, too", text) for rank, text in sorted(self.others.items())]
         return rows + [(f"rank {rank} failed as a consequence", text) for rank, text in said]
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:

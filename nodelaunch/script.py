@@ -176,7 +176,7 @@ work={quote(plan.work_folder)}
 mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
 {_write_copy(plan)}
 # The network interface of the gradients. Left alone, Gloo takes the one that the host's own name resolves to, which on
-# Debian and Ubuntu is the loopback: the other node then finds nobody there. NCCL's second "=" means: this very name.
+# Debian and Ubuntu is often the loopback: the other node then finds nobody there. NCCL's second "=": this very name.
 {place.interface}
 # torchrun sets this only for several processes per node; left alone, every process takes all cores.
 {_write_threads(plan)}

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib as mpl
@@ -71,11 +72,36 @@ def warm_python() -> Iterator[list[str]]:
             yield command
 
 
-@pytest.fixture
-def warm_ranks(warm_python: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs have neither torchrun nor torch to import: for tests of what ranks do, of whoever starts them."""
+@pytest.fixture(scope="session")
+def warm_up(warm_python: list[str]) -> Callable[[pytest.MonkeyPatch], None]:
+    """What :func:`warm_ranks` does, for fixtures that tests share."""
     start, program = TorchrunJob.__init__, [*warm_python, str(Path(warm.__file__).with_name("warm_worker.py"))]
-    monkeypatch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": program, **b}))
+
+    def run(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(TorchrunJob, "__init__", lambda job, *a, **b: start(job, *a, **{"program": program, **b}))
+
+    return run
+
+
+@pytest.fixture
+def warm_ranks(warm_up: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs have neither torchrun nor torch to import: for tests of what ranks do, of whoever starts them."""
+    warm_up(monkeypatch)
+
+
+@pytest.fixture
+def warm_torchrun(warm_python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun and its workers import no torch: for tests of what they say and do, of jobs on this machine.
+
+    Not for what is in their environment or memory, nor where processes are stopped: those are of a warm Python's fork.
+    """
+    warm.write_python(tmp_path / "warm-python", warm_python)
+    start, python = TorchrunJob.__init__, str(tmp_path / "warm-python")
+
+    def prepare(job: TorchrunJob, script: str | Path, args: Sequence[object] = (), nodes: Sequence = (), **b) -> None:
+        start(job, script, args, [replace(node, python=python) for node in nodes], **b)
+
+    monkeypatch.setattr(TorchrunJob, "__init__", prepare)
 
 
 @pytest.fixture

@@ -170,6 +170,7 @@ def plan(one=lambda rank, job: {"name": job} if rank == 0 else None, **changes):
         (plan(one=lambda rank, job: {"name": job} if rank else None), "rank 0 logs them"),
         (plan(one=lambda rank, job: None), "rank 0 logs them"),
         (plan(one=lambda rank, job: {} if rank == 0 else None), "has the job's name"),
+        (plan(one=lambda rank, job: {"name": job, "group": job} if rank == 0 else None), "needs none"),
         (plan(one=lambda rank, job: job), "return a dictionary"),
         (plan(group=lambda rank, job: None), "in common"),
         (plan(group=lambda rank, job: f"{job}-{rank}"), "in common"),

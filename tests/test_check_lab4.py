@@ -144,6 +144,17 @@ def step_as_the_notebook_writes_it(model, images, labels, optimizer, count):
     return loss.detach()
 
 
+def step_with_a_replica_for_each_device(model, images, labels, optimizer, count):
+    replicas = [copy.deepcopy(model) for _ in range(count)]  # also where there are fewer chunks
+    outputs = run_in_pool(replicas, images.chunk(count))
+    loss = F.cross_entropy(torch.cat(outputs), labels)
+    optimizer.zero_grad()
+    loss.backward()
+    reduce_sum(model, replicas)
+    optimizer.step()
+    return loss.detach()
+
+
 def step_with_threads_and_even_chunks(model, images, labels, optimizer, count):
     chunks = [chunk for chunk in images.tensor_split(count) if len(chunk)]
     replicas = [model, *(copy.deepcopy(model) for _ in chunks[1:])]  # as torch does: the model is replica 0
@@ -314,6 +325,10 @@ WRONG_STEPS = {
         "each image goes to one replica",
     ),
     "two at most": (step_by_hand(scatter=lambda images, count: images.chunk(min(count, 2))), "as many chunks"),
+    "one too many": (
+        step_by_hand(scatter=lambda images, count: images.split(max(1, len(images) // count))),
+        "at most count",
+    ),
     "one chunk alone": (step_on_one_chunk, "as many replicas as chunks"),
     "one device": (step_on_one_device, "as many chunks"),
     "mean of means": (scatter_labels(reduction="mean", gather="mean"), "mean of means"),
@@ -321,7 +336,7 @@ WRONG_STEPS = {
     "loss of replica 0": (scatter_labels(gather="first"), "one replica's chunk"),
     "weights averaged": (step_each_replica("mean"), "the weights moved without it"),
     "weights of replica 0": (step_each_replica("first"), "the weights moved without it"),
-    "weights of replica 0 on top": (step_each_replica("first, too"), "last word"),
+    "weights of replica 0 on top": (step_each_replica("first, too"), "after optimizer.step()"),
     "weights left behind": (step_each_replica("none"), "nothing moved"),
     "stale replicas": (step_by_hand(replicate=keep_copies), "stale"),
     "one module for all": (step_by_hand(replicate=share_model), "own memory"),
@@ -336,6 +351,7 @@ WRONG_STEPS = {
     "loss with its graph": (step_by_hand(give=lambda loss: loss), "detach"),
     "no loss": (step_by_hand(give=lambda loss: None), "return loss.detach()"),
     "a float": (step_by_hand(give=lambda loss: loss.item()), "return loss.detach()"),
+    "a replica without a chunk": (step_with_a_replica_for_each_device, "fewer chunks than `count`"),
     "nothing at all": (lambda **case: None, "no forward pass"),
     "errors caught": (step_that_forgets_errors, "ends that thread alone"),
     "errors not asked for": (scatter_labels(futures_heard=False), "ends that thread alone"),
@@ -368,8 +384,8 @@ def test_right_steps_get_the_tick(answer, capsys):
     KEPT.clear()
     seed = torch.initial_seed()
     check.exercise("4.1", answer)
-    expected = "✔ 4.1 Data parallelism by hand: loss, gradients and weights equal one device's in float64, on 1 to 5 "
-    assert capsys.readouterr() == (f"{expected}replicas, for uneven batches too\n", "")
+    expected = "✔ 4.1 Data parallelism by hand: loss, gradients and weights equal one device's in float64, on 1, 2, "
+    assert capsys.readouterr() == (f"{expected}3 and 5 replicas, for uneven batches too\n", "")
     assert torch.initial_seed() == seed
 
 
@@ -496,7 +512,7 @@ def find_by_sampling(images, batch_size, count, drop_last):
         (find(lambda batch, count: [-(-batch // count)]), "what is left"),
         (find(split_as_torch, lambda images, size, drop: [size]), "without drop_last"),
         (find(split_as_torch, lambda images, size, drop: list_batches(images, size, False)), "with drop_last"),
-        (find(split_as_torch, lambda *case: list_batches(*case)[-1:]), "not only the last batch"),
+        (find(split_as_torch, lambda *case: list_batches(*case)[-1:]), "a small last chunk"),
         (find(split_evenly), "tensor_split"),
         (find(split_with_idle_devices), "runs no replica"),
         (lambda *_: 1, "for the full batch and for the last one"),

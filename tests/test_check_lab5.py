@@ -2,14 +2,17 @@
 
 import copy
 import re
+import secrets
 import shutil
 import socket
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from harness.jobs import hear_listeners
 from torch.nn import functional as F
 
 from course import check
@@ -67,9 +70,11 @@ def count_runs(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def right(root, tmp_path_factory):
+def right(root, tmp_path_factory, warm_up):
     """What the lab's own script gives."""
-    return ddp_script._run(root / "notebooks" / "scripts" / "train_ddp.py", tmp_path_factory.mktemp("right"))
+    with pytest.MonkeyPatch.context() as patch:
+        warm_up(patch)
+        return ddp_script._run(root / "notebooks" / "scripts" / "train_ddp.py", tmp_path_factory.mktemp("right"))
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe", b"x = 1\0", b"#" * 10_000_000, b"(" * 100_000], ids=range(4))
@@ -124,6 +129,7 @@ BARRIER = "        dist.barrier()\n"
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "look for a third GPU"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
+        (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
     ],
 )
 def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, hint):
@@ -136,7 +142,8 @@ def test_the_lab_s_own_script_gets_the_tick(write, capsys):
     assert capsys.readouterr().out == (
         "Your script runs on two local nodes ...\n"
         "✔ 5.1 The DDP script: two processes with your script: at each step the gradients equal those of one process "
-        "on the union batch; every image once per epoch; one checkpoint\n"
+        "on the global batch (in float64, batch norm with its stored statistics); no image twice in an epoch; one "
+        "checkpoint\n"
     )
     assert not dist.is_initialized()
 
@@ -145,7 +152,7 @@ def test_the_lab_s_own_script_gets_the_tick(write, capsys):
 def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys):
     changes = [
         (INIT, "dist.init_process_group(timeout=timedelta(seconds=99))"),
-        (SAMPLER, "sampler = DistributedSampler(train, num_replicas=world_size, rank=rank, seed=7)"),
+        (SAMPLER, "sampler = DistributedSampler(train, world_size, rank, drop_last=True, seed=7)"),
         (
             LOADER,
             "loader = DataLoader(train, batch_sampler=BatchSampler(sampler, args.batch_size, True), num_workers=1)",
@@ -219,17 +226,34 @@ def test_what_a_right_run_gave_is_accepted_again(alter, capsys):
 
 def test_wrong_shares_get_their_hint(alter, right):
     halves = [rank["images"] for rank in right.job.results]
-    batches = [[*range(start, start + 16)] for start in range(0, 96, 16)]
+    batches = [[*range(start, start + 16)] for start in range(0, 112, 16)]
+    short = [*range(112, 127)]
     for images, hint in [
         (lambda rank, own: batches + batches, "both ranks went through all images"),
-        (lambda rank, own: halves[0][:3] * 2, "both ranks got the same half"),
+        (lambda rank, own: halves[0], "both ranks got the same share"),
         (lambda rank, own: [[] for _ in own], "the batches come from `train`"),
-        (lambda rank, own: [*own[:-1], own[-1][1:]], "deals the images out"),
+        (lambda rank, own: [*own[:-1], own[-1][1:]], "args.batch_size is the number"),
+        (lambda rank, own: [*own[:3], short, *own[3:], short], "drop_last=True for the DataLoader"),
+        (lambda rank, own: [*own[:3], own[0], *own[3:], own[1]], "drop_last=True for the DistributedSampler"),
+        (lambda rank, own: [*own[:-1], halves[0][3]], "divides the images"),
         (lambda rank, own: own[:3] * 2, "set_epoch(epoch) before each epoch"),
         (lambda rank, own: [step[half::2] for step in own for half in (0, 1)], "args.batch_size is the number"),
-        (lambda rank, own: batches[rank::2] * 2, "shuffle=False"),
+        (lambda rank, own: batches[rank:6:2] * 2, "shuffle=False"),
     ]:
         assert hint in refuse("5.1", alter(images=images)), hint
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_rank_s_own_line_and_the_case_without_a_checkpoint(alter, write, tmp_path, monkeypatch):
+    """A script that names no condition is run once more, with no checkpoint given."""
+    always = "        if rank == 0:\n            torch.save(state, args.checkpoint)\n"
+    alter()
+    ddp_script._draw_images(tmp_path / "data" / "packed" / "shapes10")
+    monkeypatch.setattr(ddp_script.tempfile, "TemporaryDirectory", lambda **_: nullcontext(tmp_path))
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("5.1", write((SAVE, always)))
+    assert "only then is there a name" in refused.value.hint
+    assert re.match(r"train_ddp.py, line \d+: AttributeError: expected 'f'", refused.value.yours)
 
 
 def test_wrong_gradients_and_weights_get_their_hint(alter):
@@ -258,6 +282,7 @@ def test_wrong_counts_get_their_hint(alter, right):
             "dist.all_reduce(counts), once",
         ),
         (lambda lines: [re.sub(r"loss \S+,", "loss 2.0000,", line) for line in lines], "dist.all_reduce(counts), once"),
+        (lambda lines: [re.sub(r"y \S+ on", "y 0.5000 on", line) for line in lines], "dist.all_reduce(counts), once"),
         (lambda lines: [line for line in lines if line != printed[1]], "dist.all_reduce(counts), once"),
         (lambda lines: [*lines, printed[0].replace("[rank 0]", "[rank 1]")], "leave `if rank == 0:`"),
     ]:
@@ -318,6 +343,7 @@ def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1
         ([type_static(0, nodes="--nodes=2"), type_static(1)], "torchrun --help"),
         (["torchrun --help", type_static(1)], "torchrun --help"),
         ([type_static(0) + " '", type_static(1)], "no partner"),
+        ([type_static(0) + " && ls", type_static(1)], "every rank is the same program"),
     ],
 )
 def test_wrong_commands_get_their_hint_without_a_run(typed, hint, count_runs):
@@ -356,13 +382,38 @@ RIGHT_COMMANDS = (type_static(0), type_static(1))
         ("python: can't open file '/x/train_ddp.py'", "as seen from the notebook's folder"),
         ("train_ddp.py: error: unrecognized arguments: --imgs 3", "--help lists what the script takes"),
         ("RuntimeError: [...] Unable to find address for: eth9", "its interface lo"),
-        ("TimeoutError: timed out after 60 s", "one waited for the other"),
+        ("TimeoutError: timed out after 60 s", "did not answer at this address in time"),
+        ("TimeoutError: timed out\nThe server cannot listen: EADDRNOTAVAIL", "both nodes are this machine"),
+        ("[W1124 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed", "the log has each node's lines"),
         ("ZeroDivisionError", "the log has each node's lines"),
     ],
 )
 def test_commands_that_fail_get_their_hint(said, line, hint):
     said(line)
     assert hint in refuse("5.2", lambda: RIGHT_COMMANDS)
+
+
+def test_an_error_in_the_script_itself_is_the_one_that_is_named(said):
+    """Not torchrun's own, nor what the other rank says of the connection."""
+    frame = 'File "/home/me/scripts/train_ddp.py", line 98, in main'
+    own = "AttributeError: expected 'f' to be string, path, or a file-like object with a 'write' attribute"
+    followed = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:24921"
+    lines = [
+        "[rank 1] [W1124 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=4)",
+        f"[rank 1] [rank1]:   {frame}",
+        f"[rank 1] [rank1]: {followed}",
+        f"[rank 0] [rank0]:   {frame}",
+        f"[rank 0] [rank0]: {own}",
+        "[rank 0] torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
+    ]
+    said(*lines)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("5.2", lambda: RIGHT_COMMANDS)
+    assert refused.value.yours.startswith(own) and "the script itself fails" in refused.value.hint
+    said(*lines[:3], lines[-1])
+    assert "the log has each node's lines" in refuse("5.2", lambda: RIGHT_COMMANDS)
+    said(f"[rank 0]   {frame}", "[rank 0] torch.distributed.DistStoreError: Timed out after 121 seconds waiting")
+    assert "did not answer at this address in time" in refuse("5.2", lambda: RIGHT_COMMANDS)
 
 
 def test_an_abort_after_the_training_is_no_slip_of_the_learner_s(said, capsys):
@@ -377,30 +428,46 @@ def test_an_abort_after_the_training_is_no_slip_of_the_learner_s(said, capsys):
 
 def test_commands_run_as_they_were_typed(said, root):
     started = said(EPOCH, ok=True)
-    own = "GLOO_SOCKET_IFNAME=lo python -m torch.distributed.run --nnodes 2"
+    own = "CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo python -m torch.distributed.run --nnodes 2"
     meet = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29555"
     check.exercise("5.2", lambda: [f"{own} {meet} \\\n {SCRIPT}"] * 2)
-    assert started[0] == 'unset "${!PET_@}" MASTER_ADDR MASTER_PORT' and started[1] == f"cd {root}/notebooks"
-    for line in started[2:]:
-        assert f"env GLOO_SOCKET_IFNAME=lo {sys.executable} -m torch.distributed.run --nnodes 2" in line
+    assert started[0] == 'unset "${!PET_@}" MASTER_ADDR MASTER_PORT' and started[2] == f"cd {root}/notebooks"
+    for line in started[3:]:
+        # The agent is torchrun, with stores that listen at the address that is given only.
+        before = "env CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo"
+        assert f"{before} {sys.executable} -m nodelaunch.node.agent --nnodes 2" in line
         assert SCRIPT in line
 
 
+@pytest.mark.parametrize(("before", "after"), [("env CUDA_VISIBLE_DEVICES= ", ""), ("", " &"), ("", "&\n")])
+def test_commands_as_a_shell_takes_them_are_accepted(said, before, after):
+    started = said(EPOCH, ok=True)
+    check.exercise("5.2", lambda: [type_static(node, before=before) + after for node in (0, 1)])
+    assert all(line.rstrip("; fi").endswith("--images 64") for line in started[3:])
+
+
 def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count_runs):
-    """For real, and nothing is left of them; what the second one waits for in vain ends, too."""
+    """For real, open to no other machine, and nothing is left of them; what waits for the second in vain ends, too."""
     monkeypatch.chdir(root / "notebooks")
+    mark = f"LAB_TEST={secrets.token_hex(8)}"
+    monkeypatch.setenv(*mark.split("="))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = f"--master-addr=127.0.0.1 --master-port={free.getsockname()[1]}"
-    check.exercise("5.2", lambda: [type_static(node, meet=meet, script=SCRIPT + " --batch-size 16") for node in (0, 1)])
-    assert capsys.readouterr().out == (
-        "Both commands run on this machine, on its processor ...\n"
-        "✔ 5.2 Two commands: both met and trained together, and rank 0 alone said how it went\n"
-    )
-    monkeypatch.setattr(commands, "SECONDS", 12)
-    elsewhere = [type_static(node, meet="--master-addr=203.0.113.7 --master-port=29555") for node in (0, 1)]
-    refuse("5.2", lambda: elsewhere)
+    with hear_listeners(mark) as heard:
+        check.exercise(
+            "5.2", lambda: [type_static(node, meet=meet, script=SCRIPT + " --batch-size 16") for node in (0, 1)]
+        )
+        assert capsys.readouterr().out == (
+            "Both commands run on this machine, on its processor ...\n"
+            "✔ 5.2 Two commands: both nodes joined and trained together, and only rank 0 printed the result\n"
+        )
+        monkeypatch.setattr(commands, "SECONDS", 12)
+        elsewhere = [type_static(node, meet="--master-addr=203.0.113.7 --master-port=29555") for node in (0, 1)]
+        assert "both nodes are this machine" in refuse("5.2", lambda: elsewhere)
     assert [survivors(job) for job in count_runs] == [[], []]
+    assert len(heard) >= 3, heard  # the store, and Gloo on both ranks
+    assert all(address.startswith("127.") for address, _ in heard), heard
 
 
 # 5.3
@@ -409,15 +476,16 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
-        (lambda orders: False, "every epoch has the order of the first"),
+        (lambda orders: False, "every epoch has the same order"),
         (lambda orders: True, "the orders differ"),
         (lambda orders: sorted(orders[0]) == sorted(orders[-1]), "compare the lists themselves"),
         (lambda orders: len({frozenset(order) for order in orders}) == 1, "compare the lists themselves"),
         (lambda orders: len(orders) > 1 and len({order[0] for order in orders}) == 1, "compare whole orders"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[1], "compare all epochs with the first"),
         (lambda orders: len(orders) > 1 and orders[-2] == orders[-1], "not only neighbours"),
-        (lambda orders: orders[0] == orders[1] == orders[-1], "one epoch alone cannot tell"),
-        (lambda orders: all(order == orders[0] for order in orders), "one epoch alone cannot tell"),
+        (lambda orders: len(orders) > 1 and orders[0] == orders[-1], "not only the first and the last"),
+        (lambda orders: orders[0] == orders[1] == orders[-1], "one epoch is not enough to decide"),
+        (lambda orders: all(order == orders[0] for order in orders), "one epoch is not enough to decide"),
         (lambda orders: len(orders) == 3 and orders[0] == orders[1] == orders[2], "any length"),
         (lambda orders: "yes" if orders[0] == orders[1] else "", "return it"),
         (lambda orders: None, "return it"),
@@ -437,7 +505,7 @@ def test_wrong_answers_about_set_epoch_get_their_hint(answer, hint):
 )
 def test_right_answers_about_set_epoch_are_accepted(answer, capsys):
     check.exercise("5.3", answer)
-    expected = "✔ 5.3 A forgotten set_epoch: 8 runs of torch's DistributedSampler, with and without set_epoch\n"
+    expected = "✔ 5.3 A forgotten set_epoch: 9 runs of torch's DistributedSampler, with and without set_epoch\n"
     assert capsys.readouterr().out == expected
 
 
@@ -503,7 +571,7 @@ RIGHT = "zero [forward_but_last backward] step"
         (RIGHT.replace("zero [", "[zero "), "only the last micro-batch counts"),
         (RIGHT.replace("] step", " step]"), "once, after the last micro-batch"),
         (RIGHT.replace("] step", "]"), "once, after the last micro-batch"),
-        (RIGHT.replace(" backward] step", "] total step"), "frees the activations"),
+        (RIGHT.replace(" backward] step", "] total step"), "frees that pass's activations"),
         ("zero step [ ]", "each followed by its backward()"),
     ],
 )
@@ -517,7 +585,7 @@ def test_wrong_accumulation_gets_its_hint(plan, hint):
 )
 def test_right_accumulation_is_accepted(plan, capsys):
     check.exercise("5.4", accumulation(plan))
-    expected = "✔ 5.4 Accumulation: two steps equal the union batches', and each sent the gradients once\n"
+    expected = "✔ 5.4 Accumulation: each of two steps equals a step on its global batch, and sent the gradients once\n"
     assert capsys.readouterr().out == expected
     assert not dist.is_initialized()
 

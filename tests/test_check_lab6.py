@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import sys
 import tempfile
 from dataclasses import replace
@@ -22,6 +23,21 @@ EXERCISES = {"stops": "6.1", "unmatched": "6.2", "wrong": "6.3"}
 BY_LETTER = {fault.letter: fault for fault in FAULTS}
 MINE = ("def main", "# My change is none.\ndef main")
 ALL_REDUCE = "        dist.all_reduce(counts)\n"
+AFTER_THE_LOOP = (
+    "        took, used",
+    "        dist.all_reduce(mean := loss.detach() / world_size)\n        took, used",
+)
+IN_THE_LOOP = ("                dist.all_reduce(mean := loss.detach() / world_size)\n", "")
+AFTER_THE_INNER_LOOP = (
+    "        took, used",
+    "            dist.all_reduce(mean := loss.detach() / world_size)  # still under Join\n        took, used",
+)
+LOCAL_FUNCTION = (
+    "    dataset = Pictures",
+    "    def convert(pixels):\n"
+    "        return torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)\n\n"
+    "    dataset = Pictures",
+)
 GATHER = (
     "        gathered = [torch.zeros_like(counts) for _ in range(world_size)]\n"
     "        dist.all_gather(gathered, counts)\n"
@@ -67,8 +83,8 @@ def break_after(letter, *edits):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """A function that lets the checks prepare the data without a wait."""
-    return lambda: monkeypatch.setattr("course.exercises.lab6.SLOW", 0)
+    """A function that gives the checks a disk that is hardly slower than the job's own."""
+    return lambda: monkeypatch.setattr("course.exercises.lab6.SLOW", 0.3)
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -82,6 +98,7 @@ def quick(monkeypatch):
             [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
             "FileNotFoundError",
         ),
+        ("C", [("    if rank == 0:\n        prepare(folder)\n", "    prepare(folder)\n")], "FileNotFoundError"),
         ("G", [MINE], "IndexError"),
         ("G", [("[rank]", "[0]")], "0, 0"),
         ("D", [MINE], "SIGABRT"),
@@ -92,12 +109,25 @@ def quick(monkeypatch):
         ("L", [MINE], "2 models"),
         ("M", [("            if rank == 0:  #", "            if True:  #")], "13104, 13"),
         ("N", [MINE], "FileNotFoundError"),
+        ("N", [("    save(model", "    time.sleep(rank)\n    save(model")], "FileNotFoundError"),
+        ("E", [("shuffle=True", "shuffle=True, drop_last=True")], "SIGABRT"),
+        ("P", [AFTER_THE_INNER_LOOP, IN_THE_LOOP], "SIGABRT"),
         ("O", [("rank == 0)", "True)")], "EADDRINUSE"),
         ("Q", [("seed=rank", "seed=rank + 1")], "of them different"),
+        ("Q", [("seed=rank", "seed=local_rank")], "of them different"),
+        ("S", [(", sampler=sampler", "")], "of them different"),
+        ("T", [("(pixels) / 255", "(pixels).double() / 255")], "DataLoader worker process 0"),
+        ("U", [("scale_factor=8", "scale_factor=6"), ("], 8)", "], 6)")], "DataLoader worker (pid"),
+        (
+            "V",
+            [LOCAL_FUNCTION, ("Pictures(path, lambda pixels", "Pictures(path, convert)  # lambda pixels")],
+            "local object",
+        ),
+        ("W", [("path, transform, path", "str(path), transform, path")], "BufferedReader"),
     ],
 )
 def test_wrong_mends_get_their_hint(letter, edits, yours, quick):
-    if letter != "C":  # the one that bets on a quick disk
+    if letter != "C" and "time.sleep" not in str(edits):  # those need a disk that is slow indeed
         quick()
     card = mend(letter, *edits)
     with pytest.raises(NotYetError) as refused:
@@ -107,13 +137,13 @@ def test_wrong_mends_get_their_hint(letter, edits, yours, quick):
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize(("letter", "sign"), [("P", "SIGABRT"), ("R", "dist.recv(theirs")])
+@pytest.mark.parametrize(("letter", "sign"), [("P", "SIGABRT|EnforceNotMet"), ("R", r"dist\.recv\(theirs")])
 def test_ranks_that_do_not_match_abort_or_hang(letter, sign, monkeypatch):
     monkeypatch.setattr(cards, "HANG_SECONDS", 4)
     card = draw(letter)
-    result = card.start(prepare=0)
+    result = card.start(PREPARE=0)
     assert result.failure, "the job does not end well"
-    assert sign in "\n".join([*result.lines, result.failure.what, *result.failure.consequences.values()])
+    assert re.search(sign, "\n".join([*result.lines, str(result.failure)]))
     assert not card.path.exists(), "the job is seen when its cause is named"
 
 
@@ -176,7 +206,9 @@ def average_the_averages(rank, results):
         ("E", repeat_a_point, "of them different"),
         ("A", tell_the_same_epoch, "1 different in 3 epochs"),
         ("F", average_the_averages, "of 257 points"),
-        ("A", lambda rank, _: {"weights": str(rank)}, "2 models"),
+        ("A", lambda rank, _: {"weights": 3 * [str(rank)]}, "2 models"),
+        ("L", lambda rank, results: {"weights": [str(rank), *results[0]["weights"][1:]]}, "2 models"),
+        ("L", lambda rank, _: {"gradients": str(rank)}, "2 different ones"),
         ("N", lambda *_: {"saved": False}, "not there"),
     ],
 )
@@ -186,6 +218,12 @@ def test_wrong_reports_get_their_hint(alter, letter, change, yours):
         check.exercise(EXERCISES[card.pile], card)
     assert refused.value.hint == card.fault.mend
     assert yours in refused.value.yours, refused.value
+
+
+def test_the_same_order_in_each_epoch_gets_its_own_hint(alter):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.2", alter("E", tell_the_same_epoch))
+    assert "set_epoch" in refused.value.hint
 
 
 def count_all(rank, results):
@@ -199,6 +237,53 @@ def test_counts_that_add_up_are_right(alter, change, capsys):
     assert "✔ 6.3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "guarded",
+    ["    try:\n        save(model.module, folder)\n    except FileNotFoundError:\n        pass\n",
+     "    with suppress(FileNotFoundError):\n        save(model.module, folder)\n"],
+)  # fmt: skip
+def test_an_error_that_is_caught_is_not_mended(guarded):
+    card = mend("N", ("    save(model.module, folder)\n", guarded))
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.1", card)
+    assert "caught" in refused.value.yours and "hidden" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ('multiprocessing_context="spawn"', 'multiprocessing_context="fork"'),
+        ("        worker_init_fn=limit,\n", ""),
+        ("128 * 1024, 64", "128 * 1024, 999"),
+        ("    while measure_memory()", "    while False and measure_memory()"),
+    ],
+)
+def test_the_limits_of_a_job_about_loading_stay(edit):
+    card = mend("U", edit)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.1", card)
+    assert "the limits of the job" in str(refused.value) and "the machine's" in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "yours"),
+    [
+        ({"workers": 0}, "0"),
+        ({"accuracy": 0.5}, "0.50"),
+        ({"seen": [[0, *range(191)]] * 3}, "192, 191 of them different"),
+        ({"seen": [[*range(192)]] * 2}, "192, 192 of them different"),
+    ],
+)
+def test_wrong_reports_of_a_job_about_loading_get_their_hint(change, yours, monkeypatch):
+    report = {"seen": [[*range(192)]] * 3, "accuracy": 0.9, "workers": 1} | change
+    result = launch.JobResult(True, (report,), (), None, (), {}, {}, Path("/runs/jobs/card-6"), ())
+    monkeypatch.setattr(cards.Card, "start", lambda *_, **__: result)
+    card = mend("W", MINE)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.1", card)
+    assert yours in refused.value.yours and refused.value.hint
+
+
 def test_a_job_that_is_as_it_was_drawn_is_no_try():
     card = mend("A")
     with pytest.raises(LabError) as caught:
@@ -207,7 +292,12 @@ def test_a_job_that_is_as_it_was_drawn_is_no_try():
     assert card.fault.mend not in str(caught.value)
 
 
-SIZES = [("C", ("257,", "256,")), ("E", ("16, 3", "20, 3")), ("H", ("10, 4", "10, 5"))]
+SIZES = [
+    ("C", ("257,", "256,")),
+    ("E", ("16, 3", "20, 3")),
+    ("H", ("10, 4", "10, 5")),
+    ("T", ("192, 16", "192, 8")),
+]
 
 
 @pytest.mark.parametrize(("letter", "size"), SIZES)
@@ -275,13 +365,14 @@ UNDER_JOIN = [
     ),
     ("        took, used", "        stack.close()\n        took, used"),
 ]
-AFTER_THE_LOOP = (
-    "        took, used",
-    "        dist.all_reduce(mean := loss.detach() / world_size)\n        took, used",
+
+
+CLASS = (
+    "class Pictures",
+    "class Convert:\n    def __call__(self, pixels):\n"
+    "        return torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)\n\n\nclass Pictures",
 )
-IN_THE_LOOP = ("                dist.all_reduce(mean := loss.detach() / world_size)\n", "")
-
-
+SEEK = ("        self.file.seek(", '        self.file = self.file or open(self.path, "rb")\n        self.file.seek(')
 RECEIVE, SEND = "        dist.recv(theirs, 1 - rank)\n", "        dist.send(counts, 1 - rank)\n"
 INDENTED = "        if{} rank:\n    {}    {}"
 
@@ -290,11 +381,14 @@ INDENTED = "        if{} rank:\n    {}    {}"
 @pytest.mark.parametrize(
     ("letter", "edits"),
     [
-        ("E", [("shuffle=True", "shuffle=True, drop_last=True")]),
         ("E", UNDER_JOIN),
         ("P", [IN_THE_LOOP, AFTER_THE_LOOP]),
-        ("P", [("shuffle=True", "shuffle=True, drop_last=True")]),
+        ("P", [("range(rank, POINTS,", "range(rank, POINTS // 16 * 16,")]),
         ("O", [("rank == 0)", "False)")]),
+        ("S", [("shuffle=True", "shuffle=False")]),
+        ("U", [("[0, 0].byte()", "[0, 0].byte()\n        self.enlarged.clear()")]),
+        ("V", [("lambda pixels: torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)", "Convert()"), CLASS]),
+        ("W", [(', path.open("rb")', ", None"), SEEK]),
         ("R", [(RECEIVE + SEND, INDENTED.format("", SEND, RECEIVE) + INDENTED.format(" not", RECEIVE, SEND))]),
     ],
 )
@@ -344,6 +438,8 @@ def test_a_hint_costs_a_point_and_the_job_another(capsys):
     card.hint()
     said = capsys.readouterr().out
     assert f"Its job: {card.path}" in said and "1 of 3" in said and card.path.read_text() == card.fault.break_job()
+    card.path.unlink()
+    assert draw_again(card, capsys)[0].path.exists(), "a job that was opened is written anew"
     card.hint()
     assert "1 of 3" in capsys.readouterr().out, "there is no more to be said"
     card.name("D")
@@ -472,6 +568,12 @@ def test_another_number_is_another_order():
     assert len(orders) >= 4
     numbers = {draw(letter).number for letter in BY_LETTER}
     assert numbers == set(range(1, len(FAULTS) + 1))
+
+
+def test_the_cards_about_loading_come_after_the_others_of_their_pile():
+    stops = [cards.draw("stops", turn, seed=3).fault.loading for turn in range(1, 12)]
+    assert stops == [False] * 6 + [True] * 5
+    assert {draw(fault.letter).number for fault in FAULTS if fault.loading} == set(range(19, 24))
 
 
 def test_no_card_takes_more_than_two_processes():

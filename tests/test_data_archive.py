@@ -191,6 +191,13 @@ def test_more_than_the_data_set_can_have_is_refused(archive, tmp_path, caps, rea
     data.import_archive(archive, tmp_path / "root", caps=Caps(files=90, folders=33))
 
 
+def test_cinic10_fits_within_the_caps_and_little_more():
+    """270,000 images and four files that describe them, in 34 folders; some 800 MB (data/README.md)."""
+    caps = Caps()
+    assert 270_004 <= caps.files < 1.01 * 270_004 and 34 <= caps.folders < 4 * 34
+    assert 1e9 < caps.total_bytes < 4e9
+
+
 def test_a_negative_size_does_not_lead_in_circles(archive, tmp_path):
     for size in ("-512", "-1", "99999999999"):
         change = lambda tar, size=size: add(tar, "train/cat/x.png", pax_headers={"size": size})  # noqa: E731

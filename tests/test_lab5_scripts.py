@@ -5,19 +5,24 @@ import difflib
 import json
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness.drawn import make_folder
+from harness.jobs import hear_listeners
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import nodelaunch as launch
 from course.workspace import BEGIN, END, make_script_stub
-from lab_utils import data, models
+from lab_utils import data, machine, models, timing
 
 # 80 images, 5 steps of 16 an epoch.
 PER_CLASS = {"train": 8, "valid": 3, "test": 1}
@@ -129,6 +134,116 @@ def test_plain_torchrun_runs_the_script_without_anything_of_ours_around_it(scrip
             done
         )
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def make_step(*buckets, backward, busy, **seconds):
+    rows = [{"bytes": 4, "ready": ready, "send": send} for ready, send in buckets]
+    timings = {what: timing.Timing(what, (one,)).as_record() for what, one in seconds.items()}
+    return {"stem": "cifar", "batch": 8, "buckets": rows, "backward": backward, "busy": busy, **timings}
+
+
+@pytest.mark.usefixtures("runs")
+@pytest.mark.parametrize(
+    ("buckets", "busy", "added"),
+    [
+        ([(0.1, 0.2), (0.5, 0.3)], 0.0, 0.0),  # all has gone when backward ends, after 1 s
+        ([(0.1, 0.2), (0.9, 0.3)], 0.0, 0.2),
+        ([(0.1, 0.7), (0.5, 0.5)], 0.0, 0.3),  # the second bucket waits for the first
+        ([(0.1, 0.2), (0.5, 0.3)], 1.0, 0.5),  # the cores are taken all the time
+        ([(0.1, 0.2), (0.9, 0.3)], 0.5, 0.25),
+        ([(0.1, 0.2), (0.9, 0.3)], 0.2, 0.2),
+    ],
+)
+def test_the_prediction_of_a_step_bucket_by_bucket(run_cells_of, capsys, buckets, busy, added):
+    step = make_step(*buckets, backward=1.0, busy=busy, compute=2.0, apart=4.0, ddp=2.0)
+    timings = {("cifar", 8, what): timing.Timing.from_record(step[what]) for what in ("compute", "apart", "ddp")}
+    found = run_cells_of("05_ddp_two_nodes", "scaling-table", measured={"steps": [step]}, timings=timings)
+    sends = sum(send for _, send in buckets)
+    assert found["predict_step"](step) == pytest.approx(2 + added)
+    assert found["predict_step"](step, overlap=False) == pytest.approx(2 + sends)
+    off = [100 * (2 + added) / 2 - 100, 100 * (2 + sends) / 4 - 100]
+    assert list(found["table"]["off by (%)"]) == pytest.approx(off, abs=0.06)
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_step_is_measured_bucket_by_bucket(scripts):
+    arguments = ["--stems", "imagenet", "--batch-sizes", 2, "--repeats", 2]
+    job = launch.TorchrunJob(scripts / "measure_step.py", arguments, nodes=launch.local_nodes(2))
+    (step,) = job.run(show=False, force=True).results[0]["steps"]
+    buckets, net = step["buckets"], models.build("resnet18", num_classes=10)
+    assert len(buckets) > 1
+    assert sum(bucket["bytes"] for bucket in buckets) == 4 * sum(one.numel() for one in net.parameters())
+    ready = [bucket["ready"] for bucket in buckets]
+    assert ready[0] > 0 and ready == sorted(ready) and ready[-1] < step["backward"]
+    assert all(bucket["send"] > 0 for bucket in buckets) and 0 <= step["busy"] <= 1
+    for what in ("alone", "compute", "apart", "ddp"):
+        found = timing.Timing.from_record(step[what])
+        assert len(found.seconds) == 2 and found.median > 0
+    overlapping, apart = step["timelines"].values()
+    names = ["backward", *(f"bucket {number + 1}" for number in range(len(buckets)))]
+    assert [name for name, *_ in overlapping] == [name for name, *_ in apart] == names
+    (_, began, ended), first, *_ = overlapping
+    assert began == 0 and 0 < first[1] < ended, "the first bucket is sent while backward runs"
+    moments = [moment for _, *pair in apart for moment in pair]
+    assert moments == sorted(moments), "one after the other, and all after backward"
+
+
+def test_sending_keeps_busy_what_the_ranks_themselves_take_of_the_cores(scripts, monkeypatch):
+    measure_step = runpy.run_path(str(scripts / "measure_step.py"))
+    cores = machine.describe().cores
+    monkeypatch.setattr(time, "process_time", lambda: 0.5 * cores * time.perf_counter())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        case = measure_step["Case"]("tiny", "cifar", 2, torch.device("cpu"))
+        assert case.measure_buckets(3)["busy"] == pytest.approx(0.5, abs=0.02)
+    finally:
+        dist.destroy_process_group()
+
+
+def make_elastic_job(scripts, first, *arguments, **options):
+    files = [first, scripts / "observed.py", scripts / "train_ddp.py"]
+    options |= {"program": ["python"], "files": files, "limit": 100, "nodes": launch.local_nodes(2)}
+    return launch.TorchrunJob(scripts / "elastic_node.py", [first.name, *arguments], **options)
+
+
+@pytest.mark.drill
+@pytest.mark.usefixtures("runs")
+def test_a_job_goes_on_with_one_node_when_the_other_is_lost(scripts, images, survivors):
+    """In the second epoch of three; its images, dealt to one process now, are each trained on once."""
+    train = ["train_ddp.py", "--batch-size", 8, "--epochs", 3, "--checkpoint", "lost.pt"]
+    job = make_elastic_job(scripts, scripts / "crash_once.py", "node", 8, *train, env={"LAB_DATA": str(images.parent)})
+    job_id = job.id
+    with hear_listeners(f"LAB_JOB_ID={job_id}") as heard:
+        result = job.run(show=False, force=True)
+    assert result.ok and any("this node is lost" in line for line in result.lines)
+    printed = [line.partition("epoch ")[2][0] for line in result.lines if line.startswith("[rank 0] epoch ")]
+    assert printed == ["1", "2", "3"]
+    after = result.results[0]["images"]
+    assert [len(step) for step in after] == [8] * 20, "two epochs of 80 images, by one process"
+    for epoch in (after[:10], after[10:]):
+        assert sorted(flatten(epoch)) == [*range(80)]
+    assert survivors(job_id) == []
+    assert heard and all(address.startswith("127.") for address, _ in heard), heard
+
+
+LOST = """
+import os, signal
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if os.environ["RANK"] == "0":
+    for process in (os.getppid(), os.getpid()):
+        os.kill(process, signal.SIGKILL)
+dist.barrier()
+"""
+
+
+@pytest.mark.drill
+@pytest.mark.usefixtures("runs")
+def test_a_job_ends_when_the_node_is_lost_where_they_meet(scripts, write, survivors):
+    job = make_elastic_job(scripts, write("lost.py", LOST))
+    job_id = job.id
+    result = job.run(show=False, force=True, check=False)
+    assert not result.ok and "node0" in result.failure.what and survivors(job_id) == []
 
 
 def test_one_process_is_watched_step_by_step(alone):

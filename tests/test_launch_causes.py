@@ -34,12 +34,14 @@ def script(write):
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("part", ["node.agent", "node.supervisor"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_whoever_is_ended_by_a_signal_is_named(script, number, part, node):
+def test_whoever_is_ended_by_a_signal_is_named(script, number, part, node, request):
     program = {"node.agent": "torchrun", "node.supervisor": "The supervisor"}[part]
     options = {}
     if part == "node.supervisor" and node == 0:  # which does not depend on what it supervises
         script.write_text(PLAIN)
         options = PYTHON
+    elif part == "node.supervisor" or node == 0:  # on node 1 it is torchrun's own process
+        request.getfixturevalue("warm_torchrun")
     job, connected, sent = TorchrunJob(script, ["loop"], nodes=local_nodes(2), **options), [], []
 
     def send(line):
@@ -162,8 +164,10 @@ dist.barrier()
         ("tar", ["/disk/x.tar"]),
     ],
 )
-def test_46_a_disk_that_a_script_fills_is_named(write, small_disk, mode, words):
+def test_46_a_disk_that_a_script_fills_is_named(write, small_disk, mode, words, request):
     """By Python, by torch.save, which leaves the reason out, and by a tool, of which Python knows its status only."""
+    if mode != "write":
+        request.getfixturevalue("warm_torchrun")
     job = TorchrunJob(write("train.py", FILL), [mode, small_disk], nodes=local_nodes(2))
     error = run_badly(job, Heard(), seconds=15)
     failure = error.result.failure
@@ -207,8 +211,10 @@ def make_nodes(small_disk, kind=LocalNode):
 
 
 @pytest.mark.parametrize("mode", ["report", "quiet", "save"])
-def test_46_a_full_disk_with_the_jobs_own_files_is_named(write, small_disk, mode):
+def test_46_a_full_disk_with_the_jobs_own_files_is_named(write, small_disk, mode, request):
     """Then the events of the rank have no room either; what is heard is its output, and that the disk has no room."""
+    if mode != "quiet":
+        request.getfixturevalue("warm_torchrun")
     nodes = make_nodes(small_disk)
     error = run_badly(
         TorchrunJob(write("train.py", FILL), [mode], nodes=nodes, env=LEAN), Heard(), seconds=15, force=True

@@ -48,6 +48,29 @@ def test_a_node_whose_launcher_was_silent_is_named_also_where_it_is_the_second(s
     assert "no heartbeat" in failure.what
 
 
+def test_a_rank_with_an_error_of_its_own_is_no_consequence_of_the_first(state):
+    advice = "RuntimeError: Expected to have finished reduction\nIn addition, you can set a variable"
+    hear_error(state, 0, advice)
+    hear_error(state, 1, advice)
+    failure = diagnose(state)
+    assert (failure.rank, failure.consequences) == (0, {})
+    assert "  rank 1 failed, too: RuntimeError: Expected to have finished reduction\n" in str(failure)
+
+
+@pytest.mark.parametrize(("code", "too"), [(-6, {0}), (-15, set())])
+def test_a_rank_that_torchrun_ends_is_a_consequence_and_one_that_aborts_need_not_be(state, code, too):
+    state.read("b", b"E1121 failed (exitcode: 3) local_rank: 0 (pid: 58) of binary: python\n")
+    state.read("a", f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: 57) of binary: python\n".encode())
+    failure = diagnose(state)
+    assert (failure.rank, set(failure.others), set(failure.consequences)) == (1, too, {0} - too)
+
+
+def test_an_exception_that_follows_an_abort_is_named_and_not_called_the_first(state):
+    state.read("a", b"E1121 failed (exitcode: -6) local_rank: 0 (pid: 57) of binary: python\n")
+    hear_error(state, 1, "TypeError: bad sizes")
+    assert diagnose(state).what == "Rank 1 on b failed: TypeError: bad sizes"
+
+
 @pytest.mark.parametrize("code", [-6, -15])
 def test_a_rank_that_was_aborted_or_told_to_end_is_behind_one_that_ended_by_itself(state, code):
     state.read("a", f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: 57) of binary: python\n".encode())
@@ -219,3 +242,14 @@ def test_the_colours_can_be_seen_in_both_themes(colour):
     assert compare(colour, "#ffffff") > 4.5, "text of the colour on white, and white text on the colour"
     assert compare(colour, "#111111") > 3, "an edge and bold words on the dark theme"
     assert compare("#ffffff", "#000000") == pytest.approx(21)
+
+
+def test_torchrun_that_gave_up_before_the_launcher_is_a_node_that_did_not_join():
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    state.nodes["a"].started = True
+    state.read("a", b"torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n")
+    hear(state, "a", "ended", returncode=1, reason="", why="", killed=0, memory={})
+    state.nodes["a"].gone = True
+    failure = diagnose(state)
+    assert (failure.kind, failure.node) == ("join", "b")
+    assert failure.what == "Not all nodes joined in time; missing: b."

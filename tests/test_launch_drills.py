@@ -179,7 +179,7 @@ def test_13_a_rank_that_is_killed(make, hosts):
     assert error.what == "Rank 1 on n2 was killed by signal 9 (SIGKILL)"
     peak = int(re.search(r"had reached ([\d,]+) MiB", error.cause)[1].replace(",", ""))
     assert 300 < peak < 3000, "its memory: torch, and 200 MiB of its own"
-    assert "out of memory" in error.cause and "smaller batch" in error.fix
+    assert "out-of-memory" in error.cause and "smaller batch" in error.fix
     assert_no_listeners(hosts, error.result.folder)
 
 
@@ -299,8 +299,10 @@ def find_of(job, part, node):
         ("stopped worker", lambda job: kill(find_of(job, "node.worker", 1), signal.SIGSTOP)),
     ],
 )
-def test_18_parts_of_a_job_that_are_killed(name, act, make):
+def test_18_parts_of_a_job_that_are_killed(name, act, make, request):
     """Whichever part goes, all of it goes, and the launcher names the node."""
+    if name in ("supervisor", "torchrun"):  # where both go, they are real, and so is the worker that is stopped
+        request.getfixturevalue("warm_torchrun")
     job = make("loop", hang_timeout=3)
     heard, since = when_connected(lambda: act(job))
     # A worker that was stopped says nothing; the other one notices after hang_timeout that it stands.
@@ -346,6 +348,7 @@ def test_16_a_job_that_is_stopped_from_a_thread(make):
     assert (result.folder / "output.log").stat().st_size > 0
 
 
+@pytest.mark.usefixtures("warm_torchrun")
 def test_16_a_rank_that_failed_before_the_stop_is_named(make):
     """The stop does not hide what had happened, and what the stop itself does to the ranks is no fault of theirs."""
     job = make("raise")

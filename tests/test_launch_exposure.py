@@ -6,11 +6,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from harness.jobs import TROUBLE, Heard, assert_gone, find_processes, wait_for
+from harness.jobs import TROUBLE, Heard, assert_gone, find_processes, list_listeners, wait_for
 
 import nodelaunch as launch
 from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
@@ -25,26 +24,6 @@ script, order, restarts = sys.argv[1:]
 job = TorchrunJob(script, ["stubborn"], nodes=local_nodes(2), rank_order=order, max_restarts=int(restarts), limit=60)
 print("id", job.id, "id", flush=True)
 job.run()
-"""
-# Who listens, as address and port, by the processes that have this in their environment: $1.
-LISTENERS = """
-import glob, ipaddress, os, re, sys
-mark, held, found = sys.argv[1].encode(), set(), set()
-for folder in glob.glob("/proc/[0-9]*"):
-    try:
-        if mark in open(folder + "/environ", "rb").read().split(b"\\0"):
-            held |= {os.readlink(link) for link in glob.glob(folder + "/fd/*")}
-    except OSError:
-        continue
-for table in ("tcp", "tcp6"):
-    for row in open("/proc/net/" + table).read().splitlines()[1:]:
-        cells = row.split()
-        if cells[3] == "0A" and f"socket:[{cells[9]}]" in held:
-            address, port = cells[1].split(":")
-            raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
-            found.add((str(ipaddress.ip_address(raw)), int(port, 16)))
-for address, port in sorted(found):
-    print(address, port)
 """
 # Connects to every port that is named, at one address; prints those that answer.
 KNOCK = """
@@ -77,13 +56,6 @@ def script(write):
     return write("train.py", TROUBLE)
 
 
-def list_listeners(job_id: str, enter: Sequence[str] = ()) -> set[tuple[str, int]]:
-    """Address and port of all that the processes of a job listen on."""
-    command = [*enter, sys.executable, "-ISc", LISTENERS, f"LAB_JOB_ID={job_id}"]
-    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
-    return {(address, int(port)) for address, _, port in (row.partition(" ") for row in rows if row)}
-
-
 @pytest.mark.parametrize(("order", "restarts"), [("address", 0), ("nodes", 0), ("address", 1)])
 def test_a_local_job_cannot_be_reached_from_another_host(order, restarts, script, hosts, tmp_path):
     log = tmp_path / "launcher.log"
@@ -94,7 +66,7 @@ def test_a_local_job_cannot_be_reached_from_another_host(order, restarts, script
     try:
         wait_for(lambda: log.read_text().count("connected") == 2)
         job_id = re.search(r"id (\S+) id", log.read_text())[1]
-        heard = list_listeners(job_id, hosts._enter("n0"))
+        heard = list_listeners(f"LAB_JOB_ID={job_id}", hosts._enter("n0"))
         assert len(heard) >= 3, heard  # the rendezvous, and Gloo on both ranks
         assert all(address.startswith("127.") for address, _ in heard), heard
         ports = [str(port) for _, port in heard]
@@ -149,7 +121,7 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(script, tmp_path):
         wait_for(lambda: "rendezvous" in subprocess.run(command, capture_output=True, text=True).stdout)
 
     job_id = job.id
-    run_attacked(job, attack, lambda endpoint: wait_for(lambda: endpoint in list_listeners(job_id)))
+    run_attacked(job, attack, lambda endpoint: wait_for(lambda: endpoint in list_listeners(f"LAB_JOB_ID={job_id}")))
     assert not mark.exists()
 
 
@@ -158,7 +130,7 @@ def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(scrip
     seen = {}
 
     def look(line):
-        seen.update({node: list_listeners(job_id, hosts._enter(node)) for node in ("n1", "n2")})
+        seen.update({node: list_listeners(f"LAB_JOB_ID={job_id}", hosts._enter(node)) for node in ("n1", "n2")})
         job.stop()
 
     job = TorchrunJob(script, ["loop"], nodes=nodes)

@@ -143,6 +143,7 @@ def test_the_scripts_by_hand_are_the_same_job(write, runs):
     assert_gone(job.id, 1)
 
 
+@pytest.mark.usefixtures("warm_torchrun")
 def test_one_node_by_hand_and_the_order_of_the_nodes(write):
     """Static rendezvous: rank 0 is on the first node of the list, whatever its address."""
     started, heard = [], Heard()
@@ -201,7 +202,9 @@ def edit(line, change):
     ],
     ids=["arguments and script", "processes", "numbers", "versions"],
 )
-def test_nodes_that_do_not_run_the_same(write, change, words):
+def test_nodes_that_do_not_run_the_same(write, change, words, request):
+    if not words[0].startswith("torch:"):  # which processes learn as they start
+        request.getfixturevalue("warm_torchrun")
     started, heard = [], Heard()
     write("other/sitecustomize.py", VERSIONS)
     other = str(write("other/train.py", TROUBLE + "# another version\n"))
@@ -247,6 +250,7 @@ def test_every_difference_is_named_with_both_values():
 
 
 @pytest.mark.drill
+@pytest.mark.usefixtures("warm_torchrun")
 @pytest.mark.parametrize("count", [1, 3])
 def test_8_a_node_that_expects_another_number_of_nodes(write, count):
     """With too few it must not train alone; with too many nobody comes, and the time to join ends it."""
@@ -334,7 +338,9 @@ def test_a_started_job_runs_beside_the_caller_and_is_waited_for_or_stopped(write
     ],
 )
 @pytest.mark.drill
-def test_a_script_that_ends_badly_on_one_node(write, text, kind, words):
+def test_a_script_that_ends_badly_on_one_node(write, text, kind, words, request):
+    if kind != "exit":  # those two are real processes to their ends
+        request.getfixturevalue("warm_torchrun")
     heard, joined = Heard(), []
     heard.when["all nodes joined"] = lambda line: joined.append(time.time())
     job = TorchrunJob(write("short.py", text), nodes=local_nodes(1))
@@ -356,6 +362,7 @@ def test_the_limit_ends_a_job(write):
 
 
 @pytest.mark.drill
+@pytest.mark.usefixtures("warm_torchrun")
 def test_the_limit_ends_both_nodes_and_is_named(write):
     """The nodes end one after the other, and the ranks of the second then miss those of the first."""
     job = TorchrunJob(write("train.py", TROUBLE), ["loop"], nodes=local_nodes(2), limit=15)

@@ -246,6 +246,7 @@ def test_a_relative_lab_data_means_the_same_folder_in_the_job(script, monkeypatc
     assert {each.env["LAB_DATA"] for each in slurm} == {f"{slurm_nodes(2)[0].folder}/data"}
 
 
+@pytest.mark.usefixtures("warm_torchrun")
 def test_what_is_planned_is_what_the_processes_get(script, tmp_path, monkeypatch):
     set_gpus(tmp_path, monkeypatch, 2)
     monkeypatch.setenv("LAB_SCALE", "small")

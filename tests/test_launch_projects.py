@@ -1,6 +1,7 @@
 """A project's folder as the unit of a job, and programs other than torchrun with the same lease, logs and diagnosis."""
 
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, ru
 
 from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, ssh_nodes
-from nodelaunch.node import agent
+from nodelaunch.node import agent, worker
 from nodelaunch.node.place import LAST
 from nodelaunch.project import LARGEST, MOST, TOTAL, find_project
 
@@ -386,6 +387,7 @@ def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
         assert_explains(caught.value, *words)
 
 
+@pytest.mark.usefixtures("warm_torchrun")
 def test_a_file_that_is_not_copied_is_named_with_the_way_to_copy_it(project):
     job = TorchrunJob(project / "examples" / "train.py", ["x"], nodes=local_nodes(1))
     error = job.run(check=False, show=False).failure
@@ -443,6 +445,21 @@ def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
     assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
 
 
+def test_the_line_that_is_named_is_that_of_the_script_that_another_runs(tmp_path):
+    """Not one of the script that watches it, be that the first frame or the last."""
+    (tmp_path / "own.py").write_text("\n\nwatch(1)\n")
+    watching = tmp_path / "watching.py"
+    watching.write_text(
+        "import runpy\ndef watch(number):\n    number / 0\nrunpy.run_path(own, {'watch': watch}, '__main__')\n"
+    )
+    with pytest.raises(ZeroDivisionError) as raised:
+        runpy.run_path(str(watching), {"own": str(tmp_path / "own.py")}, "__main__")
+    facts = worker._describe(raised.value, str(watching), tmp_path)
+    assert facts["location"] == "own.py, line 3"
+    assert facts["traceback"].splitlines()[1] == '  File "own.py", line 3, in <module>'
+
+
+@pytest.mark.usefixtures("warm_torchrun")
 def test_where_the_ranks_of_a_project_stand_is_said(project):
     lines = ("import torch.distributed as dist", "dist.init_process_group('gloo')", "if dist.get_rank() == 0:")
     (project / "train.py").write_text("\n".join([*lines, "    while True: pass", "dist.barrier()"]))

@@ -352,5 +352,6 @@ def test_scale_follows_the_setting_then_the_device(monkeypatch):
     for available, expected in ((False, "small"), (True, "full")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
         assert machine.scale() == expected
+        assert (machine.scale("cuda"), machine.scale("cpu")) == ("full", "small"), "the nodes' device, not this one's"
         assert machine.device() == torch.device("cuda", 0) if available else torch.device("cpu")
         assert ("no GPU" in machine.scale_reason()) == (not available)

@@ -92,19 +92,19 @@ def test_lab_4_says_so_in_its_figure_and_keeps_no_guess(run_cells_of, more):
 
 def make_measured(seconds, **more):
     """What lab 5's script reports; ``seconds`` by what, the same for all stems and batches."""
+    parts = {"buckets": [{"bytes": 40_000_000, "ready": 0.1, "send": 0.2}], "backward": 0.5, "busy": 1.0}
     steps = [
-        {"stem": stem, "batch": batch, "bytes": 40_000_000}
+        {"stem": stem, "batch": batch, **parts}
         | {what: make_timings(what, one, batch, rank=0, **more).as_record() for what, one in seconds.items()}
         for stem in ("cifar", "imagenet")
         for batch in (8, 4)
     ]
-    messages = [{"bytes": 10**6 * size, "timing": make_timings("m", 1e-3 * size).as_record()} for size in (1, 10, 40)]
-    return {"steps": steps, "messages": messages}
+    return {"steps": steps}
 
 
 @pytest.mark.parametrize("more", [QUIET, NOISY], ids=["quiet", "busy"])
 def test_lab_5_says_so_and_no_bar_is_cut_off(run_cells_of, capsys, more, monkeypatch):
-    measured = make_measured({"alone": 3.7, "compute": 1.0, "ddp": 2.0}, **more)
+    measured = make_measured({"alone": 3.7, "compute": 1.0, "apart": 2.0, "ddp": 2.0}, **more)
     nodes = [type("Node", (), {"name": name}) for name in ("node0", "node1")]
     monkeypatch.setattr("lab_utils.timing.Records.once", lambda *_, **__: measured)
     names = {"my_speed_up": {"cifar": 1.8, "imagenet": 1.5}, "DEVICE": "cpu", "FULL": False}

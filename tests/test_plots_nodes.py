@@ -120,6 +120,17 @@ def test_utilisation_tells_two_nodes_on_one_machine_apart_by_the_job_s_share():
     assert ax.get_ylabel() == "busy in %"
 
 
+def test_utilisation_shades_the_training_and_says_its_mean():
+    samples = [make_usage("node0", t, job_busy=busy) for t, busy in enumerate([0.1, 0.5, 0.7, 0.2])]
+    ax = plots.utilisation(samples, span=[1001.0, 1002.5])
+    assert labels_of(ax)[0].endswith("; 60 % in training")
+    (shade,) = ax.patches
+    assert (shade.get_x(), shade.get_width()) == pytest.approx((1.0, 1.5))
+    assert labels_of(ax)[1] == "training"
+    outside = plots.utilisation(samples, span=[2000.0, 2001.0])
+    assert "in training" not in labels_of(outside)[0]
+
+
 def test_utilisation_takes_the_gpus_where_there_are_some_and_else_says_what_it_took():
     gpus = (GpuUsage(0, 1.0, 10 * GIB, 80 * GIB), GpuUsage(1, 0.5, 20 * GIB, 80 * GIB))
     ax = plots.utilisation([make_usage("a", 0, gpus=gpus), make_usage("a", 1, gpus=gpus)])

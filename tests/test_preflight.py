@@ -561,6 +561,12 @@ def test_only_who_knows_the_token_is_the_node(start):
     assert probe.reach("127.0.0.1", int(silent), "secret", 0.3) == "stranger"
 
 
+@pytest.mark.parametrize("first", [32768, 20010, 1500])
+def test_the_rendezvous_port_is_none_that_the_system_gives_to_outgoing_connections(first, monkeypatch):
+    monkeypatch.setattr(probe, "read", lambda path: f"{first}\t60999\n")
+    assert all(1024 < probe.find_free_port() < first for _ in range(20))
+
+
 def test_the_rendezvous_port_can_be_taken_at_once_afterwards(pair):
     found = look(pair)
     with socket.socket() as listener:  # without SO_REUSEADDR: no connection may be left on it

@@ -71,6 +71,14 @@ def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
     assert all(link.startswith("data:") or link in places for link in links) and "#lab1" in links
 
 
+def test_an_exercise_that_is_no_longer_there_disturbs_neither_the_page_nor_the_progress(workspace, capsys):
+    for number in ("5.5", "9.9", ""):
+        attempts.note(number, "right", "def normalise(sums):\n    pass\n")
+    check.progress()
+    assert "Lab 5: 0 of 4 solved" in capsys.readouterr().out
+    assert "normalise" not in make_report(workspace, team="x")
+
+
 def test_a_wide_figure_has_the_whole_width(workspace):
     path = workspace / "01_mixed_precision.ipynb"
     book = nbformat.read(path, as_version=4)
@@ -163,6 +171,10 @@ def test_teams_are_set_side_by_side(workspace, tmp_path, capsys):
     output = tmp_path / "all.html"
     assert main(["--output", str(output), "compare", *map(str, paths)]) == 0
     assert "Team B" in output.read_text() and "written:" in capsys.readouterr().out
+    kept = paths[0].read_bytes()
+    assert main(["--output", str(paths[0]), "compare", *map(str, paths)]) == 1
+    said = capsys.readouterr().err
+    assert "it would be overwritten" in said and "--output FILE" in said and paths[0].read_bytes() == kept
 
 
 def test_a_report_that_cannot_be_written_leaves_nothing(workspace, tmp_path, capsys):

@@ -46,7 +46,7 @@ __all__ = [
     "progress",
     "refusing",
 ]
-LABS = range(7)
+LABS = range(10)
 # Each lab imports this module before its first bar.
 clear_ended_bars()
 
@@ -103,8 +103,8 @@ def expect(right: bool, case: str, *, yours: object, expected: object, hint: str
 def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -> Iterator[None]:
     """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint.
 
-    A slip of the pen is none: the word of an untouched stub, which is a RuntimeError, and a name that nothing has. That
-    ``None`` has an attribute is a mistake of thought.
+    Two errors stay as they are, since they say nothing of the answer's idea: the NotImplementedError of an untouched
+    stub, which is a RuntimeError, too, and a misspelt attribute. An attribute that was asked of ``None`` is refused.
     """
     try:
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import inspect
 import traceback
@@ -73,21 +74,42 @@ def note(number: str, what: str, answer: str = "") -> None:
 def read_source(answer: Callable | str | Card) -> str:
     """Returns the source of an answer, a function, a card or the path of a script; "" where it cannot be read."""
     try:
+        if isinstance(answer, type):
+            return _read_class(answer)
         if callable(answer):
             return inspect.getsource(answer)
         return read_bounded(Path(getattr(answer, "path", answer)), SOURCE_BYTES).decode()
-    except (OSError, TypeError, ValueError):
+    except (OSError, TypeError, ValueError, SyntaxError):
         return ""
+
+
+def _read_class(answer: type) -> str:
+    """The source of a class; ``inspect`` does not find one that a notebook's cell defines, but its methods."""
+    method = _find_method(answer)
+    source = "".join(inspect.findsource(method)[0]) if method else ""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef) and node.name == answer.__name__:
+            return ast.get_source_segment(source, node) or ""
+    return ""
+
+
+def _find_method(answer: type) -> Callable | None:
+    """A function that the class itself defines."""
+    return next((one for one in vars(answer).values() if inspect.isfunction(one)), None)
 
 
 def find_line(error: Exception, answer: Callable | str | Card) -> str:
     """Returns the last line of the learner's own that an error went through; "" where it went through none.
 
-    The cells of a notebook are files of one folder, so that a helper in another cell is the learner's, too.
+    The cells of a notebook are files of one folder, so that a helper in another cell is the learner's, too. An error
+    that came from another process has no traceback; it brings its line along.
     """
+    if line := getattr(error, "line_of_answer", ""):
+        return line
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or '').name}, line {error.lineno}: {(error.text or '').strip()}"
-    code = getattr(inspect.unwrap(answer), "__code__", None) if callable(answer) else None
+    function = _find_method(answer) if isinstance(answer, type) else answer
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     own = Path(code.co_filename).parent if code else None
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == own]
     return f"line {frames[-1].lineno}: {frames[-1].line}" if frames else ""

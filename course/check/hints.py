@@ -32,16 +32,42 @@ SECOND_HINTS = {
     "4.3": "collect the sizes of batches that occur (the full one, and the rest unless it is dropped), split each by "
     "torch.empty(size).chunk(count), and take the smallest len",
     "5.1": "compare with train_single.py place by place; the five are: init_process_group with device and timeout; "
-    "DistributedSampler and a DataLoader with it; DDP(model); all_reduce(counts); save on rank 0",
+    "DistributedSampler and a DataLoader with it; DDP(model); all_reduce(counts); save on rank 0, if "
+    "args.checkpoint is given",
     "5.2": "both: torchrun --nnodes=2 --nproc-per-node=1 --master-addr=127.0.0.1 --master-port=29555, and the script "
     "with its arguments; one has --node-rank=0, the other --node-rank=1",
-    "5.3": "with one epoch nothing can be said; with several it was forgotten exactly if every order equals the first",
+    "5.3": "one epoch is not enough to decide; with several, set_epoch was forgotten exactly if every order equals the "
+    "first",
     "5.4": "zero_grad once; all micro-batches but the last run forward and backward under model.no_sync(); each loss "
     "is divided by their number; one optimizer.step() at the end",
-    "6.1": "read the last line of the first traceback, and the line of the job that it names: which rank, on which "
-    "node, and what it expects there",
+    "6.1": "read the last error of the rank that failed first; then find above it the last line of the card's own "
+    "file: which rank is it, on which node, and what does it expect there",
     "6.2": "run the card again and write down, for each rank, the line of the job in which it stood; find the call "
     "that both should have reached, or that one has to make before the other can go on",
     "6.3": "print what the ranks, or the epochs, or one device and several, should have in common, and look where they "
     "do not",
+    "7.1": 'for each index v2.functional.pil_to_tensor(Image.open(self.paths[index]).convert("RGB")), then augment; '
+    "list(zip(torch.stack(images) / 255, labels)); one item is the first of a batch of one",
+    "7.2": "where pad: make order longer, (order * world_size)[:n], with n = world_size * -(-len(order) // world_size)"
+    "; then in any case order[rank::world_size]",
+    "7.3": "model.eval(); a DataLoader over Subset(images, share_indices([*range(len(images))], rank, world_size)); "
+    "under inference_mode add up (model(batch).argmax(1) == labels).sum() and len(labels)",
+    "7.4": "two lines: info = get_worker_info(), then info.dataset.random = np.random.default_rng(info.seed), which "
+    "differs between workers, and between epochs that start their workers anew",
+    "8.1": "broadcast: rank 1's x everywhere; gather and reduce: rank 1 alone, the others None; all_ is the same for "
+    "all; scatter and reduce_scatter: part r for rank r; all_to_all: [r, 10 + r, 20 + r, 30 + r] on rank r",
+    "8.2": "algorithm = size / seconds; bus = algorithm times 2 * (n - 1) / n for all_reduce, 1 for broadcast, "
+    "(n - 1) / n for the other three",
+    "8.3": "for step in range(2 * (n - 1)): isend chunks[(rank - step) % n] to the right, recv from the left, wait; "
+    "add to chunks[(rank - step - 1) % n] while step < n - 1, and copy into it afterwards",
+    "8.4": "distance = 1; while distance < n: isend x to rank ^ distance, recv from it into another tensor, wait, "
+    "x += received, distance *= 2",
+    "9.1": "send(bucket): flat = pack(bucket); sent.append((bucket, flat, dist.all_reduce(flat, async_op=True))); "
+    "finish(): flush(), then for each sent: work.wait() and unpack(flat / world size, bucket); then sent.clear()",
+    "9.2": "notes.append(bucket.buffer().nbytes); work = dist.all_reduce(bucket.buffer(), async_op=True); return "
+    "work.get_future().then(…), where the function takes future.value()[0] and divides by the world size",
+    "9.3": "SumOverRanks: forward and backward both clone, all-reduce the clone and return it; then total = "
+    "SumOverRanks.apply(torch.stack([sums, squares, counts])), and mean and variance from it",
+    "9.4": "optimizer.step(); if number % every == 0: all floating-point tensors of net.state_dict() are packed, "
+    "all-reduced once, divided by the world size, and unpacked in place",
 }

@@ -32,13 +32,13 @@ def find_solution(number: str) -> str:
 
 
 def _cut(source: str, folder: Path) -> str:
-    """The function that the cell hands to the check, or the script."""
+    """The function or class that the cell hands to the check, or the script."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "check.exercise":
             handed = node.args[1]
             if isinstance(handed, ast.Constant):
                 return (folder / handed.value).read_text(encoding="utf-8")
             for function in ast.parse(source).body:
-                if isinstance(function, ast.FunctionDef) and function.name == ast.unparse(handed):
+                if isinstance(function, ast.FunctionDef | ast.ClassDef) and function.name == ast.unparse(handed):
                     return ast.get_source_segment(source, function)
     return ""

@@ -153,6 +153,13 @@ def _expect_one_run(job: str, plans: list[dict | None]) -> None:
         expected=job,
         hint="the one run has the job's name, so that it can be found",
     )
+    expect(
+        plans[0].get("group") is None,
+        "every_rank=False: the run's group",
+        yours=plans[0].get("group"),
+        expected=None,
+        hint="a group holds the runs of several ranks: the one run needs none",
+    )
 
 
 def _expect_group(job: str, plans: list[dict | None]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from course.notebooks import load_notebook
 from course.report.pages import escape_line
 
-# Of one lab; seven labs stay below what a report may have.
+# Of one lab; ten labs stay below what a report may have.
 FIGURES_BYTES = 6 * 2**20
 PNG = b"\x89PNG\r\n\x1a\n"
 # In pixels; a figure of one panel has 750.

@@ -10,6 +10,7 @@ from lab_utils.timing.comparison import compare
 from lab_utils.timing.measure import Timing, interleave, measure, synchronize
 from lab_utils.timing.memory import count_saved_bytes
 from lab_utils.timing.noise import find_noise, lie_apart
+from lab_utils.timing.others import find_others, read_usage
 from lab_utils.timing.records import Records, UnreadableWarning, list_skipped
 from lab_utils.timing.references import reference
 from lab_utils.timing.timeline import Timeline
@@ -22,10 +23,12 @@ __all__ = [
     "compare",
     "count_saved_bytes",
     "find_noise",
+    "find_others",
     "interleave",
     "lie_apart",
     "list_skipped",
     "measure",
+    "read_usage",
     "reference",
     "synchronize",
 ]

@@ -178,7 +178,15 @@ def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
     return start
 
 
+def _find_own(trace: TracebackType | None, script: str) -> str:
+    """The file to mend: the script, or the one beside it that it runs as a script, such as one that it watches."""
+    codes = [frame.f_code for frame, _ in traceback.walk_tb(trace) if frame.f_globals.get("__name__") == "__main__"]
+    files = [code.co_filename for code in codes if code.co_name == "<module>"]
+    return next((file for file in reversed(files) if Path(file).parent == Path(script).parent), script)
+
+
 def _describe(error: BaseException, script: str, root: Path) -> dict:
+    script = _find_own(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     message, line = "".join(traceback.format_exception_only(error)).strip(), frames[-1].lineno if frames else None

@@ -25,7 +25,7 @@ def parse_arguments():
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--net", default="resnet18", choices=models.NAMES)
     parser.add_argument("--stem", default="imagenet", choices=["imagenet", "cifar"])
-    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16], help="images on all devices together")
+    parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16], help="global batch size")
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
@@ -58,7 +58,7 @@ def measure_case(args, batch_size, device, cores):
     images = torch.randn(batch_size, 3, 32, 32, device=device)
     labels = torch.randint(0, 10, (batch_size,), device=device)
     share = images.chunk(world_size)[rank], labels.chunk(world_size)[rank]
-    # All three have the parameters of one network: what is compared is the way that a step takes through it.
+    # All three have the parameters of one network: only the wrapper differs.
     if args.device == "cuda":
         dp = nn.DataParallel(net, device_ids=list(range(world_size))) if rank == 0 else None
     else:
@@ -93,14 +93,20 @@ def measure_case(args, batch_size, device, cores):
     inference = {
         "1 device": make_step(infer_step, net, cores, True, images),
         "DP": make_step(infer_step, dp, cores, True, images),
-        "DDP": make_step(infer_step, net, each, False, share[0]),  # nothing is averaged: each process has its share
+        # Nothing is averaged, so each process runs the bare network on its share.
+        "two processes, as in DDP": make_step(infer_step, net, each, False, share[0]),
     }
-    result = {"batch": batch_size, "training": [timing.as_record() for timing in measure(training, progress=False)]}
+    result = {"batch": batch_size, "training": tag(measure(training, progress=False))}
     net.eval()
-    result["inference"] = [timing.as_record() for timing in measure(inference, progress=False)]
+    result["inference"] = tag(measure(inference, progress=False))
     if rank == 0:
         print(f"batch {batch_size}: measured", flush=True)
     return result
+
+
+def tag(timings):
+    """In the form that ``timing.Records`` reads as Timings, so that it measures again what was noise."""
+    return [{"Timing": timing.as_record()} for timing in timings]
 
 
 def measure_links(args, device):
@@ -121,6 +127,7 @@ def measure_links(args, device):
 
     steps = {"copy": copy, "all_reduce": all_reduce, "meeting": partial(meet, device)}
     timings = timing.interleave(steps, repeats=2 * args.repeats, warmup=2, device=device, progress=False)
+    # Not tagged: times as short as these often jump, and would have everything measured again.
     return {"weights_bytes": 4 * size, "links": [timing.as_record() for timing in timings]}
 
 

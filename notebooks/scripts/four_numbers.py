@@ -13,7 +13,7 @@ dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 rank, node = dist.get_rank(), int(os.environ["LAB_NODE"])
 mine = torch.tensor([rank + 1.0])
 total = mine.clone()
-dist.all_reduce(total)  # every rank has to call this: each waits here until all have come
+dist.all_reduce(total)  # every rank has to call this: it waits here until all ranks have called it
 device = "cuda" if torch.cuda.is_available() else "cpu"
 launch.report({"rank": rank, "node": node, "device": device, "had": mine.item(), "has": total.item()})
 dist.destroy_process_group()

@@ -1,10 +1,14 @@
-"""Measures a step on one node, and what one of DDP is made of: computing, messages of several sizes, and both.
+"""Measures a step of DDP and what it is made of: computing, and the sending of each bucket, with and without overlap.
 
 torchrun --nproc-per-node=2 measure_step.py --net resnet18 --stems cifar imagenet --batch-sizes 8 16
 """
 
 import argparse
+import gc
 import os
+import platform
+import statistics
+import time
 from datetime import timedelta
 from functools import partial
 
@@ -14,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import nodelaunch as launch
-from lab_utils import models, timing
+from lab_utils import machine, models, timing
 
 
 def parse_arguments():
@@ -23,26 +27,53 @@ def parse_arguments():
     parser.add_argument("--net", default="resnet18", choices=models.NAMES)
     parser.add_argument("--stems", nargs="+", default=["cifar", "imagenet"])
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8], help="images per process")
-    parser.add_argument("--megabytes", nargs="*", type=float, default=[], help="sizes of the messages to all-reduce")
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()
 
 
-def measure_messages(megabytes, measure, device):
-    """A message costs a fixed time and a time per byte: measured at a few sizes, both can be read off."""
-    messages = [torch.zeros(max(1, int(size * 1e6 / 4)), device=device) for size in megabytes]
-    steps = [partial(dist.all_reduce, message) for message in messages]
-    return [
-        {"bytes": 4 * message.numel(), "timing": measure({"all_reduce": step})[0].as_record()}
-        for message, step in zip(messages, steps, strict=True)
-    ]
+def read_clock(device):
+    """Now; on a GPU the moment when it comes to this line of its work."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
-def train_step(model, optimizer, images, labels):
-    """One step, whether the model is a bare network or wrapped in DDP."""
-    optimizer.zero_grad()
-    F.cross_entropy(model(images), labels).backward()
-    optimizer.step()
+def subtract(begin, end):
+    """Seconds between two readings of the clock."""
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+
+
+class Buckets:
+    """DDP's buckets in one step, by the hook that it calls with each one that is full."""
+
+    def __init__(self, device):
+        self.device, self.send, self.rows = device, False, []
+
+    def take(self, state, bucket):
+        """Hands the bucket back as it is; or the mean over all ranks, as DDP itself would."""
+        row = {"buffer": bucket.buffer(), "ready": read_clock(self.device)}
+        self.rows.append(row)
+        if not self.send:
+            future = torch.futures.Future(devices=[self.device] if self.device.type == "cuda" else None)
+            future.set_result(row["buffer"])
+            return future
+
+        def note_end(future):
+            row["end"] = read_clock(self.device)
+            return future.value()[0]
+
+        row["buffer"] /= dist.get_world_size()
+        return dist.all_reduce(row["buffer"], async_op=True).get_future().then(note_end)
+
+    def send_all(self):
+        """The mean over all ranks of each bucket, one after the other."""
+        for row in self.rows:
+            row["begin"] = read_clock(self.device)
+            row["buffer"] /= dist.get_world_size()
+            dist.all_reduce(row["buffer"])
+            row["end"] = read_clock(self.device)
 
 
 def meet(device):
@@ -52,32 +83,102 @@ def meet(device):
     dist.all_reduce(torch.zeros(1))
 
 
-def measure_step(net_name, stem, batch_size, measure, device):
-    """The seconds of a step on one node, of one without communication, and of one with it: in turn."""
-    torch.manual_seed(0)
-    net = models.build(net_name, num_classes=10, stem=stem).to(device)
-    model = DDP(net)  # shares the parameters of the bare network
-    batch = torch.randn(batch_size, 3, 32, 32, device=device), torch.randint(0, 10, (batch_size,), device=device)
-    # No momentum: two processes have to fit beside a notebook.
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+class Case:
+    """One network and batch size, and the steps that are measured with them."""
 
-    def make_step(network, ranks):
-        def step():
-            if dist.get_rank() in ranks:
-                train_step(network, optimizer, *batch)
-            meet(device)
+    def __init__(self, net_name, stem, batch_size, device):
+        torch.manual_seed(0)
+        self.device, self.buckets = device, Buckets(device)
+        self.net = models.build(net_name, num_classes=10, stem=stem).to(device)
+        # Both share the parameters of the bare network; only the one whose forward pass ran takes part in backward.
+        self.ddp, self.watched = DDP(self.net), DDP(self.net)
+        self.watched.register_comm_hook(None, self.buckets.take)
+        self.images = torch.randn(batch_size, 3, 32, 32, device=device)
+        self.labels = torch.randint(0, 10, (batch_size,), device=device)
+        # No momentum: two processes have to fit beside a notebook.
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=1e-4)
 
-        return step
+    def take_step(self, model, *, ranks=(), apart=False, send=False):
+        """One step of some ranks, by default all; returns when backward began and ended."""
+        self.buckets.rows, self.buckets.send = [], send
+        begin = end = None
+        if not ranks or dist.get_rank() in ranks:
+            self.optimizer.zero_grad()
+            loss = F.cross_entropy(model(self.images), self.labels)
+            begin = read_clock(self.device)
+            loss.backward()
+            end = read_clock(self.device)
+            if apart:
+                self.buckets.send_all()
+            self.optimizer.step()
+        meet(self.device)
+        return begin, end
 
-    everyone = range(dist.get_world_size())
-    # "compute" is the bare network, on all ranks at once, since they may share what their node has.
-    steps = {"alone": make_step(net, [0]), "compute": make_step(net, everyone), "ddp": make_step(model, everyone)}
-    size = sum(4 * parameter.numel() for parameter in net.parameters())
-    found = {"stem": stem, "batch": batch_size, "bytes": size}
-    timings = measure(steps, images=batch_size)
+    def time_steps(self, measure):
+        """The seconds of each kind of step, in turn."""
+        steps = {
+            "alone": partial(self.take_step, self.net, ranks=[0]),
+            # All that DDP does but send the gradients (it still broadcasts batch norm's buffers); on all ranks at once,
+            # since they may share what their node has.
+            "compute": partial(self.take_step, self.watched),
+            # Without overlap: first backward, then the sending. (DDP itself never does this.)
+            "apart": partial(self.take_step, self.watched, apart=True),
+            "ddp": partial(self.take_step, self.ddp),
+        }
+        found = measure(steps, images=len(self.images))
+        return {one.name: one.as_record() for one in found}
+
+    def draw_step(self, **how):
+        """When backward and the sending of each bucket began and ended, in seconds since backward began."""
+        begin, end = self.take_step(self.watched, **how)
+        since = partial(subtract, begin)
+        rows = [("backward", 0.0, since(end))]
+        for number, row in enumerate(self.buckets.rows, start=1):
+            rows.append((f"bucket {number}", since(row.get("begin", row["ready"])), since(row["end"])))
+        return rows
+
+    def measure_buckets(self, repeats):
+        """Each bucket's bytes; medians of when it is full and of its sending alone, in seconds, of the slowest rank."""
+        full, sending, worked, passed = [], [], 0.0, 0.0
+        for _ in range(repeats):
+            begin, end = self.take_step(self.watched)
+            full.append([subtract(begin, one) for one in (*(row["ready"] for row in self.buckets.rows), end)])
+            cpu, wall = time.process_time(), time.perf_counter()
+            self.buckets.send_all()
+            meet(self.device)
+            worked, passed = worked + time.process_time() - cpu, passed + time.perf_counter() - wall
+            sending.append([subtract(row["begin"], row["end"]) for row in self.buckets.rows])
+        # What this process, while it sends, takes of the cores of its machine.
+        mine = [list(map(statistics.median, zip(*seconds, strict=True))) for seconds in (full, sending)]
+        mine += [platform.node(), worked / passed / machine.describe().cores]
+        ranks = [mine] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        fulls, sendings, hosts, shares = zip(*ranks, strict=True)
+        (*full, backward), sending = ([max(one) for one in zip(*lists, strict=True)] for lists in (fulls, sendings))
+        # The ranks of a machine share its cores; other programs do not count. A GPU computes by itself.
+        busy = [sum(share for host, share in zip(hosts, shares, strict=True) if host == one) for one in hosts]
+        busy = min(1.0, max(busy)) if self.device.type == "cpu" else 0.0
+        sizes = [row["buffer"].nbytes for row in self.buckets.rows]
+        buckets = [
+            {"bytes": one, "ready": two, "send": three} for one, two, three in zip(sizes, full, sending, strict=True)
+        ]
+        return {"buckets": buckets, "backward": backward, "busy": busy}
+
+
+def measure_case(net_name, stem, batch_size, repeats, device):
+    """All that is measured of one network and batch size."""
+    gc.collect()  # the networks of the case before
+    case = Case(net_name, stem, batch_size, device)
+    # It keeps the slowest rank's seconds: the job is as fast as that one.
+    measure = partial(timing.interleave, repeats=repeats, warmup=2, device=device, progress=False)
+    found = {"stem": stem, "batch": batch_size} | case.time_steps(measure) | case.measure_buckets(repeats)
+    found["timelines"] = {
+        "with overlap": case.draw_step(send=True),
+        "first backward, then sending": case.draw_step(apart=True),
+    }
     if dist.get_rank() == 0:
         print(f"{stem} stem, batch {batch_size} per process: measured", flush=True)
-    return found | {one.name: one.as_record() for one in timings}
+    return found
 
 
 def main():
@@ -91,12 +192,8 @@ def main():
     # device_id: NCCL connects the GPUs now, and not at the first collective. Gloo takes none.
     backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, timeout=timedelta(seconds=900), device_id=device_id)
-    # It keeps the slowest rank's seconds: the job is as fast as that one.
-    measure = partial(timing.interleave, repeats=args.repeats, warmup=2, device=device, progress=False)
-    messages = measure_messages(args.megabytes, measure, device)
-    cases = [(stem, size) for stem in args.stems for size in args.batch_sizes]
-    steps = [measure_step(args.net, stem, size, measure, device) for stem, size in cases]
-    launch.report({"world_size": dist.get_world_size(), "messages": messages, "steps": steps})
+    cases = [(args.net, stem, size, args.repeats, device) for stem in args.stems for size in args.batch_sizes]
+    launch.report({"world_size": dist.get_world_size(), "steps": [measure_case(*case) for case in cases]})
     dist.destroy_process_group()
 
 

@@ -51,7 +51,7 @@ def main():
 
     dataset = data.load(args.data)
     train, valid = (Subset(split, range(len(split))[: args.images]) for split in (dataset.train, dataset.valid))
-    # Place 2: share. A sampler deals one shuffled order of all images out to the processes; full batches only.
+    # Place 2: share. A sampler divides one shuffled order of all images among the processes; full batches only.
     ### BEGIN SOLUTION
     sampler = DistributedSampler(train, drop_last=True)
     loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)
@@ -77,7 +77,7 @@ def main():
         first = state["epoch"]
 
     for epoch in range(first, args.epochs):
-        sampler.set_epoch(epoch)  # or every epoch has the order of the first
+        sampler.set_epoch(epoch)  # without it every epoch has the same order
         model.train()
         for images, labels in loader:
             optimizer.zero_grad()

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import os
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ def parse_arguments():
     parser.add_argument("--how", default="single", choices=["single", "dp", "ddp"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--net", default="tiny", choices=models.NAMES)
-    parser.add_argument("--batch-size", type=int, default=64, help="images on all devices together")
+    parser.add_argument("--batch-size", type=int, default=64, help="global batch size")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--steps", type=int, help="stop after so many steps")
     parser.add_argument("--seconds", type=float, default=5, help="without --steps, in one process: stop then")
@@ -31,7 +32,7 @@ def parse_arguments():
 
 
 def wrap(net, how, device):
-    """The network as it is trained. The three set-ups differ here, and in who gets which images."""
+    """The network as it is trained. DDP also needs a process group, and each process its share of the images."""
     if how == "dp" and device.type == "cuda":
         return nn.DataParallel(net, device_ids=[0, 1])
     if how == "dp":  # without two GPUs an emulation, whose two threads share the cores
@@ -61,7 +62,7 @@ def train(args, model, batches, optimizer, device):
 
 
 def main():
-    """Trains, and reports the curves, the times, and the most memory that tensors took on each GPU."""
+    """Trains, and reports curves, times, each GPU's peak memory, and the share of the processors that others took."""
     args = parse_arguments()
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = args.device == "cuda"
@@ -69,19 +70,22 @@ def main():
     if cuda:
         torch.cuda.set_device(device)
     if args.how == "ddp":  # device_id: NCCL connects the GPUs now, and not at the first collective; Gloo takes none
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+        dist.init_process_group(backend, timeout=timedelta(seconds=120), device_id=device_id)
     dataset, share = data.load(), {"device": device, "rank": rank, "world_size": world_size}
     batches = dataset.batches("train", args.batch_size // world_size, drop_last=True, **share)
     torch.manual_seed(0)
     net = models.build(args.net, num_classes=len(dataset.class_names)).train(not args.frozen_bn).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
+    before = timing.read_usage()
     curve, ends = train(args, wrap(net, args.how, device), batches, optimizer, device)
+    others, _ = timing.find_others(before)
     if args.how == "ddp":  # each rank has the means over its half of every batch
         dist.all_reduce(curve)
         dist.destroy_process_group()
     loss, accuracy = (curve / world_size).T.tolist()
     peaks = [torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count())]
-    launch.report({"loss": loss, "accuracy": accuracy, "ends": ends, "peaks": peaks})
+    launch.report({"loss": loss, "accuracy": accuracy, "ends": ends, "peaks": peaks, "others": others})
 
 
 if __name__ == "__main__":

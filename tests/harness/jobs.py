@@ -8,8 +8,11 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,6 +119,26 @@ while mode != "ok":
     time.sleep(0.05)
 launch.report({"rank": int(os.environ["RANK"])})
 """
+# Who listens, as address and port, by the processes that have this in their environment: $1.
+LISTENERS = """
+import glob, ipaddress, os, re, sys
+mark, held, found = sys.argv[1].encode(), set(), set()
+for folder in glob.glob("/proc/[0-9]*"):
+    try:
+        if mark in open(folder + "/environ", "rb").read().split(b"\\0"):
+            held |= {os.readlink(link) for link in glob.glob(folder + "/fd/*")}
+    except OSError:
+        continue
+for table in ("tcp", "tcp6"):
+    for row in open("/proc/net/" + table).read().splitlines()[1:]:
+        cells = row.split()
+        if cells[3] == "0A" and f"socket:[{cells[9]}]" in held:
+            address, port = cells[1].split(":")
+            raw = b"".join(bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8))
+            found.add((str(ipaddress.ip_address(raw)), int(port, 16)))
+for address, port in sorted(found):
+    print(address, port)
+"""
 PYTHON = {"program": ["python"]}
 
 
@@ -212,6 +235,31 @@ def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:
                 pairs = [pair.partition("=") for pair in os.fsdecode(environ).split("\0")]
                 command = os.fsdecode((folder / "cmdline").read_bytes()).replace("\0", " ")
                 yield int(folder.name), command, {name: value for name, _, value in pairs}
+
+
+def list_listeners(variable: str, enter: Sequence[str] = ()) -> set[tuple[str, int]]:
+    """Address and port of all that the processes with a variable, as "name=value", in their environment listen on."""
+    command = [*enter, sys.executable, "-ISc", LISTENERS, variable]
+    rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    return {(address, int(port)) for address, _, port in (row.partition(" ") for row in rows if row)}
+
+
+@contextlib.contextmanager
+def hear_listeners(variable: str) -> Iterator[set[tuple[str, int]]]:
+    """Collects, while a block runs, what the processes with a variable in their environment listen on."""
+    heard, done = set(), threading.Event()
+
+    def listen() -> None:
+        while not done.wait(0.3):
+            heard.update(list_listeners(variable))
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        yield heard
+    finally:
+        done.set()
+        thread.join()
 
 
 def find_processes(job_id: str, part: str, node: int | None = None) -> list[int]:

@@ -126,7 +126,7 @@ def find_faint_texts(page: Page) -> list[str]:
 def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:
     page.wait_for("labs.kernel === 'idle'")
     page.evaluate(f"labs.start({command!r})")
-    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=600)
+    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=900)
     page.evaluate("jupyterapp.commands.execute('docmanager:save')")
 
 

@@ -4,6 +4,10 @@ Importing torch takes more of a core than all else that a small job does. ``pyth
 script as ``python SCRIPT …`` does, in a fork of the process that :func:`serve` keeps. It is no part of the job by its
 environment, which a fork has from there: where a test looks for what is left of a job, the job takes a Python of its
 own.
+
+:func:`write_python` writes a Python that does so for torchrun and its workers alone. torchrun, its rendezvous and its
+end are real; in the tree of processes, and by their environment, those stand for it and its workers that wait for the
+forks, pass signals on and end with them.
 """
 
 import array
@@ -11,14 +15,40 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+# The last word of the command before torchrun's options, or before the script of a worker.
+AGENT, WORKER = "nodelaunch.node.agent", "nodelaunch.node.worker"
+PYTHON = """\
+#!/bin/sh
+# torchrun starts its workers by PYTHON_EXEC.
+for word; do case $word in
+{agent}|{worker}) export PYTHON_EXEC="$0"; exec {warm} "$@" ;;
+esac; done
+exec {python} "$@"
+"""
+
+
+def write_python(path: Path, command: Sequence[str]) -> None:
+    """Writes a program that a node of this machine can have for its Python; ``command`` runs a script in a fork."""
+    words = {"agent": AGENT, "worker": WORKER, "warm": shlex.join(command), "python": shlex.quote(sys.executable)}
+    path.write_text(PYTHON.format(**words))
+    path.chmod(0o755)
 
 
 def run(path: str, argv: list[str]) -> int:
     """Has a script run; returns its exit status, negative for a signal. Signals to end are passed on."""
+    if {AGENT, WORKER} & set(argv[:3]) and sys.platform.startswith("linux"):
+        import ctypes
+
+        # As a worker asks for it: torchrun may be killed.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(path)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -36,6 +66,7 @@ def serve(path: str) -> None:
     import gc
 
     import torch
+    import torch.distributed.run
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401 - so that no script imports it
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports for a second, too
@@ -87,12 +118,21 @@ def _run_script(streams: list[int], argv: list[str], env: dict[str, str], folder
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
-    sys.argv = argv
-    sys.path[:0] = [str(Path(argv[0]).parent), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+    while argv[0] in ("-u", "-P"):
+        argv = argv[1:]
+    module = argv[1] if argv[0] == "-m" else ""
+    if module == WORKER:
+        argv, module = [str(Path(__file__).with_name("warm_worker.py")), *argv[2:]], ""
+    sys.argv = argv[1:] if module else argv
+    first = [] if module else [str(Path(argv[0]).parent)]
+    sys.path[:0] = [*first, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
     sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - it is this process's own
     code = 0
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):

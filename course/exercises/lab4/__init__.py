@@ -174,7 +174,7 @@ BATCHES: tuple[tuple[str, Callable[[int, int, bool], list[int]]], ...] = (
         lambda images, size, drop: _find_batches(images, size, False),
     ),
     (
-        "not only the last batch counts: a full batch can leave a small chunk, too",
+        "a full batch can also have a small last chunk",
         lambda images, size, drop: _find_batches(images, size, drop)[-1:],
     ),
 )

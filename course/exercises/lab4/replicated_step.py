@@ -32,7 +32,8 @@ def verify_data_parallel_step(data_parallel_step: Callable) -> str:
         for count, batch in CASES:
             _compare_steps(data_parallel_step, watch, count, batch, normalized)
     _expect_error(data_parallel_step, watch)
-    return "loss, gradients and weights equal one device's in float64, on 1 to 5 replicas, for uneven batches too"
+    where = "on 1, 2, 3 and 5 replicas, for uneven batches too"
+    return f"loss, gradients and weights equal one device's in float64, {where}"
 
 
 def _compare_steps(answer: Callable, watch: Watch, count: int, batch: int, normalized: bool) -> None:
@@ -56,6 +57,11 @@ def _compare_steps(answer: Callable, watch: Watch, count: int, batch: int, norma
             if (misshapen or len(watch.calls) >= parts) and not isinstance(error, NotImplementedError):
                 _expect_shares(step, watch, count)
             raise
+        except TypeError as error:
+            missing = parts < count and "NoneType" in str(error)
+            hint = "there are fewer chunks than `count`: a replica without a chunk has no gradient, so leave it out"
+            expect(not missing, name, yours=str(error)[:80], expected=f"{parts} replicas", hint=hint)
+            raise
         _expect_shares(step, watch, count)
         _expect_replicas(step, watch)
         loss, gradient = step.differentiate(list(range(batch)))
@@ -69,7 +75,7 @@ def _compare_steps(answer: Callable, watch: Watch, count: int, batch: int, norma
             f"{name}: the weights after the step",
             yours="others than one device's",
             expected="one device's",
-            hint="optimizer.step() is the last word on the model's weights: the replicas are dropped after the step",
+            hint="do not change the model's weights after optimizer.step(): the replicas are dropped after the step",
         )
         earlier = gradient
 
@@ -104,12 +110,15 @@ def _expect_shares(step: Step, watch: Watch, count: int) -> None:
         expected=f"each of the numbers 0 to {batch - 1} once",
         hint=hint,
     )
+    hint = "as many chunks as images.chunk(count) makes, and a replica for each"
+    if len(shares) > count:
+        hint = "at most count chunks, as images.chunk(count) makes: images.split(size) can make one more"
     expect(
         parts <= len(shares) <= count,
         f"{step.case}: how many replicas had work",
         yours=f"{len(shares)}, with {[len(share) for share in shares]} images",
-        expected=parts,
-        hint="as many chunks as images.chunk(count) makes, and a replica for each",
+        expected=parts if parts == count else f"{parts} to {count}",
+        hint=hint,
     )
 
 
@@ -155,7 +164,7 @@ def _expect_loss(step: Step, returned: object, loss: torch.Tensor, watch: Watch)
         f"{step.case}: what the function returns",
         yours="a loss that still holds its graph" if is_scalar else type(returned).__name__,
         expected="the loss, a tensor of one number without its graph",
-        hint="end with: return loss.detach(); with its graph it would keep all replicas in memory",
+        hint="end with: return loss.detach()" + "; with its graph it would keep all replicas in memory" * is_scalar,
     )
     shares = [step.find_share(call) for call in watch.calls]
     means = torch.stack([step.differentiate(share)[0] for share in shares])

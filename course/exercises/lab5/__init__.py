@@ -33,7 +33,7 @@ def _find_same_start() -> list[list[int]]:
 def verify_find_forgotten(find_forgotten: Callable) -> str:
     """Asks for what torch's DistributedSampler hands out with and without ``set_epoch``."""
     cases = (
-        ("3 epochs without set_epoch", _hand_out((None,) * 3), True, "every epoch has the order of the first"),
+        ("3 epochs without set_epoch", _hand_out((None,) * 3), True, "every epoch has the same order"),
         ("3 epochs with set_epoch", _hand_out((0, 1, 2)), False, "the orders differ: compare them with each other"),
         (
             "2 epochs of one process, with set_epoch",
@@ -54,7 +54,13 @@ def verify_find_forgotten(find_forgotten: Callable) -> str:
             "two orders may be the same for another reason: compare all epochs with the first",
         ),
         ("epochs 0, 1 and 1 again", _hand_out((0, 1, 1)), False, "compare all epochs, not only neighbours"),
-        ("1 epoch", _hand_out((None,)), False, "one epoch alone cannot tell: there is nothing to compare it with"),
+        (
+            "epochs 0, 1 and 0 again",
+            _hand_out((0, 1, 0)),
+            False,
+            "compare all epochs, not only the first and the last",
+        ),
+        ("1 epoch", _hand_out((None,)), False, "one epoch is not enough to decide: nothing to compare it with"),
         ("2 longer epochs without set_epoch", _hand_out((None,) * 2, images=30, ranks=4), True, "any length, any rank"),
     )
     for case, orders, expected, hint in cases:

@@ -78,7 +78,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def verify_accumulation(accumulate: Callable) -> str:
-    """Makes two steps over three and two micro-batches and compares them with steps on the union batches."""
+    """Makes two steps over three and two micro-batches and compares them with steps on the global batches."""
     with group_of_one():
         reference = Probe().double()
         model = DistributedDataParallel(copy.deepcopy(reference))
@@ -95,7 +95,7 @@ def verify_accumulation(accumulate: Callable) -> str:
             _expect_passes(case, witness, count)
             _expect_sent_once(case, witness, count)
             _expect_update(case, _flatten(model) - before, _flatten(reference) - before, count=count, last=last)
-    return "two steps equal the union batches', and each sent the gradients once"
+    return "each of two steps equals a step on its global batch, and sent the gradients once"
 
 
 def _draw(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,7 +125,7 @@ def _expect_passes(case: str, witness: _Witness, count: int) -> None:
     passes = ["forward", "backward"] * count
     hint = f"{count} micro-batches are {count} forward passes through model, each followed by its backward()"
     if witness.events == ["forward"] * count + ["backward"] * count:
-        hint = "backward() after each forward: it frees the activations, and to save their memory is why we accumulate"
+        hint = "backward() after each forward: it frees that pass's activations"
     expect(
         witness.events == passes,
         f"{case}: the passes",
@@ -141,7 +141,7 @@ def _expect_sent_once(case: str, witness: _Witness, count: int) -> None:
     """The gradients were sent once, in the last backward pass, when all micro-batches had been added up."""
     hint = "all micro-batches but the last run under model.no_sync()"
     if not witness.sent:
-        hint = "the last micro-batch runs outside model.no_sync(), or the ranks never hear of each other's gradients"
+        hint = "the last micro-batch runs outside model.no_sync(), or the ranks never exchange their gradients"
     elif all(witness.forward_syncs) and not all(witness.backward_syncs):
         hint = "forward belongs under model.no_sync() too: DDP decides in the forward pass whether backward will send"
     expect(
@@ -161,7 +161,7 @@ def _expect_sent_once(case: str, witness: _Witness, count: int) -> None:
 
 
 def _expect_update(case: str, yours: torch.Tensor, right: torch.Tensor, *, count: int, last: torch.Tensor) -> None:
-    """The weights moved as they do for the mean loss over the union batch."""
+    """The weights moved as they do for the mean loss over the global batch."""
     ratio = float(yours.norm() / right.norm())
     # Both in the first step, when the momentum is the gradient: the direction tells which gradients went into it.
     of_last, of_all = (float(F.cosine_similarity(yours, other, dim=0)) for other in (-last, right))

@@ -17,6 +17,7 @@ from torch.distributed.run import get_args_parser
 
 import nodelaunch as launch
 from course.check import NotYetError, expect
+from nodelaunch.node.errors import failed_as_consequence
 
 NODES, SECONDS = 2, 90
 EXAMPLE = "torchrun --nnodes=2 --node-rank=0 --master-addr=… --master-port=… scripts/train_ddp.py"
@@ -31,15 +32,19 @@ FAILURES = (
     (r"can't open file|No such file", "the path of the script is as seen from the notebook's folder: scripts/…"),
     (r"(?i)invalid choice|unrecognized arguments", "scripts/train_ddp.py --help lists what the script takes"),
     (
-        r"(?i)unable to find address|getaddrinfo|gaierror|name or service not known",
+        r"(?i)unable to find address|getaddrinfo|gaierror|name or service not known|EADDRNOTAVAIL|cannot assign",
         "here both nodes are this machine: its address is 127.0.0.1, its interface lo",
     ),
     (
-        r"(?i)time ?out|time limit",
-        "one waited for the other: the same address and port on both, and the node ranks 0, 1",
+        r"(?i)timed out|(?<!with)timeout|time limit",
+        "the first node did not answer at this address in time: one address and port in both, node ranks 0 and 1",
     ),
 )
 EPOCH = re.compile(r"epoch 1: .*")
+# A line of a traceback in the learner's script, and one that ends a traceback; in front of both stands the rank, by the
+# launcher and, where it is known, by torch too.
+FRAME = re.compile(r'\[rank \d+\] (?:\[rank\d+\]: )?  File ".*train_ddp\.py", line \d+')
+RAISED = re.compile(r"(\[rank \d+\]) (?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception)\b.*)")
 # What torch 2.14's Gloo printed at the very end of 2 of 15 such runs, all of whose training was done: likely, a thread
 # of it was still there when Python ended. The exit status is an abort's.
 ENDING = "terminate called without an active exception"
@@ -73,17 +78,20 @@ def verify_commands(two_commands: Callable) -> str:
     _expect_same_program(parsed)
     print("Both commands run on this machine, on its processor ...", flush=True)
     _run(parsed)
-    return "both met and trained together, and rank 0 alone said how it went"
+    return "both nodes joined and trained together, and only rank 0 printed the result"
 
 
 def _parse(number: int, command: str) -> _Command:
     case = f"command {number + 1}"
     try:
-        words = shlex.split(command.replace("\\\n", " "))
+        # In a terminal one may put a command into the background, which changes nothing of it.
+        words = shlex.split(command.replace("\\\n", " ").rstrip().removesuffix("&"))
     except ValueError as error:
         hint = "a quotation mark has no partner"
         raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None
     variables = []
+    if words[:1] == ["env"]:
+        words = words[1:]
     while words and ASSIGNMENT.fullmatch(words[0]):
         variables.append(words.pop(0))
     for start in (["torchrun"], ["python", "-m", "torch.distributed.run"], ["python3", "-m", "torch.distributed.run"]):
@@ -198,14 +206,17 @@ def _expect_same_program(parsed: Sequence[_Command]) -> None:
 def _run(parsed: Sequence[_Command]) -> None:
     """Runs both commands, each as what a node does, until they end.
 
-    The launcher starts them, so that nothing is left of them whatever comes: it ends all that they started.
+    The launcher starts them, so that nothing is left of them whatever comes: it ends all that they started. Its agent
+    takes torchrun's own options; plain torchrun would be open to all who reach this machine.
     """
-    run = [sys.executable, "-m", "torch.distributed.run"]
+    run = [sys.executable, "-m", "nodelaunch.node.agent"]
     lines = [shlex.join(["env", *one.variables, *run, *one.argv]) for one in parsed]
     with tempfile.TemporaryDirectory(prefix="lab5-") as folder:
         script = Path(folder, "two_commands.sh")
-        # What torchrun would take from the launcher's environment is for the launcher's own torchrun.
-        start = f'unset "${{!PET_@}}" MASTER_ADDR MASTER_PORT\ncd {shlex.quote(str(Path.cwd()))}\n'
+        # What torchrun would take from the launcher's environment is for the launcher's own torchrun. The ranks do not
+        # tell the agent that they have started; so it has no other bound than the limit.
+        start = f'unset "${{!PET_@}}" MASTER_ADDR MASTER_PORT\nexport LAB_JOIN_TIMEOUT={SECONDS}\n'
+        start += f"cd {shlex.quote(str(Path.cwd()))}\n"
         script.write_text(start + f'if [ "$RANK" = 0 ]; then exec {lines[0]}; fi\nexec {lines[1]}\n')
         job = launch.TorchrunJob(
             script,
@@ -217,8 +228,11 @@ def _run(parsed: Sequence[_Command]) -> None:
         result = job.run(check=False, show=False, force=True)
     found = [match.group() for line in result.lines if (match := EPOCH.search(line))]
     said = "\n".join([*result.lines, result.failure.what if result.failure else ""])
-    hint = next((hint for pattern, hint in FAILURES if re.search(pattern, said)), "the log has each node's lines")
-    failure = result.failure and (result.failure.message or result.failure.what).strip().splitlines()[0][:160]
+    hint, failure = "the log has each node's lines", result.failure and (result.failure.message or result.failure.what)
+    if own := _find_own_error(result.lines):
+        hint, failure, said = "the script itself fails: its traceback in the log names the line", own, own
+    hint = next((hint for pattern, hint in FAILURES if re.search(pattern, said)), hint)
+    failure = failure and failure.strip().splitlines()[0][:160]
     where = f"; all of it: {result.log}"
     done = result.ok or bool(found and ENDING in said)
     expect(done, "the two commands", yours=f"{failure}{where}", expected="two that end well", hint=hint)
@@ -229,3 +243,17 @@ def _run(parsed: Sequence[_Command]) -> None:
         expected="one line",
         hint="give the script at least one epoch; rank 0 alone prints",
     )
+
+
+def _find_own_error(lines: Sequence[str]) -> str:
+    """The first error that the learner's script raised and that does not follow from another rank's; "" for none."""
+    inside: set[str] = set()  # the ranks whose traceback has come by the script
+    for line in lines:
+        if FRAME.search(line):
+            inside.add(line.partition("] ")[0] + "]")
+        elif match := RAISED.match(line):
+            rank, error = match.groups()
+            if rank in inside and not failed_as_consequence(error):
+                return error
+            inside.discard(rank)
+    return ""

@@ -10,7 +10,6 @@ computed here, in one process, so that the script's own style does not matter.
 from __future__ import annotations
 
 import ast
-import itertools
 import re
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 import nodelaunch as launch
 from course.check import NotYetError, OpenError, attempts, expect
 from course.exercises.lab5.checkpoint import expect_saved_once, expect_state
-from course.exercises.lab5.precautions import expect_precautions
+from course.exercises.lab5.precautions import asks_for_checkpoint, expect_precautions
 from lab_common import LabError
 from lab_common.files import read_bounded
 from lab_utils import data, models
@@ -31,15 +30,16 @@ from lab_utils.data import shapes
 from lab_utils.data.sources import SHAPES_FINGERPRINT
 from lab_utils.data.write import write_pack
 
-RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 96, 21, 16, 2
+# Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
+RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 127, 21, 16, 2
 STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
 CLOSE = 1e-9
 # Longer than any operation of this run takes on a busy laptop, and no longer than a learner waits for an answer. The
 # process group of the script waits longer, so that it is the launcher that says where each rank stood.
 HANG_SECONDS = 20
 PROVED = (
-    "two processes with your script: at each step the gradients equal those of one process on the union batch; "
-    "every image once per epoch; one checkpoint"
+    "two processes with your script: at each step the gradients equal those of one process on the global batch (in "
+    "float64, batch norm with its stored statistics); no image twice in an epoch; one checkpoint"
 )
 # By what the last line of the rank that failed says.
 FAILURES = (
@@ -61,7 +61,7 @@ FAILURES = (
     (r"NameError|UnboundLocalError", "the lines that follow the gap use this name: assign it in the gap"),
 )
 # What the script prints at the end of an epoch.
-PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy \S+ on (\d+) images")
+PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images")
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ def verify_ddp_script(path: str | Path) -> str:
         first = runs.job.ranks[0].node
         expect_saved_once(runs.saved, first)
         expect_state(runs.saved[first], runs.kept[0][-1]["weights"], EPOCHS)
+        if not asks_for_checkpoint(tree):
+            _expect_without_checkpoint(script, Path(folder))
     return PROVED
 
 
@@ -121,13 +123,12 @@ def _run(script: Path, folder: Path) -> _Runs:
     _draw_images(pack)
     kept.mkdir()
     arguments = ["--data", "shapes10", "--net", "tiny", "--batch-size", BATCH_SIZE, "--epochs", EPOCHS]
-    env = {"LAB_DATA": str(folder / "data"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     job = launch.TorchrunJob(
         script.with_name("observed.py"),
         ["--exact", "--keep", kept, script.name, *arguments, "--checkpoint", "run.pt"],
         nodes=launch.local_nodes(RANKS, folder=folder),
         files=[script],
-        env=env,
+        env=_make_environment(folder),
         hang_timeout=HANG_SECONDS,
         join_timeout=60,
         limit=120,
@@ -137,6 +138,31 @@ def _run(script: Path, folder: Path) -> _Runs:
     states = tuple(torch.load(path) for path in sorted(kept.iterdir()))
     saved = {node.name: Path(node.folder, "work", "run.pt") for node in job.nodes}
     return _Runs(result, states, saved, data.load("shapes10", folder / "data"))
+
+
+def _expect_without_checkpoint(script: Path, folder: Path) -> None:
+    """One process, to which no checkpoint is given, comes to its end as well."""
+    job = launch.TorchrunJob(
+        script,
+        ["--data", "shapes10", "--images", BATCH_SIZE, "--batch-size", BATCH_SIZE],
+        nodes=launch.local_nodes(1, folder=folder),
+        env=_make_environment(folder),
+        join_timeout=60,
+        limit=60,
+    )
+    failure = job.run(check=False, show=False, force=True).failure
+    expect(
+        failure is None,
+        "the script without --checkpoint",
+        yours=failure and f"{failure.location or failure.kind}: {(failure.message or failure.what)[:160]}",
+        expected="it trains, and saves nothing",
+        hint="if args.checkpoint and rank == 0: only then is there a name to save to",
+    )
+
+
+def _make_environment(folder: Path) -> dict[str, str]:
+    """On the processor, with the images that were drawn in this folder."""
+    return {"LAB_DATA": str(folder / "data"), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def _draw_images(pack: Path) -> None:
@@ -156,7 +182,7 @@ def _expect_end(job: launch.JobResult) -> None:
         hint = (
             "every rank has to reach the same collectives in the same order: none of them may stand in `if rank == 0`"
         )
-        raise NotYetError("the two processes wait for each other", yours=stands, expected=expected, hint=hint)
+        raise NotYetError("the processes hang", yours=stands, expected=expected, hint=hint)
     if failure:
         last = (failure.message.strip().splitlines() or [failure.what])[0]
         hint = next((hint for pattern, hint in FAILURES if re.search(pattern, last)), failure.fix)
@@ -173,34 +199,20 @@ def _expect_end(job: launch.JobResult) -> None:
 
 
 def _expect_images(taken: Sequence[list[list[int]]]) -> None:
-    """Each image once per epoch, over both ranks together, and in another order each time."""
+    """Full batches, no image twice in an epoch by both ranks together, and another order each time."""
     orders = [[index for step in steps for index in step] for steps in taken]
-    times = torch.bincount(torch.tensor([*itertools.chain(*orders)], dtype=torch.int64), minlength=IMAGES)
-    counts = [int((times == number).sum()) for number in range(int(times.max()) + 1)]
-    half, all_twice = IMAGES // RANKS, RANKS * EPOCHS
-    hint = "a DistributedSampler deals the images out: give it to the DataLoader as sampler="
-    if counts[:1] == [half]:
-        hint = "both ranks got the same half: rank is the number in the whole job; LOCAL_RANK is 0 on each node"
-    elif counts[all_twice:] == [IMAGES]:
-        hint = "both ranks went through all images: give the sampler to the DataLoader, as sampler=sampler"
-    elif not any(orders):
-        hint = "the batches come from `train`: DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
-    words = " and ".join(f"{count} images {number} times" for number, count in enumerate(counts) if count)
-    expect(
-        counts == [0] * EPOCHS + [IMAGES],
-        f"how often each of {IMAGES} images was trained on in {EPOCHS} epochs, by all ranks together",
-        yours=words,
-        expected=f"{IMAGES} images {EPOCHS} times",
-        hint=hint,
-    )
-    first = taken[0]
-    expect(
-        [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS),
-        "the images that a rank takes for a step",
-        yours=f"{len(first[0])} images, {len(first)} steps",
-        expected=f"{BATCH_SIZE} images, {EPOCHS * STEPS} steps",
-        hint="args.batch_size is the number of images of each process: give it to the DataLoader as it is",
-    )
+    _expect_batches(taken, orders)
+    half = STEPS * BATCH_SIZE  # what a rank takes in an epoch
+    for epoch in range(EPOCHS):
+        own = slice(epoch * half, (epoch + 1) * half)
+        different, images = len({index for order in orders for index in order[own]}), RANKS * half
+        expect(
+            different == images,
+            f"how many different images both ranks took in epoch {epoch + 1}",
+            yours=different,
+            expected=images,
+            hint="a DistributedSampler divides the images among the ranks: give it to the DataLoader as sampler=",
+        )
     order = orders[0]
     expect(
         order[:half] != sorted(order[:half]),
@@ -218,8 +230,36 @@ def _expect_images(taken: Sequence[list[list[int]]]) -> None:
     )
 
 
+def _expect_batches(taken: Sequence[list[list[int]]], orders: Sequence[list[int]]) -> None:
+    """Every rank takes full batches, as many as its share of the images has, and not the share of another."""
+    sizes, share = [len(step) for step in taken[0]], EPOCHS * -(-IMAGES // RANKS)
+    hint = "args.batch_size is the number of images of each process: give it to the DataLoader as it is"
+    if not any(orders):
+        hint = "the batches come from `train`: DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
+    elif len(orders[0]) > share:
+        hint = "both ranks went through all images: give the sampler to the DataLoader, as sampler=sampler"
+    elif sizes == [*[BATCH_SIZE] * STEPS, IMAGES // RANKS % BATCH_SIZE] * EPOCHS:
+        hint = "drop_last=True for the DataLoader: without it the last batch of an epoch is not a full one"
+    elif sizes == [BATCH_SIZE] * (share // BATCH_SIZE):
+        hint = "drop_last=True for the DistributedSampler: without it one image comes twice, to make the shares equal"
+    expect(
+        [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS),
+        f"the batches that a rank takes in {EPOCHS} epochs of {IMAGES} images",
+        yours=f"{len(sizes)} batches, of {' and '.join(map(str, sorted(set(sizes), reverse=True))) or 'no'} images",
+        expected=f"{EPOCHS * STEPS} batches, of {BATCH_SIZE} images",
+        hint=hint,
+    )
+    expect(
+        orders[0] != orders[1],
+        "the images of the two ranks",
+        yours="the same ones, in the same order",
+        expected="different ones",
+        hint="both ranks got the same share: rank is the number in the whole job; LOCAL_RANK is 0 on each node",
+    )
+
+
 def _expect_gradients(runs: _Runs) -> None:
-    """At each step all ranks have the same weights, and the gradients of one process on the union batch."""
+    """At each step all ranks have the same weights, and the gradients of one process on the global batch."""
     shares = [result["images"] for result in runs.job.results]
     for step, states in enumerate(zip(*runs.kept, strict=True)):
         weights = [state["weights"] for state in states]
@@ -235,14 +275,14 @@ def _expect_gradients(runs: _Runs) -> None:
         if step == len(shares[0]):
             return
         alone = [_compute_gradients(runs.dataset, weights[0], share[step]) for share in shares]
-        union = {name: sum(one[name] for one in alone) / RANKS for name in alone[0]}
+        mean = {name: sum(one[name] for one in alone) / RANKS for name in alone[0]}
         for rank, state in enumerate(states):
             found = state["gradients"]
-            far = max(_compare(found, union, name) for name in union)
+            far = max(_compare(found, mean, name) for name in mean)
             known = (
                 (alone[rank], "these are of this rank's own images: the forward pass has to run through DDP(model)"),
-                ({name: one * RANKS for name, one in union.items()}, "this is the sum: DDP averages, once is enough"),
-                ({name: one / RANKS for name, one in union.items()}, "DDP has divided by the ranks already"),
+                ({name: one * RANKS for name, one in mean.items()}, "this is the sum: DDP averages, once is enough"),
+                ({name: one / RANKS for name, one in mean.items()}, "DDP has divided by the ranks already"),
             )
             hints = (hint for wrong, hint in known if max(_compare(found, wrong, name) for name in wrong) <= CLOSE)
             expect(
@@ -267,11 +307,12 @@ def _make_model(dataset: data.Dataset, weights: dict[str, torch.Tensor]) -> torc
 
 def _fetch(split: data.Split, chosen: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Images and labels as the script has them, from bytes on in float64."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         images, labels = zip(*split.__getitems__(chosen), strict=True)
     finally:
-        torch.set_default_dtype(torch.float32)
+        torch.set_default_dtype(before)
     return torch.stack(images), torch.tensor(labels)
 
 
@@ -300,14 +341,13 @@ def _expect_counts(runs: _Runs) -> None:
         model = _make_model(runs.dataset, runs.kept[0][epoch * STEPS]["weights"])
         images, labels = _fetch(runs.dataset.valid, range(VALID))
         logits = model(images)
-        loss = float(F.cross_entropy(logits, labels))
-        wanted = f"loss {loss:.4f} on {VALID} images"
-        yours = [(float(value), int(count)) for _, number, value, count in said if int(number) == epoch]
-        shown = f"loss {yours[0][0]:.4f} on {yours[0][1]} images" if yours else "nothing"
+        wanted = float(F.cross_entropy(logits, labels)), float((logits.argmax(1) == labels).float().mean()), VALID
+        yours = [[float(number) for number in numbers] for _, when, *numbers in said if int(when) == epoch]
+        words = "loss {:.4f}, accuracy {:.4f} on {:.0f} images"
         expect(
-            len(yours) == 1 and abs(yours[0][0] - loss) <= 1.01e-4 and yours[0][1] == VALID,
+            len(yours) == 1 and all(abs(one - right) <= 1.01e-4 for one, right in zip(yours[0], wanted, strict=True)),
             f"what is said after epoch {epoch}",
-            yours=shown,
-            expected=wanted,
+            yours=words.format(*yours[0]) if yours else "nothing",
+            expected=words.format(*wanted),
             hint="the counts of all ranks, added up in place: dist.all_reduce(counts), once, on every rank",
         )

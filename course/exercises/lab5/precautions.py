@@ -8,7 +8,7 @@ from course.check import expect
 
 
 def expect_precautions(tree: ast.AST) -> None:
-    """Looks for the timeout, the GPU of the process, and a checkpoint.
+    """Looks for the backend between GPUs, the timeout, the GPU of the process, and a checkpoint.
 
     Raises:
         NotYetError: One of them is not there.
@@ -23,6 +23,7 @@ def expect_precautions(tree: ast.AST) -> None:
         expected="dist.init_process_group(backend, timeout=...)",
         hint="torchrun sets the addresses and ranks; init_process_group reads them and connects the processes",
     )
+    _expect_backend(tree)
     # A keyword without a name is **options, which may hold it.
     given = {keyword.arg for call in starts for keyword in call.keywords}
     expect(
@@ -55,3 +56,24 @@ def expect_precautions(tree: ast.AST) -> None:
         expected="rank 0 saves",
         hint="if args.checkpoint and rank == 0: torch.save(state, args.checkpoint)",
     )
+
+
+def _expect_backend(tree: ast.AST) -> None:
+    """Gloo is not the only backend that is named."""
+    words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    words += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    backends = {backend for backend in ("gloo", "nccl") if any(backend in word.lower() for word in words)}
+    expect(
+        backends != {"gloo"},  # where none is named, torch chooses by the device
+        "the backend between GPUs",
+        yours="gloo alone is named",
+        expected='"nccl" if cuda else "gloo"',
+        hint="gloo sends a GPU's gradients through the processor's memory; nccl is made for GPUs",
+    )
+
+
+def asks_for_checkpoint(tree: ast.AST) -> bool:
+    """Whether some condition names the checkpoint, as one around ``torch.save`` does; if not, a run has to tell."""
+    tests = (node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While))
+    names = (getattr(node, "attr", getattr(node, "id", "")) for test in tests for node in ast.walk(test))
+    return "checkpoint" in names

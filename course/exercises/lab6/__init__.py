@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import re
+from contextlib import suppress
 from functools import partial
 
 import nodelaunch as launch
 from course.check import Exercise, expect
-from course.exercises.lab6.cards import Card, ddp_job, dp_job
-from course.exercises.lab6.cards.faults import read_job
+from course.exercises.lab6.cards import Card, ddp_job, dp_job, loader_job
+from course.exercises.lab6.cards.faults import FAULTS, read_job
 from lab_common import LabError
 
 CLOSE = 1e-9
-# Seconds to prepare the data, besides those that who mends a race by sleeping reckons with.
+# Seconds that a slow disk takes, beyond those that a mend by sleeping allows for.
 SLOW = 4
+NEW_ORDERS = next(fault.mend for fault in FAULTS if fault.letter == "A")
+# What the job about loading has of the machine: no mend changes it.
+KEPT = (
+    *(inspect.getsource(part) for part in (loader_job.limit, loader_job.kill_when_large, loader_job.measure_memory)),
+    "worker_init_fn=limit",
+    'multiprocessing_context="spawn"',
+    next(line for line in read_job("loader").splitlines() if line.startswith("SHARED_MEMORY, ")),
+)
+# What the job about loading reaches within its epochs, and a guess does not.
+LEARNT = 0.7
 
 
 def verify_card(card: Card, *, pile: str) -> str:
@@ -32,58 +46,81 @@ def verify_card(card: Card, *, pile: str) -> str:
     if not card.path.exists():
         fix = "draw the card again: it writes the job anew"
         raise LabError(f"There is no {card.path}.", where=card.path, cause="it was deleted or renamed", fix=fix)
-    text, parallel = card.read(), card.fault.job == "ddp"
+    text, job = card.read(), card.fault.job
     if text == card.fault.break_job():
         cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
         raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)
-    sizes = next(line for line in read_job(card.fault.job).splitlines() if line.startswith("POINTS, "))
+    sizes = next(line for line in read_job(job).splitlines() if line.startswith(("POINTS, ", "PICTURES, ")))
     hint = "mend the cause: with other sizes it would be back"
     expect(sizes in text, "the sizes of the job", yours="changed", expected=sizes, hint=hint)
-    for layout in card.fault.layouts:
-        result = card.start(layout=layout, prepare=SLOW + _find_nap(text))
-        _expect_end(card, result)
+    for part in KEPT if job == "loader" else ():
+        hint = "mend the cause: the limits are the machine's, and the workers are spawned"
+        expect(part in text, "the limits of the job", yours="changed", expected=part.splitlines()[0], hint=hint)
+    hint = "an error that is caught is hidden, and its cause is still there"
+    expected = "no error to catch"
+    expect(not _catches_errors(text), "how errors are treated", yours="they are caught", expected=expected, hint=hint)
+    slow = {card.fault.slow: SLOW + _find_nap(text)} if card.fault.slow else {}
+    for layout, points in itertools.product(card.fault.layouts, card.fault.points):
+        result = card.start(layout=layout, points=points if job == "ddp" else 0, **slow)
+        _expect_end(card, result, f", {points} points" if points != card.fault.points[0] else "")
         try:
-            if parallel:
-                _expect_training(card, result.results, processes=layout[1])
-            else:
+            if job == "ddp":
+                _expect_training(card, result.results, processes=layout[1], points=points)
+            elif job == "dp":
                 _expect_replicas(card, result.results)
+            else:
+                _expect_pictures(card, result.results)
         except (KeyError, TypeError, IndexError) as error:
             cause, fix = repr(error), "leave launch.report(...) as it was"
             raise LabError("The job no longer reports what it did.", where=card.path, cause=cause, fix=fix) from error
     card.note_solved()
-    return f"card {card.number}, mended, runs and is right" + (" on a slow disk, too" if parallel else "")
+    harder = (
+        (card.fault.slow, "on a slow disk"),
+        (len(card.fault.layouts) > 1, "with both ranks on one node"),
+        (len(card.fault.points) > 1, f"with {card.fault.points[-1]} points"),
+    )
+    tried = "".join(f", {words}, too" for more, words in harder if more)
+    return f"card {card.number}, mended, runs and is right{tried}"
+
+
+def _catches_errors(text: str) -> bool:
+    with suppress(SyntaxError, ValueError):  # what is no Python is told by the run
+        nodes = list(ast.walk(ast.parse(text)))
+        return "suppress(" in text or any(isinstance(node, ast.Try) and node.handlers for node in nodes)
+    return False
 
 
 def _find_nap(text: str) -> float:
     """The longest sleep in a job, in seconds; no more than leaves the ranks' patience whole."""
-    naps = [float(nap) for nap in re.findall(r"\bsleep\((\d+(?:\.\d+)?)\)", text)]
+    naps = [float(nap) for nap in re.findall(r"\bsleep\((\d+(?:\.\d+)?)\b", text)]
     return min(max(naps, default=0.0), 12.0)
 
 
-def _expect_end(card: Card, result: launch.JobResult) -> None:
+def _expect_end(card: Card, result: launch.JobResult, size: str) -> None:
     """Every process came to its end and reported."""
     failure = result.failure
     expected = "a job that ends well"
     if failure:
         last = (failure.message.strip().splitlines() or [failure.what])[0]
         rank = "the job" if failure.rank is None else f"rank {failure.rank}"
-        case = f"card {card.number}, with {len(result.results)} processes"
+        disk = ", on a slow disk" if card.fault.slow else ""
+        case = f"card {card.number}, with {len(result.results)} processes{size}{disk}"
         expect(False, case, yours=f"{rank}: {last[:160]}", expected=expected, hint=card.fault.mend)
     silent = [str(rank) for rank, report in enumerate(result.results) if report is None]
     hint = "leave launch.report(...) at the end of main() as it was, on every rank"
     expect(not silent, "what is reported", yours=f"nothing from {', '.join(silent)}", expected=expected, hint=hint)
 
 
-def _expect_training(card: Card, results: tuple, *, processes: int) -> None:
+def _expect_training(card: Card, results: tuple, *, processes: int, points: int) -> None:
     """Shares without doubles, new orders, one model, one accuracy, and each process on its own device of its node."""
     for epoch in range(ddp_job.EPOCHS):
         handed_out = [index for result in results for index in result["orders"][epoch]]
         batch = len(results) * ddp_job.BATCH_SIZE
         expect(
-            len(handed_out) == len(set(handed_out)) and len(handed_out) >= ddp_job.POINTS - batch,
+            len(handed_out) == len(set(handed_out)) and len(handed_out) >= points - batch,
             f"the points of epoch {epoch}, over all ranks",
             yours=f"{len(handed_out)}, {len(set(handed_out))} of them different",
-            expected=f"each at most once, and no more than {batch} of {ddp_job.POINTS} left out",
+            expected=f"each at most once, and no more than {batch} of {points} left out",
             hint=card.fault.mend,
         )
     orders = [tuple(order) for order in results[0]["orders"]]
@@ -92,9 +129,9 @@ def _expect_training(card: Card, results: tuple, *, processes: int) -> None:
         "the orders of rank 0's points",
         yours=f"{len(set(orders))} different in {ddp_job.EPOCHS} epochs",
         expected="a new one in every epoch",
-        hint=card.fault.mend,
+        hint=NEW_ORDERS,
     )
-    _expect_one_result(card, results)
+    _expect_one_result(card, results, points)
     devices = [re.sub(r"\D", "", result["device"]) for result in results]
     expected = [str(rank % processes) for rank in range(len(results))]
     expect(
@@ -106,23 +143,29 @@ def _expect_training(card: Card, results: tuple, *, processes: int) -> None:
     )
 
 
-def _expect_one_result(card: Card, results: tuple) -> None:
+def _expect_one_result(card: Card, results: tuple, points: int) -> None:
     """One model, one accuracy, one checkpoint, and no rank with more work than the others."""
-    digests = {result["weights"] for result in results}
-    expect(len(digests) == 1, "the weights", yours=f"{len(digests)} models", expected="one model", hint=card.fault.mend)
     for epoch in range(ddp_job.EPOCHS):
+        models = len({result["weights"][epoch] for result in results})
+        case = f"the weights after epoch {epoch}"
+        expect(models == 1, case, yours=f"{models} models", expected="one model", hint=card.fault.mend)
+    # Where a rank had more steps than the others, its last gradients are of a step of its own.
+    if len({len(result["orders"][-1]) for result in results}) == 1:
+        different = len({result["gradients"] for result in results})
+        yours, expected = f"{different} different ones", "the same on all ranks"
+        expect(different == 1, "the gradients of the last step", yours=yours, expected=expected, hint=card.fault.mend)
         hits, seen = (sum(result["own"][epoch][place] for result in results) for place in (0, 1))
         yours = [result["accuracies"][epoch] for result in results]
         expect(
-            seen in (ddp_job.POINTS, len(results) * ddp_job.POINTS)  # each point once, or once on each rank
+            seen in (points, len(results) * points)  # each point once, or once on each rank
             and all(abs(one - hits / seen) < CLOSE for one in yours),
             f"the accuracy after epoch {epoch}, on each rank",
             yours=f"{', '.join(f'{one:.6f}' for one in yours)} of {seen} points",
-            expected=f"{hits / max(seen, 1):.6f} of {ddp_job.POINTS} points, on each rank",
+            expected=f"{hits / max(seen, 1):.6f} of {points} points, on each rank",
             hint=card.fault.mend,
         )
     # If one rank did it all: each point once to train, and once to look at the accuracy.
-    most, passed = 2 * ddp_job.EPOCHS * ddp_job.POINTS, [result["passed"] for result in results]
+    most, passed = 2 * ddp_job.EPOCHS * points, [result["passed"] for result in results]
     expect(
         max(passed) <= most,
         "the points that went through the network, on each rank",
@@ -147,10 +190,29 @@ def _expect_replicas(card: Card, results: tuple) -> None:
     expect(seen == dp_job.POINTS, "points seen", yours=seen, expected=dp_job.POINTS, hint=card.fault.mend)
 
 
+def _expect_pictures(card: Card, results: tuple) -> None:
+    """Every picture once in each epoch, read by a worker, and learnt."""
+    seen, every = results[0]["seen"], list(range(loader_job.PICTURES))
+    right = len(seen) == loader_job.EPOCHS and all(sorted(epoch) == every for epoch in seen)
+    expect(
+        right,
+        "the pictures of each epoch",
+        yours=", ".join(f"{len(epoch)}, {len(set(epoch))} of them different" for epoch in seen),
+        expected=f"each of {len(every)} once",
+        hint=card.fault.mend,
+    )
+    hint = "leave the worker: in life the training waits without one"
+    expect(results[0]["workers"] > 0, "workers", yours=0, expected="1 or more", hint=hint)
+    accuracy = results[0]["accuracy"]
+    hint = "the pictures or labels are no longer those of the file: mend the cause alone"
+    expect(accuracy > LEARNT, "the accuracy", yours=f"{accuracy:.2f}", expected=f"more than {LEARNT}", hint=hint)
+
+
 def _find_right(answer: str) -> str:
     """The job without a fault, by the first line of what the learner made of it."""
     return next(
-        (text for text in map(read_job, ("ddp", "dp")) if text.splitlines()[0] == answer.split("\n")[0]), answer
+        (text for text in map(read_job, ("ddp", "dp", "loader")) if text.splitlines()[0] == answer.split("\n")[0]),
+        answer,
     )
 
 

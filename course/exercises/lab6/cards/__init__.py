@@ -76,21 +76,35 @@ class Card:
         *,
         show: bool | Callable[[str], None] = False,
         layout: tuple[int, int] | None = None,
-        prepare: float = 1,
+        points: int = 0,
+        **seconds: float,
     ) -> launch.JobResult:
-        """Runs the job as it is, on so many nodes, with so many processes on each and seconds to prepare the data."""
+        """Runs the job as it is, on so many nodes, with so many processes on each.
+
+        Args:
+            show: Where its lines go, see ``launch.TorchrunJob.run``.
+            layout: Nodes, and processes on each; the first of the fault's where it is left out.
+            points: How many points it trains on, where that is not the number that it says.
+            **seconds: What takes so long: ``PREPARE`` the points, ``SAVE`` the checkpoint.
+
+        Returns:
+            The result, with the failure in it; a failed job does not raise.
+        """
         nodes, processes = layout or self.fault.layouts[0]
         with tempfile.TemporaryDirectory(prefix="card-", ignore_cleanup_errors=True) as folder:
             path = self.path
-            if not path.exists():  # the learner has not named the cause yet, and does not see the job
+            # The learner who has not named the cause yet does not see the job.
+            if points or not path.exists():
+                text = self._read_as_it_is()
                 path = Path(folder, "drawn", path.name)
-                _write(path, self.fault.break_job())
+                _write(path, re.sub(r"^(POINTS, .* = )\d+", rf"\g<1>{points}", text, flags=re.M) if points else text)
             job = launch.TorchrunJob(
                 path,
                 [folder],
                 nodes=launch.local_nodes(nodes, folder=folder),
                 nproc_per_node=processes,
-                env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SECONDS_TO_PREPARE": str(prepare)},
+                env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+                | {f"SECONDS_TO_{what}": str(value) for what, value in seconds.items()},
                 hang_timeout=HANG_SECONDS,
                 limit=120,
             )
@@ -107,7 +121,7 @@ class Card:
         causes = {fault.letter: fault.cause for fault in FAULTS}
         if letter not in causes:
             fix = f"one of the letters {', '.join(causes)}, in quotes"
-            raise LabError(f"There is no cause {letter!r:.40}.", where="card.name", cause="a slip in it", fix=fix)
+            raise LabError(f"There is no cause {letter!r:.40}.", where="card.name", cause="a typo", fix=fix)
         diagnosis, right = self._read_diagnosis(), letter == self.fault.letter
         if not diagnosis.solved and (right or letter != diagnosis.answer):  # a cell that is run again costs nothing
             attempts.note(self._diagnosis, "right" if right else "wrong", letter)
@@ -124,11 +138,10 @@ class Card:
 
     def hint(self) -> None:
         """Says where to look, for a point; who knows that already sees the job before its cause is named."""
-        diagnosis = self._read_diagnosis()
-        print(f"Card {self.number}: {self.fault.sign}.")
+        print(f"Card {self.number}: {self.fault.sign}{'' if self.fault.sign.endswith('?') else '.'}")
         if not (self.named or self.path.exists()):
             attempts.note(self._diagnosis, "asked")
-            if diagnosis.asked or diagnosis.tries:
+            if _has_opened(self._read_diagnosis()):
                 self._open()
         print(f"{self.count_points()} of {POINTS} points left")
 
@@ -209,21 +222,23 @@ def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
     """
     if pile not in PILES:
         fix = f"one of {', '.join(map(repr, PILES))}"
-        raise LabError(f"There is no pile {pile!r:.40}.", where="cards.draw", cause="a slip in its name", fix=fix)
+        raise LabError(f"There is no pile {pile!r:.40}.", where="cards.draw", cause="a typo", fix=fix)
     standings = attempts.read_standings()
     cards = [card for card in _list_cards() if card.pile == pile]
-    cards.sort(key=lambda card: (card.fault.hard, _shuffle(seed, card.number)))
+    cards.sort(key=lambda card: (card.fault.hard, card.fault.loading, _shuffle(seed, card.number)))
     if turn not in range(1, len(cards) + 1):
         fix = f"a number from 1 to {len(cards)}"
-        raise LabError(f"This pile has no card {turn!r:.40}.", where="cards.draw", cause="a slip in turn", fix=fix)
+        cause = "the pile has fewer cards"
+        raise LabError(f"This pile has no card {turn!r:.40}.", where="cards.draw", cause=cause, fix=fix)
     solved = [standings.get(f"card {card.number}", attempts.Standing()).solved for card in cards]
     card, done = cards[turn - 1], solved[turn - 1]
     # What solve() wrote is ours; a learner's mend may read exactly like the right job, and stays.
     shown = False
     with contextlib.suppress(LabError):  # what cannot be read is not ours either
         shown = card.path.exists() and card.read() == read_job(card.fault.job) + SHOWN
-    card.named = card._read_diagnosis().solved
-    if (card.named and not card.path.exists()) or (shown and not done):
+    diagnosis = card._read_diagnosis()
+    card.named = diagnosis.solved
+    if ((card.named or _has_opened(diagnosis)) and not card.path.exists()) or (shown and not done):
         _write(card.path, card.fault.break_job())
     left = "all solved" if all(solved) else f"{solved.count(False)} of {len(cards)} left in this pile"
     print(f"Card {card.number} ({left})" + (f": {card.path}" if card.path.exists() else ""))
@@ -242,9 +257,14 @@ def _list_cards() -> list[Card]:
     return [Card(_number(fault), fault.pile, Path("cards", f"card-{_number(fault)}.py"), fault) for fault in FAULTS]
 
 
+def _has_opened(diagnosis: attempts.Standing) -> bool:
+    """Whether hints have opened a job: the first one gives the hint, unless a wrong letter has brought it already."""
+    return diagnosis.asked > 0 and diagnosis.asked + diagnosis.tries > 1
+
+
 def _number(fault: Fault) -> int:
-    """The number on the card: it must not give the letter away."""
-    order = sorted(FAULTS, key=lambda one: _shuffle("cards", one.letter))
+    """The number on the card: it must not give the letter away, nor change when there are more cards."""
+    order = sorted(FAULTS, key=lambda one: (one.loading, _shuffle("cards", one.letter)))
     return order.index(fault) + 1
 
 
@@ -256,12 +276,15 @@ def _leave_out_shown(failure: launch.Failure, shown: list[str]) -> launch.Failur
     """The failure as the learner sees it: with short paths, and without the traceback that a rank has printed."""
     texts = {part.name: getattr(failure, part.name) for part in fields(failure)}
     texts = {name: _shorten(text) for name, text in texts.items() if isinstance(text, str)}
-    others = {rank: _shorten(text) for rank, text in failure.consequences.items()}
+    ranks = {
+        name: {rank: _shorten(text) for rank, text in getattr(failure, name).items()}
+        for name in ("consequences", "others")
+    }
     # Its last line: the paths in those above may be shorter than in what the rank printed.
     last = failure.traceback.rstrip().rpartition("\n")[2]
     if f"[rank {failure.rank}] {last}" in shown:
         texts["traceback"] = ""
-    return replace(failure, **texts, consequences=others)
+    return replace(failure, **texts, **ranks)
 
 
 def _quote_lines(text: str, job: str) -> str:

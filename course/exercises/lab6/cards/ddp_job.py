@@ -1,9 +1,10 @@
-"""Trains a small network on several ranks: which points of a plane lie inside a ring?"""
+"""Trains a small network on several ranks: which points of a plane lie outside a circle?"""
 
 import hashlib
 import os
 import sys
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,23 +33,23 @@ class Classifier(torch.nn.Module):
 
 def prepare(folder: Path) -> None:
     """Writes the points to a disk that all nodes see, as a download would: slowly."""
-    time.sleep(float(os.environ.get("SECONDS_TO_PREPARE", "1")))
     points = torch.randn(POINTS, 2, generator=torch.Generator().manual_seed(0))
     torch.save((points, (points.norm(dim=1) > 1.2).long()), folder / "draft.pt")
+    time.sleep(float(os.environ.get("SECONDS_TO_PREPARE", "1")))
     (folder / "draft.pt").rename(folder / "points.pt")  # all of it at once
 
 
 def save(model: torch.nn.Module, folder: Path) -> None:
     """Writes a checkpoint to that disk, slowly; whoever reads it never finds half of one."""
     torch.save(model.state_dict(), folder / "model.tmp")
-    time.sleep(0.3)
+    time.sleep(float(os.environ.get("SECONDS_TO_SAVE", "0.3")))
     (folder / "model.tmp").rename(folder / "model.pt")
 
 
-def digest(model: torch.nn.Module) -> str:
-    """A checksum of the weights, to compare with those of other ranks."""
-    weights = b"".join(parameter.detach().cpu().numpy().tobytes() for parameter in model.parameters())
-    return hashlib.sha256(weights).hexdigest()[:8]
+def digest(tensors: Iterable[torch.Tensor]) -> str:
+    """A checksum of the weights, or of the gradients, to compare with those of other ranks."""
+    numbers = b"".join(tensor.detach().cpu().numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(numbers).hexdigest()[:8]
 
 
 def main() -> None:
@@ -76,7 +77,7 @@ def main() -> None:
     passed = []  # how many points went through the network on this rank
     model.module.register_forward_hook(lambda _, inputs, __: passed.append(len(inputs[0])))
 
-    orders, own, accuracies = [], [], []
+    orders, own, accuracies, weights = [], [], [], []
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         orders.append([])
@@ -96,7 +97,8 @@ def main() -> None:
         own.append(counts.tolist())
         dist.all_reduce(counts)
         accuracies.append(counts[0].item() / counts[1].item())
-        words = f"accuracy {accuracies[epoch]:.3f}; weights {digest(model)}; computed {used:.3f} of {took:.3f} s"
+        weights.append(digest(model.parameters()))
+        words = f"accuracy {accuracies[epoch]:.3f}; weights {weights[epoch]}; computed {used:.3f} of {took:.3f} s"
         print(f"epoch {epoch}: first points {orders[epoch][:4]}; {words}", flush=True)
 
     if rank == 0:
@@ -107,7 +109,8 @@ def main() -> None:
             "own": own,
             "accuracies": accuracies,
             "device": str(device),
-            "weights": digest(model),
+            "weights": weights,
+            "gradients": digest(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
             "passed": sum(passed),
             "saved": (folder / "model.pt").exists(),
         }

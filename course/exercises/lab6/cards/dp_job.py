@@ -1,4 +1,4 @@
-"""Trains a small network with DataParallel over copies in memory: which points of a plane lie inside a ring?"""
+"""Trains a small network with DataParallel over copies in memory: which points of a plane lie outside a circle?"""
 
 import torch
 import torch.nn.functional as F

@@ -16,7 +16,7 @@ class Fault:
         letter: How the lab's list of causes calls it.
         pile: ``"stops"``: a rank's own error ends the job; ``"unmatched"``: ranks whose collectives do not match;
             ``"wrong"``: it runs to its end, and its numbers are wrong.
-        job: The job that it is in, ``"ddp"`` or ``"dp"``.
+        job: The job that it is in, ``"ddp"``, ``"dp"`` or ``"loader"``.
         cause: What is wrong, in a few words.
         sign: What in the symptom points to it; the hint of who named another one.
         mend: What to do about it; the hint of who has named it and not yet mended it.
@@ -24,6 +24,10 @@ class Fault:
         layouts: Nodes, and processes per node, on which the mended job is tried, one after the other; the broken one
             runs on the first. Two processes in all, so that no card takes more memory than another.
         hard: Whether it is drawn after the others of its pile.
+        slow: What takes longer when the mended job is tried, where that makes the fault more likely: ``"PREPARE"`` or
+            ``"SAVE"``.
+        points: With how many points the mended job is tried, one after the other; the broken one has the first.
+        loading: Whether it is about loading data, as lab 7 is; these are drawn, and numbered, after the others.
     """
 
     letter: str
@@ -35,6 +39,9 @@ class Fault:
     edits: tuple[tuple[str, str], ...]
     layouts: tuple[tuple[int, int], ...] = ((2, 1),)
     hard: bool = False
+    slow: str = ""
+    points: tuple[int, ...] = (257,)
+    loading: bool = False
 
     def break_job(self) -> str:
         """Returns the text of the job with this fault in it."""
@@ -84,16 +91,17 @@ FAULTS = (
         "stops",
         "ddp",
         "a rank reads what another one is still writing: a barrier is missing",
-        "a file is missing on one rank only, and rank 0 is just making it",
-        "dist.barrier() after rank 0's preparation, on every rank; to sleep is to bet on a slow disk",
+        "a file is missing on one rank only, and rank 0 is still making it",
+        "dist.barrier() after rank 0's preparation, on every rank; a sleep is too short on a slow disk",
         (("        prepare(folder)\n    dist.barrier()\n", "        prepare(folder)\n"),),
+        slow="PREPARE",
     ),
     Fault(
         "D",
         "unmatched",
         "ddp",
         "only rank 0 calls a collective",
-        "one rank has printed the epoch, and the other waits in a line before that: did both ranks call it?",
+        "one rank has printed the epoch, the other was aborted in a line before that: did both ranks call that line?",
         "take the collective out of the `if`: every rank has to call it, and needs the sum",
         (
             (
@@ -106,9 +114,9 @@ FAULTS = (
         "E",
         "unmatched",
         "ddp",
-        "a rank has one batch more than the other",
+        "a rank has one batch more than the other, without Join",
         "no rank has printed the epoch: one has finished its batches, and the other still trains",
-        "equally many batches for every rank: drop_last=True, of a DistributedSampler or of the DataLoader",
+        "equally many batches for every rank, for any number of points: DistributedSampler(dataset, drop_last=True)",
         (
             (
                 _SAMPLER,
@@ -118,12 +126,13 @@ FAULTS = (
             ("        sampler.set_epoch(epoch)\n", ""),
             ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, Subset, TensorDataset"),
         ),
+        points=(257, 255),
     ),
     Fault(
         "F",
         "wrong",
         "ddp",
-        "each rank's own accuracy is taken for that of all",
+        "each rank reports the accuracy of its own part as that of all points",
         "compare the ranks: of one model and one set of points they have to report one accuracy",
         "add up the counts over the ranks, dist.all_reduce(counts), before they are divided",
         (("        dist.all_reduce(counts)\n", ""),),
@@ -132,7 +141,7 @@ FAULTS = (
         "G",
         "stops",
         "ddp",
-        "the number in the job is used where the number on the node is meant",
+        "RANK (in the job) is used where LOCAL_RANK (on the node) is meant",
         "only a rank of the second node fails, where it chooses its device",
         "a device belongs to a node: choose it by LOCAL_RANK",
         (
@@ -186,7 +195,8 @@ FAULTS = (
         "ddp",
         "a layer takes no part in the loss, and DDP waits for its gradients",
         "both ranks stop at the same line, in their second step: what has not finished, and for which parameters?",
-        "remove the layer, or use it in forward; where neither is possible, DDP(..., find_unused_parameters=True)",
+        "remove the layer, or let its output take part in the loss; where neither is possible: "
+        "DDP(..., find_unused_parameters=True)",
         (
             (
                 "torch.nn.Linear(32, 2))\n",
@@ -238,9 +248,10 @@ FAULTS = (
         "stops",
         "ddp",
         "every rank saves the checkpoint, all into the same file",
-        "the training is over, and one rank fails: its file was there a moment ago. Who else knows that name?",
-        "one rank saves: `if rank == 0`. The ranks have the same weights, so that one checkpoint is all",
+        "the training is over, and a rank does not find its file. Which other process renames a file of this name?",
+        "one rank saves: `if rank == 0`. The ranks have the same weights, so one checkpoint is enough",
         (("    if rank == 0:\n        save(model", "    save(model"),),
+        slow="SAVE",
     ),
     Fault(
         "O",
@@ -248,7 +259,7 @@ FAULTS = (
         "ddp",
         "the job opens a server on a port on which another process already listens",
         "one error names a port, and the other one only a lost connection: who listens on MASTER_PORT?",
-        "use the server that torchrun has, or none: dist.barrier() lets the others wait, too. Another number is a bet",
+        "connect to torchrun's server (is_master=False on every rank), or use dist.barrier() and no server",
         (
             (
                 "    if rank == 0:\n        prepare(folder)\n    dist.barrier()\n",
@@ -261,14 +272,17 @@ FAULTS = (
                 '    store.wait(["prepared"])\n',
             ),
         ),
+        slow="PREPARE",
     ),
     Fault(
         "P",
         "unmatched",
         "ddp",
-        "the job calls a collective of its own inside Join, which answers DDP's only",
-        "one traceback names Join: which collectives does it answer for a rank that has no batch left?",
-        "take your all_reduce out of the loop, or give every rank equally many batches: Join answers for DDP alone",
+        "the job calls a collective of its own inside Join, and Join repeats only the model's collectives for a rank "
+        "without a batch",
+        "the stacks of the ranks name Join: which collectives does it repeat for a rank that has no batch left?",
+        "take your all_reduce out of the `with Join` block, or give every rank equally many batches: Join([model]) "
+        "repeats only the collectives of this model",
         (
             (
                 _SAMPLER,
@@ -297,6 +311,7 @@ FAULTS = (
             ),
         ),
         hard=True,
+        points=(257, 255),
     ),
     Fault(
         "Q",
@@ -306,6 +321,7 @@ FAULTS = (
         "count the different points that all ranks together had in one epoch",
         "one seed for the samplers of all ranks: each takes its part of the same order",
         (("DistributedSampler(dataset, drop_last=True)", "DistributedSampler(dataset, seed=rank, drop_last=True)"),),
+        layouts=((2, 1), (1, 2)),
         hard=True,
     ),
     Fault(
@@ -324,5 +340,93 @@ FAULTS = (
                 "        counts += theirs\n",
             ),
         ),
+    ),
+    Fault(
+        "S",
+        "stops",
+        "ddp",
+        "the DataLoader is to shuffle, although a sampler chooses the order already",
+        "all ranks stop before any training, where the loader is made: which two of its arguments exclude each other?",
+        "leave out shuffle=True: DistributedSampler shuffles, anew in each epoch that it is told of",
+        (("BATCH_SIZE, sampler=sampler)", "BATCH_SIZE, shuffle=True, sampler=sampler)"),),
+        loading=True,
+    ),
+    Fault(
+        "T",
+        "stops",
+        "loader",
+        "a worker's batch does not fit into the shared memory, /dev/shm",
+        "the error comes out of a worker, and the last line of its traceback is about a file that has the wrong size: "
+        "where does a worker put the batches that it sends?",
+        "send fewer bytes: keep the pictures uint8 in the worker, and divide in the training loop; in life also a "
+        "larger /dev/shm (docker run --shm-size), or smaller batches",
+        (
+            ("        picture = self.transform(pixels)\n", "        picture = self.transform(pixels) / 255\n"),
+            ("pictures.flatten(1) / 255", "pictures.flatten(1)"),
+        ),
+        layouts=((1, 1),),
+        loading=True,
+    ),
+    Fault(
+        "U",
+        "stops",
+        "loader",
+        "a worker keeps all that it has read, until it is killed for lack of memory",
+        "the error names a signal that no process can catch, and who sends it wants memory: what grows in a worker?",
+        "keep nothing in the dataset that grows with what was read: each worker has its own copy of it",
+        (
+            (
+                "self.transform, self.file = path, transform, None\n",
+                "self.transform, self.file = path, transform, None\n        self.enlarged = {}\n",
+            ),
+            (
+                "        picture = self.transform(pixels)\n",
+                "        if index not in self.enlarged:  # for the next epoch\n"
+                "            picture = self.transform(pixels).float()\n"
+                "            self.enlarged[index] = F.interpolate(picture[None, None], scale_factor=8)\n"
+                "        picture = F.avg_pool2d(self.enlarged[index], 8)[0, 0].byte()\n",
+            ),
+        ),
+        layouts=((1, 1),),
+        loading=True,
+    ),
+    Fault(
+        "V",
+        "stops",
+        "loader",
+        "a lambda is sent to a spawned worker, which cannot import it",
+        "the error is about pickling, and names a function that has no name",
+        "a function with a name, at the top level of the file: a spawned worker imports it from there",
+        (
+            (
+                "Pictures(path, to_bytes)",
+                "Pictures(path, lambda pixels: torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE))",
+            ),
+            (
+                "def to_bytes(pixels: bytes) -> torch.Tensor:\n"
+                '    """A picture, uint8 (SIDE, SIDE)."""\n'
+                "    return torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)\n\n\n",
+                "",
+            ),
+        ),
+        layouts=((1, 1),),
+        loading=True,
+    ),
+    Fault(
+        "W",
+        "stops",
+        "loader",
+        "the dataset holds an open file, which cannot be sent to a spawned worker",
+        "the error is about pickling, and names a type of Python's `io`: which attribute of the dataset is one?",
+        "open the file in __getitem__, where self.file is None: so the worker opens it, after it has got the dataset",
+        (
+            ("path, transform, None\n", 'path, transform, path.open("rb")\n'),
+            (
+                '        if self.file is None:  # the worker opens it\n            self.file = self.path.open("rb")\n',
+                "",
+            ),
+        ),
+        layouts=((1, 1),),
+        loading=True,
     ),
 )

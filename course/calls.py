@@ -1,0 +1,22 @@
+"""How many collectives this rank has started: read from outside, whatever code has called them."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from lab_common import LabError
+
+
+def count_collectives() -> int:
+    """Returns how many collectives this rank has started in its process group.
+
+    The group numbers them itself, so that those count, too, that torch's DDP starts in C++, and those that a program
+    calls under another name.
+
+    Raises:
+        LabError: This process is no rank.
+    """
+    if not dist.is_initialized():
+        fix = "call it in a %%px cell, after engines.start()"
+        raise LabError("This process is no rank.", where="count_collectives()", fix=fix)
+    return dist.group.WORLD._get_sequence_number_for_group()

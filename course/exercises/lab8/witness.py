@@ -1,0 +1,107 @@
+"""What a rank sends and receives, seen and delayed from outside of the learner's function, whichever way it imports.
+
+Every way to send in ``torch.distributed`` (``send``, ``isend``, ``batch_isend_irecv``, with ``tag=`` or ``group=``)
+ends at ``ProcessGroup.send``, and so for receiving. Two mistakes go well in most runs, by luck. Here they never do:
+a tensor that is being received holds NaN until ``wait()``, and one that is being sent must be the same at ``wait()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+# Methods of torch's ProcessGroup, of 2.11 to 2.14.
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "all_gather_single",
+    "all_to_all_single",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "broadcast",
+    "gather",
+    "gather_into_tensor",
+    "gather_single",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+
+
+class MisuseError(Exception):
+    """Something that must not be done with a message, which most runs do not show; its text is the hint."""
+
+
+class _Transfer:
+    """What ``isend`` and ``irecv`` return here: the work, and what it does to the tensor when it is waited for."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, content: torch.Tensor, *, receives: bool) -> None:
+        self._work, self._tensor, self._content, self._receives = work, tensor, content, receives
+        self.waited = False
+
+    def wait(self, *arguments: object) -> bool:
+        done = self._work.wait(*arguments)
+        if not self.waited:
+            self.waited = True
+            self._finish()
+        return done
+
+    def is_completed(self) -> bool:
+        done = self._work.is_completed()
+        return self.wait() if done else False
+
+    def _finish(self) -> None:
+        if self._receives:
+            self._tensor.copy_(self._content)
+        elif not torch.equal(self._tensor.contiguous().view(torch.uint8), self._content.view(torch.uint8)):
+            raise MisuseError("a tensor was changed while it was being sent: wait for the send first")
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._work, name)
+
+
+class Witness:
+    """Notes the messages of this process from now on. It is for a process that ends soon: nothing is put back."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []  # to whom, and how many bytes
+        self._transfers: list[_Transfer] = []
+        group = dist.ProcessGroup
+        send, receive, receive_any = group.send, group.recv, group.recv_anysource
+
+        def note_send(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> _Transfer:
+            content = tensors[0].detach().clone(memory_format=torch.contiguous_format)
+            self.sent.append((peer, content.nbytes))
+            return self._keep(send(group, [content], peer, tag), tensors[0], content, receives=False)
+
+        def note_receive(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *where: int) -> _Transfer:
+            content = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
+            work = (receive if len(where) == 2 else receive_any)(group, [content], *where)
+            # Whoever uses it before wait() computes with this.
+            tensors[0].fill_(torch.nan if tensors[0].is_floating_point() else torch.iinfo(tensors[0].dtype).min)
+            return self._keep(work, tensors[0], content, receives=True)
+
+        def refuse(*_: object, **__: object) -> None:
+            raise MisuseError("write it with isend and irecv (or send and recv), without a collective of torch's")
+
+        group.send, group.recv, group.recv_anysource = note_send, note_receive, note_receive
+        for name in COLLECTIVES:
+            if hasattr(group, name):
+                setattr(group, name, refuse)
+
+    def _keep(self, *arguments: object, **options: object) -> _Transfer:
+        self._transfers.append(_Transfer(*arguments, **options))
+        return self._transfers[-1]
+
+    def count_open(self) -> int:
+        """The number of sends and receives that were started and not waited for."""
+        return sum(not transfer.waited for transfer in self._transfers)

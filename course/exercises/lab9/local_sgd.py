@@ -1,0 +1,165 @@
+"""Exercise 9.4: local SGD, in which the ranks step alone and average their weights now and then."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from course.calls import count_collectives
+from course.check import expect
+from course.exercises.lab9.nets import draw, find_loss, is_close
+from course.exercises.ranks import run_on_ranks
+
+STEPS, EVERY, RATE, MOMENTUM = 6, 3, 0.1, 0.9
+
+
+def _build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A net with batch norm, whose statistics are buffers; float64, the same on every rank but for a count."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)
+        net = nn.Sequential(*layers).double()
+    # Unequal counts of batches: a mean of them shows.
+    net[1].num_batches_tracked += 10 * rank
+    return net, torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+def _run_backward(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    optimizer.zero_grad()
+    find_loss(net(draw(rank, number))).backward()
+
+
+def verify_local_step(local_step: Callable) -> str:
+    """Takes six steps on two ranks, of which each third averages, and compares with both ranks in one process."""
+
+    def work(rank: int) -> list[dict]:
+        net, optimizer = _build(rank)
+        found = []
+        for number in range(1, STEPS + 1):
+            _run_backward(net, optimizer, rank, number)
+            before = count_collectives()
+            local_step(net, optimizer, number, EVERY)
+            found.append(_note(net, optimizer) | {"calls": count_collectives() - before})
+        return found
+
+    ranks = run_on_ranks(work, local_step, case=f"{STEPS} steps, an average every {EVERY}")
+    right = _simulate()
+    for number in range(1, STEPS + 1):
+        yours, wanted = ([rank[number - 1] for rank in some] for some in (ranks, right))
+        _expect_calls(yours[0]["calls"], number, yours, wanted)
+        for rank in (0, 1):
+            _expect_state(yours[rank], wanted[rank], yours[1 - rank], number, rank)
+    return f"of {STEPS} steps every {EVERY}rd averaged weights and statistics, in one all-reduce; momentum stayed local"
+
+
+def _note(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Copies of what a step leaves behind."""
+    momentum = [optimizer.state[p].get("momentum_buffer") for p in net.parameters()]
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in net.parameters()]),
+        "statistics": torch.cat([net[1].running_mean, net[1].running_var]).clone(),
+        "batches": str(net[1].num_batches_tracked.item()),
+        "momentum": torch.cat([torch.zeros(1) if one is None else one.flatten() for one in momentum]),
+    }
+
+
+def _simulate() -> list[list[dict]]:
+    """What each rank has after each step, with both ranks in this process."""
+    ranks = [_build(rank) for rank in range(2)]
+    found: list[list[dict]] = [[], []]
+    for number in range(1, STEPS + 1):
+        for rank, (net, optimizer) in enumerate(ranks):
+            _run_backward(net, optimizer, rank, number)
+            optimizer.step()
+        # Before the average: a rank's own.
+        alone = [copy.deepcopy(_note(*rank)) for rank in ranks]
+        if number % EVERY == 0:
+            states = [net.state_dict() for net, _ in ranks]
+            for name, value in states[0].items():
+                if value.is_floating_point():
+                    mean = (value + states[1][name]) / 2
+                    for state in states:
+                        state[name].copy_(mean)
+        for rank, (net, optimizer) in enumerate(ranks):
+            found[rank].append(_note(net, optimizer) | {"alone": alone[rank]})
+    return found
+
+
+def _expect_calls(calls: int, number: int, yours: list[dict], wanted: list[dict]) -> None:
+    averages = number % EVERY == 0
+    hint = "between two averages the ranks do not talk: send nothing unless number % every == 0"
+    if averages and not calls:
+        hint = "steps count from 1: average when number % every == 0, after optimizer.step()"
+    elif averages:
+        hint = "join weights and statistics in one tensor, pack(…), and all-reduce that once"
+    expect(
+        calls == averages,
+        f"step {number}, every {EVERY}: all-reduces",
+        yours=calls,
+        expected=int(averages),
+        hint=hint,
+    )
+
+
+def _expect_state(yours: dict, wanted: dict, other: dict, number: int, rank: int) -> None:
+    case = f"step {number}, every {EVERY}: rank {rank}'s"
+    alone = wanted["alone"]
+    expect(
+        is_close(yours["weights"], wanted["weights"]),
+        f"{case} weights, their length",
+        yours=f"{float(yours['weights'].norm()):.6f}",
+        expected=f"{float(wanted['weights'].norm()):.6f}",
+        hint=_explain_weights(yours, wanted, other, number),
+    )
+    hint = "the statistics of batch norm are buffers: average these, too; net.state_dict() has both"
+    if is_close(yours["statistics"], 2 * wanted["statistics"]):
+        hint = "the statistics are summed and not averaged: divide all by dist.get_world_size()"
+    elif not is_close(yours["statistics"], alone["statistics"]):
+        hint = "pack the running means and variances with the weights, divide by dist.get_world_size(), unpack"
+    expect(
+        is_close(yours["statistics"], wanted["statistics"]),
+        f"{case} running statistics",
+        yours=_format(yours["statistics"]),
+        expected=_format(wanted["statistics"]),
+        hint=hint,
+    )
+    hint = "num_batches_tracked counts batches, an integer: leave it out; tensor.is_floating_point()"
+    expect(
+        yours["batches"] == wanted["batches"],
+        f"{case} num_batches_tracked",
+        yours=yours["batches"],
+        expected=wanted["batches"],
+        hint=hint,
+    )
+    hint = "momentum belongs to the optimizer of each rank, and is not averaged here: only weights and statistics are"
+    if not yours["momentum"].norm():
+        hint = "the optimizer's momentum is gone: average in place, tensor.copy_(…), and keep the optimizer as it is"
+    expect(
+        is_close(yours["momentum"], wanted["momentum"]),
+        f"{case} momentum, its length",
+        yours=f"{float(yours['momentum'].norm()):.6f}",
+        expected=f"{float(wanted['momentum'].norm()):.6f}",
+        hint=hint,
+    )
+
+
+def _explain_weights(yours: dict, wanted: dict, other: dict, number: int) -> str:
+    """The hint that fits wrong weights."""
+    alone = wanted["alone"]["weights"]
+    if number % EVERY:
+        return "optimizer.step() in every step, once, with the rank's own gradients"
+    if is_close(yours["weights"], 2 * wanted["weights"]):
+        return "this is the sum of the ranks' weights: divide by dist.get_world_size()"
+    if is_close(yours["weights"], alone):
+        return "the mean did not come back: unpack it into the tensors themselves, in place"
+    if not is_close(yours["weights"], other["weights"]):
+        return "after an average all ranks have the same weights: first optimizer.step(), then the average of weights"
+    return "average the weights after optimizer.step(), not the gradients before it"
+
+
+def _format(tensor: torch.Tensor) -> str:
+    return f"[{', '.join(f'{value:.4f}' for value in tensor[:3].tolist())}, …]"

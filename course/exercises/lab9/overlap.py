@@ -1,0 +1,165 @@
+"""Exercise 9.1: gradients that are sent in buckets while backward still runs, on two ranks of which one is late."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from course.calls import count_collectives
+from course.check import expect, refusing
+from course.exercises.lab9.nets import Stack, draw, find_gradients, find_loss, format_norm, is_close
+from course.exercises.ranks import run_on_ranks
+
+# A weight of 8×8 and its bias have 576 bytes in float64: two buckets and more are full during backward, and the last
+# bucket is not. Two steps, because what the first leaves behind shows in the second.
+BYTES, STEPS, LATE = 500, 2, 3.0
+
+
+class _Watched:
+    """A Work that notes whether anything was asked of it: its end, its future, whether it is complete."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self.work, self.asked = work, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.asked = True
+        return getattr(self.work, name)
+
+
+def _watch_all_reduce() -> list[_Watched]:
+    """Has this process's ``dist.all_reduce`` return watched Works, and lists them."""
+    started: list[_Watched] = []
+    original = dist.all_reduce
+
+    def all_reduce(*arguments: Any, **options: Any) -> Any:
+        work = original(*arguments, **options)
+        if work is None:
+            return None
+        started.append(_Watched(work))
+        return started[-1]
+
+    dist.all_reduce = all_reduce
+    return started
+
+
+def verify_overlap(overlap: Callable) -> str:
+    """Takes two steps with and without a parameter that is not used, and compares with the mean of both ranks."""
+    for unused in (False, True):
+        case = "a net with an unused layer" if unused else "a net of four layers"
+        _verify(overlap, unused, case)
+    return "both steps' gradients equal the ranks' mean, in buckets that are sent while the other rank is still late"
+
+
+def _verify(overlap: Callable, unused: bool, case: str) -> None:
+    through = multiprocessing.get_context("fork").Event()
+
+    def work(rank: int) -> dict:
+        net, found, started = Stack(unused=unused), [], _watch_all_reduce()
+        finish = overlap(net, BYTES)
+        if not callable(finish):
+            return {"kind": type(finish).__name__}
+        for step in range(STEPS):
+            net.zero_grad()
+            before = count_collectives()
+            # Where rank 0 waits for rank 1 in its backward, this wait takes its whole time.
+            late = rank == 1 and not step and not through.wait(LATE)
+            find_loss(net(draw(rank, step))).backward()
+            during = count_collectives() - before
+            if rank == 0:
+                through.set()
+            finish()
+            gradients = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+            calls = count_collectives() - before
+            ignored = sum(not work.asked for work in started)
+            found.append(
+                {"blocked": late, "during": during, "calls": calls, "ignored": ignored, "gradients": gradients}
+            )
+        # The gradients of the last layer stay zero in a step without it, unless those of the step before come back.
+        net.zero_grad(set_to_none=False)
+        net.depth -= 1
+        find_loss(net(draw(rank, STEPS))).backward()
+        finish()
+        return {"steps": found, "old": float(net.layers[-1].weight.grad.norm())}
+
+    hint = "a bucket and its flat tensor hold the same gradients: keep list(bucket), a copy; bucket.clear() empties it"
+    with refusing(RuntimeError, ValueError, case=case, expected="a mean for each gradient", hint=hint):
+        first, second = run_on_ranks(work, overlap, case=case)
+    kind = first.get("kind")
+    hint = "return finish, the function itself, without calling it"
+    expect(not kind, f"{case}: what overlap returned", yours=kind, expected="a function", hint=hint)
+    for step in range(STEPS):
+        _verify_step([rank["steps"][step] for rank in (first, second)], step, unused, f"{case}, step {step + 1}")
+    calls = [step["calls"] for step in first["steps"]]
+    hint = "something of the first step is left for the second: empty the bucket, and the list of what was sent"
+    expect(calls[1] == calls[0], f"{case}: all-reduces of step 2", yours=calls[1], expected=calls[0], hint=hint)
+    hint = "finish() has put a mean of the step before into a gradient once more: at its end, sent.clear()"
+    expect(
+        not first["old"],
+        f"{case}, a third step without the last layer: the length of that layer's gradient",
+        yours=f"{first['old']:.6f}",
+        expected="0.000000",
+        hint=hint,
+    )
+
+
+def _verify_step(ranks: list[dict], step: int, unused: bool, case: str) -> None:
+    net = Stack(unused=unused)
+    own = [find_gradients(net, draw(rank, step)) for rank in (0, 1)]
+    used = [index for index, gradient in enumerate(own[0]) if gradient is not None]
+    expect(
+        not ranks[1]["blocked"],
+        f"{case}: rank 0's backward, while rank 1 is late",
+        yours="waits for rank 1",
+        expected="goes on, and sends meanwhile",
+        hint="all_reduce(…, async_op=True) returns at once; work.wait() belongs into finish(), and not into send()",
+    )
+    ignored = ranks[0]["ignored"]
+    hint = "call work.wait() for each Work, and not for the last alone: messages may arrive in another order"
+    expect(not ignored, f"{case}: rank 0's Works without a wait()", yours=ignored, expected=0, hint=hint)
+    made = all(rank["gradients"][index] is not None for rank in ranks for index in used)
+    hint = "the gradients have to be in parameter.grad after finish()"
+    expect(made, f"{case}: gradients", yours="None", expected="tensors", hint=hint)
+    for rank, report in enumerate(ranks):
+        yours = [report["gradients"][index] for index in used]
+        mine, others = ([gradients[index] for index in used] for gradients in (own[rank], own[1 - rank]))
+        right = [(one + other) / 2 for one, other in zip(mine, others, strict=True)]
+        wrong = [index for index, pair in enumerate(zip(yours, right, strict=True)) if not is_close(*pair)]
+        expect(
+            not wrong,
+            f"{case}: the length of rank {rank}'s gradients",
+            yours=format_norm(yours),
+            expected=format_norm(right),
+            hint=_explain(yours, mine, others, wrong) if wrong else "",
+        )
+    calls = ranks[0]["calls"]
+    case = f"{case}: all-reduces of rank 0"
+    hint = "one for each parameter is version 2: send() once for each full bucket, which is empty after that"
+    expect(calls < len(used), case, yours=calls, expected=f"fewer than {len(used)}, the parameters", hint=hint)
+    hint = "call send() as soon as the gradients in the bucket have limit bytes together; finish() sends only the rest"
+    expect(ranks[0]["during"] > 0, f"{case} during backward", yours=0, expected="one or more", hint=hint)
+
+
+def _explain(yours: list[torch.Tensor], mine: list[torch.Tensor], others: list[torch.Tensor], wrong: list[int]) -> str:
+    """The hint that fits wrong gradients: what those that are wrong consist of."""
+
+    def are(weight: float, weight_of_other: float) -> bool:
+        rows = [(yours[index], weight * mine[index] + weight_of_other * others[index]) for index in wrong]
+        return all(is_close(*row) for row in rows)
+
+    if are(1, 1):
+        return "this is the sum: divide by dist.get_world_size()"
+    if are(0.25, 0.25):
+        return "divided twice: divide by dist.get_world_size() once"
+    if are(0.5, 0):
+        return "these are a rank's own gradients, divided: call work.wait() before you read flat"
+    if are(1, 0) and len(wrong) == len(yours):
+        return "the mean did not come back: after work.wait(), unpack flat / dist.get_world_size() into the gradients"
+    if are(1, 0) and wrong[-1] - wrong[0] == len(wrong) - 1 and wrong[0] == 0:
+        return "the last bucket is not full when backward ends: finish() has to send it, too: flush()"
+    if are(1, 0):
+        return "some buckets did not come back: unpack each one, after its work.wait()"
+    return "for each bucket: work.wait(), then unpack flat / dist.get_world_size() into the same gradients, in order"

@@ -1,0 +1,175 @@
+"""Live ranks: what they are, how they are refused, interrupted and ended, and who can reach them."""
+
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from course import engines
+from lab_common import LabError
+
+LINUX = sys.platform.startswith("linux")
+only_linux = pytest.mark.skipif(not LINUX, reason="NOT TESTED HERE: /proc")
+
+
+def list_processes(folder: Path) -> list[int]:
+    """All processes of one start, by the argument that they share."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(folder: Path, seconds: float = 15.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while (left := list_processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    yield engines.start(3, timeout=3)
+    engines.stop()
+
+
+@pytest.mark.parametrize("n", [2.0, True, 0, -1, 17, "4", None])
+def test_a_number_of_ranks_that_is_none_is_refused(n):
+    with pytest.raises(LabError, match=r"n is .*"):
+        engines.start(n)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"threads": value} for value in (0, True, 1.5)),
+        *({"timeout": value} for value in (0, "5", True, float("nan"), 601)),
+    ],
+)
+def test_other_arguments_are_refused(options):
+    with pytest.raises(LabError, match=rf"{next(iter(options))} is .*"):
+        engines.start(2, **options)
+
+
+def test_ranks_have_their_numbers_a_group_and_threads(ranks):
+    assert ranks.view["rank"] == [0, 1, 2] and ranks.view["world_size"] == [3] * 3
+    ranks.view.execute("x = torch.tensor([2.0**rank]); dist.all_reduce(x); found = x.item()")
+    assert ranks.view["found"] == [7.0] * 3
+    ranks.view.execute("found = torch.get_num_threads(), dist.get_backend(), os.getpid()")
+    assert ranks.view["found"] == [(1, "gloo", pid) for pid in ranks.pids]
+
+
+def test_a_collective_that_a_rank_does_not_call_ends_after_the_timeout(ranks):
+    start = time.monotonic()
+    call = ranks.view.execute("found = None\nif rank: dist.all_reduce(torch.ones(1))", block=False)
+    with pytest.raises(Exception, match="Timed out"):
+        call.get(timeout=30)
+    assert 2.5 < time.monotonic() - start < 20
+    assert ranks.view["rank"] == [0, 1, 2], "they answer again"
+
+
+def test_an_interrupt_reaches_what_the_ranks_run(ranks):
+    call = ranks.view.execute("import time\nfor _ in range(600): time.sleep(0.1)", block=False)
+    time.sleep(0.5)
+    engines.interrupt()
+    with pytest.raises(Exception, match="KeyboardInterrupt"):
+        call.get(timeout=20)
+    assert ranks.view["rank"] == [0, 1, 2]
+
+
+@only_linux
+def test_only_gloo_listens_and_on_the_loopback(ranks):
+    inodes = {}
+    for pid in list_processes(ranks.folder):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes[str(entry.readlink())] = pid
+            except OSError:
+                continue
+    tables = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    listening = [row.split() for table in tables for row in table.splitlines() if row.split()[3] == "0A"]
+    ours = [(row[1], inodes[name]) for row in listening if (name := f"socket:[{row[9]}]") in inodes]
+    assert {address.partition(":")[0] for address, _ in ours} == {"0100007F"}
+    assert {pid for _, pid in ours} <= {*ranks.pids}
+
+
+@pytest.mark.skipif(
+    not LINUX or os.geteuid() != 0 or not shutil.which("setpriv"), reason="NOT TESTED HERE: another user"
+)
+def test_another_user_can_neither_list_nor_connect_nor_read_the_key(ranks):
+    assert stat.S_IMODE(ranks.folder.stat().st_mode) == 0o700
+    sockets = sorted(map(str, ranks.folder.glob("s:*")))
+    assert len(sockets) > 10
+    script = """
+import pathlib, socket, sys
+folder, *sockets = sys.argv[1:]
+for path in sockets:
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        print("reached", path)
+    except PermissionError:
+        pass
+for part in (".", "security/ipcontroller-client.json", "store", "log.txt"):
+    try:
+        list(pathlib.Path(folder, part).iterdir()) if part == "." else open(f"{folder}/{part}").read()
+        print("read", part)
+    except PermissionError:
+        pass
+print("done")
+"""
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env", "python3", "-c", script]
+    found = subprocess.run([*other, str(ranks.folder), *sockets], capture_output=True, text=True, cwd="/", env={})
+    if "done" not in found.stdout:
+        pytest.skip(f"NOT TESTED HERE: another user has no Python: {found.stderr[-80:]}")
+    assert found.stdout == "done\n"
+
+
+@only_linux
+def test_a_second_start_stops_the_first_and_a_stop_leaves_nothing(ranks):
+    first = ranks.folder
+    second = engines.start(1)
+    assert wait_until_gone(first) == [] and not first.exists()
+    assert second.view["rank"] == [0] and list_processes(second.folder)
+    engines.stop()
+    assert wait_until_gone(second.folder) == [] and not second.folder.exists()
+    with pytest.raises(LabError, match="No ranks are live"):
+        engines.interrupt()
+    engines.stop()
+
+
+@only_linux
+def test_they_outlive_the_thread_that_started_them_and_not_their_supervisor():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(engines.start(2)))
+    thread.start()
+    thread.join(120)
+    time.sleep(0.5)
+    assert made[0].view["rank"] == [0, 1]
+    made[0].supervisor.kill()
+    assert wait_until_gone(made[0].folder) == []
+    engines.stop()
+
+
+@only_linux
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_they_end_with_the_process_that_started_them(number, root):
+    script = "import sys, time\nfrom course import engines\nmade = engines.start(2)\n"
+    script += "made.view.execute('import time; time.sleep(300)', block=False)\n"  # busy, and not at a prompt
+    script += "print(made.folder, flush=True); time.sleep(300)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=root, text=True) as kernel:
+        folder = Path(kernel.stdout.readline().strip())
+        assert len(list_processes(folder)) == 5  # supervisor, controller and its heartbeats, two ranks
+        kernel.send_signal(number)
+        assert wait_until_gone(folder) == []
+    assert not folder.exists()

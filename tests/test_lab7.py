@@ -1,0 +1,107 @@
+"""Parts of lab 7: its prediction, its figures on made-up numbers, the memory that processes share."""
+
+import math
+import os
+import time
+from functools import partial
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from matplotlib import pyplot as plt
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader
+
+from course import loading
+from lab_utils.timing import Timing
+
+pytestmark = pytest.mark.usefixtures("runs")
+
+
+@pytest.fixture
+def run_cells(run_cells_of):
+    return partial(run_cells_of, "07_data_loading")
+
+
+@pytest.fixture
+def ax():
+    with mpl.rc_context({"backend": "agg"}):
+        yield plt.figure().add_subplot()
+    plt.close("all")
+
+
+@pytest.mark.parametrize(
+    ("device", "cores", "workers", "expected"),
+    [
+        ("cpu", 2, 0, 8 + 4),  # in turn
+        ("cpu", 8, 1, 8),  # one worker is slower than the step
+        ("cpu", 8, 2, 4),
+        ("cpu", 8, 4, 4),  # the step is what takes longest
+        ("cpu", 2, 4, 11 / 2),  # the cores are used up: 7 and 4 seconds of them
+        ("cuda", 1, 4, 7),  # a GPU computes by itself
+    ],
+)
+def test_the_prediction_by_hand(run_cells, device, cores, workers, expected):
+    given = {
+        "LOAD": {"heavy": Timing("heavy", (8.0,) * 3, (7.0,) * 3)},
+        "STEP": Timing("step", (4.0,) * 3, (4.0,) * 3),
+        "CORES": cores,
+    }
+    predict_step = run_cells("guess", **given)["predict_step"]
+    predict_step.__globals__["DEVICE"] = torch.device(device)
+    assert predict_step("heavy", workers) == pytest.approx(expected)
+
+
+def test_speeds_have_bars_from_the_lowest_to_the_highest(ax):
+    speed = {
+        ("light", 0): [90.0, 100.0, 120.0],
+        ("light", 2): [200.0, 220.0, 210.0],
+        ("heavy", 0): [10.0],
+        ("heavy", 2): [20.0],
+    }
+    loading.draw_speed(ax, speed, used=50.0, rules={"2 per GPU": 2, "N cores, N workers": 2})
+    first, _ = ax.containers
+    assert np.allclose(first[0].get_ydata(), [100, 210])
+    (bars,) = first[2]
+    assert np.allclose([segment[:, 1] for segment in bars.get_segments()], [[90, 120], [200, 220]])
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert 'rule "2 per GPU"\nrule "N cores, N workers"' in labels, "one line where both name the same number"
+    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0", "2"]
+
+
+def test_a_profile_shows_where_a_loop_waits(ax):
+    def load(index):
+        time.sleep(0.03)
+        return index
+
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        for _ in DataLoader(range(4), None, collate_fn=load):
+            with record_function("train"):
+                time.sleep(0.01)
+    loading.draw_profiles(ax, {"no worker": prof, "the same": prof})
+    work, waits = ax.containers[:2]
+    assert min(bar.get_x() for bar in work) == 0 and len(work) == 4
+    assert sum(bar.get_width() for bar in work) == pytest.approx(40, abs=25)
+    assert sum(bar.get_width() for bar in waits if bar.get_width() > 20) >= 90, (
+        "the first wait is before the first step"
+    )
+    assert {bar.get_y() for bar in work} == {-0.3}
+    assert ax.get_xlim()[1] == pytest.approx(6 * 40, rel=0.6)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="Linux alone tells")  # noqa: PTH110
+def test_memory_that_processes_share_counts_once():
+    kept = np.ones(2**24)  # 128 MiB
+    before = loading.sum_pss(["self"])
+    batches = iter(DataLoader(range(2), None, num_workers=2, collate_fn=lambda index: kept[index]))
+    next(batches)
+    together = loading.sum_pss(["self", *(worker.pid for worker in batches._workers)])
+    assert together - before < 100 < before
+    assert math.isnan(loading.sum_pss(["self", "no such process"]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_said_of_copies(run_cells, capsys):
+    run_cells("pinned")
+    assert "There is no GPU here" in capsys.readouterr().out
