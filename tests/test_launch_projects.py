@@ -112,6 +112,22 @@ def test_a_changed_project_is_what_runs_next(project):
     assert run() == 8
 
 
+def test_a_file_changed_within_the_same_second_is_not_taken_for_the_one_that_was_compiled(tmp_path):
+    """As where a launch follows another within a second: Python compares a source's size and whole seconds only."""
+    work, said = tmp_path / "work", []
+    work.mkdir()
+    for width in (7, 8):
+        code = tmp_path / f"code{width}/project"
+        code.mkdir(parents=True)
+        (code / "model.py").write_text(f"WIDTH = {width}\n")
+        subprocess.run([sys.executable, "-m", "nodelaunch.node.place", code.parent, work], check=True)
+        os.utime(work / "model.py", (1_790_000_000, 1_790_000_000))
+        command = [sys.executable, "-c", "import model; print(model.WIDTH)"]
+        environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        said.append(subprocess.check_output(command, cwd=work, env=environment, text=True).strip())
+    assert said == ["7", "8"]
+
+
 def test_programs_of_a_project_can_be_run(project):
     """Also those that were made programs after a job had failed for it."""
     script = project / "run.py"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
+import glob
 import json
 import os
 import shlex
@@ -72,6 +73,10 @@ def place(path: Path, target: Path, mode: int) -> None:
         shutil.copyfile(path, copy)
         copy.chmod(mode)
         copy.replace(target)
+        # Python takes compiled code for that of the source whose size and whole second of change are the same: those of
+        # two launches within a second may be.
+        for compiled in target.parent.joinpath("__pycache__").glob(f"{glob.escape(target.stem)}.*.pyc"):
+            compiled.unlink(missing_ok=True)
     finally:
         copy.unlink(missing_ok=True)
 
