@@ -12,7 +12,7 @@ from torch.distributed import P2POp, batch_isend_irecv, irecv, isend, recv, send
 
 from course import check
 from course.check import NotYetError, OpenError
-from course.exercises.lab8 import ranks
+from course.exercises.lab8 import reductions
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -38,7 +38,7 @@ def _nothing_is_left():
 @pytest.fixture
 def soon(monkeypatch):
     """What does not end is ended sooner."""
-    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+    monkeypatch.setattr(reductions, "LIMIT", 1.0)
 
 
 # 8.1

@@ -98,7 +98,7 @@ def _find_method(answer: type) -> Callable | None:
     return next((one for one in vars(answer).values() if inspect.isfunction(one)), None)
 
 
-def find_line(error: Exception, answer: Callable | str | Card) -> str:
+def find_line(error: BaseException, answer: Callable | str | Card | None) -> str:
     """Returns the last line of the learner's own that an error went through; "" where it went through none.
 
     The cells of a notebook are files of one folder, so that a helper in another cell is the learner's, too. An error
@@ -108,8 +108,13 @@ def find_line(error: Exception, answer: Callable | str | Card) -> str:
         return line
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or '').name}, line {error.lineno}: {(error.text or '').strip()}"
+    return find_own(traceback.extract_tb(error.__traceback__), answer)
+
+
+def find_own(stack: traceback.StackSummary, answer: Callable | str | Card | None) -> str:
+    """Returns the innermost line of a stack that is the learner's own; "" where none is."""
     function = _find_method(answer) if isinstance(answer, type) else answer
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     own = Path(code.co_filename).parent if code else None
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent == own]
+    frames = [frame for frame in stack if Path(frame.filename).parent == own]
     return f"line {frames[-1].lineno}: {frames[-1].line}" if frames else ""

@@ -1,8 +1,11 @@
-"""Ranks for a check: forked processes with a Gloo group, which end within a bounded time whatever an answer does."""
+"""Ranks for a check: forked processes with a Gloo group, which end within a bounded time whatever an answer does.
+
+A fork has the learner's function with all that it refers to. What goes wrong there, a deadlock or an abort, ends with
+the fork: the notebook's kernel and its live ranks stay as they are.
+"""
 
 from __future__ import annotations
 
-import builtins
 import faulthandler
 import io
 import multiprocessing
@@ -11,14 +14,15 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,23 +34,37 @@ from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch.node.children import PR_SET_PDEATHSIG, set_process
 
-# Seconds: a collective waits so long for the other ranks; the ranks may take so long in all; and when one has failed,
-# the others have so long to say what they know.
-COLLECTIVE, LIMIT, GRACE = 5.0, 25.0, 1.0
-PRINTED = 20  # lines of a rank's own print() that are shown
+# Seconds: the ranks of `run_on_ranks` may take so long, and a collective of theirs waits so long for the other ranks.
+LIMIT, COLLECTIVE = 25.0, 5.0
+# Seconds, in addition, to start on a machine that does other things; when one rank has failed, the others have so long
+# to say what they know.
+START, GRACE = 60.0, 1.0
+LONG = 300.0  # seconds that a collective waits where the limit of the ranks is to come first
+PRINTED, SENT = 20, 2**16  # lines of a rank's own print() that are shown, characters that are sent
 # What Gloo says where the ranks do not do the same.
 NETWORK = ("gloo", "Timed out", "Connection closed", "Connection reset")
 
 
 @dataclass(frozen=True)
-class _Report:
-    """What one rank says at its end."""
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        value: What its work returned; None where it did not.
+        error: The exception that it raised, as a copy.
+        line: The learner's own line that the error went through, or in which the rank stood at the limit.
+        stuck: Whether it had not returned at the limit, or when it was ended since another had failed.
+        number: The signal that it died of by itself; 0 where it did not.
+        calls: The collectives that it had started; None where it could not say.
+        printed: What it printed.
+    """
 
     value: Any = None
-    error: str = ""
-    message: str = ""
+    error: Exception | None = None
     line: str = ""
-    calls: int = 0
+    stuck: bool = False
+    number: int = 0
+    calls: int | None = None
     printed: str = ""
 
 
@@ -68,30 +86,52 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
         LabError: A process group is open in this process.
         Exception: An error of the answer, as the first rank reported it.
     """
-    if dist.is_initialized():
-        fix = "dist.destroy_process_group(), then run the cell again"
-        raise LabError("A process group is open here.", where="this kernel", fix=fix)
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank of each check.
     import torch._dynamo  # noqa: F401
 
+    outcomes = fork_ranks(work, answer, count, limit=LIMIT, timeout=COLLECTIVE)
+    for rank, outcome in enumerate(outcomes):
+        for line in outcome.printed.splitlines()[:PRINTED]:
+            print(f"[rank {rank}] {clean(line, 200)}")
+    _judge(outcomes, case)
+    return [outcome.value for outcome in outcomes]
+
+
+def fork_ranks(
+    work: Callable[[int], Any], answer: Callable | None, count: int, *, limit: float, timeout: float = LONG
+) -> list[Outcome]:
+    """Runs a function on ranks that are forked for it, ends them, and returns what became of each, by rank.
+
+    Args:
+        work: As of :func:`run_on_ranks`.
+        answer: As of :func:`run_on_ranks`; None where the ranks run nothing of the learner's.
+        count: The number of ranks.
+        limit: Seconds that the work may take on a rank, once the group is made.
+        timeout: Seconds that a collective waits for the other ranks.
+
+    Raises:
+        LabError: A process group is open in this process.
+    """
+    if dist.is_initialized():
+        fix = "dist.destroy_process_group(), then run the cell again"
+        raise LabError("A process group is open here.", where="this kernel", fix=fix)
+    ranks: list[tuple[int, Connection]] = []
+    said: list[Outcome | None] = [None] * count
     with tempfile.TemporaryDirectory(prefix="lab-ranks-") as folder:
-        store = Path(folder) / "store"
-        ranks = {rank: _fork(work, answer, rank, count, store) for rank in range(count)}
-        reports: dict[int, _Report] = {}
+        group = {"world_size": count, "timeout": timedelta(seconds=timeout)}
         try:
-            _gather(ranks, reports)
+            for rank in range(count):
+                ranks.append(_fork(rank, work, answer, limit, {**group, "store": f"{folder}/store"}))
+            said = _gather([pipe for _, pipe in ranks], time.monotonic() + START + limit)
         finally:
-            for pid, pipe in ranks.values():
+            # Those that died by themselves have a signal to tell; the others are ended.
+            numbers = [_bury(pid, one) for (pid, _), one in zip(ranks, said, strict=False)]
+            for _, pipe in ranks:
                 pipe.close()
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-    _show_printed(reports)
-    _judge(reports, count, case)
-    return [reports[rank].value for rank in range(count)]
+    return [one or Outcome(number=number, stuck=not number) for one, number in zip(said, numbers, strict=True)]
 
 
-def _fork(work: Callable, answer: Callable, rank: int, count: int, store: Path) -> tuple[int, Connection]:
+def _fork(rank: int, work: Callable, answer: Callable | None, limit: float, group: dict) -> tuple[int, Connection]:
     """Starts a rank; returns its process id and the end of the pipe on which it reports."""
     ours, theirs = multiprocessing.Pipe(duplex=False)
     parent = os.getpid()
@@ -105,83 +145,107 @@ def _fork(work: Callable, answer: Callable, rank: int, count: int, store: Path) 
     try:
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == parent:
-            _run_rank(work, answer, rank, count, store, theirs)
+            _run_rank(rank, work, answer, limit, group, theirs)
     finally:
         os._exit(0)  # nothing of the kernel is finished here: its files, threads and sockets are the parent's
 
 
-def _run_rank(work: Callable, answer: Callable, rank: int, count: int, store: Path, pipe: Connection) -> None:
+def _run_rank(rank: int, work: Callable, answer: Callable | None, limit: float, group: dict, pipe: Connection) -> None:
     # The kernel is interrupted as a group; it ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Gloo writes there, at a mismatch, what the check says in words; pytest has a traceback written.
     faulthandler.disable()
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
-    torch.set_num_threads(1)
-    if sys.platform.startswith("linux"):
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    printed, calls = io.StringIO(), 0
-    with redirect_stdout(printed):
-        try:
-            group = {"rank": rank, "world_size": count, "timeout": timedelta(seconds=COLLECTIVE)}
-            dist.init_process_group("gloo", store=dist.FileStore(str(store), count), **group)
-            value = work(rank)
-            report = _Report(value, calls=count_collectives(), printed=printed.getvalue())
-        except Exception as error:
-            with suppress(Exception):
-                calls = count_collectives()
-            line = attempts.find_line(error, answer)
-            report = _Report(None, type(error).__name__, str(error), line, calls, printed.getvalue())
-    pipe.send_bytes(pickle.dumps(report))
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nothing, number)
+    sys.stdout = printed = io.StringIO()
+    torch.set_num_threads(1)  # the threads of the process that was forked are not here
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform.startswith("linux") else "lo0"
+    lock, main = threading.Lock(), threading.get_ident()
+
+    def say(**what: Any) -> None:
+        calls = None
+        with suppress(Exception):  # the group was not made
+            calls = count_collectives()
+        report = pickle.dumps(Outcome(**what, calls=calls, printed=printed.getvalue()[:SENT]))
+        lock.acquire()  # for ever: one word is enough
+        pipe.send_bytes(report)
+
+    def watch() -> None:
+        time.sleep(limit)
+        stack = traceback.extract_stack(sys._current_frames()[main])
+        say(line=attempts.find_own(stack, answer), stuck=True)
+
+    try:
+        store = dist.FileStore(group["store"], group["world_size"])
+        dist.init_process_group("gloo", rank=rank, **{**group, "store": store})
+        threading.Thread(target=watch, daemon=True).start()
+        say(value=work(rank))
+    except BaseException as error:
+        say(error=_copy_error(error), line=attempts.find_line(error, answer))
     # Until it is ended: a rank that is gone closes its connections, while another may still be opening them.
-    time.sleep(LIMIT)
+    time.sleep(START + limit)
 
 
-def _gather(ranks: dict[int, tuple[int, Connection]], reports: dict[int, _Report]) -> None:
-    """Waits for the reports; for those of the other ranks only shortly, where one has failed."""
-    end, open_pipes = time.monotonic() + LIMIT, {pipe: rank for rank, (_, pipe) in ranks.items()}
-    while open_pipes and (left := end - time.monotonic()) > 0:
-        for pipe in wait(list(open_pipes), timeout=left):
-            rank = open_pipes.pop(pipe)
+def _copy_error(error: BaseException) -> Exception:
+    """The error, or one with its words where it cannot be sent."""
+    with suppress(Exception):
+        copied = pickle.loads(pickle.dumps(error))
+        if isinstance(copied, Exception):
+            return copied
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def _gather(pipes: list[Connection], end: float) -> list[Outcome | None]:
+    """Waits for what each says; for the other ranks only shortly, where one has failed."""
+    said: dict[Connection, Outcome | None] = dict.fromkeys(pipes)
+    silent = set(pipes)
+    while silent and (left := end - time.monotonic()) > 0:
+        for pipe in wait(list(silent), timeout=left):
+            silent.discard(pipe)
             with suppress(EOFError, ConnectionError):  # the rank died without a word
-                reports[rank] = pickle.loads(pipe.recv_bytes())
-            if rank not in reports or reports[rank].error:
-                # A collective of the others that has lost its partner ends by its own limit at the latest.
+                said[pipe] = pickle.loads(pipe.recv_bytes())
+            if (outcome := said[pipe]) is None or outcome.error or outcome.stuck:
                 end = min(end, time.monotonic() + GRACE)
+    return list(said.values())
 
 
-def _show_printed(reports: dict[int, _Report]) -> None:
-    for rank, report in sorted(reports.items()):
-        for line in report.printed.splitlines()[:PRINTED]:
-            print(f"[rank {rank}] {clean(line, 200)}")
+def _bury(pid: int, said: Outcome | None) -> int:
+    """Ends a fork, and returns the signal that it had died of before; 0 where there was none."""
+    if not said:
+        time.sleep(0.02)  # one that dies closes its pipe a moment before
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if not ended:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return os.WTERMSIG(status) if ended and os.WIFSIGNALED(status) else 0
 
 
-def _judge(reports: dict[int, _Report], count: int, case: str) -> None:
+def _judge(outcomes: list[Outcome], case: str) -> None:
     """Raises what went wrong: first an error that is the answer's own, then what the ranks did to each other."""
-    failed = {rank: report for rank, report in sorted(reports.items()) if report.error}
-    for report in failed.values():
-        if not any(word in report.message for word in NETWORK):
-            kind = getattr(builtins, report.error, RuntimeError)
-            error = (kind if issubclass(kind, Exception) else RuntimeError)(report.message)
-            error.line_of_answer = report.line
-            raise error
-    if not failed and len(reports) == count:
-        return
+    failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
+    for _, one in failed:
+        if not any(word in str(one.error) for word in NETWORK):
+            one.error.line_of_answer = one.line
+            raise one.error
+    silent = [(rank, one) for rank, one in enumerate(outcomes) if one.stuck or one.number]
     expected = "every rank calls the same collectives in the same order, on tensors of equal size"
-    if not failed:
-        silent = ", ".join(str(rank) for rank in range(count) if rank not in reports)
+    if failed:
+        calls = ", ".join(
+            f"rank {rank} called {one.calls}" for rank, one in enumerate(outcomes) if one.calls is not None
+        )
+        rank, one = failed[0]
+        raise NotYetError(
+            f"{case}: the ranks do not fit together",
+            yours=f"{calls} collectives; rank {rank} stopped at {one.line or 'a collective'}",
+            expected=expected,
+            hint="look for a collective that only one rank calls, or one whose tensor differs in size or dtype",
+        )
+    if silent:
+        where = next((f"; rank {rank} stands in {one.line}" for rank, one in silent if one.line), "")
         raise NotYetError(
             f"{case}: did not end",
-            yours=f"rank {silent} gave no result",
+            yours=f"rank {', '.join(str(rank) for rank, _ in silent)} gave no result{where}",
             expected=expected,
             hint="a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype",
         )
-    calls = ", ".join(f"rank {rank} called {report.calls}" for rank, report in sorted(reports.items()))
-    rank, report = next(iter(failed.items()))
-    raise NotYetError(
-        f"{case}: the ranks do not fit together",
-        yours=f"{calls} collectives; rank {rank} stopped at {report.line or 'a collective'}",
-        expected=expected,
-        hint="look for a collective that only one rank calls, or one whose tensor differs in size or dtype",
-    )
