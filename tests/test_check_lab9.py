@@ -154,6 +154,7 @@ def overlap_that_only_rank_0_finishes(net, limit):
 WRONG_OVERLAP = {
     "sum": (overlap_by(back=lambda flat: flat), "divide by dist.get_world_size()"),
     "divided twice": (overlap_by(back=lambda flat: flat / 4), "divided twice"),
+    "divided by two": (overlap_by(back=lambda flat: flat / 2), "whatever the number of ranks"),
     "blocking": (overlap_by(start=dist.all_reduce, finish=lambda work: None), "async_op=True"),
     "waits in send": (overlap_by(start=start_and_wait), "belongs into finish()"),
     "no rest": (overlap_by(flush=False), "last bucket is not full"),

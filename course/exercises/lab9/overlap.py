@@ -1,4 +1,4 @@
-"""Exercise 9.1: gradients that are sent in buckets while backward still runs, on two ranks of which one is late."""
+"""Exercise 9.1: gradients that are sent in buckets while backward still runs, on ranks of which one is late."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def _watch_all_reduce() -> list[_Watched]:
 
 
 def verify_overlap(overlap: Callable) -> str:
-    """Takes two steps with and without a parameter that is not used, and compares with the mean of both ranks."""
-    for unused in (False, True):
-        case = "a net with an unused layer" if unused else "a net of four layers"
-        _verify(overlap, unused, case)
+    """Takes two steps with and without a parameter that is not used, and compares with the mean of the ranks."""
+    _verify(overlap, False, 2, "a net of four layers")
+    # Three ranks: what divides by two is no mean.
+    _verify(overlap, True, 3, "a net with an unused layer, on three ranks")
     return "both steps' gradients equal the ranks' mean, in buckets that are sent while the other rank is still late"
 
 
-def _verify(overlap: Callable, unused: bool, case: str) -> None:
+def _verify(overlap: Callable, unused: bool, count: int, case: str) -> None:
     through = multiprocessing.get_context("fork").Event()
 
     def work(rank: int) -> dict:
@@ -87,12 +87,13 @@ def _verify(overlap: Callable, unused: bool, case: str) -> None:
 
     hint = "a bucket and its flat tensor hold the same gradients: keep list(bucket), a copy; bucket.clear() empties it"
     with refusing(RuntimeError, ValueError, case=case, expected="a mean for each gradient", hint=hint):
-        first, second = run_on_ranks(work, overlap, case=case)
+        ranks = run_on_ranks(work, overlap, case=case, count=count)
+    first = ranks[0]
     kind = first.get("kind")
     hint = "return finish, the function itself, without calling it"
     expect(not kind, f"{case}: what overlap returned", yours=kind, expected="a function", hint=hint)
     for step in range(STEPS):
-        _verify_step([rank["steps"][step] for rank in (first, second)], step, unused, f"{case}, step {step + 1}")
+        _verify_step([rank["steps"][step] for rank in ranks], step, unused, f"{case}, step {step + 1}")
     calls = [step["calls"] for step in first["steps"]]
     hint = "something of the first step is left for the second: empty the bucket, and the list of what was sent"
     expect(calls[1] == calls[0], f"{case}: all-reduces of step 2", yours=calls[1], expected=calls[0], hint=hint)
@@ -108,7 +109,7 @@ def _verify(overlap: Callable, unused: bool, case: str) -> None:
 
 def _verify_step(ranks: list[dict], step: int, unused: bool, case: str) -> None:
     net = Stack(unused=unused)
-    own = [find_gradients(net, draw(rank, step)) for rank in (0, 1)]
+    own = [find_gradients(net, draw(rank, step)) for rank in range(len(ranks))]
     used = [index for index, gradient in enumerate(own[0]) if gradient is not None]
     expect(
         not ranks[1]["blocked"],
@@ -125,15 +126,16 @@ def _verify_step(ranks: list[dict], step: int, unused: bool, case: str) -> None:
     expect(made, f"{case}: gradients", yours="None", expected="tensors", hint=hint)
     for rank, report in enumerate(ranks):
         yours = [report["gradients"][index] for index in used]
-        mine, others = ([gradients[index] for index in used] for gradients in (own[rank], own[1 - rank]))
-        right = [(one + other) / 2 for one, other in zip(mine, others, strict=True)]
+        mine = [own[rank][index] for index in used]
+        others = [sum(gradients[index] for gradients in own) - own[rank][index] for index in used]
+        right = [(one + other) / len(ranks) for one, other in zip(mine, others, strict=True)]
         wrong = [index for index, pair in enumerate(zip(yours, right, strict=True)) if not is_close(*pair)]
         expect(
             not wrong,
             f"{case}: the length of rank {rank}'s gradients",
             yours=format_norm(yours),
             expected=format_norm(right),
-            hint=_explain(yours, mine, others, wrong) if wrong else "",
+            hint=_explain(yours, mine, others, wrong, len(ranks)) if wrong else "",
         )
     calls = ranks[0]["calls"]
     case = f"{case}: all-reduces of rank 0"
@@ -143,18 +145,22 @@ def _verify_step(ranks: list[dict], step: int, unused: bool, case: str) -> None:
     expect(ranks[0]["during"] > 0, f"{case} during backward", yours=0, expected="one or more", hint=hint)
 
 
-def _explain(yours: list[torch.Tensor], mine: list[torch.Tensor], others: list[torch.Tensor], wrong: list[int]) -> str:
+def _explain(
+    yours: list[torch.Tensor], mine: list[torch.Tensor], others: list[torch.Tensor], wrong: list[int], count: int
+) -> str:
     """The hint that fits wrong gradients: what those that are wrong consist of."""
 
-    def are(weight: float, weight_of_other: float) -> bool:
-        rows = [(yours[index], weight * mine[index] + weight_of_other * others[index]) for index in wrong]
+    def are(weight: float, weight_of_others: float) -> bool:
+        rows = [(yours[index], weight * mine[index] + weight_of_others * others[index]) for index in wrong]
         return all(is_close(*row) for row in rows)
 
     if are(1, 1):
         return "this is the sum: divide by dist.get_world_size()"
-    if are(0.25, 0.25):
+    if are(1 / count**2, 1 / count**2):
         return "divided twice: divide by dist.get_world_size() once"
-    if are(0.5, 0):
+    if are(0.5, 0.5):
+        return "divided by two, whatever the number of ranks: it is dist.get_world_size()"
+    if are(1 / count, 0):
         return "these are a rank's own gradients, divided: call work.wait() before you read flat"
     if are(1, 0) and len(wrong) == len(yours):
         return "the mean did not come back: after work.wait(), unpack flat / dist.get_world_size() into the gradients"
