@@ -116,6 +116,17 @@ def unpack(folder, identity=JOB):
     return folder / name
 
 
+def test_a_job_whose_folder_its_own_script_has_made_gets_what_it_lacks(folder):
+    """Such as a node's script that was started by hand before the launch."""
+    own = folder / "jobs" / JOB / "node0.sh"
+    own.parent.mkdir(parents=True)
+    unpack(folder)
+    assert own.read_text() == "true"
+    own.write_text("another")
+    unpack(folder)
+    assert own.read_text() == "another", "what is there stays"
+
+
 def list_all(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 

@@ -44,6 +44,8 @@ def unpack(stream, folder, targets):
             if place.exists():
                 if is_code and hash_tree(place) != place.name:
                     changed.append(target)
+                elif place.parent.name == "jobs":  # a script that was started by hand has made the folder already
+                    fill(place, staging / target)
                 continue
             place.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -56,6 +58,13 @@ def unpack(stream, folder, targets):
     if any(target.startswith("code/") for target in targets):  # else it is the folder of data sets
         trim_folder(folder)
     return changed
+
+
+def fill(place, source):
+    """Moves those files of a flat folder to ``place`` that it lacks."""
+    for path in source.iterdir():
+        if not (place / path.name).exists():
+            path.rename(place / path.name)
 
 
 if __name__ == "__main__":
