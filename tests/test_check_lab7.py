@@ -365,6 +365,8 @@ WRONG_COUNTS = {
     "an accuracy": (count(give=lambda right, seen: right / max(1, seen)), "return one tensor"),
     "two accuracies": (count(give=lambda right, seen: torch.tensor([right / max(1, seen), 1])), "whole numbers"),
     "counts as floats": (count(give=lambda right, seen: torch.tensor([right, seen]).float()), "the counts are right"),
+    "short": (count(give=lambda right, seen: torch.tensor([right, seen]).to(torch.uint8)), "dtype=torch.int64"),
+    "nothing to add": (count(give=lambda right, seen: torch.tensor([right, seen] if seen else [])), "start from"),
     "a pair": (count(give=lambda right, seen: (right, seen)), "return one tensor"),
     "the other way round": (count(give=lambda right, seen: torch.tensor([seen, right])), "first how many are right"),
     "wrong ones": (count(give=lambda right, seen: torch.tensor([seen - right, seen])), "highest score"),

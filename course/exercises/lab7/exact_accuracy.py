@@ -58,13 +58,17 @@ def _expect_counts(case: str, yours: object, model: _Model) -> None:
     counts = isinstance(yours, torch.Tensor) and yours.shape == (2,)
     shown = f"{type(yours).__name__} {tuple(getattr(yours, 'shape', ()))}"
     hint = "return one tensor, torch.tensor([right, seen]): a job adds it up over the ranks"
+    if not model.seen:
+        hint = (
+            "a rank can have no image: start from right = seen = 0, and return torch.tensor([right, seen]) there, too"
+        )
     expect(counts, f"{case}: what the function returns", yours=shown, expected="a tensor of 2 numbers", hint=hint)
     right = sum(number % 3 == 0 for number in model.seen)
     wanted = [right, len(model.seen)]
     expect(
         not yours.requires_grad, case, yours="a tensor with a gradient", expected=wanted, hint="use .item(), or int()"
     )
-    whole = not yours.is_floating_point()
+    whole = yours.dtype == torch.int64
     if yours.tolist() == wanted and whole:
         expect("train" not in model.faults, case, yours="the model in train mode", expected="eval mode", hint=_MODE)
         expect("gradients" not in model.faults, case, yours="gradients are on", expected="off", hint=_GRADIENTS)
@@ -77,7 +81,7 @@ def _expect_counts(case: str, yours: object, model: _Model) -> None:
     if yours.tolist() == wanted:
         hint = "the counts are right; make the tensor one of whole numbers, dtype=torch.int64"
     elif not whole:
-        hint = "return whole numbers, dtype int64: a share of right answers cannot be added up over the ranks"
+        hint = "return whole numbers, dtype int64: shares of right answers, or short integers, do not add up to counts"
     elif yours.tolist() == wanted[::-1]:
         hint = "first how many are right, then how many the rank has seen"
     elif len(model.seen) > BATCH and yours[1] in (model.batches[-1], BATCH):
@@ -102,7 +106,7 @@ def _expect_sums(case: str, total: torch.Tensor, seen: Counter[int], images: int
             "every rank counts all images: give each its share, share_indices([*range(len(images))], rank, world_size)"
         )
     elif twice:
-        hint = "these images count twice: share without padding, pad=False"
+        hint = "these images count twice: share without padding, share_indices(…, pad=False)"
     elif never:
         hint = "these images are lost: leave drop_last off, and let the ranks have unequal shares"
     shown = f"{total.tolist()}; twice: {twice[:5]}, never: {never[:5]}"
