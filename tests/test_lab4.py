@@ -341,7 +341,7 @@ def test_the_ways_of_a_step_differ_in_time_only(run_cells, monkeypatch, gpus):
     monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
     steps, gradients = names["make_steps"](net, images, labels), {}
     *ways, copying = steps
-    assert copying == "copying the weights alone" and len(ways) == (3 if gpus else 5)
+    assert copying == "replicate alone" and len(ways) == (3 if gpus else 5)
     for name in ways:
         steps[name]()
         gradients[name] = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])

@@ -70,7 +70,7 @@ def mark_noise(ax: Axes, noise: str, *, below: bool = False) -> None:
         height, side = (-42, "top") if below else (8, "bottom")  # points
         settings = {"ha": "center", "va": side, "color": "#D55E00", "bbox": box, "parse_math": False}
         place = {"xycoords": "axes fraction", "xytext": (0, height), "textcoords": "offset points"}
-        ax.annotate(text, (0.5, 0), fontsize=9, zorder=5, **place, **settings)
+        ax.annotate(text, (0.5, 0), fontsize=9, zorder=6, **place, **settings)
 
 
 def choose_styles(names: Iterable[str]) -> dict[str, tuple[str, str, str]]:
