@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ WRONG_TABLES = {
         "only rank 1 gets a result that counts",
     ),
     "reduce joins": ({"reduce": [None, [*FIRST, *FIRST], None, None]}, "element by element"),
-    "all-reduce as a mean": ({"all_reduce": [[15, 16, 17, 18]] * 4}, "every rank gets what reduce gives"),
+    "all-reduce as a mean": ({"all_reduce": [[15, 16, 17, 18]] * 4}, "every rank gets the sum"),
     "reduce-scatter whole": ({"reduce_scatter": [TOTAL] * 4}, "cut into four parts"),
     "all-to-all as all-gather": ({"all_to_all": [FIRST] * 4}, "rank r gets part r of all"),
     "three entries": ({"all_gather": [FIRST] * 3}, "one entry for each rank"),
@@ -104,6 +105,8 @@ RIGHT_TABLES = {
     "tensors": {name: [None if e is None else torch.tensor(e) for e in RIGHT[name]] for name in RIGHT},
     "bare numbers and empty lists": RIGHT | {"scatter": [10, 11, 12, 13], "gather": [[], FIRST, [], []]},
     "one tensor": RIGHT | {"all_gather": torch.tensor([FIRST] * 4)},
+    "arrays": {name: [None if e is None else np.array(e) for e in RIGHT[name]] for name in RIGHT},
+    "lists of NumPy's numbers": RIGHT | {"all_to_all": [list(10 * np.arange(4) + r) for r in range(4)]},
 }
 
 
@@ -140,6 +143,7 @@ WRONG_BANDWIDTHS = {
     "texts": (lambda *a: ("1", "2"), "two numbers"),
     "times n": (lambda c, s, t, n: (n * s / t, s / t), "the tensor's bytes ÷ seconds"),
     "nothing": (lambda *a: None, "two numbers"),
+    "gigabytes": (lambda *a: tuple(value / 1e9 for value in compute(*a)), "give bytes"),
     "another factor": (lambda c, s, t, n: (s / t, 3 * s / t), "bus = algorithm ×"),
 }
 
@@ -157,7 +161,11 @@ def by_cases(collective, size, seconds, n):
     return [rate, rate * passes - rate * passes / n]
 
 
-@pytest.mark.parametrize("answer", [compute, by_cases])
+def as_array(*arguments):
+    return np.array(compute(*arguments))
+
+
+@pytest.mark.parametrize("answer", [compute, by_cases, as_array])
 def test_right_bandwidths_are_accepted(answer, capsys):
     check.exercise("8.2", answer)
     assert "✔ 8.2" in capsys.readouterr().out
@@ -436,7 +444,16 @@ def to_all(x):
     x += sum(buffers.values())
 
 
+def for_four_ranks(x):
+    for distance in (1, 2):
+        received, other = torch.empty_like(x), dist.get_rank() ^ distance
+        for work in (dist.isend(x, other), dist.irecv(received, other)):
+            work.wait()
+        x += received
+
+
 WRONG_BUTTERFLIES = {
+    "for four ranks": (for_four_ranks, "a rank that is not there"),
     "adds before the wait": (butterfly(add_early=True), "changed while it was being sent"),
     "one step": (butterfly(double=1000), "which rank sends which part"),
     "copies": (butterfly(adds=False), "which rank sends which part"),

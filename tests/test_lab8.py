@@ -2,7 +2,9 @@
 
 import ast
 import json
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -104,6 +106,23 @@ def test_the_script_is_started_by_hand(name, root):
         for size, _, micro, _, algorithm, bus in rows[4:]:
             assert float(algorithm) == pytest.approx(int(size) / float(micro) / 1e3, rel=0.05, abs=0.001)
             assert bus == algorithm, "2(n - 1)/n is 1 on two ranks"
+
+
+def test_the_script_is_started_by_mpich(root):
+    """Whose mpirun tells a program its rank by these two variables."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "PMI_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT],
+            cwd=root,
+            env=os.environ | variables | {"PMI_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["sum 3\n", ""]
 
 
 def test_functions_are_shared_with_what_they_use():

@@ -61,6 +61,8 @@ def main():
         run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     elif "OMPI_COMM_WORLD_RANK" in os.environ:  # Open MPI's mpirun; the two variables are ours to set
         run(int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"]))
+    elif "PMI_RANK" in os.environ:  # MPICH's mpirun, likewise
+        run(int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"]))
     else:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         with socket.create_server(("127.0.0.1", 0)) as free:

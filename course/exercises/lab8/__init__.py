@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ WHAT = {
     "gather": "rank 1 gets the first element of each rank, in the order of the ranks; the others get nothing",
     "all_gather": "every rank gets what gather gives to one",
     "reduce": "rank 1 gets the sum over the ranks, element by element; what the others hold then does not count: None",
-    "all_reduce": "every rank gets what reduce gives to one",
+    "all_reduce": "every rank gets the sum that reduce gives to one",
     "reduce_scatter": "the sum over the ranks is cut into four parts, and rank r gets part r",
     "all_to_all": "each rank cuts its x into four parts and sends part r to rank r: rank r gets part r of all, by rank",
 }
@@ -78,8 +79,7 @@ def verify_predictions(predict_tensors: Callable) -> str:
 
 
 def _compare_table(name: str, yours: object, held: list[list[int] | None]) -> None:
-    if isinstance(yours, torch.Tensor):
-        yours = yours.tolist()
+    yours = _as_list(yours)
     is_table = isinstance(yours, Sequence) and not isinstance(yours, str) and len(yours) == RANKS
     hint = "one entry for each rank, 0 to 3, in this order"
     expect(is_table, f"{name}: the entries", yours=yours, expected=f"{RANKS} lists", hint=hint)
@@ -98,11 +98,15 @@ def _compare_table(name: str, yours: object, held: list[list[int] | None]) -> No
 
 
 def _read_numbers(entry: object) -> list | None:
-    if isinstance(entry, torch.Tensor):
-        entry = entry.flatten().tolist()
+    entry = _as_list(entry)
     if isinstance(entry, int | float) and not isinstance(entry, bool):
         return [entry]
-    return list(entry) if isinstance(entry, list | tuple | range) else None
+    return [_as_list(number) for number in entry] if isinstance(entry, list | tuple | range) else None
+
+
+def _as_list(entry: object) -> object:
+    """A tensor, or an array or number of NumPy's, as Python's own; anything else as it is."""
+    return entry.tolist() if isinstance(entry, torch.Tensor | np.ndarray | np.generic) else entry
 
 
 # Collective, bytes, seconds, ranks. The third is a published run: 1 GiB on 32 B200 GPUs.
@@ -126,8 +130,10 @@ def verify_bandwidths(bandwidths: Callable) -> str:
     """Compares with the definitions of nccl-tests."""
     for collective, size, seconds, n in MEASURED:
         case = f"{collective} of {size:,} bytes in {seconds:.3g} s on {n} ranks"
-        yours = bandwidths(collective, size, seconds, n)
-        is_pair = isinstance(yours, tuple | list) and len(yours) == 2
+        yours = _as_list(bandwidths(collective, size, seconds, n))
+        if isinstance(yours, tuple | list):
+            yours = [_as_list(value) for value in yours]
+        is_pair = isinstance(yours, list) and len(yours) == 2
         is_pair = is_pair and all(isinstance(value, int | float) for value in yours)
         hint = "return algorithm, bus: two numbers, in bytes per second"
         expect(is_pair, case, yours=yours, expected="two numbers", hint=hint)
@@ -136,7 +142,7 @@ def verify_bandwidths(bandwidths: Callable) -> str:
             expect(
                 math.isclose(value, right, rel_tol=1e-6),
                 f"{case}: {name} bandwidth",
-                yours=f"{value:,.0f} B/s",
+                yours=f"{value:,.3g} B/s" if abs(value) < 1000 else f"{value:,.0f} B/s",
                 expected=f"{right:,.0f} B/s",
                 hint=_explain_bandwidth(name, value, collective, size, seconds, n),
             )
@@ -152,6 +158,8 @@ def _explain_bandwidth(name: str, value: float, collective: str, size: int, seco
 
     if close(8 * algorithm) or close(8 * share * algorithm):
         return "these are bits per second: give bytes"
+    if any(close(rate / unit) for unit in (1e6, 1e9) for rate in (algorithm, share * algorithm)):
+        return "these are megabytes or gigabytes per second: give bytes"
     if close(seconds / size):
         return "this is seconds per byte: divide the bytes by the seconds"
     if name == "algorithm":

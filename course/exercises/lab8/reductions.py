@@ -111,6 +111,11 @@ def _look_at_ends(kind: _Kind, outcomes: list[Outcome], case: str) -> None:
     if aborted:
         hint = "Gloo aborts a rank that gets a longer message than its tensor can hold: compare lengths and types"
         raise NotYetError(case, yours=f"rank {aborted[0]} was aborted", expected="the sum on every rank", hint=hint)
+    ended = [rank for rank, one in enumerate(outcomes) if one.number]
+    if ended and not errors:
+        hint = "does it send to a rank that is not there? The number of ranks is dist.get_world_size()"
+        yours = f"rank {ended[0]} ended by itself, by signal {outcomes[ended[0]].number}"
+        raise NotYetError(case, yours=yours, expected="the sum on every rank", hint=hint)
     for rank, one in errors:
         what = f"✘ {kind.number} stopped with an error in your code; this counts as no try."
         cause = f"{type(one.error).__name__}: {str(one.error).splitlines()[0] if str(one.error) else ''}"
