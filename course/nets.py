@@ -15,10 +15,15 @@ def build_deep(width: int = 128, depth: int = 32) -> nn.Module:
     """Builds a net of many small gradients: ``depth`` linear layers, the same weights on every rank.
 
     Returns:
-        The net, float32, which maps (N, width) to (N, width).
+        The net, float32, which maps (N, width) to (N, width). Its signal is as large after the last layer as before the
+        first one, so that other inputs give other gradients.
     """
     torch.manual_seed(0)
     pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(depth)]
+    for linear, _ in pairs:
+        # By torch's default each layer makes the signal smaller, and the biases alone give the last layer's outputs.
+        nn.init.kaiming_normal_(linear.weight)
+        nn.init.zeros_(linear.bias)
     return nn.Sequential(*[layer for pair in pairs for layer in pair])
 
 
