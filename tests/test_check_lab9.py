@@ -83,6 +83,32 @@ def overlap_by(
     return overlap
 
 
+def overlap_that_never_exceeds_the_limit(net, limit):
+    """Right: a bucket is sent when the next gradient would not fit."""
+    bucket, sent = [], []
+
+    def send():
+        flat = pack(bucket)
+        sent.append((list(bucket), flat, dist.all_reduce(flat, async_op=True)))
+        bucket.clear()
+
+    def collect(parameter):
+        if bucket and sum(gradient.nbytes for gradient in [*bucket, parameter.grad]) > limit:
+            send()
+        bucket.append(parameter.grad)
+
+    def wait():
+        send()
+        for gradients, flat, work in sent:
+            work.wait()
+            unpack(flat / dist.get_world_size(), gradients)
+        sent.clear()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(collect)
+    return wait
+
+
 def overlap_that_waits_for_the_last(net, limit):
     works = []
 
@@ -134,6 +160,14 @@ def overlap_in_fixed_buckets(net, limit):
     return wait
 
 
+def overlap_without_limit(net, limit):
+    return overlap_by()(net, 100)
+
+
+def overlap_with_half_the_limit(net, limit):
+    return overlap_by()(net, limit // 2)
+
+
 def overlap_without_hooks(net, limit):
     """Version 3: everything is sent after backward."""
 
@@ -156,6 +190,10 @@ WRONG_OVERLAP = {
     "divided twice": (overlap_by(back=lambda flat: flat / 4), "divided twice"),
     "divided by two": (overlap_by(back=lambda flat: flat / 2), "whatever the number of ranks"),
     "blocking": (overlap_by(start=dist.all_reduce, finish=lambda work: None), "async_op=True"),
+    "no work": (overlap_by(start=dist.all_reduce), "without async_op it waits, and returns None"),
+    "limit of its own": (overlap_without_limit, "other sizes than limit demands"),
+    "half the limit": (overlap_with_half_the_limit, "other sizes than limit demands"),
+    "three each": (overlap_by(full=lambda bucket, limit: len(bucket) == 3), "other sizes than limit demands"),
     "waits in send": (overlap_by(start=start_and_wait), "belongs into finish()"),
     "no rest": (overlap_by(flush=False), "last bucket is not full"),
     "same list": (overlap_by(keep=lambda bucket: bucket), "list(bucket), a copy"),
@@ -180,10 +218,7 @@ def test_wrong_overlaps_are_refused(answer, hint):
     assert hint in refuse("9.1", answer)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [overlap_by(), overlap_in_fixed_buckets, overlap_by(full=lambda bucket, limit: len(bucket) == 3)],
-)
+@pytest.mark.parametrize("answer", [overlap_by(), overlap_in_fixed_buckets, overlap_that_never_exceeds_the_limit])
 def test_right_overlaps_are_accepted(answer, capsys):
     check.exercise("9.1", answer)
     assert capsys.readouterr().out == (
@@ -282,12 +317,14 @@ def note_first(notes, bucket):
 WRONG_HOOKS = {
     "sum": (hook_by(value=lambda future: future.value()[0]), "does not divide"),
     "divides twice": (hook_that_divides_twice, "divided twice"),
+    "divides by two": (hook_by(value=lambda future: future.value()[0] / 2), "whatever the number of ranks"),
     "returns nothing": (hook_without_return, "has to return a future"),
     "returns the work": (hook_that_returns_the_work, "a Work is not a future"),
     "returns the buffer": (hook_that_returns_the_buffer, "return work.get_future().then"),
     "no then": (hook_without_then, "future.value()[0]"),
     "list divided": (hook_by(value=lambda future: future.value() / dist.get_world_size()), "future.value()[0]"),
     "other name": (hook_of_other_names, "called bucket"),
+    "no work": (hook_by(start=dist.all_reduce), "without async_op it waits, and returns None"),
     "waits": (hook_that_waits, "no wait() in the hook"),
     "sends nothing": (hook_that_sends_nothing, "rank 0's own gradients"),
     "numbers": (hook_by(size=lambda bucket: bucket.buffer().numel()), "not bytes"),
@@ -546,12 +583,14 @@ def average_by_lists(net, optimizer, number, every):
 
 WRONG_LOCAL = {
     "sum": (local_by(divide=lambda flat: flat), "the sum of the ranks' weights"),
+    "divided by two": (local_by(divide=lambda flat: flat / 2), "whatever the number of ranks"),
     "gradients": (average_gradients, "same weights"),
     "average first": (average_first, "first optimizer.step()"),
     "no buffers": (local_by(tensors=lambda net, optimizer: list(net.parameters())), "are buffers"),
     "from 0": (local_by(due=lambda number, every: (number - 1) % every == 0), "send nothing unless"),
     "always": (local_by(due=lambda number, every: True), "send nothing unless"),
     "never": (local_by(due=lambda number, every: False), "steps count from 1"),
+    "every third": (local_by(due=lambda number, every: number % 3 == 0), "when number % every == 0"),
     "one each": (average_each, "join weights and statistics in one tensor"),
     "nothing back": (local_by(back=lambda flat, tensors: None), "did not come back"),
     "momentum": (
@@ -695,7 +734,7 @@ def test_what_the_ranks_print_is_shown(capsys):
         local_by()(*arguments)
 
     check.exercise("9.4", chatty)
-    assert "[rank 1] step 6\n✔ 9.4" in capsys.readouterr().out
+    assert "[rank 2] step 6\n✔ 9.4" in capsys.readouterr().out
 
 
 def test_an_open_process_group_is_named():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from course.check import expect
 
 CLOSE = 1e-9
 SIZES = (6, 8, 8, 8, 4)
@@ -61,6 +64,18 @@ def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
 def are_close(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """The same for lists."""
     return len(some) == len(others) and all(is_close(*pair) for pair in zip(some, others, strict=True))
+
+
+@contextmanager
+def expecting_works(case: str) -> Iterator[None]:
+    """Refuses an answer that asks None for what a Work has: its all-reduce was not asynchronous."""
+    try:
+        yield
+    except AttributeError as error:
+        asked = str(error) in [f"'NoneType' object has no attribute '{name}'" for name in ("wait", "get_future")]
+        hint = "only dist.all_reduce(…, async_op=True) returns a Work; without async_op it waits, and returns None"
+        expect(not asked, f"{case}: what dist.all_reduce returned", yours="None", expected="a Work", hint=hint)
+        raise
 
 
 def format_norm(tensors: Sequence[torch.Tensor]) -> str:
