@@ -38,6 +38,14 @@ LOCAL_FUNCTION = (
     "        return torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)\n\n"
     "    dataset = Pictures",
 )
+UNDER_JOIN = [
+    ("import torch.nn.functional as F\n", "import torch.nn.functional as F\nfrom contextlib import ExitStack\n"),
+    (
+        "        for indices, inputs",
+        "        stack = ExitStack()\n        stack.enter_context(model.join())\n        for indices, inputs",
+    ),
+    ("        took, used", "        stack.close()\n        took, used"),
+]
 GATHER = (
     "        gathered = [torch.zeros_like(counts) for _ in range(world_size)]\n"
     "        dist.all_gather(gathered, counts)\n"
@@ -99,6 +107,16 @@ def quick(monkeypatch):
             "FileNotFoundError",
         ),
         ("C", [("    if rank == 0:\n        prepare(folder)\n", "    prepare(folder)\n")], "FileNotFoundError"),
+        (
+            "C",
+            [
+                (
+                    "        prepare(folder)\n",
+                    "        prepare(folder)\n    for _ in range(10):\n        time.sleep(rank)\n",
+                )
+            ],
+            "FileNotFoundError",
+        ),
         ("G", [MINE], "IndexError"),
         ("G", [("[rank]", "[0]")], "0, 0"),
         ("D", [MINE], "SIGABRT"),
@@ -108,16 +126,33 @@ def quick(monkeypatch):
         ("K", [MINE], "514, 257 of them different"),
         ("L", [MINE], "2 models"),
         ("M", [("            if rank == 0:  #", "            if True:  #")], "13104, 13"),
+        ("M", [("model.module(point.", "model.module.layers(point.")], "13104, 771"),
         ("N", [MINE], "FileNotFoundError"),
-        ("N", [("    save(model", "    time.sleep(rank)\n    save(model")], "FileNotFoundError"),
+        ("N", [("    save(model", "    time.sleep(rank * 5)\n    save(model")], "FileNotFoundError"),
         ("E", [("shuffle=True", "shuffle=True, drop_last=True")], "SIGABRT"),
+        ("E", [*UNDER_JOIN, (ALL_REDUCE, "")], "of 257 points"),
+        (
+            "F",
+            [
+                (
+                    "        accuracies",
+                    "        if epoch == EPOCHS - 1:\n            dist.all_reduce(counts)\n        accuracies",
+                )
+            ],
+            "of 257 points",
+        ),
+        ("P", [IN_THE_LOOP, (ALL_REDUCE, "")], "of 257 points"),
         ("P", [AFTER_THE_INNER_LOOP, IN_THE_LOOP], "SIGABRT"),
         ("O", [("rank == 0)", "True)")], "EADDRINUSE"),
         ("Q", [("seed=rank", "seed=rank + 1")], "of them different"),
         ("Q", [("seed=rank", "seed=local_rank")], "of them different"),
         ("S", [(", sampler=sampler", "")], "of them different"),
         ("T", [("(pixels) / 255", "(pixels).double() / 255")], "DataLoader worker process 0"),
-        ("U", [("scale_factor=8", "scale_factor=6"), ("], 8)", "], 6)")], "DataLoader worker (pid"),
+        (
+            "U",
+            [("not in self.enlarged:", "not in self.enlarged and len(self.enlarged) < 999:")],
+            "DataLoader worker (pid",
+        ),
         (
             "V",
             [LOCAL_FUNCTION, ("Pictures(path, lambda pixels", "Pictures(path, convert)  # lambda pixels")],
@@ -249,6 +284,35 @@ def test_an_error_that_is_caught_is_not_mended(guarded):
     assert "caught" in refused.value.yours and "hidden" in refused.value.hint
 
 
+RENAME = '    (folder / "model.tmp").rename(folder / "model.pt")\n'
+PORT = 'int(os.environ["MASTER_PORT"])'
+
+
+@pytest.mark.parametrize(
+    ("letter", "edits", "yours"),
+    [
+        ("I", [("seen = parallel.module.seen", "seen = POINTS")], "seen = POINTS"),
+        ("N", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], ".exists():"),
+        ("O", [(PORT, f"{PORT} + 1")], "is_master=rank == 0"),
+        ("O", [(PORT, "29577")], "is_master=rank == 0"),
+        ("U", [("scale_factor=8", "scale_factor=2"), ("], 8)", "], 2)")], "self.enlarged[index] = F"),
+        (
+            "U",
+            [
+                ("F.interpolate(picture[None, None], scale_factor=8)", "picture.byte()"),
+                ("F.avg_pool2d(self.enlarged[index], 8)[0, 0].byte()", "self.enlarged[index]"),
+            ],
+            "self.enlarged[index] = picture.byte()",
+        ),
+    ],
+)
+def test_a_mend_that_hides_the_fault_is_refused(letter, edits, yours):
+    card = mend(letter, *edits)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise(EXERCISES[card.pile], card)
+    assert yours in refused.value.yours and refused.value.hint == card.fault.mend
+
+
 @pytest.mark.parametrize(
     "edit",
     [
@@ -296,7 +360,7 @@ SIZES = [
     ("C", ("257,", "256,")),
     ("E", ("16, 3", "20, 3")),
     ("H", ("10, 4", "10, 5")),
-    ("T", ("192, 16", "192, 8")),
+    ("T", ("192, 16", "96, 16")),
 ]
 
 
@@ -357,16 +421,13 @@ def draw_and_read(pile, capsys):
     return capsys.readouterr().out
 
 
-UNDER_JOIN = [
-    ("import torch.nn.functional as F\n", "import torch.nn.functional as F\nfrom contextlib import ExitStack\n"),
-    (
-        "        for indices, inputs",
-        "        stack = ExitStack()\n        stack.enter_context(model.join())\n        for indices, inputs",
-    ),
-    ("        took, used", "        stack.close()\n        took, used"),
-]
-
-
+FREE_PORT = (
+    "    with socket.socket() as free:\n"
+    '        free.bind(("", 0))\n'
+    "        port = [free.getsockname()[1]]\n"
+    "    dist.broadcast_object_list(port, src=0)\n"
+    "    store = dist"
+)
 CLASS = (
     "class Pictures",
     "class Convert:\n    def __call__(self, pixels):\n"
@@ -384,8 +445,17 @@ INDENTED = "        if{} rank:\n    {}    {}"
         ("E", UNDER_JOIN),
         ("P", [IN_THE_LOOP, AFTER_THE_LOOP]),
         ("P", [("range(rank, POINTS,", "range(rank, POINTS // 16 * 16,")]),
-        ("O", [("rank == 0)", "False)")]),
+        ("O", [("rank == 0)", "False)  # not is_master=rank == 0")]),
+        (
+            "O",
+            [
+                ("import os\n", "import os\nimport socket\n"),
+                ("    store = dist", FREE_PORT),
+                ("(address, port,", "(address, port[0],"),
+            ],
+        ),
         ("S", [("shuffle=True", "shuffle=False")]),
+        ("T", [("192, 16", "192, 8")]),
         ("U", [("[0, 0].byte()", "[0, 0].byte()\n        self.enlarged.clear()")]),
         ("V", [("lambda pixels: torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)", "Convert()"), CLASS]),
         ("W", [(', path.open("rb")', ", None"), SEEK]),
@@ -495,6 +565,7 @@ def test_the_causes_of_the_lab_are_those_of_the_cards(root):
     text = (root / "notebooks" / "06_fault_cards.ipynb").read_text()
     for fault in FAULTS:
         assert f"| **{fault.letter}** | {fault.cause} |" in text
+    assert f"for three cards; there are {len(FAULTS)}." in text
 
 
 def test_what_the_learner_wrote_stays_and_what_solve_wrote_does_not(capsys):

@@ -75,7 +75,7 @@ def main() -> None:
     model = DDP(Classifier().to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     passed = []  # how many points went through the network on this rank
-    model.module.register_forward_hook(lambda _, inputs, __: passed.append(len(inputs[0])))
+    model.module.layers.register_forward_hook(lambda _, inputs, __: passed.append(len(inputs[0])))
 
     orders, own, accuracies, weights = [], [], [], []
     for epoch in range(EPOCHS):

@@ -26,6 +26,7 @@ class Fault:
         hard: Whether it is drawn after the others of its pile.
         slow: What takes longer when the mended job is tried, where that makes the fault more likely: ``"PREPARE"`` or
             ``"SAVE"``.
+        hides: What a mend must not have, a regular expression: with it the job runs, and the fault is still there.
         points: With how many points the mended job is tried, one after the other; the broken one has the first.
         loading: Whether it is about loading data, as lab 7 is; these are drawn, and numbered, after the others.
     """
@@ -40,6 +41,7 @@ class Fault:
     layouts: tuple[tuple[int, int], ...] = ((2, 1),)
     hard: bool = False
     slow: str = ""
+    hides: str = ""
     points: tuple[int, ...] = (257,)
     loading: bool = False
 
@@ -171,7 +173,7 @@ FAULTS = (
         "I",
         "wrong",
         "dp",
-        "a replica counts in an attribute, which is lost with the replica",
+        "the count is kept in a replica, which lasts one forward pass",
         "what the forward pass counts is 0 afterwards, whatever it has seen",
         "count outside of forward, for instance len(inputs) in the loop: replicas live for one forward pass",
         (
@@ -188,6 +190,7 @@ FAULTS = (
             ('    print(f"{seen} of', '    seen = parallel.module.seen\n    print(f"{seen} of'),
         ),
         layouts=((1, 1),),
+        hides=r"\bseen = (?:POINTS|160)\b",
     ),
     Fault(
         "J",
@@ -252,6 +255,7 @@ FAULTS = (
         "one rank saves: `if rank == 0`. The ranks have the same weights, so one checkpoint is enough",
         (("    if rank == 0:\n        save(model", "    save(model"),),
         slow="SAVE",
+        hides=r"^\s*if (?!.*\brank\b).*\.(?:exists|is_file)\(\)",
     ),
     Fault(
         "O",
@@ -273,6 +277,8 @@ FAULTS = (
             ),
         ),
         slow="PREPARE",
+        # A free port that rank 0 tells the others is right.
+        hides=r"(?s:\A(?!.*broadcast).*is_master=rank == 0)",
     ),
     Fault(
         "P",
@@ -358,8 +364,8 @@ FAULTS = (
         "a worker's batch does not fit into the shared memory, /dev/shm",
         "the error comes out of a worker, and the last line of its traceback is about a file that has the wrong size: "
         "where does a worker put the batches that it sends?",
-        "send fewer bytes: keep the pictures uint8 in the worker, and divide in the training loop; in life also a "
-        "larger /dev/shm (docker run --shm-size), or smaller batches",
+        "send fewer bytes: keep the pictures uint8 in the worker, and divide in the training loop, or make the "
+        "batches smaller; in life also a larger /dev/shm (docker run --shm-size)",
         (
             ("        picture = self.transform(pixels)\n", "        picture = self.transform(pixels) / 255\n"),
             ("pictures.flatten(1) / 255", "pictures.flatten(1)"),
@@ -388,6 +394,9 @@ FAULTS = (
             ),
         ),
         layouts=((1, 1),),
+        # A dictionary that is emptied, or has a largest size, is right.
+        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |len\(self\.enlarged|self\.enlarged = .*self\.enlarged = ))"
+        r".*self\.enlarged\[index\] = )",
         loading=True,
     ),
     Fault(
