@@ -127,6 +127,11 @@ BARRIER = "        dist.barrier()\n"
         ((INIT, "pass"), "init_process_group reads them"),
         ((INIT, 'dist.init_process_group("gloo")'), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "look for a third GPU"),
+        ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),
+        (("[local_rank] if", "[rank] if"), "look for a third GPU"),
+        (('device("cuda", local_rank)', 'device("cuda", int(os.environ["RANK"]))'), "look for a third GPU"),
+        (('device("cuda", local_rank)', 'device(f"cuda:{dist.get_rank()}")'), "look for a third GPU"),
+        (("set_device(device)", 'set_device(int(os.environ["RANK"]))'), "look for a third GPU"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
@@ -158,6 +163,7 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
             "loader = DataLoader(train, batch_sampler=BatchSampler(sampler, args.batch_size, True), num_workers=1)",
         ),
         ("Subset\n\n", "BatchSampler, Subset\n\n"),
+        (WRAP, WRAP.replace("[local_rank]", "[rank % torch.cuda.device_count()]")),
         ("loss = F.cross_entropy(model(", "loss = torch.nn.CrossEntropyLoss()(model("),
         (
             "        dist.all_reduce(counts)\n",
@@ -299,6 +305,7 @@ def test_wrong_checkpoints_get_their_hint(alter, right, tmp_path):
             ({"model": {f"module.{name}": value for name, value in weights.items()}}, "without 'module.'"),
             ({"model": {name: value + 1 for name, value in weights.items()}}, "the last one too"),
             ({"model": {}}, "as it was put together"),
+            ({"optimizer": {}}, "the optimizer's momentum"),
         ]
     ):
         path = tmp_path / f"{number}.pt"
@@ -340,6 +347,9 @@ def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1
         ([type_static(0, each="--nproc-per-node=2"), type_static(1)], "one per device"),
         (["python scripts/train_ddp.py", type_static(1)], "torchrun starts the ranks"),
         (["", type_static(1)], "torchrun starts the ranks"),
+        ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT} --node-rank 1"], "stand before the script"),
+        ([type_static(0), f"torchrun {SCRIPT} --nnodes=2 {MEET} --node-rank=1"], "stand before the script"),
+        (["./run " + type_static(0), type_static(1)], "torchrun starts the ranks"),
         ([type_static(0, nodes="--nodes=2"), type_static(1)], "torchrun --help"),
         (["torchrun --help", type_static(1)], "torchrun --help"),
         ([type_static(0) + " '", type_static(1)], "no partner"),
@@ -439,7 +449,10 @@ def test_commands_run_as_they_were_typed(said, root):
         assert SCRIPT in line
 
 
-@pytest.mark.parametrize(("before", "after"), [("env CUDA_VISIBLE_DEVICES= ", ""), ("", " &"), ("", "&\n")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("env CUDA_VISIBLE_DEVICES= ", ""), ("../.venv/bin/", ""), ("A=1 /x/bin/", ""), ("", " &"), ("", "&\n")],
+)
 def test_commands_as_a_shell_takes_them_are_accepted(said, before, after):
     started = said(EPOCH, ok=True)
     check.exercise("5.2", lambda: [type_static(node, before=before) + after for node in (0, 1)])
@@ -481,14 +494,19 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
         (lambda orders: sorted(orders[0]) == sorted(orders[-1]), "compare the lists themselves"),
         (lambda orders: len({frozenset(order) for order in orders}) == 1, "compare the lists themselves"),
         (lambda orders: len(orders) > 1 and len({order[0] for order in orders}) == 1, "compare whole orders"),
+        (lambda orders: len(orders) > 1 and len({order[-1] for order in orders}) == 1, "compare whole orders"),
+        (lambda orders: len(orders) > 1 and len({tuple(order[:3]) for order in orders}) == 1, "a part may agree"),
+        (lambda orders: len(orders) > 1 and len({(order[0], order[-1]) for order in orders}) == 1, "both ends"),
+        (lambda orders: len(orders) > 1 and orders[0] == orders[1] == orders[-1], "however many there are"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[1], "compare all epochs with the first"),
         (lambda orders: len(orders) > 1 and orders[-2] == orders[-1], "not only neighbours"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[-1], "not only the first and the last"),
         (lambda orders: orders[0] == orders[1] == orders[-1], "one epoch is not enough to decide"),
         (lambda orders: all(order == orders[0] for order in orders), "one epoch is not enough to decide"),
         (lambda orders: len(orders) == 3 and orders[0] == orders[1] == orders[2], "any length"),
-        (lambda orders: "yes" if orders[0] == orders[1] else "", "return it"),
-        (lambda orders: None, "return it"),
+        (lambda orders: "yes" if orders[0] == orders[1] else "", "return True or False"),
+        (lambda orders: None, "return True or False"),
+        (lambda orders: (torch.tensor(orders) == torch.tensor(orders[0])).all(), "bool(...)"),
     ],
 )
 def test_wrong_answers_about_set_epoch_get_their_hint(answer, hint):
@@ -505,7 +523,7 @@ def test_wrong_answers_about_set_epoch_get_their_hint(answer, hint):
 )
 def test_right_answers_about_set_epoch_are_accepted(answer, capsys):
     check.exercise("5.3", answer)
-    expected = "✔ 5.3 A forgotten set_epoch: 9 runs of torch's DistributedSampler, with and without set_epoch\n"
+    expected = "✔ 5.3 A forgotten set_epoch: 12 runs of torch's DistributedSampler, with and without set_epoch\n"
     assert capsys.readouterr().out == expected
 
 
@@ -526,7 +544,8 @@ def accumulation(plan):
             for part in inside.split():
                 if part.startswith("forward"):
                     with silence(model, part, number == 0, last):
-                        loss = F.cross_entropy(model(images), labels)
+                        called = model.module if "bare" in part and not last else model  # DDP has no part in it
+                        loss = F.cross_entropy(called(images), labels)
                         total = total + loss / len(micro_batches)
                 elif part.startswith("backward"):
                     with silence(model, part, number == 0, last):
@@ -564,7 +583,7 @@ RIGHT = "zero [forward_but_last backward] step"
     [
         (RIGHT.replace("backward", "backward_undivided"), "divide each loss"),
         (RIGHT.replace("_but_last", ""), "all micro-batches but the last"),
-        (RIGHT.replace("_but_last", "_always"), "the last micro-batch runs outside"),
+        (RIGHT.replace("_but_last", "_always"), "through model, outside"),
         (RIGHT.replace("_but_last", "_but_first"), "send in the last pass"),
         (RIGHT.replace("forward_but_last backward", "forward backward_but_last"), "DDP decides in the forward pass"),
         (RIGHT.replace("zero [", "["), "gradients of the step before"),
@@ -581,7 +600,13 @@ def test_wrong_accumulation_gets_its_hint(plan, hint):
 
 
 @pytest.mark.parametrize(
-    "plan", [RIGHT, "[forward_but_last backward_but_last] step zero", "zero [forward_but_last backward] step zero"]
+    "plan",
+    [
+        RIGHT,
+        "[forward_but_last backward_but_last] step zero",
+        "zero [forward_but_last backward] step zero",
+        "zero [forward_bare backward] step",
+    ],
 )
 def test_right_accumulation_is_accepted(plan, capsys):
     check.exercise("5.4", accumulation(plan))

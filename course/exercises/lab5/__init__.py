@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -24,10 +25,10 @@ def _hand_out(epochs: Sequence[int | None], *, images: int = 12, ranks: int = 2,
     return orders
 
 
-def _find_same_start() -> list[list[int]]:
-    """Two epochs, both with set_epoch, whose first image happens to be the same."""
-    tried = (_hand_out((0, 1), seed=seed) for seed in range(1000))
-    return next(orders for orders in tried if orders[0][0] == orders[1][0])
+def _find_alike(*places: int, images: int = 12, ranks: int = 2) -> list[list[int]]:
+    """Two different epochs, both with set_epoch, that happen to have the same images at these places."""
+    tried = (_hand_out((0, 1), images=images, ranks=ranks, seed=seed) for seed in itertools.count())
+    return next((a, b) for a, b in tried if a != b and all(a[place] == b[place] for place in places))
 
 
 def verify_find_forgotten(find_forgotten: Callable) -> str:
@@ -43,9 +44,21 @@ def verify_find_forgotten(find_forgotten: Callable) -> str:
         ),
         (
             "2 epochs whose first image is the same by chance",
-            _find_same_start(),
+            _find_alike(0),
             False,
             "one place may agree by chance: compare whole orders",
+        ),
+        (
+            "2 epochs that differ only at their end",
+            _find_alike(0, 1, 2, images=5, ranks=1),
+            False,
+            "a part may agree by chance: compare whole orders",
+        ),
+        (
+            "2 epochs that differ only in the middle",
+            _find_alike(0, 3, images=4, ranks=1),
+            False,
+            "both ends may agree by chance: compare whole orders",
         ),
         (
             "epoch 0, epoch 0 again after a restart, epoch 1",
@@ -61,6 +74,7 @@ def verify_find_forgotten(find_forgotten: Callable) -> str:
             "compare all epochs, not only the first and the last",
         ),
         ("1 epoch", _hand_out((None,)), False, "one epoch is not enough to decide: nothing to compare it with"),
+        ("epochs 0, 0, 1 and 0", _hand_out((0, 0, 1, 0)), False, "compare all epochs, however many there are"),
         ("2 longer epochs without set_epoch", _hand_out((None,) * 2, images=30, ranks=4), True, "any length, any rank"),
     )
     for case, orders, expected, hint in cases:
@@ -71,7 +85,7 @@ def verify_find_forgotten(find_forgotten: Callable) -> str:
             f"{case}: what the function returns",
             yours=repr(yours)[:60],
             expected="True or False",
-            hint="a comparison is a bool already: return it",
+            hint="return True or False; bool(...) converts a tensor",
         )
         expect(bool(yours) == expected, case, yours=yours, expected=expected, hint=hint)
     return f"{len(cases)} runs of torch's DistributedSampler, with and without set_epoch"

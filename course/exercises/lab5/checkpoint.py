@@ -53,6 +53,13 @@ def expect_state(path: Path, weights: Mapping[str, torch.Tensor], epochs: int) -
         expected=", ".join(list(weights)[:2]) + ", …",
         hint="save the state as it was put together: model.module.state_dict() has the names without 'module.'",
     )
+    expect(
+        bool(state.get("optimizer")),
+        "the optimizer in the checkpoint",
+        yours="not there",
+        expected="its state_dict(), as 'optimizer'",
+        hint="save the state as it was put together: the script loads the optimizer's momentum when it goes on",
+    )
     difference = max(float((model[name] - one).abs().max()) for name, one in weights.items())
     expect(
         difference == 0 and state.get("epoch") == epochs,

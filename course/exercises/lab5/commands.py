@@ -40,6 +40,8 @@ FAILURES = (
         "the first node did not answer at this address in time: one address and port in both, node ranks 0 and 1",
     ),
 )
+# Options of torchrun, which the script does not know.
+TORCHRUN_OPTION = re.compile(r"--(nnodes|node[-_]rank|nproc[-_]per[-_]node|master[-_](addr|port)|rdzv[-_]\w+)(=|$)")
 EPOCH = re.compile(r"epoch 1: .*")
 # A line of a traceback in the learner's script, and one that ends a traceback; in front of both stands the rank, by the
 # launcher and, where it is known, by torch too.
@@ -94,8 +96,9 @@ def _parse(number: int, command: str) -> _Command:
         words = words[1:]
     while words and ASSIGNMENT.fullmatch(words[0]):
         variables.append(words.pop(0))
+    named = [Path(word).name for word in words[:1]] + words[1:]  # such as ../.venv/bin/torchrun
     for start in (["torchrun"], ["python", "-m", "torch.distributed.run"], ["python3", "-m", "torch.distributed.run"]):
-        if words[: len(start)] == start:
+        if named[: len(start)] == start:
             words = words[len(start) :]
             break
     else:
@@ -109,6 +112,14 @@ def _parse(number: int, command: str) -> _Command:
         last = said.getvalue().strip().splitlines()[-1:] or ["it prints its help"]
         hint = "torchrun --help lists its options; each stands before the script"
         raise NotYetError(case, yours=last[0][:200], expected=EXAMPLE, hint=hint) from None
+    late = [word for word in options.training_script_args if TORCHRUN_OPTION.match(word)]
+    expect(
+        not late,
+        f"{case}: options after the script",
+        yours=" ".join(late),
+        expected=EXAMPLE,
+        hint="options of torchrun stand before the script: what stands after it goes to the script",
+    )
     own = words[: len(words) - len(options.training_script_args) - 1]
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in own if word.startswith("-")}
     return _Command(tuple(variables), frozenset(given), options, tuple(words))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 
 from course.check import expect
+
+BY_RANK = "RANK counts over all nodes: with two GPUs each, rank 2 would look for a third GPU on its own node"
 
 
 def expect_precautions(tree: ast.AST) -> None:
@@ -25,11 +28,12 @@ def expect_precautions(tree: ast.AST) -> None:
     )
     _expect_backend(tree)
     # A keyword without a name is **options, which may hold it.
-    given = {keyword.arg for call in starts for keyword in call.keywords}
+    waits = [keyword.value for call in starts for keyword in call.keywords if keyword.arg in ("timeout", None)]
+    waits += [call.args[2] for call in starts if len(call.args) > 2]
     expect(
-        bool({"timeout", None} & given) or any(len(call.args) > 2 for call in starts),
+        any(not (isinstance(wait, ast.Constant) and wait.value is None) for wait in waits),
         "how long a process waits for one that does not answer",
-        yours="init_process_group without timeout=",
+        yours="timeout=None, the default" if waits else "init_process_group without timeout=",
         expected="timeout=timedelta(minutes=2)",
         hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
     )
@@ -40,8 +44,9 @@ def expect_precautions(tree: ast.AST) -> None:
         "which GPU a process takes",
         yours="LOCAL_RANK is not read",
         expected='int(os.environ["LOCAL_RANK"])',
-        hint="RANK counts over all nodes: with two GPUs each, rank 2 would look for a third GPU on its own node",
+        hint=BY_RANK,
     )
+    _expect_local_rank(named)
     expect(
         bool({"set_device", "set_device_index"} & names),
         "the current GPU of a process",
@@ -70,6 +75,26 @@ def _expect_backend(tree: ast.AST) -> None:
         expected='"nccl" if cuda else "gloo"',
         hint="gloo sends a GPU's gradients through the processor's memory; nccl is made for GPUs",
     )
+
+
+def _expect_local_rank(named: Sequence[tuple[str, ast.Call]]) -> None:
+    """No device is chosen by the rank in the whole job, unless it is divided by the number of GPUs."""
+    for name, call in named:
+        chosen = [keyword.value for keyword in call.keywords if keyword.arg == "device_ids"]
+        if name in ("set_device", "set_device_index", "device"):
+            chosen += [*call.args, *(keyword.value for keyword in call.keywords)]
+        elif name in ("DDP", "DistributedDataParallel"):
+            chosen += call.args[1:2]
+        for one in chosen:
+            nodes = list(ast.walk(one))
+            used = {getattr(node, "attr", getattr(node, "id", getattr(node, "value", ""))) for node in nodes}
+            expect(
+                "device_count" in used or not {"rank", "RANK", "get_rank"} & used,
+                "which GPU a process takes",
+                yours=f"{ast.unparse(one)[:80]} in {name}(...)",
+                expected="the one of its local_rank",
+                hint=BY_RANK,
+            )
 
 
 def asks_for_checkpoint(tree: ast.AST) -> bool:
