@@ -152,7 +152,7 @@ def share(*functions: Callable) -> None:
         raise LabError("No ranks are live.", where="engines.share", fix="run the cell engines.start() first")
     view, known = _live[-1].view, {}
     for function in functions:
-        _collect(function, known)
+        _collect(function.__name__, function, known)
     for name, value in known.items():
         try:
             if isinstance(value, ModuleType):
@@ -166,9 +166,9 @@ def share(*functions: Callable) -> None:
             ) from error
 
 
-def _collect(function: Callable, known: dict[str, object]) -> None:
-    """Adds to ``known`` a function and all that it, and what it calls, name of the notebook's."""
-    known[function.__name__] = function
+def _collect(called: str, function: Callable, known: dict[str, object]) -> None:
+    """Adds to ``known`` a function, under the name that it is called by, and all that it names of the notebook's."""
+    known[called] = function
     codes = [function.__code__]
     while codes:
         code = codes.pop()
@@ -176,7 +176,7 @@ def _collect(function: Callable, known: dict[str, object]) -> None:
         for name in {*code.co_names} & function.__globals__.keys() - known.keys():
             value = function.__globals__[name]
             if isinstance(value, FunctionType) and value.__globals__ is function.__globals__:
-                _collect(value, known)
+                _collect(name, value, known)
             else:
                 known[name] = value
 

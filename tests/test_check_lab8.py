@@ -453,7 +453,7 @@ def for_four_ranks(x):
 
 
 WRONG_BUTTERFLIES = {
-    "for four ranks": (for_four_ranks, "a rank that is not there"),
+    "for four ranks": (for_four_ranks, "dist.get_world_size()"),
     "adds before the wait": (butterfly(add_early=True), "changed while it was being sent"),
     "one step": (butterfly(double=1000), "which rank sends which part"),
     "copies": (butterfly(adds=False), "which rank sends which part"),

@@ -60,8 +60,8 @@ SECOND_HINTS = {
     "(n - 1) / n for the other three",
     "8.3": "for step in range(2 * (n - 1)): isend chunks[(rank - step) % n] to the right, recv from the left, wait; "
     "add to chunks[(rank - step - 1) % n] while step < n - 1, and copy into it afterwards",
-    "8.4": "distance = 1; while distance < n: isend x to rank ^ distance, recv from it into another tensor, wait, "
-    "x += received, distance *= 2",
+    "8.4": "distance = 1; while distance < n: irecv from rank ^ distance into another tensor, isend x to it, "
+    "wait for both, x += received, distance *= 2",
     "9.1": "send(bucket): flat = pack(bucket); sent.append((bucket, flat, dist.all_reduce(flat, async_op=True))); "
     "finish(): flush(), then for each sent: work.wait() and unpack(flat / world size, bucket); then sent.clear()",
     "9.2": "notes.append(bucket.buffer().nbytes); work = dist.all_reduce(bucket.buffer(), async_op=True); return "

@@ -187,10 +187,10 @@ def _verify_augment(image_files: Callable, paths: list[str], images: torch.Tenso
     _expect_augmented("dataset[2] with an augment", augment, 1)
     _expect_item("dataset[2] with an augment", yours, images[2] + 10, LABELS[2])
     augment = _Brighten()
-    case = "dataset.__getitems__([5, 3, 0]) with an augment"
-    yours = image_files(paths, list(LABELS), augment).__getitems__([5, 3, 0])
+    case = "dataset.__getitems__([5, 3, 3]) with an augment"
+    yours = image_files(paths, list(LABELS), augment).__getitems__([5, 3, 3])
     _expect_augmented(case, augment, 3)
-    for place, index in enumerate((5, 3, 0)):
+    for place, index in enumerate((5, 3, 3)):
         _expect_item(f"{case}[{place}]", yours[place], images[index] + 10 * (place + 1), LABELS[index])
 
 

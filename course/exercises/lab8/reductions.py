@@ -131,13 +131,13 @@ def _look_at_ends(kind: _Kind, outcomes: list[Outcome], case: str) -> None:
 
 def _explain_wait(lines: list[str]) -> str:
     if any("isend" not in line and "send(" in line for line in lines):
-        return (
-            "send() returns when the other rank receives. If all send first, none receives: isend, then recv, then wait"
-        )
+        hint = "send() returns when the other rank receives. If all send first, none receives"
+        return f"{hint}: start with irecv, then isend, and wait for both"
     if any(word in line for line in lines for word in ("recv", "wait")):
-        return (
+        hint = (
             "a rank waits for a message that nobody sends: whoever receives from left must be sent to by left, as often"
         )
+        return f"{hint}; there are dist.get_world_size() ranks"
     return "no rank waits for a message there: does the loop end?"
 
 
