@@ -31,9 +31,9 @@ def _find_alike(*places: int, images: int = 12, ranks: int = 2) -> list[list[int
     return next((a, b) for a, b in tried if a != b and all(a[place] == b[place] for place in places))
 
 
-def verify_find_forgotten(find_forgotten: Callable) -> str:
-    """Asks for what torch's DistributedSampler hands out with and without ``set_epoch``."""
-    cases = (
+def _list_orders() -> tuple[tuple[str, list, bool, str], ...]:
+    """What was run, the orders of its epochs, whether ``set_epoch`` was forgotten, and the hint for who errs."""
+    return (
         ("3 epochs without set_epoch", _hand_out((None,) * 3), True, "every epoch has the same order"),
         ("3 epochs with set_epoch", _hand_out((0, 1, 2)), False, "the orders differ: compare them with each other"),
         (
@@ -77,6 +77,11 @@ def verify_find_forgotten(find_forgotten: Callable) -> str:
         ("epochs 0, 0, 1 and 0", _hand_out((0, 0, 1, 0)), False, "compare all epochs, however many there are"),
         ("2 longer epochs without set_epoch", _hand_out((None,) * 2, images=30, ranks=4), True, "any length, any rank"),
     )
+
+
+def verify_find_forgotten(find_forgotten: Callable) -> str:
+    """Asks for what torch's DistributedSampler hands out with and without ``set_epoch``."""
+    cases = _list_orders()
     for case, orders, expected, hint in cases:
         with refusing(IndexError, TypeError, case=case, expected=expected, hint=hint):
             yours = find_forgotten(orders)

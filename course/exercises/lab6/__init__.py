@@ -47,23 +47,7 @@ def verify_card(card: Card, *, pile: str) -> str:
         fix = "draw the card again: it writes the job anew"
         raise LabError(f"There is no {card.path}.", where=card.path, cause="it was deleted or renamed", fix=fix)
     text, job = card.read(), card.fault.job
-    if text == card.fault.break_job():
-        cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
-        raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)
-    sizes = next(line for line in read_job(job).splitlines() if line.startswith(("POINTS, ", "PICTURES, ")))
-    hint = "mend the cause: with other sizes it would be back"
-    # Smaller batches are a right mend where a worker sends them.
-    given = re.sub(r"^(PICTURES, .* = \d+, )[^,]+", rf"\g<1>{loader_job.BATCH_SIZE}", text, flags=re.M)
-    expect(sizes in given, "the sizes of the job", yours="changed", expected=sizes, hint=hint)
-    for part in KEPT if job == "loader" else ():
-        hint = "mend the cause: the limits are the machine's, and the workers are spawned"
-        expect(part in text, "the limits of the job", yours="changed", expected=part.splitlines()[0], hint=hint)
-    hint = "an error that is caught is hidden, and its cause is still there"
-    expected = "no error to catch"
-    expect(not _catches_errors(text), "how errors are treated", yours="they are caught", expected=expected, hint=hint)
-    hidden = _find_hidden(card, text)
-    expected = "a mend that holds with other sizes, and on other machines"
-    expect(not hidden, "a line of the job", yours=hidden, expected=expected, hint=card.fault.mend)
+    _expect_mended_text(card, text)
     slow = {card.fault.slow: SLOW + _find_nap(text, job)} if card.fault.slow else {}
     for layout, points in itertools.product(card.fault.layouts, card.fault.points):
         result = card.start(layout=layout, points=points if job == "ddp" else 0, **slow)
@@ -86,6 +70,28 @@ def verify_card(card: Card, *, pile: str) -> str:
     )
     tried = "".join(f", {words}, too" for more, words in harder if more)
     return f"card {card.number}, mended, runs and is right{tried}"
+
+
+def _expect_mended_text(card: Card, text: str) -> None:
+    """That the job was changed, and not so that the fault only hides."""
+    job = card.fault.job
+    if text == card.fault.break_job():
+        cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
+        raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)
+    sizes = next(line for line in read_job(job).splitlines() if line.startswith(("POINTS, ", "PICTURES, ")))
+    hint = "mend the cause: with other sizes it would be back"
+    # Smaller batches are a right mend where a worker sends them.
+    given = re.sub(r"^(PICTURES, .* = \d+, )[^,]+", rf"\g<1>{loader_job.BATCH_SIZE}", text, flags=re.M)
+    expect(sizes in given, "the sizes of the job", yours="changed", expected=sizes, hint=hint)
+    for part in KEPT if job == "loader" else ():
+        hint = "mend the cause: the limits are the machine's, and the workers are spawned"
+        expect(part in text, "the limits of the job", yours="changed", expected=part.splitlines()[0], hint=hint)
+    hint = "an error that is caught is hidden, and its cause is still there"
+    expected = "no error to catch"
+    expect(not _catches_errors(text), "how errors are treated", yours="they are caught", expected=expected, hint=hint)
+    hidden = _find_hidden(card, text)
+    expected = "a mend that holds with other sizes, and on other machines"
+    expect(not hidden, "a line of the job", yours=hidden, expected=expected, hint=card.fault.mend)
 
 
 def _catches_errors(text: str) -> bool:

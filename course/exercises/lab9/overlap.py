@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
@@ -56,37 +58,37 @@ def verify_overlap(overlap: Callable) -> str:
     return "both steps' gradients equal the ranks' mean, in buckets that are sent while the other rank is still late"
 
 
+def _take_steps(overlap: Callable, unused: bool, limit: int, through: Event, rank: int) -> dict:
+    """What a rank does; the first rank's ``through`` is set when its first backward has ended."""
+    net, found, started = Stack(unused=unused), [], _watch_all_reduce()
+    finish = overlap(net, limit)
+    if not callable(finish):
+        return {"kind": type(finish).__name__}
+    for step in range(STEPS):
+        net.zero_grad()
+        before = count_collectives()
+        # Where rank 0 waits for rank 1 in its backward, this wait takes its whole time.
+        late = rank == 1 and not step and not through.wait(LATE)
+        find_loss(net(draw(rank, step))).backward()
+        during = count_collectives() - before
+        if rank == 0:
+            through.set()
+        finish()
+        gradients = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+        calls = count_collectives() - before
+        ignored = sum(not work.asked for work in started)
+        found.append({"blocked": late, "during": during, "calls": calls, "ignored": ignored, "gradients": gradients})
+    # The gradients of the last layer stay zero in a step without it, unless those of the step before come back.
+    net.zero_grad(set_to_none=False)
+    net.depth -= 1
+    find_loss(net(draw(rank, STEPS))).backward()
+    finish()
+    return {"steps": found, "old": float(net.layers[-1].weight.grad.norm())}
+
+
 def _verify(overlap: Callable, unused: bool, count: int, limit: int, most: int, case: str) -> None:
     through = multiprocessing.get_context("fork").Event()
-
-    def work(rank: int) -> dict:
-        net, found, started = Stack(unused=unused), [], _watch_all_reduce()
-        finish = overlap(net, limit)
-        if not callable(finish):
-            return {"kind": type(finish).__name__}
-        for step in range(STEPS):
-            net.zero_grad()
-            before = count_collectives()
-            # Where rank 0 waits for rank 1 in its backward, this wait takes its whole time.
-            late = rank == 1 and not step and not through.wait(LATE)
-            find_loss(net(draw(rank, step))).backward()
-            during = count_collectives() - before
-            if rank == 0:
-                through.set()
-            finish()
-            gradients = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
-            calls = count_collectives() - before
-            ignored = sum(not work.asked for work in started)
-            found.append(
-                {"blocked": late, "during": during, "calls": calls, "ignored": ignored, "gradients": gradients}
-            )
-        # The gradients of the last layer stay zero in a step without it, unless those of the step before come back.
-        net.zero_grad(set_to_none=False)
-        net.depth -= 1
-        find_loss(net(draw(rank, STEPS))).backward()
-        finish()
-        return {"steps": found, "old": float(net.layers[-1].weight.grad.norm())}
-
+    work = partial(_take_steps, overlap, unused, limit, through)
     hint = "a bucket and its flat tensor hold the same gradients: keep list(bucket), a copy; bucket.clear() empties it"
     refusing_mix_ups = refusing(RuntimeError, ValueError, case=case, expected="a mean for each gradient", hint=hint)
     with refusing_mix_ups, expecting_works(case):
