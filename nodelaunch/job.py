@@ -191,6 +191,10 @@ class TorchrunJob:
         if unknown := set(by_hand) - {node.name for node in spec.nodes}:
             fix = f"by_hand takes names of {', '.join(node.name for node in spec.nodes)[:80]}"
             raise LabError(f"No node of this job is called {min(unknown)[:60]!r}.", where="by_hand", fix=fix)
+        if len(set(by_hand)) == len(spec.nodes):
+            cause = "the launcher follows what it starts"
+            fix = "leave one to the launcher, or start all that job.write() wrote"
+            raise LabError("All nodes would be started by hand.", where="by_hand", cause=cause, fix=fix)
         try:
             found = self._check(force=force, say=say)
             started, self._started = time.monotonic(), True

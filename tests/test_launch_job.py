@@ -43,6 +43,13 @@ if "nodelaunch.node.worker" in sys.orig_argv:
     import torch
     torch.__version__ = "1.2.3"
 """
+LATE = """
+import os, sys, time
+if "nodelaunch.node.agent" in sys.orig_argv and os.environ["LAB_NODE"] == "0":
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+    join = DynamicRendezvousHandler.next_rendezvous
+    DynamicRendezvousHandler.next_rendezvous = lambda self: (time.sleep(5), join(self))[1]
+"""
 CUDA = """
 import sys, torch
 import nodelaunch as launch
@@ -230,6 +237,7 @@ def test_every_difference_is_named_with_both_values():
         "torchrun": "0",
         "script": "abc",
         "arguments": [],
+        "number of nodes": "2",
         "processes in all": [2, 2],
         "torch": "2.13",
         "Python": "3.11",
@@ -237,7 +245,8 @@ def test_every_difference_is_named_with_both_values():
     }
     other = {**one, "node": "1 (b)", "number": "1", "torchrun": "1"}
     assert find_differences([one, other]) == []
-    values = {"script": "abd", "arguments": ["-x"], "torch": "2.14", "Python": "3.12", "device": "CPU"}
+    values = {"script": "abd", "arguments": ["-x"], "number of nodes": "3", "torch": "2.14", "Python": "3.12"}
+    values["device"] = "CPU"
     for fact, value in values.items():
         (text,) = find_differences([one, {**other, fact: value}, {**other, fact: value}])
         for part in (fact, str(one[fact]), str(value), "0 (a)", "1 (b)"):
@@ -253,7 +262,7 @@ def test_every_difference_is_named_with_both_values():
 @pytest.mark.usefixtures("warm_torchrun")
 @pytest.mark.parametrize("count", [1, 3])
 def test_8_a_node_that_expects_another_number_of_nodes(write, count):
-    """With too few it must not train alone; with too many nobody comes, and the time to join ends it."""
+    """With too few it must not train alone; with too many it waits in vain, or was there first and is found out."""
     started, heard = [], Heard()
 
     def start(line):
@@ -264,9 +273,35 @@ def test_8_a_node_that_expects_another_number_of_nodes(write, count):
     job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), join_timeout=8)
     error = run_badly(job, heard, seconds=8 + 5, since=lambda: begun, by_hand=["node1"])
     printed = end(started[0])
-    assert (error.result.failure.kind, error.result.failure.node) == ("join", "node1"), str(error)
-    assert error.what == "Not all nodes joined in time; missing: node1."
+    if count == 3 and error.result.failure.kind == "mismatch":  # torchrun goes by what it was told that comes last
+        assert re.search(r"number of nodes: 2 on node 0 .*, 3 on node 1", str(error)), str(error)
+    else:
+        assert (error.result.failure.kind, error.result.failure.node) == ("join", "node1"), str(error)
+        assert error.what == "Not all nodes joined in time; missing: node1."
     assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
+
+
+@pytest.mark.drill
+def test_8_a_node_that_expects_more_nodes_and_comes_first(write):
+    """The last to come is content with two, and torchrun starts the ranks of both; so they compare the numbers."""
+    started, heard = [], Heard()
+    folder = write("late/sitecustomize.py", LATE).parent
+    heard.when["start by hand: bash "] = lambda line: started.append(
+        edit(line, lambda text: text.replace("--nnodes=2", "--nnodes=3"))
+    )
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env={"PYTHONPATH": str(folder)})
+    begun = time.time()
+    error = run_badly(job, heard, seconds=60, since=lambda: begun, by_hand=["node1"])
+    printed = end(started[0])
+    assert error.result.failure.kind == "mismatch", str(error)
+    assert re.search(r"number of nodes: 2 on node 0 .*, 3 on node 1", str(error)), str(error)
+    assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
+
+
+def test_a_job_that_nobody_would_follow(write):
+    with pytest.raises(LabError, match="All nodes would be started by hand") as caught:
+        TorchrunJob(write("short.py", SHORT), nodes=local_nodes(2)).run(by_hand=["node0", "node1"])
+    assert "job.write()" in caught.value.fix
 
 
 @pytest.mark.drill

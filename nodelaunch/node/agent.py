@@ -29,7 +29,10 @@ def main() -> None:
     gc.disable()
     guard_stores()
     from torch.distributed.run import main as run_torchrun
+    from torch.distributed.run import parse_args
 
+    # The ranks compare it: torchrun goes by the number that the node was told that comes last.
+    os.environ["LAB_TOLD_NODES"] = parse_args(sys.argv[1:]).nnodes
     gc.freeze()
     gc.enable()
     try:

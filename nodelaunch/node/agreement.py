@@ -42,8 +42,8 @@ def check_agreement(script: str) -> None:
     silently, and not what was meant.
 
     Raises:
-        MismatchError: The nodes differ in script, arguments, number of processes, torch, Python or device, or two of
-            them run the script of the same node.
+        MismatchError: The nodes differ in script, arguments, number of nodes or processes, torch, Python or device, or
+            two of them run the script of the same node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
@@ -60,6 +60,7 @@ def check_agreement(script: str) -> None:
         "torchrun": os.environ.get("GROUP_RANK"),
         "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
         "arguments": sys.argv[1:],
+        "number of nodes": os.environ.get("LAB_TOLD_NODES"),
         "processes in all": [wanted, world_size],
         # As the preflight compares them: a build for CPUs and one for CUDA train together over Gloo.
         "torch": torch.__version__.partition("+")[0],
@@ -141,7 +142,7 @@ def find_differences(ranks: list[dict]) -> list[str]:
         if other["processes in all"][0] != other["processes in all"][1]:
             wanted, there = other["processes in all"]
             found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")
-        for fact in ("script", "arguments", "torch", "Python", "device"):
+        for fact in ("script", "arguments", "number of nodes", "torch", "Python", "device"):
             if other[fact] != first[fact]:
                 found.append(f"{fact}: {first[fact]} on node {first['node']}, {other[fact]} on node {other['node']}")
     return list(dict.fromkeys(found))
