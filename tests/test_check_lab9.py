@@ -386,6 +386,7 @@ def view(tensor):
 
 def norm_by(
     *,
+    add_up=add_up,
     total=SumOverRanks.apply,
     find=lambda sums, squares, count: (sums / count, squares / count - (sums / count) ** 2),
     scale=lambda variance, eps: (variance + eps).rsqrt(),
@@ -464,7 +465,7 @@ WRONG_NORMS = {
     "means of means": (norm_of_means, "how far the ranks' means are apart"),
     "equal shares": (norm_of_equal_shares, "shares are unequal"),
     "no axes": (norm_without_axes, "[:, None, None]"),
-    "own counts": (norm_that_forgets_counts, "summed over all ranks"),
+    "own counts": (norm_that_forgets_counts, "of all ranks"),
     "count - 1": (
         norm_by(
             find=lambda sums, squares, count: (
@@ -482,6 +483,10 @@ WRONG_NORMS = {
     "no gradient": (norm_by(total=sum_without_gradient), "no gradient flows through the statistics"),
     "two passes": (norm_of_two_passes, "join sums, squares and the count"),
     "in place": (norm_in_place, "leave the images as they are"),
+    "count of a square": (
+        norm_by(add_up=lambda images: torch.stack([*add_up(images)[:2], images[0, :, 0, 0] * 0 + len(images) * 4])),
+        "images · height · width",
+    ),
     "shape": (norm_by(affine=lambda images, weight, bias: images.flatten(1)), "in the shape of the images"),
 }
 
@@ -561,6 +566,14 @@ def step_seldom(net, optimizer, number, every):
         local_by()(net, optimizer, number, every)
 
 
+def local_in_a_graph(net, optimizer, number, every):
+    optimizer.step()
+    if number % every == 0:
+        for parameter in net.parameters():
+            dist.all_reduce(parameter)
+            parameter /= dist.get_world_size()
+
+
 def average_by_load(net, optimizer, number, every):
     """Right: a state dict is made and loaded; integers are left as they are."""
     optimizer.step()
@@ -602,6 +615,8 @@ WRONG_LOCAL = {
         local_by(tensors=lambda net, optimizer: list(net.state_dict().values())),
         "counts batches",
     ),
+    "in a graph": (local_in_a_graph, "torch.no_grad()"),
+    "rounded": (local_by(divide=lambda flat: flat.float() / dist.get_world_size()), "in their own dtype"),
     "steps seldom": (step_seldom, "optimizer.step() in every step"),
 }
 

@@ -89,7 +89,7 @@ def _take_steps(overlap: Callable, unused: bool, limit: int, through: Event, ran
 def _verify(overlap: Callable, unused: bool, count: int, limit: int, most: int, case: str) -> None:
     through = multiprocessing.get_context("fork").Event()
     work = partial(_take_steps, overlap, unused, limit, through)
-    hint = "a bucket and its flat tensor hold the same gradients: keep list(bucket), a copy; bucket.clear() empties it"
+    hint = "a flat tensor goes back into the gradients of its own bucket: keep list(bucket), a copy that clear() leaves"
     refusing_mix_ups = refusing(RuntimeError, ValueError, case=case, expected="a mean for each gradient", hint=hint)
     with refusing_mix_ups, expecting_works(case):
         ranks = run_on_ranks(work, overlap, case=case, count=count)

@@ -26,9 +26,9 @@ def verify_sync_batch_norm(sync_batch_norm: Callable) -> str:
 
 
 def _draw(shares: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Images (N, 3, 2, 2) of all ranks, the gradients of their outputs, weight and bias; float64."""
+    """Images (N, 3, 3, 2) of all ranks, the gradients of their outputs, weight and bias; float64."""
     generator = torch.Generator().manual_seed(sum(shares))
-    images, gradients = torch.randn(2, sum(shares), 3, 2, 2, generator=generator, dtype=torch.float64)
+    images, gradients = torch.randn(2, sum(shares), 3, 3, 2, generator=generator, dtype=torch.float64)
     images += torch.arange(sum(shares)).view(-1, 1, 1, 1)  # no two ranks alike
     weight, bias = torch.randn(2, 3, generator=generator, dtype=torch.float64)
     return images, gradients, weight, bias
@@ -112,7 +112,7 @@ def _expect_outputs(case: str, yours: list[torch.Tensor], shares: tuple[int, ...
             _normalise(part, mean, (images**2).mean(dims)) for part in parts
         ],
     }
-    hint = "mean = sum / count, variance = squares / count − mean², all three summed over all ranks"
+    hint = "mean = sum / count, variance = squares / count − mean²; count: images · height · width, of all ranks"
     affine = weight.view(1, -1, 1, 1), bias.view(1, -1, 1, 1)
     if are_close(yours, [_normalise(part, mean, var) for part in parts]):
         hint = "at last comes · weight + bias, one number for each channel"
