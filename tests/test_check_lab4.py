@@ -105,6 +105,11 @@ def reduce_some(model, replicas):
     list(model.parameters())[-1].grad = None
 
 
+def clear_and_step(optimizer):
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 def step_by_hand(
     *,
     scatter=lambda images, count: images.chunk(count),
@@ -307,7 +312,8 @@ def cut(images, count):
 WRONG_STEPS = {
     "mean of the gradients": (step_by_hand(reduce=reduce_mean), "so the parts add up"),
     "gradients of replica 0": (step_by_hand(reduce=reduce_first), "one replica's gradients alone"),
-    "gradients left behind": (step_by_hand(reduce=lambda *_: None), "stayed in the replicas"),
+    "gradients left behind": (step_by_hand(reduce=lambda *_: None), "no gradient reached"),
+    "gradients cleared": (step_by_hand(finish=clear_and_step), "after any zero_grad()"),
     "one parameter forgotten": (step_by_hand(reduce=reduce_some), "for each parameter"),
     "gradients on top": (step_by_hand(reduce=reduce_onto), "the step before"),
     "never cleared": (step_without_clearing, "step before"),

@@ -94,7 +94,7 @@ def test_the_what_if_takes_the_time_that_each_stem_took_here(run_cells, monkeypa
     seconds = {"imagenet": 64 * 0.05, "cifar": 8 * 0.5}  # of a batch of 64, and of 8
     stems = iter(seconds.values())
     monkeypatch.setattr("lab_utils.timing.measure", lambda *_, **__: Timing("step", (next(stems),)))
-    names = {"GPUS": 0, "NET": "tiny", "DEVICE": "cpu"}
+    names = {"GPUS": 0, "NET": "tiny", "DEVICE": "cpu", "CORES": 1}
     names = run_cells("baseline", "count-bytes", "what-if", **names)
     assert names["PER_IMAGE"] == pytest.approx({"imagenet": 0.05, "cifar": 0.5})
     predict = names["predict_speed_ups"]
@@ -110,7 +110,9 @@ def test_the_what_if_takes_the_time_that_each_stem_took_here(run_cells, monkeypa
 def test_the_what_if_of_one_gpu_takes_the_times_of_that_gpu(run_cells, monkeypatch):
     """A pretended one: it computes as fast as itself, and is kept busy by larger batches."""
     monkeypatch.setattr("lab_utils.timing.measure", lambda *_, **__: Timing("step", (1.0,)))
-    names = run_cells("baseline", "count-bytes", "what-if", GPUS=1, ON_GPUS=False, FULL=False, NET="tiny", DEVICE="cpu")
+    names = run_cells(
+        "baseline", "count-bytes", "what-if", GPUS=1, ON_GPUS=False, FULL=False, NET="tiny", DEVICE="cpu", CORES=1
+    )
     assert names["FASTER"] == 1 and names["SIZES"] == {"imagenet": 256, "cifar": 64}
 
 
@@ -368,7 +370,7 @@ def test_the_three_set_ups_train_alike_but_for_batch_norms_halves(root, device, 
         request.getfixturevalue("warm_torchrun")
     train = partial(train_by_script, root, device)
     close = partial(pytest.approx, abs=1e-4 if device == "cpu" else 1e-2)  # a GPU may round products to TF32
-    one, *others = (train(how, "--frozen-bn")[0] for how in ("single", "dp", "ddp"))
+    one, *others = (train(how, "--bn", "frozen")[0] for how in ("single", "dp", "ddp"))
     dp, ddp = (train(how)[0] for how in ("dp", "ddp"))
     whole = train("single", "--steps", 0, "--seconds", 0.2)[0]
     for what in ("loss", "accuracy"):

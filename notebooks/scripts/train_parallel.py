@@ -27,7 +27,7 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--steps", type=int, help="stop after so many steps")
     parser.add_argument("--seconds", type=float, default=5, help="without --steps, in one process: stop then")
-    parser.add_argument("--frozen-bn", action="store_true", help="BatchNorm with stored statistics, not the batch's")
+    parser.add_argument("--bn", default="batch", choices=["batch", "frozen"], help="whose statistics BatchNorm takes")
     return parser.parse_args()
 
 
@@ -75,7 +75,7 @@ def main():
     dataset, share = data.load(), {"device": device, "rank": rank, "world_size": world_size}
     batches = dataset.batches("train", args.batch_size // world_size, drop_last=True, **share)
     torch.manual_seed(0)
-    net = models.build(args.net, num_classes=len(dataset.class_names)).train(not args.frozen_bn).to(device)
+    net = models.build(args.net, num_classes=len(dataset.class_names)).train(args.bn == "batch").to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=args.lr, momentum=0.9)
     before = timing.read_usage()
     curve, ends = train(args, wrap(net, args.how, device), batches, optimizer, device)

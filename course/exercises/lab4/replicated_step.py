@@ -204,7 +204,7 @@ def _expect_gradient(
 def _explain_gradient(step: Step, yours: torch.Tensor | None, right: torch.Tensor, shares: list[list[int]]) -> str:
     """The hint that fits a wrong gradient."""
     if yours is None or not yours.any():
-        return "the gradients stayed in the replicas: parameter.grad = the sum of its copies' grad"
+        return "no gradient reached optimizer.step(): parameter.grad = the sum of the copies, after any zero_grad()"
     if len(shares) > 1 and is_close(yours * len(shares), right):
         return "the loss is the mean over the whole batch already, so the parts add up: their mean is too small"
     if step.earlier is not None and is_close(yours, right + step.earlier):
