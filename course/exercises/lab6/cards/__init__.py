@@ -1,7 +1,7 @@
 """Fault cards: a small job with one thing wrong, which the learner runs, names the cause of, and mends.
 
-``cards.draw("stops")`` draws a card; ``card.run()`` runs its job on two nodes of this machine, on the CPU, so that the
-symptom is the same everywhere; ``card.name("C")`` says whether that is the cause, and then writes the job into
+``cards.draw("stops")`` draws a card; ``card.run()`` runs its job on one or two nodes of this machine, on the CPU, so
+that the symptom is the same everywhere; ``card.name("C")`` says whether that is the cause, and then writes the job into
 ``cards/`` beside the notebook; ``check.exercise("6.1", card)`` runs what the learner made of the file. A card is worth
 three points: a wrong letter costs one, and so does ``card.hint()``.
 """

@@ -78,7 +78,7 @@ def main() -> None:
     path = Path(sys.argv[1], "pictures.bin")
     write_pictures(path)
     dataset = Pictures(path, to_bytes)
-    # A process that uses CUDA must not fork: workers are spawned.
+    # A forked worker cannot use CUDA once this process has used it; a spawned one starts anew.
     loader = DataLoader(
         dataset,
         BATCH_SIZE,
