@@ -100,23 +100,12 @@ def quick(monkeypatch):
     ("letter", "edits", "yours"),
     [
         ("B", [MINE], "Unable to find address"),
-        ("C", [("        prepare(folder)\n", "        prepare(folder)\n    time.sleep(6)\n")], "FileNotFoundError"),
         (
             "C",
             [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
             "FileNotFoundError",
         ),
         ("C", [("    if rank == 0:\n        prepare(folder)\n", "    prepare(folder)\n")], "FileNotFoundError"),
-        (
-            "C",
-            [
-                (
-                    "        prepare(folder)\n",
-                    "        prepare(folder)\n    for _ in range(10):\n        time.sleep(rank)\n",
-                )
-            ],
-            "FileNotFoundError",
-        ),
         ("G", [MINE], "IndexError"),
         ("G", [("[rank]", "[0]")], "0, 0"),
         ("D", [MINE], "SIGABRT"),
@@ -128,7 +117,6 @@ def quick(monkeypatch):
         ("M", [("            if rank == 0:  #", "            if True:  #")], "13104, 13"),
         ("M", [("model.module(point.", "model.module.layers(point.")], "13104, 771"),
         ("N", [MINE], "FileNotFoundError"),
-        ("N", [("    save(model", "    time.sleep(rank * 5)\n    save(model")], "FileNotFoundError"),
         ("E", [("shuffle=True", "shuffle=True, drop_last=True")], "SIGABRT"),
         ("E", [*UNDER_JOIN, (ALL_REDUCE, "")], "of 257 points"),
         (
@@ -143,11 +131,11 @@ def quick(monkeypatch):
         ),
         ("P", [IN_THE_LOOP, (ALL_REDUCE, "")], "of 257 points"),
         ("P", [AFTER_THE_INNER_LOOP, IN_THE_LOOP], "SIGABRT"),
-        ("O", [("rank == 0)", "True)")], "EADDRINUSE"),
         ("Q", [("seed=rank", "seed=rank + 1")], "of them different"),
         ("Q", [("seed=rank", "seed=local_rank")], "of them different"),
         ("S", [(", sampler=sampler", "")], "of them different"),
         ("T", [("(pixels) / 255", "(pixels).double() / 255")], "DataLoader worker process 0"),
+        ("T", [("num_workers=1", "num_workers=0")], "num_workers"),
         (
             "U",
             [("not in self.enlarged:", "not in self.enlarged and len(self.enlarged) < 999:")],
@@ -162,7 +150,7 @@ def quick(monkeypatch):
     ],
 )
 def test_wrong_mends_get_their_hint(letter, edits, yours, quick):
-    if letter != "C" and "time.sleep" not in str(edits):  # those need a disk that is slow indeed
+    if letter != "C":  # it needs a disk that is slow indeed
         quick()
     card = mend(letter, *edits)
     with pytest.raises(NotYetError) as refused:
@@ -286,15 +274,38 @@ def test_an_error_that_is_caught_is_not_mended(guarded):
 
 RENAME = '    (folder / "model.tmp").rename(folder / "model.pt")\n'
 PORT = 'int(os.environ["MASTER_PORT"])'
+LOAD = "    points, labels = torch.load("
+STORE = (
+    "    store = dist.TCPStore(address, port, world_size, is_master=rank == 0)\n"
+    "    if rank == 0:\n"
+    "        prepare(folder)\n"
+    '        store.set("prepared", "yes")\n'
+    '    store.wait(["prepared"])\n'
+)
 
 
 @pytest.mark.parametrize(
     ("letter", "edits", "yours"),
     [
+        ("C", [(LOAD, f"    time.sleep(6)\n{LOAD}")], "time.sleep(6)"),
+        ("C", [(LOAD, f"    time.sleep(20 * rank)\n{LOAD}")], "time.sleep(20 * rank)"),
+        ("C", [(LOAD, f"    for _ in range(10):\n        time.sleep(rank)\n{LOAD}")], "time.sleep(rank)"),
+        ("G", [("[rank]", "[rank % len(gpus or shares)]")], "[rank % len(gpus or shares)]"),
+        ("G", [("[rank]", '[rank % int(os.environ["LOCAL_WORLD_SIZE"])]')], "[rank % int("),
         ("I", [("seen = parallel.module.seen", "seen = POINTS")], "seen = POINTS"),
+        ("I", [("seen = parallel.module.seen", "seen = len(points)")], "seen = len(points)"),
+        ("N", [("    save(model", "    time.sleep(rank * 5)\n    save(model")], "time.sleep(rank * 5)"),
         ("N", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], ".exists():"),
         ("O", [(PORT, f"{PORT} + 1")], "is_master=rank == 0"),
         ("O", [(PORT, "29577")], "is_master=rank == 0"),
+        ("O", [("rank == 0)", "True)")], "is_master=True"),
+        ("O", [("port, world_size, is_master=rank", "port + 1, world_size, rank")], "world_size, rank == 0"),
+        ("O", [("port, world_size, is_master=rank == 0", "29577, is_master=not rank")], "is_master=not rank"),
+        (
+            "O",
+            [(STORE, "    if rank == 0:\n        prepare(folder)\n    time.sleep(20 * rank)\n")],
+            "time.sleep(20 * rank)",
+        ),
         ("U", [("scale_factor=8", "scale_factor=2"), ("], 8)", "], 2)")], "self.enlarged[index] = F"),
         (
             "U",
@@ -393,7 +404,8 @@ WEIGHTED = (
     ("letter", "edits"),
     [
         ("C", [("    dist.barrier()\n", WAIT)]),
-        ("G", [("[local_rank]", '[rank % int(os.environ["LOCAL_WORLD_SIZE"])]')]),
+        ("C", [("    dist.barrier()\n", "    time.sleep(1)\n    dist.barrier()\n")]),
+        ("G", [("[local_rank]", '[int(os.environ["LOCAL_RANK"])]')]),
         ("D", [(ALL_REDUCE, GATHER)]),
         ("H", [("        loss = F.cross_entropy(parallel(inputs), targets)\n", WEIGHTED)]),
         ("I", [("        seen += len(inputs)\n", "        seen += len(targets)\n")]),
@@ -446,6 +458,8 @@ INDENTED = "        if{} rank:\n    {}    {}"
         ("P", [IN_THE_LOOP, AFTER_THE_LOOP]),
         ("P", [("range(rank, POINTS,", "range(rank, POINTS // 16 * 16,")]),
         ("O", [("rank == 0)", "False)  # not is_master=rank == 0")]),
+        ("O", [("is_master=rank == 0", "False")]),
+        ("O", [(", is_master=rank == 0", "")]),
         (
             "O",
             [

@@ -220,7 +220,7 @@ def _expect_pictures(card: Card, results: tuple) -> None:
         expected=f"each of {len(every)} once",
         hint=card.fault.mend,
     )
-    hint = "leave the worker: in life the training waits without one"
+    hint = "leave the worker: without one the training waits for every batch"
     expect(results[0]["workers"] > 0, "workers", yours=0, expected="1 or more", hint=hint)
     accuracy = results[0]["accuracy"]
     hint = "the pictures or labels are no longer those of the file: mend the cause alone"

@@ -22,7 +22,7 @@ class Fault:
         mend: What to do about it; the hint of who has named it and not yet mended it.
         edits: Pairs of what stands in the right job and what stands in the broken one.
         layouts: Nodes, and processes per node, on which the mended job is tried, one after the other; the broken one
-            runs on the first. Two processes in all, so that no card takes more memory than another.
+            runs on the first. At most two processes in all, so that no card takes more memory than another.
         hard: Whether it is drawn after the others of its pile.
         slow: What takes longer when the mended job is tried, where that makes the fault more likely: ``"PREPARE"`` or
             ``"SAVE"``.
@@ -60,6 +60,13 @@ def read_job(job: str) -> str:
     return Path(__file__).with_name(f"{job}_job.py").read_text(encoding="utf-8")
 
 
+def _sleep_unless(right: str) -> str:
+    """Finds a sleep that a mend has added, unless the job has what makes waiting right, a regular expression."""
+    return rf"(?s:\A(?!.*(?:{right})).*)\bsleep\((?!float\(os\.environ)"
+
+
+# A loop that looks again and again may sleep, and so may whoever waits for the other rank, too.
+_WAITS = r"\bwhile |\bbreak\b|\.barrier\(|\.wait\("
 _SAMPLER = (
     "    sampler = DistributedSampler(dataset, drop_last=True)\n"
     "    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)\n"
@@ -97,6 +104,7 @@ FAULTS = (
         "dist.barrier() after rank 0's preparation, on every rank; a sleep is too short on a slow disk",
         (("        prepare(folder)\n    dist.barrier()\n", "        prepare(folder)\n"),),
         slow="PREPARE",
+        hides=_sleep_unless(_WAITS),
     ),
     Fault(
         "D",
@@ -145,13 +153,15 @@ FAULTS = (
         "ddp",
         "RANK (in the job) is used where LOCAL_RANK (on the node) is meant",
         "only a rank of the second node fails, where it chooses its device",
-        "a device belongs to a node: choose it by LOCAL_RANK",
+        "a device belongs to a node: choose it by LOCAL_RANK; RANK modulo a number is right only where the ranks are "
+        "numbered node by node",
         (
             ("(gpus or shares)[local_rank]", "(gpus or shares)[rank]"),
             (', int(os.environ["LOCAL_RANK"])', ""),
             ("rank, world_size, local_rank = ", "rank, world_size = "),
         ),
         layouts=((2, 1), (1, 2)),
+        hides=r"^.*\brank %",
     ),
     Fault(
         "H",
@@ -190,7 +200,7 @@ FAULTS = (
             ('    print(f"{seen} of', '    seen = parallel.module.seen\n    print(f"{seen} of'),
         ),
         layouts=((1, 1),),
-        hides=r"\bseen = (?:POINTS|160)\b",
+        hides=r"\bseen = (?:POINTS|160|(?:len\()?(?:points|labels))\b",
     ),
     Fault(
         "J",
@@ -255,7 +265,7 @@ FAULTS = (
         "one rank saves: `if rank == 0`. The ranks have the same weights, so one checkpoint is enough",
         (("    if rank == 0:\n        save(model", "    save(model"),),
         slow="SAVE",
-        hides=r"^\s*if (?!.*\brank\b).*\.(?:exists|is_file)\(\)",
+        hides=r"^\s*if (?!.*\brank\b).*\.(?:exists|is_file)\(\)|" + _sleep_unless(r"\brank\b[^\n]*:\n +save\("),
     ),
     Fault(
         "O",
@@ -277,8 +287,9 @@ FAULTS = (
             ),
         ),
         slow="PREPARE",
-        # A free port that rank 0 tells the others is right.
-        hides=r"(?s:\A(?!.*broadcast).*is_master=rank == 0)",
+        # A server on a free port that rank 0 tells the others is right.
+        hides=r"(?s:\A(?!.*(?:broadcast|getsockname)).*)\bTCPStore\("
+        r"(?:.*is_master=(?!False[,)])|(?:[^,\n]+, ){3}(?!\w+=|False[,)]))|" + _sleep_unless(_WAITS),
     ),
     Fault(
         "P",
@@ -362,10 +373,11 @@ FAULTS = (
         "stops",
         "loader",
         "a worker's batch does not fit into the shared memory, /dev/shm",
-        "the error comes out of a worker, and the last line of its traceback is about a file that has the wrong size: "
+        "the error comes out of a worker, and the last line of its traceback is about a file that cannot be resized: "
         "where does a worker put the batches that it sends?",
         "send fewer bytes: keep the pictures uint8 in the worker, and divide in the training loop, or make the "
-        "batches smaller; in life also a larger /dev/shm (docker run --shm-size)",
+        "batches smaller; in life also a larger /dev/shm (docker run --shm-size), but not num_workers=0, which the "
+        "launcher names: without a worker the training waits for every batch",
         (
             ("        picture = self.transform(pixels)\n", "        picture = self.transform(pixels) / 255\n"),
             ("pictures.flatten(1) / 255", "pictures.flatten(1)"),
@@ -403,7 +415,7 @@ FAULTS = (
         "V",
         "stops",
         "loader",
-        "a lambda is sent to a spawned worker, which cannot import it",
+        "the dataset holds a lambda, which cannot be sent to a spawned worker",
         "the error is about pickling, and names a function that has no name",
         "a function with a name, at the top level of the file: a spawned worker imports it from there",
         (
