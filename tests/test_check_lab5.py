@@ -1,5 +1,6 @@
 """Each check of lab 5 refuses typical wrong answers with the hint that fits, accepts right ones, and leaves nothing."""
 
+import ast
 import copy
 import re
 import secrets
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 
 from course import check
 from course.check import NotYetError, OpenError
-from course.exercises.lab5 import commands, ddp_script
+from course.exercises.lab5 import commands, ddp_script, precautions
 from course.workspace import make_script_stub
 from lab_common import LabError
 from nodelaunch.result import Failure, JobResult
@@ -107,6 +108,12 @@ def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
     assert not count_runs
 
 
+LOCAL_RANK = 'local_rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()'
+DEVICE = 'torch.device("cuda", local_rank) if cuda else torch.device("cpu")'
+BY_LOCAL_RANK = "    if cuda:\n        torch.cuda.set_device(local_rank)\n"
+TAKE = "def take(index):\n    torch.cuda.set_device(index)"
+FIND = 'def find():\n    return int(os.environ["LOCAL_RANK"])'
+OPTIONS = "dist.init_process_group(timeout=timedelta(minutes=2), **options)"
 INIT = "dist.init_process_group(backend, timeout=timedelta(minutes=2), device_id=device_id)"
 SET_DEVICE = "    if cuda:\n        torch.cuda.set_device(device)\n"
 SAMPLER = "sampler = DistributedSampler(train, drop_last=True)"
@@ -125,7 +132,7 @@ BARRIER = "        dist.barrier()\n"
     ("change", "hint"),
     [
         ((INIT, "pass"), "init_process_group reads them"),
-        ((INIT, 'dist.init_process_group("gloo")'), "without it the others wait 10 minutes"),
+        ((INIT, "dist.init_process_group(backend)"), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "look for a third GPU"),
         ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),
         (("[local_rank] if", "[rank] if"), "look for a third GPU"),
@@ -135,11 +142,53 @@ BARRIER = "        dist.barrier()\n"
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
+        ((INIT, INIT.replace("backend", '"gloo"')), "nccl is made for GPUs"),
+        ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),
+        ((DEVICE, 'torch.device("cuda:0" if cuda else "cpu")'), '"cuda:0" is the same GPU'),
+        ((DEVICE, 'torch.device("cuda" if torch.cuda.device_count() > local_rank else "cpu")'), '"cuda" alone'),
+        ((DEVICE, 'f"cuda:{dist.get_rank()}" if cuda else "cpu"'), "look for a third GPU"),
+        (
+            (DEVICE, 'int(os.environ["RANK"])\n    device = f"cuda:{device}" if cuda else "cpu"'),
+            "look for a third GPU",
+        ),
+        (("[local_rank] if", "[0] if"), '"cuda:0" is the same GPU'),
     ],
 )
 def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, hint):
     assert hint in refuse("5.1", write(change))
     assert not count_runs
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        [(DEVICE, 'torch.device(f"cuda:{local_rank}" if cuda else "cpu")')],
+        [(DEVICE, '"cuda:" + os.environ["LOCAL_RANK"] if cuda else "cpu"')],
+        [(DEVICE, 'local_rank if cuda else "cpu"'), (WRAP, "model = DDP(model)")],
+        [(SET_DEVICE, ""), (DEVICE, f'torch.device("cuda" if cuda else "cpu")\n{BY_LOCAL_RANK}')],
+        [
+            (SET_DEVICE, BY_LOCAL_RANK),
+            (DEVICE, 'torch.device("cuda" if cuda else "cpu")'),
+            ("[local_rank]", "[device]"),
+        ],
+        [('int(os.environ["LOCAL_RANK"])', "dist.get_node_local_rank()")],
+        [
+            (
+                LOCAL_RANK,
+                'rank, local_rank = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK"))\n    cuda = False',
+            )
+        ],
+        [(SET_DEVICE, "    args.device = device\n    torch.cuda.set_device(args.device)\n")],
+        [(SET_DEVICE, "    take(index=local_rank)\n"), ("def main", f"{TAKE}\n\n\ndef main")],
+        [(SET_DEVICE, "    take(local_rank)\n"), ("def main", f"{TAKE}\n\n\ndef main")],
+        [(SET_DEVICE, "    torch.cuda.set_device(find())\n"), ("def main", f"{FIND}\n\n\ndef main")],
+        [(DEVICE, 'torch.device("cuda:0")\n    os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)')],
+        [("    backend, device_id =", "    options = {}\n    options['backend'], device_id ="), (INIT, OPTIONS)],
+    ],
+)
+def test_a_device_by_local_rank_is_accepted_however_it_is_written(write, tmp_path, changes):
+    precautions.expect_precautions(ast.parse((tmp_path / write(*changes)).read_text()))
 
 
 def test_the_lab_s_own_script_gets_the_tick(write, capsys):
@@ -315,6 +364,14 @@ def test_wrong_checkpoints_get_their_hint(alter, right, tmp_path):
     assert "torch.save(state" in refuse("5.1", alter(saved={"node0": tmp_path / "broken.pt", "node1": second}))
     assert "exactly one process saves" in refuse("5.1", alter(saved={"node0": second, "node1": first}))
     assert "exactly one process saves" in refuse("5.1", alter(saved={"node0": second, "node1": second}))
+    # The other rank's under another name: the renaming alone is rank 0's.
+    (tmp_path / "other").mkdir()
+    torch.save(state, tmp_path / "other" / "run.new")
+    (tmp_path / "other" / "notes.txt").write_text("rank 1 was here")
+    saved = {"node0": first, "node1": tmp_path / "other" / "run.pt"}
+    assert "every process saved" in refuse("5.1", alter(saved=saved))
+    (tmp_path / "other" / "run.new").unlink()
+    check.exercise("5.1", alter(saved=saved))
 
 
 # 5.2
@@ -440,7 +497,7 @@ def test_commands_run_as_they_were_typed(said, root):
     started = said(EPOCH, ok=True)
     own = "CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo python -m torch.distributed.run --nnodes 2"
     meet = "--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29555"
-    check.exercise("5.2", lambda: [f"{own} {meet} \\\n {SCRIPT}"] * 2)
+    check.exercise("5.2", lambda: [f"{run} {meet} \\\n {SCRIPT}" for run in (own, own.replace("-m", "-u -m"))])
     assert started[0] == 'unset "${!PET_@}" MASTER_ADDR MASTER_PORT' and started[2] == f"cd {root}/notebooks"
     for line in started[3:]:
         # The agent is torchrun, with stores that listen at the address that is given only.

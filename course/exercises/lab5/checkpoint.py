@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,23 +12,29 @@ from course.check import NotYetError, expect
 
 
 def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
-    """Only the node of rank 0 has a checkpoint.
+    """The node of rank 0 has the checkpoint, and no other node has one, under any name.
 
     Args:
         paths: What each node would save, by its name.
         first: The node of rank 0.
     """
-    found = [name for name, path in paths.items() if path.exists()]
+    found = {name: files for name, path in paths.items() if (files := _find_saved(path))}
     hint = "exactly one process saves, the one that loads later: if rank == 0"
     if len(found) > 1:
         hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if rank == 0"
     expect(
-        found == [first],
+        list(found) == [first] and paths[first].name in found[first],
         "which nodes hold a checkpoint, with rank 0 on " + first,
-        yours=" and ".join(found) or "none",
-        expected=f"{first} alone",
+        yours="; ".join(f"{name}: {', '.join(files)}" for name, files in found.items()) or "none",
+        expected=f"{first} alone: {paths[first].name}",
         hint=hint,
     )
+
+
+def _find_saved(path: Path) -> list[str]:
+    """The names of what ``torch.save`` wrote into a checkpoint's folder, and the checkpoint's own if it is there."""
+    files = (file for file in path.parent.rglob("*") if file == path or zipfile.is_zipfile(file))
+    return sorted(str(file.relative_to(path.parent)) for file in files)
 
 
 def expect_state(path: Path, weights: Mapping[str, torch.Tensor], epochs: int) -> None:

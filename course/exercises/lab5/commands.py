@@ -97,7 +97,8 @@ def _parse(number: int, command: str) -> _Command:
     while words and ASSIGNMENT.fullmatch(words[0]):
         variables.append(words.pop(0))
     named = [Path(word).name for word in words[:1]] + words[1:]  # such as ../.venv/bin/torchrun
-    for start in (["torchrun"], ["python", "-m", "torch.distributed.run"], ["python3", "-m", "torch.distributed.run"]):
+    run = (["-m", "torch.distributed.run"], ["-u", "-m", "torch.distributed.run"])
+    for start in (["torchrun"], *([python, *rest] for python in ("python", "python3") for rest in run)):
         if named[: len(start)] == start:
             words = words[len(start) :]
             break

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from course.check import expect
 
 BY_RANK = "RANK counts over all nodes: with two GPUs each, rank 2 would look for a third GPU on its own node"
+NO_NUMBER = (
+    'torch.device("cuda", local_rank): "cuda" alone has no number, "cuda:0" is the same GPU for all ranks of a node'
+)
 
 
 def expect_precautions(tree: ast.AST) -> None:
@@ -16,6 +21,7 @@ def expect_precautions(tree: ast.AST) -> None:
     Raises:
         NotYetError: One of them is not there.
     """
+    values = _find_values(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call) for call in calls]
     starts = [call for name, call in named if name == "init_process_group"]
@@ -26,7 +32,7 @@ def expect_precautions(tree: ast.AST) -> None:
         expected="dist.init_process_group(backend, timeout=...)",
         hint="torchrun sets the addresses and ranks; init_process_group reads them and connects the processes",
     )
-    _expect_backend(tree)
+    _expect_backend(tree, starts, values)
     # A keyword without a name is **options, which may hold it.
     waits = [keyword.value for call in starts for keyword in call.keywords if keyword.arg in ("timeout", None)]
     waits += [call.args[2] for call in starts if len(call.args) > 2]
@@ -46,7 +52,7 @@ def expect_precautions(tree: ast.AST) -> None:
         expected='int(os.environ["LOCAL_RANK"])',
         hint=BY_RANK,
     )
-    _expect_local_rank(named)
+    _expect_no_rank(named, values)
     expect(
         bool({"set_device", "set_device_index"} & names),
         "the current GPU of a process",
@@ -54,6 +60,8 @@ def expect_precautions(tree: ast.AST) -> None:
         expected="torch.cuda.set_device(device), where there is a GPU",
         hint="calls that name no device take the current one, GPU 0 unless set: all processes would meet there",
     )
+    if "CUDA_VISIBLE_DEVICES" not in texts:  # where each process sees one GPU, its number is 0
+        _expect_local_rank(named, values)
     expect(
         "save" in names,
         "a checkpoint",
@@ -63,11 +71,15 @@ def expect_precautions(tree: ast.AST) -> None:
     )
 
 
-def _expect_backend(tree: ast.AST) -> None:
-    """Gloo is not the only backend that is named."""
-    words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    words += [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    backends = {backend for backend in ("gloo", "nccl") if any(backend in word.lower() for word in words)}
+def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[str, list[ast.expr]]) -> None:
+    """Gloo is not the only backend that is named where the processes meet, or, if none is there, in the script."""
+    chosen = [one for call in starts for one in call.args[:1]]
+    chosen += [word.value for call in starts for word in call.keywords if word.arg in ("backend", None)]
+    words = [word for one in chosen for word in _list_used(one, values)]
+    for used in (words, [getattr(node, "attr", getattr(node, "value", "")) for node in ast.walk(tree)]):
+        backends = {one for one in ("gloo", "nccl") if any(one in str(word).lower() for word in used)}
+        if backends:
+            break
     expect(
         backends != {"gloo"},  # where none is named, torch chooses by the device
         "the backend between GPUs",
@@ -77,24 +89,82 @@ def _expect_backend(tree: ast.AST) -> None:
     )
 
 
-def _expect_local_rank(named: Sequence[tuple[str, ast.Call]]) -> None:
-    """No device is chosen by the rank in the whole job, unless it is divided by the number of GPUs."""
+def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, ast.expr]]:
+    """What chooses a GPU, with the name of the call in which it stands."""
     for name, call in named:
-        chosen = [keyword.value for keyword in call.keywords if keyword.arg == "device_ids"]
         if name in ("set_device", "set_device_index", "device"):
-            chosen += [*call.args, *(keyword.value for keyword in call.keywords)]
+            yield from ((name, one) for one in [*call.args, *(keyword.value for keyword in call.keywords)])
         elif name in ("DDP", "DistributedDataParallel"):
-            chosen += call.args[1:2]
-        for one in chosen:
-            nodes = list(ast.walk(one))
-            used = {getattr(node, "attr", getattr(node, "id", getattr(node, "value", ""))) for node in nodes}
-            expect(
-                "device_count" in used or not {"rank", "RANK", "get_rank"} & used,
-                "which GPU a process takes",
-                yours=f"{ast.unparse(one)[:80]} in {name}(...)",
-                expected="the one of its local_rank",
-                hint=BY_RANK,
-            )
+            given = call.args[1:2] + [keyword.value for keyword in call.keywords if keyword.arg == "device_ids"]
+            yield from ((name, one) for one in given)
+
+
+def _expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
+    """No device is chosen by the rank in the whole job, unless it is divided by the number of GPUs."""
+    for name, one in _list_chosen(named):
+        used = _list_used(one, values)
+        expect(
+            _is_local(used) or not {"rank", "RANK", "get_rank"} & used,
+            "which GPU a process takes",
+            yours=f"{ast.unparse(one)[:80]} in {name}(...)",
+            expected="the one of its local_rank",
+            hint=BY_RANK,
+        )
+
+
+def _expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
+    """The current GPU is chosen by ``LOCAL_RANK``, and no other by a number that is the same for all processes."""
+    for name, one in [*_list_chosen(named), ("", ast.Name("device"))]:
+        used = _list_used(one, values)
+        fixed = name != "device" and any(re.fullmatch(r"(cuda:)?\d+", str(word)) for word in used)
+        expect(
+            _is_local(used) or not (fixed or name.startswith("set_device")),
+            "which GPU a process takes",
+            yours=f"{ast.unparse(one)[:80]} in {name}(...)" if name else "the device has a fixed number",
+            expected="the one of its local_rank",
+            hint=NO_NUMBER,
+        )
+
+
+def _is_local(used: set) -> bool:
+    """Whether ``LOCAL_RANK`` is among what an expression is made of, or the number of a node's GPUs."""
+    return "device_count" in used or any("local" in str(word).lower() for word in used)
+
+
+def _find_values(tree: ast.AST) -> dict[str, list[ast.expr]]:
+    """What is assigned to each name, and what each function returns and is called with, wherever that stands."""
+    values = defaultdict(list)
+    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                parts = getattr(target, "elts", [target])
+                each = getattr(node.value, "elts", ()) if parts != [target] else ()
+                whole = [node.value] * len(parts)
+                for part, value in zip(parts, each if len(each) == len(parts) else whole, strict=True):
+                    values[ast.unparse(part)].append(value)
+        elif isinstance(node, ast.Call) and (called := functions.get(getattr(node.func, "id", ""))):
+            values[called.name] += [one.value for one in ast.walk(called) if isinstance(one, ast.Return) and one.value]
+            for parameter, value in zip(called.args.args, node.args, strict=False):
+                values[parameter.arg].append(value)
+            for keyword in node.keywords:
+                values[str(keyword.arg)].append(keyword.value)
+    return values
+
+
+def _list_used(expression: ast.AST, values: Mapping[str, list[ast.expr]]) -> set:
+    """Names, attributes and constants that a value is made of, through the names it is assigned by; no conditions."""
+    used, seen, nodes = set(), set(), [expression]
+    while nodes:
+        node = nodes.pop()
+        key = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript) else ""
+        if key in values:
+            nodes += values[key] if key not in seen else []
+            seen.add(key)
+            continue
+        used.add(getattr(node, "attr", getattr(node, "id", getattr(node, "value", ""))))
+        nodes += [child for child in ast.iter_child_nodes(node) if child is not getattr(node, "test", None)]
+    return used
 
 
 def asks_for_checkpoint(tree: ast.AST) -> bool:
