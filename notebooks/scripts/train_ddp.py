@@ -96,7 +96,7 @@ def main():
         if rank == 0:
             print(f"epoch {epoch + 1}: loss {loss / images:.4f}, accuracy {hits / images:.4f} on {images:.0f} images")
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch + 1}
-        # Place 5: save `state` to args.checkpoint, if that is given. One process writes, to another name first.
+        # Place 5: save `state` to args.checkpoint, if that is given. One process writes (safer: to another name first).
         ### BEGIN SOLUTION
         if args.checkpoint and rank == 0:
             torch.save(state, args.checkpoint.with_suffix(".new"))
