@@ -161,7 +161,6 @@ FAULTS = (
             ("rank, world_size, local_rank = ", "rank, world_size = "),
         ),
         layouts=((2, 1), (1, 2)),
-        hides=r"^.*\brank %",
     ),
     Fault(
         "H",
