@@ -133,12 +133,12 @@ BARRIER = "        dist.barrier()\n"
     [
         ((INIT, "pass"), "init_process_group reads them"),
         ((INIT, "dist.init_process_group(backend)"), "without it the others wait 10 minutes"),
-        (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "look for a third GPU"),
+        (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
         ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),
-        (("[local_rank] if", "[rank] if"), "look for a third GPU"),
-        (('device("cuda", local_rank)', 'device("cuda", int(os.environ["RANK"]))'), "look for a third GPU"),
-        (('device("cuda", local_rank)', 'device(f"cuda:{dist.get_rank()}")'), "look for a third GPU"),
-        (("set_device(device)", 'set_device(int(os.environ["RANK"]))'), "look for a third GPU"),
+        (("[local_rank] if", "[rank] if"), "RANK counts over all nodes"),
+        (('device("cuda", local_rank)', 'device("cuda", int(os.environ["RANK"]))'), "RANK counts over all nodes"),
+        (('device("cuda", local_rank)', 'device(f"cuda:{dist.get_rank()}")'), "RANK counts over all nodes"),
+        (("set_device(device)", 'set_device(int(os.environ["RANK"]))'), "RANK counts over all nodes"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
@@ -146,16 +146,22 @@ BARRIER = "        dist.barrier()\n"
         ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),
         ((DEVICE, 'torch.device("cuda:0" if cuda else "cpu")'), '"cuda:0" is the same GPU'),
         ((DEVICE, 'torch.device("cuda" if torch.cuda.device_count() > local_rank else "cpu")'), '"cuda" alone'),
-        ((DEVICE, 'f"cuda:{dist.get_rank()}" if cuda else "cpu"'), "look for a third GPU"),
+        ((DEVICE, 'f"cuda:{dist.get_rank()}" if cuda else "cpu"'), "RANK counts over all nodes"),
         (
             (DEVICE, 'int(os.environ["RANK"])\n    device = f"cuda:{device}" if cuda else "cpu"'),
-            "look for a third GPU",
+            "RANK counts over all nodes",
         ),
         (("[local_rank] if", "[0] if"), '"cuda:0" is the same GPU'),
     ],
 )
 def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, hint):
     assert hint in refuse("5.1", write(change))
+    assert not count_runs
+
+
+def test_a_model_that_never_reaches_a_gpu_is_seen_without_a_run(write, count_runs):
+    hint = refuse("5.1", write((DEVICE, 'torch.device("cpu")'), (SET_DEVICE, BY_LOCAL_RANK)))
+    assert 'torch.device("cuda", local_rank) if cuda' in hint
     assert not count_runs
 
 
@@ -233,6 +239,8 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
         ((SAVE, SAVE.replace("rank == 0", "local_rank == 0")), "every process saved"),
         (("sampler.set_epoch(epoch)  #", "pass  #"), "set_epoch(epoch) before each epoch"),
         ((SAMPLER, SAMPLER.replace("sampler", "samples", 1)), "assign it in the gap"),
+        (("        dist.all_reduce(counts)", "        counts = dist.all_reduce(counts)"), "returns None: assign nothing"),
+        (("minutes=2", "minutes=None"), "mend what this line says"),
         ((LOADER, "loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)"), "sampler=sampler"),
         ((SAVE, SAVE + "    " + BARRIER), "none of them may stand in `if rank == 0`"),
     ],

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import nodelaunch as launch
-from lab_utils import models, timing
+from lab_utils import machine, models, timing
 from lab_utils.parallel import CpuDataParallel
 
 
@@ -53,6 +53,7 @@ def meet(device):
 def measure_case(args, batch_size, device, cores):
     """Times the set-ups for one global batch; `cores` is how many one process may use while the others wait."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    each = max(1, cores // world_size)
     torch.manual_seed(0)  # the same weights and images in all processes
     net = models.build(args.net, stem=args.stem).to(device)
     images = torch.randn(batch_size, 3, 32, 32, device=device)
@@ -62,7 +63,7 @@ def measure_case(args, batch_size, device, cores):
     if args.device == "cuda":
         dp = nn.DataParallel(net, device_ids=list(range(world_size))) if rank == 0 else None
     else:
-        dp = CpuDataParallel(net, world_size, threads=cores // world_size)
+        dp = CpuDataParallel(net, world_size, threads=each)
     ddp = DDP(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)  # no momentum: two processes have to fit beside a notebook
 
@@ -77,7 +78,7 @@ def measure_case(args, batch_size, device, cores):
 
         return step
 
-    train, each = partial(train_step, optimizer=optimizer), cores // world_size
+    train = partial(train_step, optimizer=optimizer)
     measure = partial(timing.interleave, images=batch_size, repeats=args.repeats, warmup=4, device=device)
 
     def run(model, images, labels):
@@ -141,10 +142,9 @@ def main():
     # device_id: NCCL connects the GPUs now, and not at the first collective. Gloo takes none.
     backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, timeout=timedelta(seconds=120), device_id=device_id)
-    # The launcher gave each process its share of the cores; one process alone takes all the shares.
-    cores = torch.get_num_threads() * dist.get_world_size()
+    share, cores = torch.get_num_threads(), machine.describe().cores  # one process alone takes all of them
     cases = [measure_case(args, batch_size, device, cores) for batch_size in args.batch_sizes]
-    torch.set_num_threads(cores // dist.get_world_size())
+    torch.set_num_threads(share)
     launch.report({"cores": cores, "cases": cases, **measure_links(args, device)})
     dist.destroy_process_group()
 

@@ -58,6 +58,7 @@ FAILURES = (
     (r"(?i)nccl", "NCCL needs GPUs: take 'nccl' if torch.cuda.is_available() else 'gloo'"),
     (r"device_ids", "on a CPU device_ids is None: DDP(model, device_ids=[local_rank] if cuda else None)"),
     (r"(?i)cuda|nvidia", "touch CUDA only where torch.cuda.is_available(): this run is on the CPU"),
+    (r"'NoneType' object has no attribute", "dist.all_reduce works in place, and returns None: assign nothing"),
     (r"NameError|UnboundLocalError", "the lines that follow the gap use this name: assign it in the gap"),
 )
 # What the script prints at the end of an epoch.
@@ -185,7 +186,9 @@ def _expect_end(job: launch.JobResult) -> None:
         raise NotYetError("the processes hang", yours=stands, expected=expected, hint=hint)
     if failure:
         last = (failure.message.strip().splitlines() or [failure.what])[0]
-        hint = next((hint for pattern, hint in FAILURES if re.search(pattern, last)), failure.fix)
+        wrong = "mend what this line says, save the file, run the cell again"
+        fix = wrong if failure.kind == "exception" else failure.fix
+        hint = next((hint for pattern, hint in FAILURES if re.search(pattern, last)), fix)
         case = failure.what if failure.rank is None else f"rank {failure.rank} failed first"
         raise NotYetError(case, yours=f"{failure.location or failure.kind}: {last[:160]}", expected=expected, hint=hint)
     silent = [rank for rank, result in enumerate(job.results) if result is None]

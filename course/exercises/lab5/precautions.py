@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from course.check import expect
 
-BY_RANK = "RANK counts over all nodes: with two GPUs each, rank 2 would look for a third GPU on its own node"
+BY_RANK = "RANK counts over all nodes, and a GPU belongs to one: LOCAL_RANK counts the processes of a node"
 NO_NUMBER = (
     'torch.device("cuda", local_rank): "cuda" alone has no number, "cuda:0" is the same GPU for all ranks of a node'
 )
@@ -124,6 +124,14 @@ def _expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[st
             expected="the one of its local_rank",
             hint=NO_NUMBER,
         )
+    used = _list_used(ast.Name("device"), values)
+    expect(
+        "cpu" not in used or any(re.search(r"cuda|accelerator|LOCAL|local", str(word)) for word in used),
+        "which device the model goes to",
+        yours="always the CPU",
+        expected="the GPU of its local_rank, where there is one",
+        hint='torch.device("cuda", local_rank) if cuda else torch.device("cpu")',
+    )
 
 
 def _is_local(used: set) -> bool:
