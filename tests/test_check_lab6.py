@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
 
@@ -249,11 +250,27 @@ def test_the_same_order_in_each_epoch_gets_its_own_hint(alter):
     assert "set_epoch" in refused.value.hint
 
 
+def test_a_sampler_that_does_not_shuffle_gets_its_own_hint(alter):
+    card = alter("Q", tell_the_same_epoch)
+    card.path.write_text(card.path.read_text().replace("seed=rank", "shuffle=False"))
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", card)
+    assert "leave out shuffle=False" in refused.value.hint
+
+
 def count_all(rank, results):
     return {"own": [[round(257 * accuracy), 257] for accuracy in results[rank]["accuracies"]]}
 
 
-@pytest.mark.parametrize("change", [count_all, lambda *_: {}], ids=["of all already", "of each rank"])
+def round_to_float32(rank, results):
+    return {"accuracies": torch.tensor(results[rank]["accuracies"]).tolist()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [count_all, round_to_float32, lambda *_: {}],
+    ids=["of all already", "divided as float32", "of each rank"],
+)
 def test_counts_that_add_up_are_right(alter, change, capsys):
     """As after an all_reduce before they are kept, or where each rank looks at all points; and as the job has them."""
     check.exercise("6.3", alter("F", change))
@@ -272,6 +289,7 @@ def test_an_error_that_is_caught_is_not_mended(guarded):
     assert "caught" in refused.value.yours and "hidden" in refused.value.hint
 
 
+SUM_OF_GRADIENTS = "            for parameter in model.parameters():\n                dist.all_reduce(parameter.grad)\n"
 RENAME = '    (folder / "model.tmp").rename(folder / "model.pt")\n'
 PORT = 'int(os.environ["MASTER_PORT"])'
 LOAD = "    points, labels = torch.load("
@@ -292,6 +310,15 @@ STORE = (
         ("C", [(LOAD, f"    for _ in range(10):\n        time.sleep(rank)\n{LOAD}")], "time.sleep(rank)"),
         ("I", [("seen = parallel.module.seen", "seen = POINTS")], "seen = POINTS"),
         ("I", [("seen = parallel.module.seen", "seen = len(points)")], "seen = len(points)"),
+        ("E", [("POINTS, world_size", "POINTS - 1, world_size")], "range(rank, POINTS - 1, world_size)"),
+        ("H", [("parallel(inputs)", "model(inputs)")], "F.cross_entropy(scores, wanted)"),
+        ("I", [("parallel(inputs)", "model(inputs)"), ("parallel.module", "model")], "F.cross_entropy(model(inputs)"),
+        (
+            "I",
+            [("parallel(inputs)", "parallel.module(inputs)")],
+            "F.cross_entropy(parallel.module(inputs)",
+        ),
+        ("L", [("            optimizer.step", SUM_OF_GRADIENTS + "            optimizer.step")], "(parameter.grad)"),
         ("N", [("    save(model", "    time.sleep(rank * 5)\n    save(model")], "time.sleep(rank * 5)"),
         ("N", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], ".exists():"),
         ("O", [(PORT, f"{PORT} + 1")], "is_master=rank == 0"),
@@ -305,6 +332,16 @@ STORE = (
             "time.sleep(20 * rank)",
         ),
         ("U", [("scale_factor=8", "scale_factor=2"), ("], 8)", "], 2)")], "self.enlarged[index] = F"),
+        (
+            "U",
+            [("scale_factor=8", "scale_factor=2"), ("], 8)", "], 2)"), ("self.enlarged", "self.cache")],
+            "self.cache[index] = F",
+        ),
+        (
+            "U",
+            [("self.enlarged[index] = F.interpolate(", "self.enlarged.setdefault(index, "), (", scale_factor=8", "")],
+            "self.enlarged.setdefault(index, picture",
+        ),
         (
             "U",
             [
@@ -397,6 +434,17 @@ WEIGHTED = (
 )
 
 
+WEIGHTED_IN_FLOAT32 = (
+    "        chunks = zip(parallel(inputs).chunk(REPLICAS), targets.chunk(REPLICAS), strict=True)\n"
+    "        weights = torch.tensor([len(part) / len(targets) for part in targets.chunk(REPLICAS)])\n"
+    "        loss = (torch.stack([F.cross_entropy(one, two) for one, two in chunks]) * weights).sum()\n"
+)
+STEP_WITH_MEAN = (
+    "            optimizer.step",
+    SUM_OF_GRADIENTS + "                parameter.grad /= world_size\n            optimizer.step",
+)
+
+
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("letter", "edits"),
@@ -407,6 +455,8 @@ WEIGHTED = (
         ("G", [("[local_rank]", '[rank % int(os.environ["LOCAL_WORLD_SIZE"])]')]),
         ("D", [(ALL_REDUCE, GATHER)]),
         ("H", [("        loss = F.cross_entropy(parallel(inputs), targets)\n", WEIGHTED)]),
+        ("H", [("        loss = F.cross_entropy(parallel(inputs), targets)\n", WEIGHTED_IN_FLOAT32)]),
+        ("L", [("model(inputs", "model.module(inputs"), STEP_WITH_MEAN]),
         ("I", [("        seen += len(inputs)\n", "        seen += len(targets)\n")]),
         ("J", [UNUSED, ("to(device))\n    opt", "to(device), find_unused_parameters=True)\n    opt")]),
         ("M", [(LOOK, LOOK + "        if rank == 0:\n            model.module(points.to(device))\n")]),

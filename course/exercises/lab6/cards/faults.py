@@ -65,6 +65,8 @@ def _sleep_unless(right: str) -> str:
     return rf"(?s:\A(?!.*(?:{right})).*)\bsleep\((?!float\(os\.environ)"
 
 
+# A job that no longer divides the batch.
+_UNDIVIDED = r"(?s:\A(?!.*\bparallel(?:\.forward)?\().*)F\.cross_entropy\("
 # A loop that looks again and again may sleep, and so may whoever waits for the other rank, too.
 _WAITS = r"\bwhile |\bbreak\b|\.barrier\(|\.wait\("
 _SAMPLER = (
@@ -136,6 +138,8 @@ FAULTS = (
             ("        sampler.set_epoch(epoch)\n", ""),
             ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, Subset, TensorDataset"),
         ),
+        # With 257 points, one fewer is equally many for both ranks.
+        hides=r"range\(\w+, (?:POINTS|len\(dataset\)) - 1,",
         points=(257, 255),
     ),
     Fault(
@@ -177,6 +181,7 @@ FAULTS = (
             ),
         ),
         layouts=((1, 1),),
+        hides=_UNDIVIDED,
     ),
     Fault(
         "I",
@@ -184,7 +189,8 @@ FAULTS = (
         "dp",
         "the count is kept in a replica, which lasts one forward pass",
         "what the forward pass counts is 0 afterwards, whatever it has seen",
-        "count outside of forward, for instance len(inputs) in the loop: replicas live for one forward pass",
+        "replicas live for one forward pass: count outside of forward, for instance len(inputs) in the loop, and leave "
+        "parallel(inputs) as it is",
         (
             (
                 "        super().__init__()\n        self.layers = ",
@@ -199,7 +205,7 @@ FAULTS = (
             ('    print(f"{seen} of', '    seen = parallel.module.seen\n    print(f"{seen} of'),
         ),
         layouts=((1, 1),),
-        hides=r"\bseen = (?:POINTS|160|(?:len\()?(?:points|labels))\b",
+        hides=r"\bseen = (?:POINTS|160|(?:len\()?(?:points|labels))\b|" + _UNDIVIDED,
     ),
     Fault(
         "J",
@@ -237,6 +243,9 @@ FAULTS = (
         "compare the weights of the two ranks after each epoch",
         "train through the wrapper, model(inputs): only its forward pass makes backward() average the gradients",
         (("F.cross_entropy(model(inputs", "F.cross_entropy(model.module(inputs"),),
+        # A sum of the gradients that is divided by the number of ranks is right.
+        hides=r"(?s:\A(?!.*(?:AVG|\.div|\.mul|[/*]=|[^/]/ (?:world_size|2\b|dist\.)|\* 0\.5)).*)"
+        r"\ball_reduce\([^\n]*\.grad\b",
     ),
     Fault(
         "M",
@@ -389,7 +398,7 @@ FAULTS = (
         "stops",
         "loader",
         "a worker keeps all that it has read, until it is killed for lack of memory",
-        "the error names a signal that no process can catch, and who sends it wants memory: what grows in a worker?",
+        "the traceback names a signal, Killed. The kernel sends it where memory runs out: what grows in a worker?",
         "keep nothing in the dataset that grows with what was read: each worker has its own copy of it",
         (
             (
@@ -406,8 +415,8 @@ FAULTS = (
         ),
         layouts=((1, 1),),
         # A dictionary that is emptied, or has a largest size, is right.
-        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |len\(self\.enlarged|self\.enlarged = .*self\.enlarged = ))"
-        r".*self\.enlarged\[index\] = )",
+        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |maxlen|len\(self\.|self\.(?!file\b)(\w+) = .*self\.\1 = )).*)"
+        r"self\.\w+(?:\[index\] = |\.(?:setdefault|append)\()",
         loading=True,
     ),
     Fault(
@@ -415,7 +424,7 @@ FAULTS = (
         "stops",
         "loader",
         "the dataset holds a lambda, which cannot be sent to a spawned worker",
-        "the error is about pickling, and names a function that has no name",
+        "the error is about pickling, and about a function without a name",
         "a function with a name, at the top level of the file: a spawned worker imports it from there",
         (
             (
