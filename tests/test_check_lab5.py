@@ -239,7 +239,10 @@ def test_another_right_script_with_the_stub_s_comments_is_accepted(write, capsys
         ((SAVE, SAVE.replace("rank == 0", "local_rank == 0")), "every process saved"),
         (("sampler.set_epoch(epoch)  #", "pass  #"), "set_epoch(epoch) before each epoch"),
         ((SAMPLER, SAMPLER.replace("sampler", "samples", 1)), "assign it in the gap"),
-        (("        dist.all_reduce(counts)", "        counts = dist.all_reduce(counts)"), "returns None: assign nothing"),
+        (
+            ("        dist.all_reduce(counts)", "        counts = dist.all_reduce(counts)"),
+            "returns None: assign nothing",
+        ),
         (("minutes=2", "minutes=None"), "mend what this line says"),
         ((LOADER, "loader = DataLoader(train, args.batch_size, shuffle=True, drop_last=True)"), "sampler=sampler"),
         ((SAVE, SAVE + "    " + BARRIER), "none of them may stand in `if rank == 0`"),
