@@ -136,6 +136,9 @@ def test_plain_torchrun_runs_the_script_without_anything_of_ours_around_it(scrip
     assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
 
 
+TIMED = ("alone", "compute", "apart", "ddp")
+
+
 def make_step(*buckets, backward, busy, **seconds):
     rows = [{"bytes": 4, "ready": ready, "send": send} for ready, send in buckets]
     timings = {what: timing.Timing(what, (one,)).as_record() for what, one in seconds.items()}
@@ -155,9 +158,10 @@ def make_step(*buckets, backward, busy, **seconds):
     ],
 )
 def test_the_prediction_of_a_step_bucket_by_bucket(run_cells_of, capsys, buckets, busy, added):
-    step = make_step(*buckets, backward=1.0, busy=busy, compute=2.0, apart=4.0, ddp=2.0)
-    timings = {("cifar", 8, what): timing.Timing.from_record(step[what]) for what in ("compute", "apart", "ddp")}
-    found = run_cells_of("05_ddp_two_nodes", "scaling-table", measured={"steps": [step]}, timings=timings)
+    step = make_step(*buckets, backward=1.0, busy=busy, alone=1.0, compute=2.0, apart=4.0, ddp=2.0)
+    timings = {("cifar", 8, what): timing.Timing.from_record(step[what]) for what in TIMED}
+    names = {"TIMED": TIMED, "measured": {"steps": [step]}, "timings": timings}
+    found = run_cells_of("05_ddp_two_nodes", "scaling-table", **names)
     sends = sum(send for _, send in buckets)
     assert found["predict_step"](step) == pytest.approx(2 + added)
     assert found["predict_step"](step, overlap=False) == pytest.approx(2 + sends)
@@ -176,7 +180,7 @@ def test_a_step_is_measured_bucket_by_bucket(scripts):
     ready = [bucket["ready"] for bucket in buckets]
     assert ready[0] > 0 and ready == sorted(ready) and ready[-1] < step["backward"]
     assert all(bucket["send"] > 0 for bucket in buckets) and 0 <= step["busy"] <= 1
-    for what in ("alone", "compute", "apart", "ddp"):
+    for what in TIMED:
         found = timing.Timing.from_record(step[what])
         assert len(found.seconds) == 2 and found.median > 0
     overlapping, apart = step["timelines"].values()
