@@ -585,3 +585,21 @@ def test_a_process_that_prints_without_end_is_bounded(write, runs):
     assert result.lines[-1] == "[rank 0] last"
     assert (result.folder / "output.log").stat().st_size < 64 * 2**20
     assert (runs / "nodes/node0/jobs" / result.folder.name / "node0/output.log").stat().st_size < 64 * 2**20
+
+
+def test_what_a_script_leaves_open_is_written_out(write, tmp_path):
+    """As when Python runs it: an open file, an exit function, and a thread that goes on."""
+    script = write(
+        "open.py",
+        f"import atexit, pathlib, threading, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "OUT = (folder / 'open').open('w')\n"
+        "OUT.write('kept')\n"
+        "def write(name, seconds=0):\n"
+        "    time.sleep(seconds)\n"
+        "    (folder / name).write_text('kept')\n"
+        "atexit.register(write, 'exit')\n"
+        "threading.Thread(target=write, args=('thread', 0.5)).start()\n",
+    )
+    TorchrunJob(script, nodes=local_nodes(1)).run(show=False)
+    assert [(tmp_path / name).read_text() for name in ("open", "exit", "thread")] == ["kept"] * 3

@@ -7,7 +7,6 @@ A node that is started by hand has no supervisor; so it is this program that end
 
 from __future__ import annotations
 
-import atexit
 import gc
 import os
 import signal
@@ -16,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 
+from nodelaunch.node.leaving import leave
 from nodelaunch.node.stores import guard_stores
 
 # The launcher and the supervisor end a job by the same bounds, and say more about it; they come first.
@@ -39,16 +39,8 @@ def main() -> None:
         run_torchrun()
     except Exception:
         sys.excepthook(*sys.exc_info())
-        _leave(1)
-    _leave(0)
-
-
-def _leave(code: int) -> None:
-    """Ends this process as Python would, but leaves torch's objects to the system: freeing each takes long."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        leave(1)
+    leave(0)
 
 
 def keep_bounds() -> None:

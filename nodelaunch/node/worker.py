@@ -23,6 +23,7 @@ from types import TracebackType
 
 from nodelaunch.node.agreement import MismatchError, check_agreement
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
+from nodelaunch.node.leaving import leave
 from nodelaunch.node.report import Events, open_output
 from nodelaunch.node.stores import guard_stores
 
@@ -78,7 +79,8 @@ def main() -> None:
             # Not by the interpreter's own end: Gloo's threads would be torn down in mid-wait, and abort noisily.
             os._exit(1)
     events.write("done")
-    gc.freeze()  # the interpreter's last search for garbage takes longer than what it frees is worth
+    threading._shutdown()  # the script's own threads go on to their end, as in any program
+    leave(0)
 
 
 class Watch(threading.Thread):
