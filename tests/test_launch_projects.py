@@ -587,8 +587,9 @@ def test_a_process_that_prints_without_end_is_bounded(write, runs):
     assert (runs / "nodes/node0/jobs" / result.folder.name / "node0/output.log").stat().st_size < 64 * 2**20
 
 
-def test_what_a_script_leaves_open_is_written_out(write, tmp_path):
-    """As when Python runs it: an open file, an exit function, and a thread that goes on."""
+@pytest.mark.parametrize("end", ["", "raise ValueError\n", "raise SystemExit(3)\n"], ids=["well", "error", "exit"])
+def test_what_a_script_leaves_open_is_written_out(write, tmp_path, end):
+    """As when Python runs it, also where it fails; where it ends well, exit functions and threads end, too."""
     script = write(
         "open.py",
         f"import atexit, pathlib, threading, time\n"
@@ -599,7 +600,8 @@ def test_what_a_script_leaves_open_is_written_out(write, tmp_path):
         "    time.sleep(seconds)\n"
         "    (folder / name).write_text('kept')\n"
         "atexit.register(write, 'exit')\n"
-        "threading.Thread(target=write, args=('thread', 0.5)).start()\n",
+        "threading.Thread(target=write, args=('thread', 0.5)).start()\n" + end,
     )
-    TorchrunJob(script, nodes=local_nodes(1)).run(show=False)
-    assert [(tmp_path / name).read_text() for name in ("open", "exit", "thread")] == ["kept"] * 3
+    TorchrunJob(script, nodes=local_nodes(1)).run(show=False, check=not end)
+    for name in ("open",) if end else ("open", "exit", "thread"):
+        assert (tmp_path / name).read_text() == "kept"

@@ -13,10 +13,17 @@ from typing import NoReturn
 def leave(code: int) -> NoReturn:
     """Calls what is registered for the end, writes out what open files still hold, and ends.
 
-    The interpreter's own end would free objects one by one. That takes long; and a thread of Gloo that still holds a
-    tensor then ends the process by SIGABRT ("terminate called without an active exception", seen with torch 2.14).
+    The interpreter's own end would free objects one by one, which takes long; and a thread of Gloo that then wants to
+    call back into Python ends the process by SIGABRT ("terminate called without an active exception", tried with torch
+    2.14).
     """
     atexit._run_exitfuncs()
+    write_out()
+    os._exit(code)
+
+
+def write_out() -> None:
+    """Writes out what open files still hold, as Python does when it frees them."""
     # By their types: a proxy's __class__ may import what it stands for. Text first: it writes into bytes.
     files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
     files.sort(key=lambda one: not isinstance(one, io.TextIOBase))
@@ -26,4 +33,3 @@ def leave(code: int) -> NoReturn:
                 file.flush()
         except Exception as error:  # as Python does, which has nobody left to tell
             print(f"{file!r:.80}: {error}", file=sys.stderr)
-    os._exit(code)

@@ -23,7 +23,7 @@ from types import TracebackType
 
 from nodelaunch.node.agreement import MismatchError, check_agreement
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
-from nodelaunch.node.leaving import leave
+from nodelaunch.node.leaving import leave, write_out
 from nodelaunch.node.report import Events, open_output
 from nodelaunch.node.stores import guard_stores
 
@@ -69,13 +69,14 @@ def main() -> None:
         except SystemExit as end:
             if end.code not in (None, 0):
                 events.write("error", kind="exit", message=f"SystemExit: {end.code}", traceback="", location="")
+                write_out()  # the interpreter's own end no longer finds the script's files
                 raise
         except BaseException as error:
             _add_parameter_name(error)
             facts = _describe(error, script, root)
             events.write("error", **facts)
             print(_say_error(facts), file=sys.stderr, flush=True)
-            sys.stdout.flush()
+            write_out()
             # Not by the interpreter's own end: Gloo's threads would be torn down in mid-wait, and abort noisily.
             os._exit(1)
     events.write("done")

@@ -58,7 +58,10 @@ FAILURES = (
     (r"(?i)nccl", "NCCL needs GPUs: take 'nccl' if torch.cuda.is_available() else 'gloo'"),
     (r"device_ids", "on a CPU device_ids is None: DDP(model, device_ids=[local_rank] if cuda else None)"),
     (r"(?i)cuda|nvidia", "touch CUDA only where torch.cuda.is_available(): this run is on the CPU"),
-    (r"'NoneType' object has no attribute", "dist.all_reduce works in place, and returns None: assign nothing"),
+    (
+        r"'NoneType' object has no attribute 'tolist'",
+        "dist.all_reduce works in place, and returns None: assign nothing",
+    ),
     (r"NameError|UnboundLocalError", "the lines that follow the gap use this name: assign it in the gap"),
 )
 # What the script prints at the end of an epoch.

@@ -126,7 +126,7 @@ def _expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[st
         )
     used = _list_used(ast.Name("device"), values)
     expect(
-        "cpu" not in used or any(re.search(r"cuda|accelerator|LOCAL|local", str(word)) for word in used),
+        "cpu" not in used or _is_local(used) or any(re.search("cuda|accelerator", str(word)) for word in used),
         "which device the model goes to",
         yours="always the CPU",
         expected="the GPU of its local_rank, where there is one",
