@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from nodelaunch.node.leaving import leave
+from nodelaunch.node.report import leave
 from nodelaunch.node.stores import guard_stores
 
 # The launcher and the supervisor end a job by the same bounds, and say more about it; they come first.

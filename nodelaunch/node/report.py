@@ -1,14 +1,21 @@
-"""What a rank tells the supervisor of its node: its result, events, one line of JSON each, and all that it prints."""
+"""What a rank tells the supervisor of its node: its result, events, one line of JSON each, and all that it prints.
+
+Its end belongs here, too: nothing that it has written may be lost.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import io
 import json
 import os
 import socket
+import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from lab_common import LabError
 from lab_common.files import write_atomically
@@ -91,3 +98,28 @@ def open_output(folder: Path, rank: int) -> int | None:
             os.close(theirs)
         os.close(ours)
     return None
+
+
+def leave(code: int) -> NoReturn:
+    """Ends a process that has imported torch: calls what is registered for the end, and writes out open files.
+
+    The interpreter's own end would free objects one by one, which takes long; and a thread of Gloo that then wants to
+    call back into Python ends the process by SIGABRT ("terminate called without an active exception", tried with torch
+    2.14).
+    """
+    atexit._run_exitfuncs()
+    write_out()
+    os._exit(code)
+
+
+def write_out() -> None:
+    """Writes out what open files still hold, as Python does when it frees them."""
+    # By their types: a proxy's __class__ may import what it stands for. Text first: it writes into bytes.
+    files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
+    files.sort(key=lambda one: not isinstance(one, io.TextIOBase))
+    for file in [*files, sys.stdout, sys.stderr]:
+        try:
+            if not file.closed:
+                file.flush()
+        except Exception as error:  # as Python does, which has nobody left to tell
+            print(f"{file!r:.80}: {error}", file=sys.stderr)

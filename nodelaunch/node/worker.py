@@ -23,8 +23,7 @@ from types import TracebackType
 
 from nodelaunch.node.agreement import MismatchError, check_agreement
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
-from nodelaunch.node.leaving import leave, write_out
-from nodelaunch.node.report import Events, open_output
+from nodelaunch.node.report import Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
 
 # Left to itself after it said that it hangs; the launcher ends all ranks long before.
