@@ -177,13 +177,19 @@ def _describe_waiting(state: JobState, errors: list[dict]) -> Failure:
                 state, part.name, consequences={error["rank"]: _shorten_message(error) for error in errors}
             )
     if early:
+        cause = "the ranks have different numbers of batches, so that one takes a step more than the other"
+        fix = "drop_last=True, or torch.distributed.algorithms.join.Join around the loop"
+        if "connectFullMesh" in heard["message"]:
+            # Torch's own race: init_process_group returns on one rank when its side of a connection is there.
+            cause = "it ended without a word to the others, which were still on their way to it"
+            fix = "a dist.barrier() before the script's end"
         return Failure(
             "exit",
             _shorten(f"Rank {early[0]} had ended its work while rank {heard['rank']} still waited for it."),
             rank=early[0],
             node=state.ranks[early[0]].node,
-            cause="the ranks have different numbers of batches, so that one takes a step more than the other",
-            fix="drop_last=True, or torch.distributed.algorithms.join.Join around the loop",
+            cause=cause,
+            fix=fix,
             consequences={error["rank"]: _shorten_message(error) for error in errors},
             **common,
         )

@@ -51,6 +51,7 @@ import nodelaunch as launch
 dist.init_process_group("gloo")
 launch.report({"rank": dist.get_rank(), "size": dist.get_world_size(), "args": sys.argv[1:], "value": os.environ["ODD"],
         "node": os.environ["LAB_NODE"], "cwd": os.getcwd(), "interface": os.environ["GLOO_SOCKET_IFNAME"]})
+dist.barrier()  # or one rank may be gone while the other still connects
 dist.destroy_process_group()
 """
 
