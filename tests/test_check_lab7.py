@@ -421,9 +421,9 @@ def stop_with_an_error(worker_id):
 
 
 WRONG_SEEDS = {
-    "NumPy's global state": (lambda worker_id: np.random.seed(get_worker_info().seed % 2**32), "put a new generator"),
-    "torch": (lambda worker_id: torch.manual_seed(worker_id), "put a new generator"),
-    "another attribute": (seed_nothing, "put a new generator"),
+    "NumPy's global state": (lambda worker_id: np.random.seed(get_worker_info().seed % 2**32), "a newly seeded one"),
+    "torch": (lambda worker_id: torch.manual_seed(worker_id), "a newly seeded one"),
+    "another attribute": (seed_nothing, "a newly seeded one"),
     "one seed": (seed_by(lambda worker: np.random.default_rng(1)), "the workers have one seed"),
     "the epoch's": (seed_by_epoch_alone, "the workers have one seed"),
     "the worker's number": (seed_by(lambda worker: np.random.default_rng(worker + 7)), "change with the epoch"),

@@ -452,7 +452,21 @@ def for_four_ranks(x):
         x += received
 
 
+def by_element(x):
+    """A butterfly in messages of one number each."""
+    rank, distance = dist.get_rank(), 1
+    while distance < dist.get_world_size():
+        received = torch.empty_like(x)
+        for one, other in zip(received.split(1), x.split(1), strict=True):
+            work = dist.isend(other, rank ^ distance)
+            dist.recv(one, rank ^ distance)
+            work.wait()
+        x += received
+        distance *= 2
+
+
 WRONG_BUTTERFLIES = {
+    "by element": (by_element, "each message costs its latency"),
     "for four ranks": (for_four_ranks, "dist.get_world_size()"),
     "adds before the wait": (butterfly(add_early=True), "changed while it was being sent"),
     "one step": (butterfly(double=1000), "which rank sends which part"),

@@ -46,7 +46,7 @@ def verify_seed_worker(seed_worker: Callable) -> str:
         hint="the dataset's `random` has to be a generator as before: np.random.default_rng(…)",
     )
     left = [name for name, drawn in first.items() if drawn == kept]
-    hint = "the worker's own copy of the dataset is get_worker_info().dataset: put a new generator into its `random`"
+    hint = "the worker's own copy of the dataset is get_worker_info().dataset: put a newly seeded one into `random`"
     expect(len(left) < len(first), case, yours="the old generator's numbers", expected="new ones", hint=hint)
     for one, other in itertools.combinations(first, 2):
         if first[one] != first[other]:
@@ -59,9 +59,7 @@ def verify_seed_worker(seed_worker: Callable) -> str:
         shown = f"{first[one][:2]} … in both"
         expect(False, f"{names[0]} and {names[1]}", yours=shown, expected="different numbers", hint=hint)
     same = "the same numbers"
-    hint = (
-        "take the seed from get_worker_info().seed: it follows from the DataLoader's generator, and nothing else does"
-    )
+    hint = "take the seed from get_worker_info().seed: it follows from the DataLoader's generator"
     expect(first == again, "a second run with the same generator", yours="other numbers", expected=same, hint=hint)
     return f"{WORKERS} workers in {EPOCHS} epochs drew different numbers, and the same in a second run"
 

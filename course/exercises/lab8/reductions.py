@@ -20,10 +20,11 @@ LIMIT = 6.0  # seconds for what takes milliseconds
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is asked for: on how many ranks, how many bytes each sends, and to how many others."""
+    """What is asked for: on how many ranks, how many messages and bytes each sends, and to how many others."""
 
     number: str
     worlds: tuple[int, ...]
+    messages: Callable[[int], int]
     factor: Callable[[int], float]
     peers: Callable[[int, int], list[set[int]]]
     peer_hint: str
@@ -33,6 +34,7 @@ class _Kind:
 RING = _Kind(
     number="8.3",
     worlds=(4, 3, 2),
+    messages=lambda n: 2 * (n - 1),
     factor=lambda n: 2 * (n - 1) / n,
     peers=lambda rank, n: [{(rank + 1) % n}, {(rank - 1) % n}],
     peer_hint="in a ring each rank sends to one neighbour only, (rank + 1) % n, and receives from the other one",
@@ -41,6 +43,7 @@ RING = _Kind(
 BUTTERFLY = _Kind(
     number="8.4",
     worlds=(4, 2, 8),
+    messages=lambda n: n.bit_length() - 1,
     factor=lambda n: math.log2(n),
     peers=lambda rank, n: [{rank ^ 2**step for step in range(n.bit_length() - 1)}],
     peer_hint="the partners of a rank are rank ^ 1, rank ^ 2, rank ^ 4, …: one bit is flipped each time",
@@ -106,7 +109,8 @@ def _look_at_ends(kind: _Kind, outcomes: list[Outcome], case: str) -> None:
             raise one.error
         if isinstance(one.error, MisuseError):
             yours = f"rank {rank}: {one.line or 'at its end'}"
-            raise NotYetError(f"{case}: the messages", yours=yours, expected="each ends by wait()", hint=str(one.error))
+            expected = "isend and irecv, each with its wait()"
+            raise NotYetError(f"{case}: the messages", yours=yours, expected=expected, hint=str(one.error))
     aborted = [rank for rank, one in enumerate(outcomes) if one.number == signal.SIGABRT]
     if aborted:
         hint = "Gloo aborts a rank that gets a longer message than its tensor can hold: compare lengths and types"
@@ -192,6 +196,9 @@ def _count_messages(kind: _Kind, case: str, rank: int, n: int, sent: list[tuple[
         expected=f"{wanted:,.0f}",
         hint=f"{many}. {kind.bytes_hint}",
     )
+    hint = f"each message costs its latency, however short it is: {kind.bytes_hint}"
+    wanted = kind.messages(n)
+    expect(len(sent) == wanted, f"{case}: messages of rank {rank}", yours=len(sent), expected=wanted, hint=hint)
     peers, right = {peer for peer, _ in sent}, kind.peers(rank, n)
     expect(
         peers in right,
