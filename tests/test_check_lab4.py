@@ -519,6 +519,10 @@ def find_by_sampling(images, batch_size, count, drop_last):
         (find(split_as_torch, lambda images, size, drop: [size]), "without drop_last"),
         (find(split_as_torch, lambda images, size, drop: list_batches(images, size, False)), "with drop_last"),
         (find(split_as_torch, lambda *case: list_batches(*case)[-1:]), "a small last chunk"),
+        (
+            find(split_as_torch, lambda images, size, drop: [size, *list_batches(images, size, drop)]),
+            "a data set smaller than a batch has no full batch",
+        ),
         (find(split_evenly), "tensor_split"),
         (find(split_with_idle_devices), "runs no replica"),
         (lambda *_: 1, "for the full batch and for the last one"),

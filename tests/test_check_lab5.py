@@ -141,6 +141,7 @@ BARRIER = "        dist.barrier()\n"
         (("set_device(device)", 'set_device(int(os.environ["RANK"]))'), "RANK counts over all nodes"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
+        ((INIT, INIT.replace("minutes=2", "120")), "the first number of timedelta counts days"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
         ((INIT, INIT.replace("backend", '"gloo"')), "nccl is made for GPUs"),
         ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),
@@ -288,6 +289,13 @@ def alter(right, write, monkeypatch):
 def test_what_a_right_run_gave_is_accepted_again(alter, capsys):
     check.exercise("5.1", alter())
     assert "\n✔ 5.1" in capsys.readouterr().out
+
+
+def test_a_checkpoint_after_the_last_epoch_alone_is_refused(alter, right):
+    first, *others = copy.deepcopy(right.job.results)
+    assert first["saves"][0] == ddp_script.STEPS
+    found = refuse("5.1", alter(results=[first | {"saves": first["saves"][1:]}, *others]))
+    assert "save in each epoch" in found
 
 
 def test_wrong_shares_get_their_hint(alter, right):

@@ -290,6 +290,7 @@ def test_an_error_that_is_caught_is_not_mended(guarded):
 
 
 SUM_OF_GRADIENTS = "            for parameter in model.parameters():\n                dist.all_reduce(parameter.grad)\n"
+GRADIENTS_OF_RANK_0 = SUM_OF_GRADIENTS.replace("all_reduce(parameter.grad)", "broadcast(parameter.grad, 0)")
 RENAME = '    (folder / "model.tmp").rename(folder / "model.pt")\n'
 PORT = 'int(os.environ["MASTER_PORT"])'
 LOAD = "    points, labels = torch.load("
@@ -319,6 +320,11 @@ STORE = (
             "F.cross_entropy(parallel.module(inputs)",
         ),
         ("L", [("            optimizer.step", SUM_OF_GRADIENTS + "            optimizer.step")], "(parameter.grad)"),
+        (
+            "L",
+            [("            optimizer.step", GRADIENTS_OF_RANK_0 + "            optimizer.step")],
+            "broadcast(parameter.grad, 0)",
+        ),
         ("N", [("    save(model", "    time.sleep(rank * 5)\n    save(model")], "time.sleep(rank * 5)"),
         ("N", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], ".exists():"),
         ("O", [(PORT, f"{PORT} + 1")], "is_master=rank == 0"),

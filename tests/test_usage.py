@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -83,6 +84,35 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
     assert mean(right, "busy") == pytest.approx(mean(left, "busy"), abs=0.25)
     assert all(0 < sample.memory_bytes < sample.memory_total for sample in during)
     assert [sample.time for sample in left] == sorted(sample.time for sample in left)
+
+
+@linux
+def test_a_process_that_was_seen_before_it_began_its_program_is_counted(tmp_path):
+    """A reading may fall between fork and exec, of which the second gives a process its environment."""
+    node = sampler.Linux("0", str(tmp_path))
+    ready, go = os.pipe(), os.pipe()
+    environment = {**os.environ, "LAB_NODE": "0", "LAB_JOB_FOLDER": f"{tmp_path}/jobs/a/node0"}
+    pid = os.fork()
+    if not pid:
+        try:
+            os.write(ready[1], b"!")
+            os.read(go[0], 1)
+            os.execve(sys.executable, [sys.executable, "-c", BURN, "60"], environment)
+        finally:
+            os._exit(1)
+    try:
+        os.read(ready[0], 1)
+        assert node.read()["job_busy"] == 0
+        os.write(go[1], b"!")
+        end = time.monotonic() + 30
+        while not (busy := node.read()["job_busy"]) and time.monotonic() < end:
+            time.sleep(0.2)
+        assert busy > 0
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        for descriptor in (*ready, *go):
+            os.close(descriptor)
 
 
 @linux

@@ -69,6 +69,7 @@ def calibration() -> None:
     typical = math.exp(statistics.median(abs(math.log(ratio)) for ratio in ratios.values()))
     high = sum(ratio > 1 for ratio in ratios.values())
     count = f"{len(ratios)} guess{'es' * (len(ratios) > 1)}"
-    print(f"{count}, half of them within a factor of {typical:.1f}; {high} too high, {len(ratios) - high} too low")
+    spread = "half of them within" if len(ratios) > 1 else "within"
+    print(f"{count}, {spread} a factor of {typical:.1f}; {high} too high, {len(ratios) - high} too low")
     # In a figure, a formula would begin.
     figures.ratios({what.replace("$", r"\$"): ratio for what, ratio in ratios.items()})

@@ -91,10 +91,9 @@ class Linux:
             if not folder.name.isdigit():
                 continue
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is somebody else's
-                name, _, rest = (folder / "stat").read_text().rpartition(")")
-                fields = rest.split()
-                # The same number, start and name: the same program, whose environment has been read already.
-                key = (folder.name, fields[19], name)
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                # The same number, start and place of the environment in memory, which exec changes: it has been read.
+                key = (folder.name, fields[19], fields[47])
                 known[key] = self._ours[key] if key in self._ours else self._find_devices(folder)
                 if known[key] is not None:
                     ticks[folder.name] = int(fields[11]) + int(fields[12])

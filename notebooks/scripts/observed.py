@@ -40,6 +40,7 @@ class Notes:
         # For each step, of which the last one has just begun: which images it took, and its losses.
         self.images, self.losses = [[]], [[]]
         self.seconds, self.states, self.gradients = [], [], {}
+        self.saves = []  # after how many steps something was saved
         self.began, self.span = time.perf_counter(), []
 
     def name_tensors(self, choose):
@@ -74,6 +75,7 @@ class Notes:
         """Puts a function that takes notes around each function that a script calls for a step."""
         load, build = data.load, models.build
         fetch, deal, backward = data.Split.__getitems__, DataLoader.__iter__, torch.Tensor.backward
+        save = torch.save
 
         def note_dataset(*args, **options):
             self.dataset = load(*args, **options)
@@ -109,7 +111,11 @@ class Notes:
             backward(loss, *args, **options)
             self.timeline.end("backward")
 
-        data.load, models.build = note_dataset, note_model
+        def note_save(*args, **options):
+            self.saves.append(len(self.seconds))
+            return save(*args, **options)
+
+        data.load, models.build, torch.save = note_dataset, note_model, note_save
         data.Split.__getitems__, DataLoader.__iter__, torch.Tensor.backward = note_images, note_batches, note_loss
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
@@ -128,6 +134,7 @@ class Notes:
                 # The mean over a step's backward passes.
                 "losses": [float(sum(losses) / len(losses)) for losses in self.losses[:steps] if losses],
                 "seconds": self.seconds,
+                "saves": self.saves,
                 # When the first step began and the last one ended, in seconds since 1970 by this machine's clock.
                 "span": self.span,
                 "timeline": self.timeline.as_rows(),

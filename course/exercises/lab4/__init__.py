@@ -92,7 +92,7 @@ def _explain_mean(yours: torch.Tensor, batch_norm: nn.BatchNorm2d, images: torch
         every = (1 - momentum) * every + momentum * mean
     if is_close(yours, every):
         return "one update per step, not one per chunk: all replicas but replica 0 write into buffers that are dropped"
-    return "(1 - momentum) * batch_norm.running_mean + momentum * the mean of images.chunk(count)[0]"
+    return "(1 - momentum) * batch_norm.running_mean + momentum * images.chunk(count)[0].mean((0, 2, 3))"
 
 
 # Images, batch size, devices, drop_last; after those that have something to say come many more, against luck.
@@ -172,6 +172,10 @@ BATCHES: tuple[tuple[str, Callable[[int, int, bool], list[int]]], ...] = (
     (
         "with drop_last the last, smaller batch is left out",
         lambda images, size, drop: _find_batches(images, size, False),
+    ),
+    (
+        "a data set smaller than a batch has no full batch: without drop_last all of it is one batch, with it none",
+        lambda images, size, drop: sorted({size, *([] if drop else _find_batches(images, size, False))}),
     ),
     (
         "a full batch can also have a small last chunk",

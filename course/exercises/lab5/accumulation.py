@@ -172,7 +172,8 @@ def _expect_update(case: str, yours: torch.Tensor, right: torch.Tensor, *, count
     elif of_last > 1 - CLOSE:
         hint = "only the last micro-batch counts: optimizer.zero_grad() once, before the first, not for each"
     elif of_all < 1 - CLOSE:
-        hint = "gradients of the step before are still there: optimizer.zero_grad() before the first micro-batch"
+        hint = "are gradients of the step before still there (optimizer.zero_grad() comes before the first micro-batch)"
+        hint += ", or is the loss not divided by the number of this call's micro-batches?"
     expect(
         float((yours - right).abs().max()) <= CLOSE,
         f"{case}: the length of the weights' update",

@@ -103,6 +103,13 @@ def verify_ddp_script(path: str | Path) -> str:
         first = runs.job.ranks[0].node
         expect_saved_once(runs.saved, first)
         expect_state(runs.saved[first], runs.kept[0][-1]["weights"], EPOCHS)
+        expect(
+            STEPS in runs.job.results[0]["saves"],
+            "a checkpoint of epoch 1",
+            yours="none",
+            expected="one after each epoch",
+            hint="a run that ends in its second epoch has to find one: save in each epoch, not only in the last",
+        )
         if not asks_for_checkpoint(tree):
             _expect_without_checkpoint(script, Path(folder))
     return PROVED

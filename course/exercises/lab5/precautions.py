@@ -33,16 +33,7 @@ def expect_precautions(tree: ast.AST) -> None:
         hint="torchrun sets the addresses and ranks; init_process_group reads them and connects the processes",
     )
     _expect_backend(tree, starts, values)
-    # A keyword without a name is **options, which may hold it.
-    waits = [keyword.value for call in starts for keyword in call.keywords if keyword.arg in ("timeout", None)]
-    waits += [call.args[2] for call in starts if len(call.args) > 2]
-    expect(
-        any(not (isinstance(wait, ast.Constant) and wait.value is None) for wait in waits),
-        "how long a process waits for one that does not answer",
-        yours="timeout=None, the default" if waits else "init_process_group without timeout=",
-        expected="timeout=timedelta(minutes=2)",
-        hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
-    )
+    _expect_timeout(named, starts)
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {name for name, _ in named}
     expect(
@@ -69,6 +60,33 @@ def expect_precautions(tree: ast.AST) -> None:
         expected="rank 0 saves",
         hint="if args.checkpoint and rank == 0: torch.save(state, args.checkpoint)",
     )
+
+
+def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.Call]) -> None:
+    """The processes wait for each other for some time that is given, and not for days."""
+    # A keyword without a name is **options, which may hold it.
+    waits = [keyword.value for call in starts for keyword in call.keywords if keyword.arg in ("timeout", None)]
+    waits += [call.args[2] for call in starts if len(call.args) > 2]
+    expect(
+        any(not (isinstance(wait, ast.Constant) and wait.value is None) for wait in waits),
+        "how long a process waits for one that does not answer",
+        yours="timeout=None, the default" if waits else "init_process_group without timeout=",
+        expected="timeout=timedelta(minutes=2)",
+        hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
+    )
+    days = [call for name, call in named if name == "timedelta" and any(map(_find_number, call.args[:1]))]
+    expect(
+        not days,
+        "how long a process waits for one that does not answer",
+        yours=ast.unparse(days[0]) if days else "",
+        expected="timeout=timedelta(minutes=2)",
+        hint="the first number of timedelta counts days: write minutes= or seconds=",
+    )
+
+
+def _find_number(expression: ast.expr) -> float:
+    value = getattr(expression, "value", 0)
+    return value if isinstance(value, int | float) else 0
 
 
 def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[str, list[ast.expr]]) -> None:

@@ -69,6 +69,7 @@ def _sleep_unless(right: str) -> str:
 _UNDIVIDED = r"(?s:\A(?!.*\bparallel(?:\.forward)?\().*)F\.cross_entropy\("
 # A loop that looks again and again may sleep, and so may whoever waits for the other rank, too.
 _WAITS = r"\bwhile |\bbreak\b|\.barrier\(|\.wait\("
+_ONE_SAVES = r"\brank\b[^\n]*:\n +"
 _SAMPLER = (
     "    sampler = DistributedSampler(dataset, drop_last=True)\n"
     "    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)\n"
@@ -140,7 +141,7 @@ FAULTS = (
         ),
         # With 257 points, one fewer is equally many for both ranks.
         hides=r"range\(\w+, (?:POINTS|len\(dataset\)) - 1,",
-        points=(257, 255),
+        points=(257, 319),
     ),
     Fault(
         "F",
@@ -243,9 +244,10 @@ FAULTS = (
         "compare the weights of the two ranks after each epoch",
         "train through the wrapper, model(inputs): only its forward pass makes backward() average the gradients",
         (("F.cross_entropy(model(inputs", "F.cross_entropy(model.module(inputs"),),
-        # A sum of the gradients that is divided by the number of ranks is right.
+        # A sum of the gradients that is divided by the number of ranks is right, also one that rank 0 sends to all.
         hides=r"(?s:\A(?!.*(?:AVG|\.div|\.mul|[/*]=|[^/]/ (?:world_size|2\b|dist\.)|\* 0\.5)).*)"
-        r"\ball_reduce\([^\n]*\.grad\b",
+        r"\ball_reduce\([^\n]*\.grad\b"
+        r"|(?s:\A(?!.*\breduce\().*)\bbroadcast\([^\n]*\.grad\b",
     ),
     Fault(
         "M",
@@ -273,7 +275,10 @@ FAULTS = (
         "one rank saves: `if rank == 0`. The ranks have the same weights, so one checkpoint is enough",
         (("    if rank == 0:\n        save(model", "    save(model"),),
         slow="SAVE",
-        hides=r"^\s*if (?!.*\brank\b).*\.(?:exists|is_file)\(\)|" + _sleep_unless(r"\brank\b[^\n]*:\n +save\("),
+        # Without the rename no file is missing; but every rank writes, and who reads then may find half a file.
+        hides=r"^\s*if (?!.*\brank\b).*\.(?:exists|is_file)\(\)|"
+        + _sleep_unless(rf"{_ONE_SAVES}save\(")
+        + rf"|(?s:\A(?!.*{_ONE_SAVES}(?:torch\.)?save\().*)\b(?:torch\.save|copy\w*)\([^\n]*\bmodel\.pt\b",
     ),
     Fault(
         "O",
@@ -336,7 +341,7 @@ FAULTS = (
             ),
         ),
         hard=True,
-        points=(257, 255),
+        points=(257, 319),
     ),
     Fault(
         "Q",
