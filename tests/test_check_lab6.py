@@ -121,6 +121,11 @@ def quick(monkeypatch):
         ("E", [("shuffle=True", "shuffle=True, drop_last=True")], "SIGABRT"),
         ("E", [*UNDER_JOIN, (ALL_REDUCE, "")], "of 257 points"),
         (
+            "E",
+            [("indices, inputs, targets in loader", "(indices, inputs, targets), _ in zip(loader, range(8))")],
+            "256, 256 of them",
+        ),
+        (
             "F",
             [
                 (
@@ -327,6 +332,7 @@ STORE = (
         ),
         ("N", [("    save(model", "    time.sleep(rank * 5)\n    save(model")], "time.sleep(rank * 5)"),
         ("N", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], ".exists():"),
+        ("N", [('"model.tmp")\n    time', '"model.pt")\n    time'), (RENAME, "")], "folder / 'model.pt')"),
         ("O", [(PORT, f"{PORT} + 1")], "is_master=rank == 0"),
         ("O", [(PORT, "29577")], "is_master=rank == 0"),
         ("O", [("rank == 0)", "True)")], "is_master=True"),
