@@ -64,7 +64,7 @@ def step_times(timings: Sequence[Timing], *, ax: Axes | None = None) -> Axes:
     ax.set_xlim(0, 1.12 * max((1e3 * timing.high for timing in timings if not timing.out_of_memory), default=1))
     ax.grid(axis="y", visible=False)
     ax.set_xlabel("time per step in ms (median; line: quartiles)")
-    mark_noise(ax, find_noise(timings), below=True)
+    mark_noise(ax, find_noise(timings))
     return ax
 
 

@@ -59,17 +59,13 @@ def new_axes(**options: object) -> Axes:
     return plt.subplots(**options)[1]
 
 
-def mark_noise(ax: Axes, noise: str, *, below: bool = False) -> None:
-    """Writes at the foot of a figure why it is no finding, where it is none: what ``timing.find_noise`` says.
-
-    With ``below`` it stands under the x label, where it covers no bar.
-    """
+def mark_noise(ax: Axes, noise: str) -> None:
+    """Writes, below the x label, why a figure is no finding, where it is none: what ``timing.find_noise`` says."""
     box = {"facecolor": "white", "edgecolor": "#D55E00", "boxstyle": "round"}
     text = noise.replace(", ", ",\n").replace(": ", ":\n")
     if noise:
-        height, side = (-42, "top") if below else (8, "bottom")  # points
-        settings = {"ha": "center", "va": side, "color": "#D55E00", "bbox": box, "parse_math": False}
-        place = {"xycoords": "axes fraction", "xytext": (0, height), "textcoords": "offset points"}
+        settings = {"ha": "center", "va": "top", "color": "#D55E00", "bbox": box, "parse_math": False}
+        place = {"xycoords": "axes fraction", "xytext": (0, -42), "textcoords": "offset points"}
         ax.annotate(text, (0.5, 0), fontsize=9, zorder=6, **place, **settings)
 
 
