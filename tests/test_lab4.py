@@ -121,12 +121,14 @@ def test_the_what_if_draws_both_stems(run_cells):
         return {"DP": speed / 1e12, "DDP": 2.0}
 
     names = {"PER_IMAGE": {"imagenet": 0.002, "cifar": 0.03}, "predict_speed_ups": predict, "MOVED": ["DP", "DDP"]}
+    names["TIMED"] = {"imagenet": Timing("imagenet", (1, 1, 1)), "cifar": Timing("cifar", (1, 1, 1), others=0.5)}
     names |= {"BUSES": {"PCIe": 16}, "COUNT": 2, "NET": "resnet18"}
     axes = run_cells("what-if-figure", **names)["axes"]
     assert [ax.get_title(loc="left") for ax in axes] == [
         "resnet18, imagenet stem: 2 ms per image here",
         "resnet18, cifar stem: 30 ms per image here",
     ]
+    assert ["measure again" in ax.texts[-1].get_text() for ax in axes] == [False, True]
     for ax in axes:
         lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
         assert lines["DP"][-1] == pytest.approx(1) and lines["DDP"] == [2.0] * 60
