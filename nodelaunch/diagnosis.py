@@ -219,7 +219,8 @@ def _describe_hang(state: JobState, errors: list[dict], common: dict) -> Failure
     inside, outside = ([one for one in stacks if _stands_outside(state, one) is there] for there in (False, True))
     if inside and outside:
         rank = outside[0]
-        what = f"Rank {rank} on {state.ranks[rank].node} is in no collective, and rank {inside[0]} waits in one."
+        what = f"Rank {rank} on {state.ranks[rank].node} stood in the script itself, while rank {inside[0]}"
+        what += " waits in a collective."
     return Failure(
         "hang",
         _shorten(what),
@@ -238,10 +239,12 @@ def _waits(state: JobState, rank: int) -> bool:
 
 def _stands_outside(state: JobState, rank: int) -> bool | None:
     """Whether a rank stood in a line of the script itself, and not in torch; None where that is not known."""
-    places = re.findall(r'File "([^"]+)", line', state.stacks.get(rank, ""))
+    # faulthandler writes all threads, and the one that was interrupted last: the main thread, which runs the script.
+    stack = state.stacks.get(rank, "").rpartition("Current thread")[2]
+    places = re.findall(r'File "([^"]+)", line', stack)
     if not places:
         return None
-    return re.match(OWN, places[0 if "most recent call first" in state.stacks[rank] else -1]) is not None
+    return re.match(OWN, places[0 if "most recent call first" in stack else -1]) is not None
 
 
 def _describe_silent(state: JobState, rank: int, errors: list[dict], common: dict) -> Failure:

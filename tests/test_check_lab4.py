@@ -180,8 +180,13 @@ def step_with_threads_and_even_chunks(model, images, labels, optimizer, count):
         for parameter, one in zip(model.parameters(), replica.parameters(), strict=True):
             parameter.grad += one.grad
     optimizer.step()
-    optimizer.zero_grad()
     return loss.detach()
+
+
+def step_and_clear(model, images, labels, optimizer, count):
+    loss = step_with_threads_and_even_chunks(model, images, labels, optimizer, count)
+    optimizer.zero_grad()
+    return loss
 
 
 def scatter_labels(*, reduction="sum", gather=None, futures_heard=True):
@@ -310,6 +315,7 @@ def cut(images, count):
 
 
 WRONG_STEPS = {
+    "clears the gradients": (step_and_clear, "leave them in the model"),
     "mean of the gradients": (step_by_hand(reduce=reduce_mean), "so the parts add up"),
     "gradients of replica 0": (step_by_hand(reduce=reduce_first), "one replica's gradients alone"),
     "gradients left behind": (step_by_hand(reduce=lambda *_: None), "no gradient reached"),

@@ -317,6 +317,8 @@ STORE = (
         ("I", [("seen = parallel.module.seen", "seen = POINTS")], "seen = POINTS"),
         ("I", [("seen = parallel.module.seen", "seen = len(points)")], "seen = len(points)"),
         ("E", [("POINTS, world_size", "POINTS - 1, world_size")], "range(rank, POINTS - 1, world_size)"),
+        ("E", [("range(rank, POINTS", "range(rank + 1, POINTS")], "range(rank + 1, POINTS, world_size)"),
+        ("G", [("[rank]", "[min(rank, len(gpus or shares) - 1)]")], "min(rank, len(gpus or shares) - 1)]"),
         ("H", [("parallel(inputs)", "model(inputs)")], "F.cross_entropy(scores, wanted)"),
         ("I", [("parallel(inputs)", "model(inputs)"), ("parallel.module", "model")], "F.cross_entropy(model(inputs)"),
         (
@@ -344,6 +346,17 @@ STORE = (
             "time.sleep(20 * rank)",
         ),
         ("U", [("scale_factor=8", "scale_factor=2"), ("], 8)", "], 2)")], "self.enlarged[index] = F"),
+        (
+            "U",
+            [
+                ("        self.enlarged = {}\n", ""),
+                ("class Pictures", "SEEN = {}\n\n\nclass Pictures"),
+                ("self.enlarged[index] = F.interpolate(picture[None, None], scale_factor=8)", "SEEN[index] = picture"),
+                ("F.avg_pool2d(self.enlarged[index], 8)[0, 0].byte()", "SEEN[index].byte()"),
+                ("self.enlarged", "SEEN"),
+            ],
+            "SEEN[index] = picture",
+        ),
         (
             "U",
             [("scale_factor=8", "scale_factor=2"), ("], 8)", "], 2)"), ("self.enlarged", "self.cache")],

@@ -101,6 +101,25 @@ def test_a_rank_that_ends_while_another_connects_is_told_of_the_barrier():
     assert "numbers of batches" in diagnose(state).cause
 
 
+def test_of_two_that_stand_still_the_one_outside_of_torch_is_named():
+    """As faulthandler writes it: the launcher's own watch first, and the script's thread last."""
+    watch = 'Thread 0x07 (most recent call first):\n  File "/n/code/0/nodelaunch/node/worker.py", line 115 in run\n\n'
+    inner = '  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 3913 in all_reduce\n'
+    stood = {rank: f'  File "/n/code/{"0" * 64}/script/train.py", line {23 + rank} in <module>\n' for rank in (0, 1)}
+    for sleeper in (0, 1):
+        state = make_story()
+        for rank, node in enumerate("ab"):
+            stack = ("" if rank == sleeper else inner) + stood[rank]
+            text = f"{watch}Current thread 0x08 (most recent call first):\n{stack}"
+            own = f'  File "train.py", line {23 + rank}, in <module>\n'
+            state.read(node, say("hang", rank=rank, seconds=8, traceback=own))
+            state.read(node, say("stack", rank=rank, text=text))
+        failure = diagnose(state)
+        assert (failure.kind, failure.rank) == ("hang", sleeper)
+        assert f"Rank {sleeper} on {'ab'[sleeper]} stood in the script itself, while rank" in failure.what
+        assert failure.stacks[sleeper] == f"train.py, line {23 + sleeper}, in <module>"
+
+
 def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first():
     """NCCL's watchdog aborts a rank whose peer is gone, and may be heard before the peer's end is."""
     state = make_story()

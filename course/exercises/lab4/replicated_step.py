@@ -67,6 +67,14 @@ def _compare_steps(answer: Callable, watch: Watch, count: int, batch: int, norma
         loss, gradient = step.differentiate(list(range(batch)))
         _expect_loss(step, returned, loss, watch)
         _expect_gradient(step, used, gradient, watch, moved=not torch.equal(before, join(model.parameters())))
+        left = _join_gradients(model)
+        expect(
+            left is not None and is_close(left, gradient),
+            f"{name}: the gradients after the step",
+            yours="none" if left is None or not left.any() else "others",
+            expected="those of this step",
+            hint="leave them in the model: zero_grad() comes before the next backward(), and the next cell reads them",
+        )
         theirs["optimizer"].zero_grad()
         F.cross_entropy(twin(images), labels).backward()
         theirs["optimizer"].step()

@@ -139,8 +139,8 @@ FAULTS = (
             ("        sampler.set_epoch(epoch)\n", ""),
             ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, Subset, TensorDataset"),
         ),
-        # With 257 points, one fewer is equally many for both ranks.
-        hides=r"range\(\w+, (?:POINTS|len\(dataset\)) - 1,",
+        # With an odd number of points, one fewer is equally many for both ranks.
+        hides=r"range\(\w+, (?:POINTS|len\(\w+\)) - 1,|range\(rank \+ 1,",
         points=(257, 319),
     ),
     Fault(
@@ -166,6 +166,8 @@ FAULTS = (
             ("rank, world_size, local_rank = ", "rank, world_size = "),
         ),
         layouts=((2, 1), (1, 2)),
+        # The ranks of the second node would share a device.
+        hides=r"\bmin\(rank\b",
     ),
     Fault(
         "H",
@@ -420,8 +422,9 @@ FAULTS = (
         ),
         layouts=((1, 1),),
         # A dictionary that is emptied, or has a largest size, is right.
-        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |maxlen|len\(self\.|self\.(?!file\b)(\w+) = .*self\.\1 = )).*)"
-        r"self\.\w+(?:\[index\] = |\.(?:setdefault|append)\()",
+        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |maxlen|len\((?:self\.|[A-Z]+\))"
+        r"|self\.(?!file\b)(\w+) = .*self\.\1 = )).*)"
+        r"\w+(?:\[index\] = |\.(?:setdefault|append)\()|^ *@(?:functools\.)?cache\b|\bmaxsize=None",
         loading=True,
     ),
     Fault(
