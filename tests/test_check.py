@@ -236,6 +236,12 @@ def test_guesses_are_summed_up_by_their_ratio(capsys):
     assert low < 0.125 and high > 8 and low * high == pytest.approx(1), "as far to the left as to the right"
 
 
+def test_of_a_single_guess_there_is_no_half(capsys):
+    check.keep_guess("first", 3.0, 1.5)
+    check.calibration()
+    assert capsys.readouterr().out == "1 guess, within a factor of 2.0; 1 too high, 0 too low\n"
+
+
 def test_a_guess_that_was_not_made_is_not_kept(capsys):
     for noise in ("", "this machine was busy"):
         check.keep_guess("first", None, 1.5, noise=noise)

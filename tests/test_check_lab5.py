@@ -141,7 +141,7 @@ BARRIER = "        dist.barrier()\n"
         (("set_device(device)", 'set_device(int(os.environ["RANK"]))'), "RANK counts over all nodes"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
-        ((INIT, INIT.replace("minutes=2", "120")), "the first number of timedelta counts days"),
+        ((INIT, INIT.replace("minutes=2", "60 * 2")), "the first number of timedelta counts days"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
         ((INIT, INIT.replace("backend", '"gloo"')), "nccl is made for GPUs"),
         ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),

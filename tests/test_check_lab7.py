@@ -277,6 +277,10 @@ WRONG_SHARES = {
     "even blocks": (lambda o, r, w, pad=False: o[r * (len(o) // w) : (r + 1) * (len(o) // w)], "a block of neighbours"),
     "always padded": (lambda o, r, w, pad=False: share(o, r, w, True), "nothing is repeated"),
     "never padded": (lambda o, r, w, pad=False: share(o, r, w), "repeat the order from its start"),
+    "four times": (
+        lambda o, r, w, pad=False: (o * 4)[: -(-len(o) // w) * w][r::w] if pad else o[r::w],
+        "repeated more than once",
+    ),
     "dropped": (lambda o, r, w, pad=False: o[r::w][: len(o) // w], "the last indices are lost"),
     "once more": (pad_with(lambda o, missing: o[:missing]), "more ranks than images"),
     "the last again": (pad_with(lambda o, missing: o[-1:] * missing), "from its start"),

@@ -282,7 +282,21 @@ def twos(x):
     work.wait()
 
 
+def ring_by_element(x):
+    """A ring in messages of one number each; a chunk here has two or three."""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    chunks, received = x.chunk(n), torch.empty_like(x.chunk(n)[0])
+    for step in range(2 * (n - 1)):
+        for one, other in zip(chunks[(rank - step) % n].split(1), received.split(1), strict=True):
+            work = dist.isend(one, (rank + 1) % n)
+            dist.recv(other, (rank - 1) % n)
+            work.wait()
+        chunk = chunks[(rank - step - 1) % n]
+        chunk.add_(received) if step < n - 1 else chunk.copy_(received)
+
+
 WRONG_RINGS = {
+    "by element": (ring_by_element, "each message costs its latency"),
     "adds before the wait": (ring(add_before_wait=True), "NaN"),
     "never waits": (ring(wait=False), "wait() for every isend"),
     "reduce-scatter only": (ring(steps=lambda n: n - 1), "the all-gather then sends complete chunks on"),

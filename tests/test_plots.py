@@ -108,6 +108,15 @@ def test_throughput_has_plain_ticks_at_the_measured_batches_and_a_band_of_quarti
     assert (band.min(), band.max()) == pytest.approx((100 / 1.2, 100 / 0.9))
 
 
+@pytest.mark.parametrize("draw", [plots.throughput, plots.step_times])
+def test_why_a_figure_is_no_finding_covers_nothing_of_it(draw):
+    ax = draw([Timing("fp32", (0.1, 0.1, 0.1), images=8, others=0.5)])
+    ax.figure.canvas.draw()
+    text = ax.texts[-1]
+    assert "measure again" in text.get_text()
+    assert text.get_window_extent().y1 < ax.xaxis.label.get_window_extent().y0
+
+
 def test_throughput_marks_where_the_candidate_overtakes_the_baseline():
     ax = plots.throughput(make_sweep(), baseline="fp32", candidate="bf16")
     (mark,) = [line for line in ax.lines if "overtakes" in line.get_label()]

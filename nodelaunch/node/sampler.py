@@ -92,7 +92,7 @@ class Linux:
                 continue
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is somebody else's
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-                # The same number, start and place of the environment in memory, which exec changes: it has been read.
+                # exec puts the environment elsewhere in memory: with the same number, start and place it is known.
                 key = (folder.name, fields[19], fields[47])
                 known[key] = self._ours[key] if key in self._ours else self._find_devices(folder)
                 if known[key] is not None:

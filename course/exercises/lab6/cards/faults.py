@@ -422,9 +422,10 @@ FAULTS = (
         ),
         layouts=((1, 1),),
         # A dictionary that is emptied, or has a largest size, is right.
-        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |maxlen|len\((?:self\.|[A-Z]+\))"
+        hides=r"(?s:\A(?!.*(?:\.clear\(|\.pop|\bdel |maxlen|len\([\w.]+\) [<>=]"
         r"|self\.(?!file\b)(\w+) = .*self\.\1 = )).*)"
-        r"\w+(?:\[index\] = |\.(?:setdefault|append)\()|^ *@(?:functools\.)?cache\b|\bmaxsize=None",
+        r"(?:\w+\[index\] = |(?:self\.\w+|[A-Z]\w+)\.(?:setdefault|append)\()"
+        r"|^ *@(?:functools\.)?cache\b|\bmaxsize=None",
         loading=True,
     ),
     Fault(
