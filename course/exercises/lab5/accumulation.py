@@ -1,23 +1,23 @@
-"""Exercise 5.4: one step over several micro-batches that sends the gradients once, on a DDP of a single process."""
+"""Exercise 5.4: one step over several micro-batches that sends the gradients once, by DDP on two forked ranks."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from course.calls import count_collectives
 from course.check import expect
 from course.exercises.probe import Probe
-from lab_common import LabError
+from course.exercises.ranks import run_on_ranks
 
 # Micro-batches of each step. Two steps, because what the first leaves behind shows in the second.
-STEPS, SIZE, CLOSE = (3, 2), 4, 1e-10
+STEPS, SIZE, RANKS, CLOSE = (3, 2), 4, 2, 1e-10
 
 
 class _Witness:
@@ -38,11 +38,13 @@ class _Witness:
         self.sent_in: list[int] = []  # the number of the backward pass of each sending
         self.steps = 0
 
+    def get_notes(self) -> dict[str, Any]:
+        """What was noted, without the model."""
+        return {name: value for name, value in vars(self).items() if name != "_model"}
+
     def _note_sending(self, state, bucket):  # without types: DDP refuses those that are kept as text, as all are here
         self.sent_in.append(self.events.count("backward"))
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(bucket.buffer())  # the mean over one rank
-        return done
+        return allreduce_hook(state, bucket)
 
     def _note_forward(self, module: nn.Module, arguments: tuple, logits: torch.Tensor) -> None:
         self.events.append("forward")
@@ -58,44 +60,37 @@ class _Witness:
         self.steps += 1
 
 
-@contextmanager
-def group_of_one() -> Iterator[None]:
-    """A process group of this process alone for a block; one that is there already is used, and left.
-
-    Raises:
-        LabError: The one that is there has other processes, which do not take part.
-    """
-    if dist.is_initialized():
-        if dist.get_world_size() > 1:
-            fix = "dist.destroy_process_group(), then run the cell again"
-            raise LabError("A process group with other processes is open here.", where="this kernel", fix=fix)
-        yield
-        return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def verify_accumulation(accumulate: Callable) -> str:
     """Makes two steps over three and two micro-batches and compares them with steps on the global batches."""
-    with group_of_one():
-        reference = Probe().double()
-        model = DistributedDataParallel(copy.deepcopy(reference))
+
+    def work(rank: int) -> list[dict]:
+        model, reference = (DistributedDataParallel(Probe().double()) for _ in range(2))
         optimizer, plain = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (model, reference))
         witness = _Witness(model, optimizer)
-        generator = torch.Generator().manual_seed(2)
-        for step, count in enumerate(STEPS, start=1):
-            batches = [_draw(generator) for _ in range(count)]
-            before, last = _flatten(reference), _find_gradient(reference, *batches[-1])
+        generator, found = torch.Generator().manual_seed(2), []
+        for count in STEPS:
+            of_ranks = [[_draw(generator) for _ in range(count)] for _ in range(RANKS)]
+            before, begin = _flatten(reference), count_collectives()
+            last = _find_gradient(reference.module, *_join([batches[-1] for batches in of_ranks]))
             witness.clear()
-            accumulate(model, batches, optimizer)
-            _step(reference, plain, batches)
-            case = f"step {step}, {count} micro-batches"
-            _expect_passes(case, witness, count)
-            _expect_sent_once(case, witness, count)
-            _expect_update(case, _flatten(model) - before, _flatten(reference) - before, count=count, last=last)
+            accumulate(model, of_ranks[rank], optimizer)
+            middle = count_collectives()
+            _step(reference, plain, *_join(of_ranks[rank]))
+            # DDP alone starts as many for both: its first steps have some that are not for gradients.
+            own_calls = (middle - begin) - (count_collectives() - middle)
+            updates = {"yours": _flatten(model) - before, "right": _flatten(reference) - before}
+            found.append({"notes": witness.get_notes(), "own_calls": own_calls, "last": last, **updates})
+        return found
+
+    first = run_on_ranks(work, accumulate, case="two steps on two ranks", count=RANKS)[0]
+    for step, (count, found) in enumerate(zip(STEPS, first, strict=True), start=1):
+        case, notes = f"step {step}, {count} micro-batches", found["notes"]
+        _expect_passes(case, notes, count)
+        _expect_sent_once(case, notes, count)
+        _expect_update(case, found["yours"], found["right"], count=count, last=found["last"])
+        hint = "DDP has averaged when the last backward() returns: a collective of your own sends everything again"
+        yours = found["own_calls"]
+        expect(yours == 0, f"{case}: collectives beside DDP's own", yours=yours, expected=0, hint=hint)
     return "each of two steps equals a step on its global batch, and sent the gradients once"
 
 
@@ -113,49 +108,52 @@ def _find_gradient(model: nn.Module, images: torch.Tensor, labels: torch.Tensor)
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
-def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list) -> None:
-    """The expected step: one pass over all images at once."""
-    images, labels = (torch.cat(part) for part in zip(*batches, strict=True))
+def _join(batches: list) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.cat(part) for part in zip(*batches, strict=True))
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> None:
+    """The expected step: one pass over all images of this rank at once; DDP averages over the ranks."""
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()
     optimizer.step()
 
 
-def _expect_passes(case: str, witness: _Witness, count: int) -> None:
+def _expect_passes(case: str, notes: dict, count: int) -> None:
     """One forward and one backward pass per micro-batch, in turns, and one step."""
     passes = ["forward", "backward"] * count
     hint = f"{count} micro-batches are {count} forward passes through model, each followed by its backward()"
-    if witness.events == ["forward"] * count + ["backward"] * count:
+    if notes["events"] == ["forward"] * count + ["backward"] * count:
         hint = "backward() after each forward: it frees that pass's activations"
     expect(
-        witness.events == passes,
+        notes["events"] == passes,
         f"{case}: the passes",
-        yours=" ".join(witness.events) or "none",
+        yours=" ".join(notes["events"]) or "none",
         expected=" ".join(passes),
         hint=hint,
     )
     hint = "optimizer.step() once, after the last micro-batch: until then the gradients are only being added up"
-    expect(witness.steps == 1, f"{case}: steps of the optimizer", yours=witness.steps, expected=1, hint=hint)
+    expect(notes["steps"] == 1, f"{case}: steps of the optimizer", yours=notes["steps"], expected=1, hint=hint)
 
 
-def _expect_sent_once(case: str, witness: _Witness, count: int) -> None:
+def _expect_sent_once(case: str, notes: dict, count: int) -> None:
     """The gradients were sent once, in the last backward pass, when all micro-batches had been added up."""
     hint = "all micro-batches but the last run under model.no_sync()"
-    if not witness.sent_in:
+    if not notes["sent_in"]:
         hint = "the last micro-batch runs through model, outside model.no_sync(), or the ranks never exchange gradients"
-    elif all(witness.forward_syncs) and not all(witness.backward_syncs):
+    elif all(notes["forward_syncs"]) and not all(notes["backward_syncs"]):
         hint = "forward belongs under model.no_sync() too: DDP decides in the forward pass whether backward will send"
     expect(
-        len(witness.sent_in) == 1,
+        len(notes["sent_in"]) == 1,
         f"{case}: how often the gradients were sent",
-        yours=len(witness.sent_in),
+        yours=len(notes["sent_in"]),
         expected=1,
         hint=hint,
     )
     expect(
-        witness.sent_in == [count],
+        notes["sent_in"] == [count],
         f"{case}: in which of the backward passes the gradients were sent",
-        yours=witness.sent_in[0],
+        yours=notes["sent_in"][0],
         expected=count,
         hint="send in the last pass, when all gradients have been added up; what comes later stays on its own rank",
     )
@@ -169,6 +167,10 @@ def _expect_update(case: str, yours: torch.Tensor, right: torch.Tensor, *, count
     hint = "the loss of each micro-batch is the mean over its images, divided by the number of micro-batches"
     if of_all > 1 - CLOSE and abs(ratio - count) < CLOSE:
         hint = "backward() adds up: divide each loss by the number of micro-batches, or the step is too long"
+    elif of_all > 1 - CLOSE and abs(ratio * RANKS - 1) < CLOSE:
+        hint = "DDP has divided by the number of ranks already: divide by that of the micro-batches alone"
+    elif of_all > 1 - CLOSE and abs(ratio - RANKS) < CLOSE:
+        hint = "DDP has averaged when the last backward() returns: all-reduce nothing yourself"
     elif of_last > 1 - CLOSE:
         hint = "only the last micro-batch counts: optimizer.zero_grad() once, before the first, not for each"
     elif of_all < 1 - CLOSE:
