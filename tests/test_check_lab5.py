@@ -134,6 +134,7 @@ BARRIER = "        dist.barrier()\n"
         ((INIT, "pass"), "init_process_group reads them"),
         ((INIT, "dist.init_process_group(backend)"), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
+        ((INIT, INIT.replace("minutes=2", "hours=2")), "two minutes are enough"),
         ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),
         (("[local_rank] if", "[rank] if"), "RANK counts over all nodes"),
         (('device("cuda", local_rank)', 'device("cuda", int(os.environ["RANK"]))'), "RANK counts over all nodes"),
@@ -549,7 +550,7 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
         )
         assert capsys.readouterr().out == (
             "Both commands run on this machine, on its processor ...\n"
-            "✔ 5.2 Two commands: both nodes joined and trained together, and only rank 0 printed the result\n"
+            "✔ 5.2 Two commands: both nodes joined, and only rank 0 printed the result\n"
         )
         monkeypatch.setattr(commands, "SECONDS", 12)
         elsewhere = [type_static(node, meet="--master-addr=203.0.113.7 --master-port=29555") for node in (0, 1)]
@@ -574,6 +575,7 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
         (lambda orders: len(orders) > 1 and len({tuple(order[:3]) for order in orders}) == 1, "a part may agree"),
         (lambda orders: len(orders) > 1 and len({(order[0], order[-1]) for order in orders}) == 1, "both ends"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[1] == orders[-1], "however many there are"),
+        (lambda orders: len(orders) > 1 and all(one == orders[0] for one in orders[:3]), "however many there are"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[1], "compare all epochs with the first"),
         (lambda orders: len(orders) > 1 and orders[-2] == orders[-1], "not only neighbours"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[-1], "not only the first and the last"),
@@ -599,7 +601,7 @@ def test_wrong_answers_about_set_epoch_get_their_hint(answer, hint):
 )
 def test_right_answers_about_set_epoch_are_accepted(answer, capsys):
     check.exercise("5.3", answer)
-    expected = "✔ 5.3 A forgotten set_epoch: 12 runs of torch's DistributedSampler, with and without set_epoch\n"
+    expected = "✔ 5.3 A forgotten set_epoch: 13 runs of torch's DistributedSampler, with and without set_epoch\n"
     assert capsys.readouterr().out == expected
 
 

@@ -180,8 +180,9 @@ def test_a_step_is_measured_bucket_by_bucket(scripts):
     ready = [bucket["ready"] for bucket in buckets]
     assert ready[0] > 0 and ready == sorted(ready) and ready[-1] < step["backward"]
     assert all(bucket["send"] > 0 for bucket in buckets) and 0 <= step["busy"] <= 1
+    stored = timing.Records("lab5").add("step", step)["result"]
     for what in TIMED:
-        found = timing.Timing.from_record(step[what])
+        found = stored[what]  # a Timing, which is measured again where it is noise
         assert len(found.seconds) == 2 and found.median > 0
     overlapping, apart = step["timelines"].values()
     names = ["backward", *(f"bucket {number + 1}" for number in range(len(buckets)))]

@@ -110,7 +110,7 @@ def test_a_phase_of_the_learner_s_own_is_drawn_too():
 
 
 def test_utilisation_tells_two_nodes_on_one_machine_apart_by_the_job_s_share():
-    samples = [make_usage(f"node{n}", t + 0.1 * n, job_busy=0.5 - 0.1 * n) for t in range(3) for n in range(2)]
+    samples = [make_usage(f"node{n}", t + 0.1 * n, job_busy=0.5 - 0.1 * n) for t in range(3) for n in (1, 0)]
     ax = plots.utilisation(samples)
     lines = {line.get_label().split(":")[0]: line for line in ax.lines}
     assert list(lines["node0"].get_ydata()) == pytest.approx([50] * 3)

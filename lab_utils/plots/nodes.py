@@ -75,8 +75,8 @@ def utilisation(samples: Iterable[Any], ax: Axes | None = None, *, span: Sequenc
     for sample in samples:
         nodes.setdefault(sample.node, []).append(sample)
     first = min((sample.time for seen in nodes.values() for sample in seen), default=0.0)
-    styles = choose_styles(nodes)
-    for name, seen in nodes.items():
+    styles = choose_styles(sorted(nodes))  # whichever answered first
+    for name, seen in sorted(nodes.items()):
         seconds = [sample.time - first for sample in seen]
         busy = [100 * _choose_busy(sample) for sample in seen]
         colour, dashes, _ = styles[name]

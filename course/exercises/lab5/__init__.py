@@ -75,6 +75,7 @@ def _list_orders() -> tuple[tuple[str, list, bool, str], ...]:
         ),
         ("1 epoch", _hand_out((None,)), False, "one epoch is not enough to decide: nothing to compare it with"),
         ("epochs 0, 0, 1 and 0", _hand_out((0, 0, 1, 0)), False, "compare all epochs, however many there are"),
+        ("epochs 0, 0, 0 and 1", _hand_out((0, 0, 0, 1)), False, "compare all epochs, however many there are"),
         ("2 longer epochs without set_epoch", _hand_out((None,) * 2, images=30, ranks=4), True, "any length, any rank"),
     )
 

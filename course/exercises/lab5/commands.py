@@ -80,7 +80,7 @@ def verify_commands(two_commands: Callable) -> str:
     _expect_same_program(parsed)
     print("Both commands run on this machine, on its processor ...", flush=True)
     _run(parsed)
-    return "both nodes joined and trained together, and only rank 0 printed the result"
+    return "both nodes joined, and only rank 0 printed the result"
 
 
 def _parse(number: int, command: str) -> _Command:

@@ -74,15 +74,19 @@ def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.
         expected="timeout=timedelta(minutes=2)",
         hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
     )
-    days = [
-        call for name, call in named if name == "timedelta" and any(ast.unparse(one) != "0" for one in call.args[:1])
-    ]
+    long = ("weeks", "days", "hours")
+    times = [(call, call.args[:1]) for name, call in named if name == "timedelta"]
+    times = [(call, first + [one.value for one in call.keywords if one.arg in long]) for call, first in times]
+    days = [call for call, parts in times if any(ast.unparse(one) != "0" for one in parts)]
+    hint = "two minutes are enough: write minutes= or seconds="
+    if days and days[0].args:
+        hint = "the first number of timedelta counts days: write minutes= or seconds="
     expect(
         not days,
         "how long a process waits for one that does not answer",
         yours=ast.unparse(days[0]) if days else "",
         expected="timeout=timedelta(minutes=2)",
-        hint="the first number of timedelta counts days: write minutes= or seconds=",
+        hint=hint,
     )
 
 
