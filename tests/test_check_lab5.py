@@ -384,6 +384,10 @@ def test_wrong_checkpoints_get_their_hint(alter, right, tmp_path):
     assert "torch.save(state" in refuse("5.1", alter(saved={"node0": tmp_path / "broken.pt", "node1": second}))
     assert "exactly one process saves" in refuse("5.1", alter(saved={"node0": second, "node1": first}))
     assert "exactly one process saves" in refuse("5.1", alter(saved={"node0": second, "node1": second}))
+    (tmp_path / "renamed").mkdir()
+    torch.save(state, tmp_path / "renamed" / "run.pt")
+    saved = {"node0": tmp_path / "renamed" / first.name, "node1": second}
+    assert "save to args.checkpoint" in refuse("5.1", alter(saved=saved))
     # The other rank's under another name: the renaming alone is rank 0's.
     (tmp_path / "other").mkdir()
     torch.save(state, tmp_path / "other" / "run.new")

@@ -140,7 +140,7 @@ def _expect_sent_once(case: str, notes: dict, count: int) -> None:
     """The gradients were sent once, in the last backward pass, when all micro-batches had been added up."""
     hint = "all micro-batches but the last run under model.no_sync()"
     if not notes["sent_in"]:
-        hint = "the last micro-batch runs through model, outside model.no_sync(), or the ranks never exchange gradients"
+        hint = "the last micro-batch runs through model, outside model.no_sync(), where DDP sends"
     elif all(notes["forward_syncs"]) and not all(notes["backward_syncs"]):
         hint = "forward belongs under model.no_sync() too: DDP decides in the forward pass whether backward will send"
     expect(

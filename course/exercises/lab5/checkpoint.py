@@ -22,6 +22,8 @@ def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
     hint = "exactly one process saves, the one that loads later: if rank == 0"
     if len(found) > 1:
         hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if rank == 0"
+    elif list(found) == [first]:
+        hint = "save to args.checkpoint: there the script looks for it when it is started again"
     expect(
         list(found) == [first] and paths[first].name in found[first],
         "which nodes hold a checkpoint, with rank 0 on " + first,

@@ -27,7 +27,7 @@ FAILURES = (
     (r"NotImplementedError", "scripts/train_ddp.py still has gaps: first exercise 5.1"),
     (
         r"(?i)address already in use|EADDRINUSE",
-        "something has this port, perhaps your own terminals: end it there with Ctrl-C, or take another port",
+        "something has this port, perhaps your own torchrun that still waits for the other: take another port",
     ),
     (r"can't open file|No such file", "the path of the script is as seen from the notebook's folder: scripts/…"),
     (r"(?i)invalid choice|unrecognized arguments", "scripts/train_ddp.py --help lists what the script takes"),

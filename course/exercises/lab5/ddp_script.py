@@ -33,6 +33,7 @@ from lab_utils.data.write import write_pack
 # Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
 RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 127, 21, 16, 2
 STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
+CHECKPOINT = "saved-here.pt"  # not the name that the script itself has as an example
 CLOSE = 1e-9
 # Longer than any operation of this run takes on a busy laptop, and no longer than a learner waits for an answer. The
 # process group of the script waits longer, so that it is the launcher that says where each rank stood.
@@ -136,7 +137,7 @@ def _run(script: Path, folder: Path) -> _Runs:
     arguments = ["--data", "shapes10", "--net", "tiny", "--batch-size", BATCH_SIZE, "--epochs", EPOCHS]
     job = launch.TorchrunJob(
         script.with_name("observed.py"),
-        ["--exact", "--keep", kept, script.name, *arguments, "--checkpoint", "run.pt"],
+        ["--exact", "--keep", kept, script.name, *arguments, "--checkpoint", CHECKPOINT],
         nodes=launch.local_nodes(RANKS, folder=folder),
         files=[script],
         env=_make_environment(folder),
@@ -147,7 +148,7 @@ def _run(script: Path, folder: Path) -> _Runs:
     # A notebook that is checked again must not fail on a red line that the learner's own script has no part in.
     result = job.run(check=False, show=False, force=True)
     states = tuple(torch.load(path) for path in sorted(kept.iterdir()))
-    saved = {node.name: Path(node.folder, "work", "run.pt") for node in job.nodes}
+    saved = {node.name: Path(node.folder, "work", CHECKPOINT) for node in job.nodes}
     return _Runs(result, states, saved, data.load("shapes10", folder / "data"))
 
 
@@ -224,7 +225,7 @@ def _expect_images(taken: Sequence[list[list[int]]]) -> None:
             f"how many different images both ranks took in epoch {epoch + 1}",
             yours=different,
             expected=images,
-            hint="a DistributedSampler divides the images among the ranks: give it to the DataLoader as sampler=",
+            hint="a DistributedSampler divides the images: the DataLoader gets it as sampler=, with one seed for all ranks",
         )
     order = orders[0]
     expect(
