@@ -225,7 +225,7 @@ def _expect_images(taken: Sequence[list[list[int]]]) -> None:
             f"how many different images both ranks took in epoch {epoch + 1}",
             yours=different,
             expected=images,
-            hint="a DistributedSampler divides the images: give it to the DataLoader as sampler=, one seed on all ranks",
+            hint="a DistributedSampler divides the images: give it to the DataLoader as sampler=, one seed for all",
         )
     order = orders[0]
     expect(
