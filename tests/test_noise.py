@@ -95,7 +95,7 @@ def make_measured(seconds, **more):
     parts = {"buckets": [{"bytes": 40_000_000, "ready": 0.1, "send": 0.2}], "backward": 0.5, "busy": 1.0}
     steps = [
         {"stem": stem, "batch": batch, **parts}
-        | {what: make_timings(what, one, batch, rank=0, **more).as_record() for what, one in seconds.items()}
+        | {what: make_timings(what, one, batch, rank=0, **more) for what, one in seconds.items()}
         for stem in ("cifar", "imagenet")
         for batch in (8, 4)
     ]
