@@ -135,6 +135,7 @@ BARRIER = "        dist.barrier()\n"
         ((INIT, "dist.init_process_group(backend)"), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
         ((INIT, INIT.replace("minutes=2", "hours=2")), "two minutes are enough"),
+        ((INIT, INIT.replace("minutes=2", "seconds=7200")), "two minutes are enough"),
         ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),
         (("[local_rank] if", "[rank] if"), "RANK counts over all nodes"),
         (('device("cuda", local_rank)', 'device("cuda", int(os.environ["RANK"]))'), "RANK counts over all nodes"),
@@ -329,6 +330,9 @@ def test_the_rank_s_own_line_and_the_case_without_a_checkpoint(alter, write, tmp
         check.exercise("5.1", write((SAVE, always)))
     assert "only then is there a name" in refused.value.hint
     assert re.match(r"train_ddp.py, line \d+: AttributeError: expected 'f'", refused.value.yours)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("5.1", write((SAVE, always.replace("args.checkpoint", 'args.checkpoint or "run.pt"'))))
+    assert refused.value.yours == "it saves run.pt"
 
 
 def test_wrong_gradients_and_weights_get_their_hint(alter):
@@ -505,6 +509,8 @@ def test_an_error_in_the_script_itself_is_the_one_that_is_named(said):
     assert "the log has each node's lines" in refuse("5.2", lambda: RIGHT_COMMANDS)
     said(f"[rank 0]   {frame}", "[rank 0] torch.distributed.DistStoreError: Timed out after 121 seconds waiting")
     assert "did not answer at this address in time" in refuse("5.2", lambda: RIGHT_COMMANDS)
+    said(EPOCH, message="The job ran into its time limit of 90 s.")
+    assert "both met and train, but not to the end" in refuse("5.2", lambda: RIGHT_COMMANDS)
 
 
 def test_an_abort_after_the_training_is_no_slip_of_the_learner_s(said, capsys):
@@ -680,7 +686,7 @@ RIGHT = "zero [forward_but_last backward] step"
         (RIGHT.replace(" backward] step", "] total step"), "frees that pass's activations"),
         (RIGHT.replace("backward", "backward=by_ranks"), "divided by the number of ranks already"),
         (RIGHT.replace("] step", "] reduce step"), "all-reduce nothing yourself"),
-        (RIGHT.replace("] step", "] reduce_mean step"), "sends everything again"),
+        (RIGHT.replace("] step", "] reduce_mean step"), "no collective of your own"),
         ("zero step [ ]", "each followed by its backward()"),
     ],
 )

@@ -88,7 +88,7 @@ def verify_accumulation(accumulate: Callable) -> str:
         _expect_passes(case, notes, count)
         _expect_sent_once(case, notes, count)
         _expect_update(case, found["yours"], found["right"], count=count, last=found["last"])
-        hint = "DDP has averaged when the last backward() returns: a collective of your own sends everything again"
+        hint = "no collective of your own: DDP has averaged the gradients when the last backward() returns"
         yours = found["own_calls"]
         expect(yours == 0, f"{case}: collectives beside DDP's own", yours=yours, expected=0, hint=hint)
     return "each of two steps equals a step on its global batch, and sent the gradients once"
@@ -145,7 +145,7 @@ def _expect_sent_once(case: str, notes: dict, count: int) -> None:
         hint = "forward belongs under model.no_sync() too: DDP decides in the forward pass whether backward will send"
     expect(
         len(notes["sent_in"]) == 1,
-        f"{case}: how often the gradients were sent",
+        f"{case}: how often DDP sent the gradients",
         yours=len(notes["sent_in"]),
         expected=1,
         hint=hint,

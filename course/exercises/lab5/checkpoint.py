@@ -18,7 +18,7 @@ def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
         paths: What each node would save, by its name.
         first: The node of rank 0.
     """
-    found = {name: files for name, path in paths.items() if (files := _find_saved(path))}
+    found = {name: files for name, path in paths.items() if (files := find_saved(path))}
     hint = "exactly one process saves, the one that loads later: if rank == 0"
     if len(found) > 1:
         hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if rank == 0"
@@ -33,7 +33,7 @@ def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
     )
 
 
-def _find_saved(path: Path) -> list[str]:
+def find_saved(path: Path) -> list[str]:
     """The names of what ``torch.save`` wrote into a checkpoint's folder, and the checkpoint's own if it is there."""
     files = (file for file in path.parent.rglob("*") if file == path or zipfile.is_zipfile(file))
     return sorted(str(file.relative_to(path.parent)) for file in files)

@@ -103,7 +103,7 @@ def _parse(number: int, command: str) -> _Command:
             words = words[len(start) :]
             break
     else:
-        hint = "torchrun starts the ranks of a node; the options of torchrun come before the script, the script's after"
+        hint = "torchrun starts the ranks of a node: the command begins with it, or with NAME=value and then it"
         raise NotYetError(case, yours=" ".join(words)[:60] or "nothing", expected=EXAMPLE, hint=hint)
     said = io.StringIO()
     try:
@@ -244,6 +244,8 @@ def _run(parsed: Sequence[_Command]) -> None:
     if own := _find_own_error(result.lines):
         hint, failure, said = "the script itself fails: its traceback in the log names the line", own, own
     hint = next((hint for pattern, hint in FAILURES if re.search(pattern, said)), hint)
+    if found and failure and "time limit" in failure:
+        hint = f"both met and train, but not to the end within {SECONDS} s: --images 640, and one epoch"
     failure = failure and failure.strip().splitlines()[0][:160]
     where = f"; all of it: {result.log}"
     done = result.ok or bool(found and ENDING in said)

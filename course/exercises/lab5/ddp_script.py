@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import nodelaunch as launch
 from course.check import NotYetError, OpenError, attempts, expect
-from course.exercises.lab5.checkpoint import expect_saved_once, expect_state
+from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
 from course.exercises.lab5.precautions import asks_for_checkpoint, expect_precautions
 from lab_common import LabError
 from lab_common.files import read_bounded
@@ -153,20 +153,24 @@ def _run(script: Path, folder: Path) -> _Runs:
 
 
 def _expect_without_checkpoint(script: Path, folder: Path) -> None:
-    """One process, to which no checkpoint is given, comes to its end as well."""
+    """One process, to which no checkpoint is given, comes to its end as well, and saves nothing."""
     job = launch.TorchrunJob(
         script,
         ["--data", "shapes10", "--images", BATCH_SIZE, "--batch-size", BATCH_SIZE],
-        nodes=launch.local_nodes(1, folder=folder),
+        nodes=launch.local_nodes(1, folder=folder / "without"),
         env=_make_environment(folder),
         join_timeout=60,
         limit=60,
     )
     failure = job.run(check=False, show=False, force=True).failure
+    saved = find_saved(Path(job.nodes[0].folder, "work", CHECKPOINT))
+    yours = f"it saves {', '.join(saved)}"
+    if failure:
+        yours = f"{failure.location or failure.kind}: {(failure.message or failure.what)[:160]}"
     expect(
-        failure is None,
+        failure is None and not saved,
         "the script without --checkpoint",
-        yours=failure and f"{failure.location or failure.kind}: {(failure.message or failure.what)[:160]}",
+        yours=yours,
         expected="it trains, and saves nothing",
         hint="if args.checkpoint and rank == 0: only then is there a name to save to",
     )

@@ -74,20 +74,27 @@ def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.
         expected="timeout=timedelta(minutes=2)",
         hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
     )
-    long = ("weeks", "days", "hours")
-    times = [(call, call.args[:1]) for name, call in named if name == "timedelta"]
-    times = [(call, first + [one.value for one in call.keywords if one.arg in long]) for call, first in times]
-    days = [call for call, parts in times if any(ast.unparse(one) != "0" for one in parts)]
-    hint = "two minutes are enough: write minutes= or seconds="
-    if days and days[0].args:
+    long = [call for name, call in named if name == "timedelta" and _is_long(call)]
+    hint = "two minutes are enough: write timedelta(minutes=2), or seconds="
+    if long and long[0].args:
         hint = "the first number of timedelta counts days: write minutes= or seconds="
     expect(
-        not days,
+        not long,
         "how long a process waits for one that does not answer",
-        yours=ast.unparse(days[0]) if days else "",
+        yours=ast.unparse(long[0]) if long else "",
         expected="timeout=timedelta(minutes=2)",
         hint=hint,
     )
+
+
+def _is_long(call: ast.Call) -> bool:
+    """Whether a ``timedelta(...)`` is longer than ten minutes, as far as its numbers stand there."""
+    if any(ast.unparse(one) != "0" for one in call.args[:1]):
+        return True
+    most = {"weeks": 0, "days": 0, "hours": 0.2, "minutes": 10, "seconds": 600}
+    given = [(most.get(one.arg, 0), one.value) for one in call.keywords if one.arg in most]
+    numbers = [(limit, getattr(one, "value", None)) for limit, one in given]
+    return any(isinstance(number, int | float) and number > limit for limit, number in numbers)
 
 
 def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[str, list[ast.expr]]) -> None:
@@ -196,6 +203,6 @@ def _list_used(expression: ast.AST, values: Mapping[str, list[ast.expr]]) -> set
 
 def asks_for_checkpoint(tree: ast.AST) -> bool:
     """Whether some condition names the checkpoint, as one around ``torch.save`` does; if not, a run has to tell."""
-    tests = (node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While))
+    tests = (node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While))
     names = (getattr(node, "attr", getattr(node, "id", "")) for test in tests for node in ast.walk(test))
     return "checkpoint" in names
