@@ -255,7 +255,7 @@ def _run(parsed: Sequence[_Command]) -> None:
         "what rank 0 said after the first epoch",
         yours=f"{len(found)} lines that begin with 'epoch 1'{where}",
         expected="one line",
-        hint="give the script at least one epoch; rank 0 alone prints",
+        hint="give the script at least one epoch, and no --checkpoint of an earlier run; rank 0 alone prints",
     )
 
 
