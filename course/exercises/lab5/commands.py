@@ -86,8 +86,8 @@ def verify_commands(two_commands: Callable) -> str:
 def _parse(number: int, command: str) -> _Command:
     case = f"command {number + 1}"
     try:
-        # In a terminal one may put a command into the background, which changes nothing of it.
-        words = shlex.split(command.replace("\\\n", " ").rstrip().removesuffix("&"))
+        # In a terminal one may put a command into the background, or end it by a semicolon: the command is the same.
+        words = shlex.split(command.replace("\\\n", " ").rstrip().removesuffix("&").removesuffix(";"))
     except ValueError as error:
         hint = "a quotation mark has no partner"
         raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None

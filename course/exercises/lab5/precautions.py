@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from course.check import expect
 
+UNITS = {"weeks": 604800, "days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 BY_RANK = "RANK counts over all nodes, and a GPU belongs to one: LOCAL_RANK counts the processes of a node"
 NO_NUMBER = (
     'torch.device("cuda", local_rank): "cuda" alone has no number, "cuda:0" is the same GPU for all ranks of a node'
@@ -91,10 +92,15 @@ def _is_long(call: ast.Call) -> bool:
     """Whether a ``timedelta(...)`` is longer than ten minutes, as far as its numbers stand there."""
     if any(ast.unparse(one) != "0" for one in call.args[:1]):
         return True
-    most = {"weeks": 0, "days": 0, "hours": 0.2, "minutes": 10, "seconds": 600}
-    given = [(most.get(one.arg, 0), one.value) for one in call.keywords if one.arg in most]
-    numbers = [(limit, getattr(one, "value", None)) for limit, one in given]
-    return any(isinstance(number, int | float) and number > limit for limit, number in numbers)
+    return sum(UNITS.get(one.arg or "", 0) * _multiply(one.value) for one in call.keywords) > 600
+
+
+def _multiply(node: ast.expr) -> float:
+    """A number, or a product of numbers; 0 for all else, which only a run can tell."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _multiply(node.left) * _multiply(node.right)
+    number = getattr(node, "value", 0)
+    return number if isinstance(number, int | float) else 0
 
 
 def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[str, list[ast.expr]]) -> None:
