@@ -134,6 +134,8 @@ BARRIER = "        dist.barrier()\n"
         ((INIT, "pass"), "init_process_group reads them"),
         ((INIT, "dist.init_process_group(backend)"), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
+        ((SAMPLER, SAMPLER.replace("train,", "train, 2, rank,")), "leave num_replicas out"),
+        ((SAMPLER, SAMPLER.replace("train,", "train, num_replicas=2, rank=rank,")), "leave num_replicas out"),
         ((INIT, INIT.replace("minutes=2", "hours=2")), "two minutes are enough"),
         ((INIT, INIT.replace("minutes=2", "minutes=9, seconds=60 * 2")), "two minutes are enough"),
         ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),

@@ -35,6 +35,7 @@ def expect_precautions(tree: ast.AST) -> None:
     )
     _expect_backend(tree, starts, values)
     _expect_timeout(named, starts)
+    _expect_all_ranks(named)
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {name for name, _ in named}
     expect(
@@ -61,6 +62,25 @@ def expect_precautions(tree: ast.AST) -> None:
         expected="rank 0 saves",
         hint="if args.checkpoint and rank == 0: torch.save(state, args.checkpoint)",
     )
+
+
+def _expect_all_ranks(named: Sequence[tuple[str, ast.Call]]) -> None:
+    """No sampler divides the images among a fixed number of ranks."""
+    counts = [
+        one for name, call in named if name == "DistributedSampler" for one in _find_argument(call, 1, "num_replicas")
+    ]
+    fixed = [ast.unparse(one) for one in counts if isinstance(one, ast.Constant) and one.value is not None]
+    expect(
+        not fixed,
+        "among how many ranks the images are divided",
+        yours=", ".join(fixed),
+        expected="the number of ranks that there are",
+        hint="leave num_replicas out, or take dist.get_world_size(): torchrun says how many ranks there are",
+    )
+
+
+def _find_argument(call: ast.Call, place: int, name: str) -> list[ast.expr]:
+    return call.args[place : place + 1] + [keyword.value for keyword in call.keywords if keyword.arg == name]
 
 
 def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.Call]) -> None:
@@ -127,8 +147,7 @@ def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, a
         if name in ("set_device", "set_device_index", "device"):
             yield from ((name, one) for one in [*call.args, *(keyword.value for keyword in call.keywords)])
         elif name in ("DDP", "DistributedDataParallel"):
-            given = call.args[1:2] + [keyword.value for keyword in call.keywords if keyword.arg == "device_ids"]
-            yield from ((name, one) for one in given)
+            yield from ((name, one) for one in _find_argument(call, 1, "device_ids"))
 
 
 def _expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
