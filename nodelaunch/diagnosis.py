@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 from nodelaunch.causes import look_up
@@ -318,6 +319,10 @@ def _describe_torchrun(state: JobState, node: str) -> Failure:
     if "RendezvousTimeoutError" in text and not all(one.joined for one in state.nodes.values()):
         # torchrun's own clock was a moment before the launcher's.
         return _describe_end(state, StopReason.JOIN)
+    if "RendezvousClosedError" in text and not all(one.joined for one in state.nodes.values()):
+        cause = "a node that came first ended the meeting: with another number of nodes it meets alone, and ends"
+        fix = "start each node by its node….sh of this job"
+        return replace(_describe_end(state, StopReason.JOIN), cause=cause, fix=fix)
     errors = [line for line in part.tail if re.search(r"(Error|Exception|error)\b.*", line)]
     said = errors[-1].strip() if errors else f"exit status {part.ended['returncode'] if part.ended else 'unknown'}"
     cause, fix = look_up(text)

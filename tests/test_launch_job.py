@@ -282,6 +282,23 @@ def test_8_a_node_that_expects_another_number_of_nodes(write, count):
 
 
 @pytest.mark.drill
+def test_8_a_node_that_expects_no_other_and_comes_first(write):
+    """It meets alone, ends, and has closed the meeting when the others come."""
+    started, heard = [], Heard()
+    folder = write("late/sitecustomize.py", LATE).parent
+    heard.when["start by hand: bash "] = lambda line: started.append(
+        edit(line, lambda text: text.replace("--nnodes=2", "--nnodes=1"))
+    )
+    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env={"PYTHONPATH": str(folder)})
+    begun = time.time()
+    error = run_badly(job, heard, seconds=60, since=lambda: begun, by_hand=["node1"])
+    printed = end(started[0])
+    assert (error.result.failure.kind, error.result.failure.node) == ("join", "node1"), str(error)
+    assert "with another number of nodes it meets alone" in error.cause
+    assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
+
+
+@pytest.mark.drill
 def test_8_a_node_that_expects_more_nodes_and_comes_first(write):
     """The last to come is content with two, and torchrun starts the ranks of both; so they compare the numbers."""
     started, heard = [], Heard()
