@@ -453,12 +453,12 @@ def said(monkeypatch, root):
     """A function that has the two commands say something, without running them; gives the lines that bash would run."""
     monkeypatch.chdir(root / "notebooks")
 
-    def said(*lines, ok=False, message="ChildFailedError"):
+    def said(*lines, ok=False, kind="exit", message="ChildFailedError"):
         started = []
 
         def run(job, **options):
             started.extend(job.spec.script.read_text().splitlines())
-            failure = None if ok else Failure("exit", "Rank 0 ended with exit status 1", message=message)
+            failure = None if ok else Failure(kind, "Rank 0 ended with exit status 1", message=message)
             return JobResult(ok, (), (), failure, (), {}, {}, root, lines)
 
         monkeypatch.setattr(commands.launch.TorchrunJob, "run", run)
@@ -511,7 +511,7 @@ def test_an_error_in_the_script_itself_is_the_one_that_is_named(said):
     assert "the log has each node's lines" in refuse("5.2", lambda: RIGHT_COMMANDS)
     said(f"[rank 0]   {frame}", "[rank 0] torch.distributed.DistStoreError: Timed out after 121 seconds waiting")
     assert "did not answer at this address in time" in refuse("5.2", lambda: RIGHT_COMMANDS)
-    said(EPOCH, message="The job ran into its time limit of 90 s.")
+    said(EPOCH, kind="limit", message="The job ran into its time limit of 90 s.")
     assert "both met and train, but not to the end" in refuse("5.2", lambda: RIGHT_COMMANDS)
 
 

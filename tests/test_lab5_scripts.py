@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -366,3 +367,18 @@ def test_the_learner_s_copy_has_five_gaps_and_is_still_a_script(scripts):
         assert taught in source and taught not in stub, taught
     single = (scripts / "train_single.py").read_text()
     assert make_script_stub(single) == single
+
+
+@pytest.mark.skipif(torch.__version__.split("+")[0] != "2.14.1", reason="the lab says it of torch 2.14.1")
+@pytest.mark.parametrize(("level", "status"), [("INFO", 0), ("DETAIL", -signal.SIGSEGV)])
+def test_the_debug_level_that_the_lab_warns_of(level, status):
+    """DETAIL crashes DDP on Gloo; once it does not, the lab's sentence goes."""
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = os.environ | {"TORCH_DISTRIBUTED_DEBUG": level}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=60)
+    assert ended.returncode == status, ended.stderr[-1000:]

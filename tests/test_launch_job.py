@@ -281,38 +281,36 @@ def test_8_a_node_that_expects_another_number_of_nodes(write, count):
     assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
 
 
-@pytest.mark.drill
-def test_8_a_node_that_expects_no_other_and_comes_first(write):
-    """It meets alone, ends, and has closed the meeting when the others come."""
+def come_first(write, count, late=LATE):
+    """Runs a job whose second node was told of so many nodes and is there before the first; nothing is trained."""
     started, heard = [], Heard()
-    folder = write("late/sitecustomize.py", LATE).parent
+    folder = write("late/sitecustomize.py", late).parent
     heard.when["start by hand: bash "] = lambda line: started.append(
-        edit(line, lambda text: text.replace("--nnodes=2", "--nnodes=1"))
+        edit(line, lambda text: text.replace("--nnodes=2", f"--nnodes={count}"))
     )
     job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env={"PYTHONPATH": str(folder)})
     begun = time.time()
     error = run_badly(job, heard, seconds=60, since=lambda: begun, by_hand=["node1"])
     printed = end(started[0])
+    assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
+    return error
+
+
+@pytest.mark.drill
+def test_8_a_node_that_expects_no_other_and_comes_first(write):
+    """It meets alone, ends, and has closed the meeting when the others come."""
+    until_closed = "[time.sleep(0.2) for _ in range(200) if not self.is_closed()]"
+    error = come_first(write, 1, LATE.replace("time.sleep(5)", until_closed))
     assert (error.result.failure.kind, error.result.failure.node) == ("join", "node1"), str(error)
     assert "with another number of nodes it meets alone" in error.cause
-    assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
 
 
 @pytest.mark.drill
 def test_8_a_node_that_expects_more_nodes_and_comes_first(write):
     """The last to come is content with two, and torchrun starts the ranks of both; so they compare the numbers."""
-    started, heard = [], Heard()
-    folder = write("late/sitecustomize.py", LATE).parent
-    heard.when["start by hand: bash "] = lambda line: started.append(
-        edit(line, lambda text: text.replace("--nnodes=2", "--nnodes=3"))
-    )
-    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env={"PYTHONPATH": str(folder)})
-    begun = time.time()
-    error = run_badly(job, heard, seconds=60, since=lambda: begun, by_hand=["node1"])
-    printed = end(started[0])
+    error = come_first(write, 3)
     assert error.result.failure.kind == "mismatch", str(error)
     assert re.search(r"number of nodes: 2 on node 0 .*, 3 on node 1", str(error)), str(error)
-    assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
 
 
 def test_a_job_that_nobody_would_follow(write):

@@ -244,7 +244,7 @@ def _run(parsed: Sequence[_Command]) -> None:
     if own := _find_own_error(result.lines):
         hint, failure, said = "the script itself fails: its traceback in the log names the line", own, own
     hint = next((hint for pattern, hint in FAILURES if re.search(pattern, said)), hint)
-    if found and failure and "time limit" in failure:
+    if found and result.failure and result.failure.kind == "limit":
         hint = f"both met and train, but not to the end within {SECONDS} s: --images 640, and one epoch"
     failure = failure and failure.strip().splitlines()[0][:160]
     where = f"; all of it: {result.log}"
