@@ -437,6 +437,7 @@ def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1
         ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT} --node-rank 1"], "stand before the script"),
         ([type_static(0), f"torchrun {SCRIPT} --nnodes=2 {MEET} --node-rank=1"], "stand before the script"),
         (["./run " + type_static(0), type_static(1)], "torchrun starts the ranks"),
+        (["cd notebooks && " + type_static(0), type_static(1)], "without `cd` and `export`"),
         ([type_static(0, nodes="--nodes=2"), type_static(1)], "torchrun --help"),
         (["torchrun --help", type_static(1)], "torchrun --help"),
         ([type_static(0) + " '", type_static(1)], "no partner"),
@@ -540,7 +541,7 @@ def test_commands_run_as_they_were_typed(said, root):
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("env A= ", ""), ("../.venv/bin/", ""), ("A=1 /x/bin/", ""), ("", " &"), ("", "&\n"), ("", ";")],
+    [("env A= ", ""), ("../.venv/bin/", ""), ("A=1 /x/bin/", ""), ("", " &"), ("", "&\n"), ("", ";"), ("", "  # node")],
 )
 def test_commands_as_a_shell_takes_them_are_accepted(said, before, after):
     started = said(EPOCH, ok=True)
@@ -683,6 +684,7 @@ RIGHT = "zero [forward_but_last backward] step"
         (RIGHT.replace("forward_but_last backward", "forward backward_but_last"), "DDP decides in the forward pass"),
         (RIGHT.replace("zero [", "["), "gradients of the step before"),
         (RIGHT.replace("zero [", "[zero "), "only the last micro-batch counts"),
+        (RIGHT.replace("] step", "] zero step"), "did not move"),
         (RIGHT.replace("] step", " step]"), "once, after the last micro-batch"),
         (RIGHT.replace("] step", "]"), "once, after the last micro-batch"),
         (RIGHT.replace(" backward] step", "] total step"), "frees that pass's activations"),

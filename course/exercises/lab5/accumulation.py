@@ -165,7 +165,9 @@ def _expect_update(case: str, yours: torch.Tensor, right: torch.Tensor, *, count
     # Both in the first step, when the momentum is the gradient: the direction tells which gradients went into it.
     of_last, of_all = (float(F.cosine_similarity(yours, other, dim=0)) for other in (-last, right))
     hint = "the loss of each micro-batch is the mean over its images, divided by the number of micro-batches"
-    if of_all > 1 - CLOSE and abs(ratio - count) < CLOSE:
+    if not ratio:
+        hint = "the weights did not move: were the gradients zeroed between the last backward() and the step?"
+    elif of_all > 1 - CLOSE and abs(ratio - count) < CLOSE:
         hint = "backward() adds up: divide each loss by the number of micro-batches, or the step is too long"
     elif of_all > 1 - CLOSE and abs(ratio * RANKS - 1) < CLOSE:
         hint = "DDP has divided by the number of ranks already: divide by that of the micro-batches alone"

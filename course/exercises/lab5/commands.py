@@ -87,7 +87,8 @@ def _parse(number: int, command: str) -> _Command:
     case = f"command {number + 1}"
     try:
         # In a terminal one may put a command into the background, or end it by a semicolon: the command is the same.
-        words = shlex.split(command.replace("\\\n", " ").rstrip().removesuffix("&").removesuffix(";"))
+        line = command.replace("\\\n", " ").rstrip().removesuffix("&").removesuffix(";")
+        words = shlex.split(line, comments=True)
     except ValueError as error:
         hint = "a quotation mark has no partner"
         raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None
@@ -104,6 +105,8 @@ def _parse(number: int, command: str) -> _Command:
             break
     else:
         hint = "torchrun starts the ranks of a node: the command begins with it, or with NAME=value and then it"
+        if words[:1] in (["cd"], ["export"]):
+            hint = "without `cd` and `export`: the cell runs it in this folder; a variable stands before it, NAME=value"
         raise NotYetError(case, yours=" ".join(words)[:60] or "nothing", expected=EXAMPLE, hint=hint)
     said = io.StringIO()
     try:
