@@ -146,6 +146,7 @@ BARRIER = "        dist.barrier()\n"
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
         ((INIT, INIT.replace("minutes=2", "60 * 2")), "the first number of timedelta counts days"),
+        ((INIT, INIT.replace("minutes=2", "seconds=2")), "only starts slowly would be given up"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
         ((INIT, INIT.replace("backend", '"gloo"')), "nccl is made for GPUs"),
         ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),

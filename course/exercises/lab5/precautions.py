@@ -95,14 +95,17 @@ def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.
         expected="timeout=timedelta(minutes=2)",
         hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
     )
-    long = [call for name, call in named if name == "timedelta" and _is_long(call)]
+    spans = [call for name, call in named if name == "timedelta"]
+    wrong = [call for call in spans if _is_long(call) or 0 < _count_seconds(call) < 30]
     hint = "two minutes are enough: write timedelta(minutes=2), or seconds="
-    if long and long[0].args:
+    if wrong and _is_long(wrong[0]) and wrong[0].args:
         hint = "the first number of timedelta counts days: write minutes= or seconds="
+    elif wrong and not _is_long(wrong[0]):
+        hint = "a process that only starts slowly would be given up: wait for some minutes"
     expect(
-        not long,
+        not wrong,
         "how long a process waits for one that does not answer",
-        yours=ast.unparse(long[0]) if long else "",
+        yours=ast.unparse(wrong[0]) if wrong else "",
         expected="timeout=timedelta(minutes=2)",
         hint=hint,
     )
@@ -112,7 +115,12 @@ def _is_long(call: ast.Call) -> bool:
     """Whether a ``timedelta(...)`` is longer than ten minutes, as far as its numbers stand there."""
     if any(ast.unparse(one) != "0" for one in call.args[:1]):
         return True
-    return sum(UNITS.get(one.arg or "", 0) * _multiply(one.value) for one in call.keywords) > 600
+    return _count_seconds(call) > 600
+
+
+def _count_seconds(call: ast.Call) -> float:
+    """The seconds that a ``timedelta(...)`` names by keywords; 0 where only a run can tell."""
+    return sum(UNITS.get(one.arg or "", 0) * _multiply(one.value) for one in call.keywords)
 
 
 def _multiply(node: ast.expr) -> float:
