@@ -7,8 +7,8 @@ import torch.distributed as dist
 from lab_common import LabError
 
 
-def count_collectives() -> int:
-    """Returns how many collectives this rank has started in its process group.
+def count_collectives(group: dist.ProcessGroup | None = None) -> int:
+    """Returns how many collectives this rank has started in a process group, the default one where None.
 
     The group numbers them itself, so that those count, too, that torch's DDP starts in C++, and those that a program
     calls under another name.
@@ -19,4 +19,4 @@ def count_collectives() -> int:
     if not dist.is_initialized():
         fix = "call it in a %%px cell, after engines.start()"
         raise LabError("This process is no rank.", where="count_collectives()", fix=fix)
-    return dist.group.WORLD._get_sequence_number_for_group()
+    return (group or dist.group.WORLD)._get_sequence_number_for_group()

@@ -70,4 +70,11 @@ SECOND_HINTS = {
     "SumOverRanks.apply(torch.stack([sums, squares, counts])), and mean and variance from it",
     "9.4": "optimizer.step(); if number % every == 0: all floating-point tensors of net.state_dict() are packed, "
     "all-reduced once, divided by the world size, and unpacked in place",
+    "10.1": "begin with (2, 2, 12) if mixed else (4, 4, 8); divide the last by ranks from stage 1 on, the middle one "
+    "from 2 on, the first from 3 on; return each times parameters",
+    "10.2": "numbers = layers * 16 * width + 2 * width + 256; times tokens, and times 2 where mixed, else 4",
+    "10.3": "shard.grad = torch.empty_like(shard); dist.reduce_scatter(shard.grad, list(gradient.chunk(n))); divide by "
+    "n; optimizer.step(); dist.all_gather(list(weights.chunk(n)), shard.data)",
+    "10.4": "up.chunk(n)[rank], up_bias.chunk(n)[rank], down.chunk(n, dim=1)[rank]; F.linear, F.gelu, F.linear without "
+    "a bias; dist.all_reduce(y); return y + down_bias",
 }

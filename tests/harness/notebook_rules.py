@@ -29,6 +29,8 @@ IMPORTS = {
     "pyarrow",
     "PIL",
     "course",
+    "lab_common",
+    "scripts",
     "lab_utils",
     "nodelaunch",
 }

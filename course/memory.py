@@ -1,0 +1,241 @@
+"""What lab 10 measures of memory: bytes that tensors hold, a step's curve, the largest model that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import json
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from course.exercises.ranks import fork_ranks
+from lab_common import LabError
+from lab_utils.timing.memory import return_memory
+
+# Seconds that the search for the largest model may take, and its first and last guess of layers.
+PATIENCE, FEWEST, MOST = 120.0, 1, 4096
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
+# A process of its own, which is killed in mid-save.
+SAVE = """
+import sys, torch
+from torch.distributed import checkpoint
+state = {f"part {n}": torch.ones(2**22) for n in range(12)}
+checkpoint.save(state, checkpoint_id=sys.argv[1], no_dist=True)
+"""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def count_bytes(tensors: Iterable[object]) -> int:
+    """Counts the bytes that this process holds for tensors: each storage once, of a DTensor the local part.
+
+    Args:
+        tensors: Tensors; what is none, such as a gradient that is None, does not count.
+    """
+    storages = {}
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            storage = local(tensor).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Joins all numbers into one flat tensor, without a graph; of a DTensor the whole.
+
+    That gathers the DTensors, so every rank has to call it.
+    """
+    whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return torch.cat([tensor.detach().flatten() for tensor in whole])
+
+
+def flatten(net: nn.Module) -> torch.Tensor:
+    """Moves all weights into one flat tensor, which it returns; each parameter becomes a view of its part."""
+    flat = join(net.parameters())
+    parts = flat.split([parameter.numel() for parameter in net.parameters()])
+    for parameter, part in zip(net.parameters(), parts, strict=True):
+        parameter.data = part.view_as(parameter)
+    return flat
+
+
+def record_step(
+    optimizer: torch.optim.Optimizer, held: int, find_loss: Callable[..., torch.Tensor], *arguments: object
+) -> dict[str, list[tuple[float, float]]]:
+    """Records a training step as :func:`record_curve` does, in the parts forward, backward and step.
+
+    Args:
+        optimizer: Steps; its gradients are None.
+        held: Bytes that are held before.
+        find_loss: Runs forward on the arguments and returns the loss.
+        arguments: What ``find_loss`` takes.
+    """
+    losses: list[torch.Tensor] = []
+    parts = {
+        "forward": lambda: losses.append(find_loss(*arguments)),
+        "backward": lambda: losses.pop().backward(),
+        "step": optimizer.step,
+    }
+    return record_curve(parts, held)
+
+
+def record_curve(parts: dict[str, Callable[[], object]], held: int) -> dict[str, list[tuple[float, float]]]:
+    """Runs the parts of a step under torch's profiler, and reads every allocation on the CPU.
+
+    What is freed has to be allocated inside, or was counted in ``held`` and stays: the profiler does not know the size
+    of older memory.
+
+    Args:
+        parts: Functions without arguments, in their order, by name.
+        held: Bytes that are held before.
+
+    Returns:
+        For each part the bytes held, as (milliseconds since the first part began, MB) after each allocation.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        for name, run in parts.items():
+            with record_function(f"part {name}"):
+                run()
+    with tempfile.TemporaryDirectory() as folder:
+        prof.export_chrome_trace(str(path := Path(folder, "trace.json")))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    spans = {one["name"][5:]: one for one in events if one["name"].startswith("part ")}
+    # Each at its time; those of one microsecond in the order of the profiler.
+    changes = [one for one in events if one["name"] == "[memory]" and one["args"]["Device Type"] == 0]
+    changes.sort(key=lambda one: (one["ts"], one["args"]["Ev Idx"]))
+    curve: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
+    begin = min(one["ts"] for one in spans.values())
+    for change in changes:
+        held += change["args"]["Bytes"]
+        for name, span in spans.items():
+            if span["ts"] <= change["ts"] <= span["ts"] + span["dur"]:
+                curve[name].append(((change["ts"] - begin) / 1e3, held / 1e6))
+    return curve
+
+
+def save_and_kill(folder: Path) -> list[str]:
+    """Kills another process while it saves 0.2 GB by ``torch.distributed.checkpoint``; returns the files that it left.
+
+    It is killed as soon as its first file is there. Its files are deleted.
+
+    Args:
+        folder: Where it saves; a folder of that name is replaced.
+
+    Raises:
+        LabError: It ended by itself.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    writer = subprocess.Popen([sys.executable, "-c", SAVE, folder], stderr=subprocess.DEVNULL)
+    try:
+        while not list(folder.glob("*")) and writer.poll() is None:
+            time.sleep(0.001)
+    finally:
+        writer.kill()
+        writer.wait()
+    files = [path.name for path in folder.glob("*")]
+    shutil.rmtree(folder, ignore_errors=True)
+    if writer.returncode != -signal.SIGKILL:
+        cause = f"exit status {writer.returncode}; is the disk full?"
+        raise LabError("The process that saves ended by itself.", where=str(folder), cause=cause, fix="run it again")
+    return files
+
+
+def find_most_layers(train: Callable[[int], object], card: int) -> int:
+    """Finds how many layers a model may have until a training step runs out of memory; none where one is too many.
+
+    On a GPU it is the GPU's own memory. Without one, Linux limits what a fork of this process may allocate: a real
+    error of the allocator, at a limit that stands for a card.
+
+    Args:
+        train: Builds a model of so many layers and trains a step or two.
+        card: Bytes of memory of the card, where there is no GPU.
+
+    Raises:
+        LabError: The fork did not end, or failed of something else; or there is neither a GPU nor Linux.
+    """
+    if torch.cuda.is_available():
+        return _search(train)
+
+    def work(_: int) -> int:
+        train(FEWEST)  # one-time memory: kernels, buffers
+        with _limit(card):
+            return _search(train)
+
+    (outcome,) = fork_ranks(work, train, 1, limit=PATIENCE)
+    if not isinstance(outcome.value, int):
+        cause = str(outcome.error or "it took too long, or was killed")
+        fix = "give a smaller card, or close other programs"
+        raise LabError("The search did not end.", where="find_most_layers()", cause=cause, fix=fix)
+    return outcome.value
+
+
+def _search(train: Callable[[int], object]) -> int:
+    """The largest number of layers that trains: doubled until it does not, then halved in between."""
+    works, fails = 0, FEWEST
+    while fails <= MOST and _fits(train, fails):
+        works, fails = fails, 2 * fails
+    while fails - works > 1:
+        middle = (works + fails) // 2
+        works, fails = (middle, fails) if _fits(train, middle) else (works, middle)
+    return works
+
+
+def _fits(train: Callable[[int], object], layers: int) -> bool:
+    free()
+    try:
+        train(layers)
+    except (torch.OutOfMemoryError, MemoryError):
+        return False
+    except RuntimeError as error:
+        # What torch's allocator raises on a CPU, and threads that find no memory.
+        if "can't allocate memory" not in str(error) and "bad_alloc" not in str(error):
+            raise
+        return False
+    return True
+
+
+def free() -> None:
+    """Collects what Python no longer needs, and gives its memory back to the system."""
+    gc.collect()
+    return_memory()
+    torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _limit(card: int) -> Iterator[None]:
+    """Lets this process allocate ``card`` bytes more than it has now (Linux counts private, writable pages).
+
+    It is a fork: glibc's setting stays.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        # Tensors get pages of their own, which go back at once: in glibc's heap a freed one leaves a gap, which counts.
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    free()
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError as error:
+        raise LabError(
+            "Memory cannot be limited here.", where="find_most_layers()", fix="use a Linux machine"
+        ) from error
+    now = int(text.partition("VmData:")[2].split()[0]) * 1024
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (now + card, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
