@@ -20,13 +20,19 @@ CLOSE = 1e-6  # more than float32's rounding, and less than the error of any fau
 SLOW = 4
 NEW_ORDERS = next(fault.mend for fault in FAULTS if fault.letter == "A")
 SHUFFLE = "leave out shuffle=False: a sampler that does not shuffle has one order for all epochs"
-# What the job about loading has of the machine: no mend changes it.
-KEPT = (
-    *(inspect.getsource(part) for part in (loader_job.limit, loader_job.kill_when_large, loader_job.measure_memory)),
-    "worker_init_fn=limit",
-    'multiprocessing_context="spawn"',
-    next(line for line in read_job("loader").splitlines() if line.startswith("SHARED_MEMORY, ")),
-)
+# What no mend changes: its name, why, and its parts. What the job about loading has of the machine.
+KEPT = {
+    "loader": (
+        "the limits of the job",
+        "mend the cause: the limits are the machine's, and the workers are spawned",
+        (
+            *map(inspect.getsource, (loader_job.limit, loader_job.kill_when_large, loader_job.measure_memory)),
+            "worker_init_fn=limit",
+            'multiprocessing_context="spawn"',
+            next(line for line in read_job("loader").splitlines() if line.startswith("SHARED_MEMORY, ")),
+        ),
+    ),
+}
 # What the job about loading reaches within its epochs, and a guess does not.
 LEARNT = 0.7
 
@@ -56,10 +62,8 @@ def verify_card(card: Card, *, pile: str) -> str:
         try:
             if job == "ddp":
                 _expect_training(card, result.results, processes=layout[1], points=points)
-            elif job == "dp":
-                _expect_replicas(card, result.results)
             else:
-                _expect_pictures(card, result.results)
+                EXPECT[job](card, result.results)
         except (KeyError, TypeError, IndexError) as error:
             cause, fix = repr(error), "leave launch.report(...) as it was"
             raise LabError("The job no longer reports what it did.", where=card.path, cause=cause, fix=fix) from error
@@ -84,9 +88,9 @@ def _expect_mended_text(card: Card, text: str) -> None:
     # Smaller batches are a right mend where a worker sends them.
     given = re.sub(r"^(PICTURES, .* = \d+, )[^,]+", rf"\g<1>{loader_job.BATCH_SIZE}", text, flags=re.M)
     expect(sizes in given, "the sizes of the job", yours="changed", expected=sizes, hint=hint)
-    for part in KEPT if job == "loader" else ():
-        hint = "mend the cause: the limits are the machine's, and the workers are spawned"
-        expect(part in text, "the limits of the job", yours="changed", expected=part.splitlines()[0], hint=hint)
+    case, hint, parts = KEPT.get(job, ("", "", ()))
+    for part in parts:
+        expect(part in text, case, yours="changed", expected=part.splitlines()[0], hint=hint)
     hint = "an error that is caught is hidden, and its cause is still there"
     expected = "no error to catch"
     expect(not _catches_errors(text), "how errors are treated", yours="they are caught", expected=expected, hint=hint)
@@ -232,11 +236,12 @@ def _expect_pictures(card: Card, results: tuple) -> None:
 def _find_right(answer: str) -> str:
     """The job without a fault, by the first line of what the learner made of it."""
     return next(
-        (text for text in map(read_job, ("ddp", "dp", "loader")) if text.splitlines()[0] == answer.split("\n")[0]),
+        (text for text in map(read_job, ("ddp", *EXPECT)) if text.splitlines()[0] == answer.split("\n")[0]),
         answer,
     )
 
 
+EXPECT = {"dp": _expect_replicas, "loader": _expect_pictures}
 EXERCISES = {
     "6.1": Exercise("A job that stops", partial(verify_card, pile="stops"), _find_right),
     "6.2": Exercise("Calls that do not match", partial(verify_card, pile="unmatched"), _find_right),

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import nodelaunch as launch
 from course.check import attempts, expect
-from course.exercises.lab6.cards.faults import FAULTS, PILES, Fault, read_job
+from course.exercises.lab6.cards.faults import FAULTS, PILES, TOPICS, Fault, read_job
 from lab_common import LabError
 from lab_common.files import read_bounded, write_atomically
 
@@ -225,7 +225,7 @@ def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
         raise LabError(f"There is no pile {pile!r:.40}.", where="cards.draw", cause="a typo", fix=fix)
     standings = attempts.read_standings()
     cards = [card for card in _list_cards() if card.pile == pile]
-    cards.sort(key=lambda card: (card.fault.hard, card.fault.loading, _shuffle(seed, card.number)))
+    cards.sort(key=lambda card: (_rank_topic(card.fault), card.fault.hard, _shuffle(seed, card.number)))
     if turn not in range(1, len(cards) + 1):
         fix = f"a number from 1 to {len(cards)}"
         cause = "the pile has fewer cards"
@@ -264,8 +264,12 @@ def _has_opened(diagnosis: attempts.Standing) -> bool:
 
 def _number(fault: Fault) -> int:
     """The number on the card: it must not give the letter away, nor change when there are more cards."""
-    order = sorted(FAULTS, key=lambda one: (one.loading, _shuffle("cards", one.letter)))
+    order = sorted(FAULTS, key=lambda one: (_rank_topic(one), _shuffle("cards", one.letter)))
     return order.index(fault) + 1
+
+
+def _rank_topic(fault: Fault) -> int:
+    return TOPICS.index(fault.topic)
 
 
 def _shuffle(*parts: object) -> str:

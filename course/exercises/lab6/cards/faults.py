@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PILES = ("stops", "unmatched", "wrong")
+# Cards of a later topic are drawn, and numbered, after the others: loading comes only in lab 7.
+TOPICS = ("data parallelism", "loading")
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,12 @@ class Fault:
         edits: Pairs of what stands in the right job and what stands in the broken one.
         layouts: Nodes, and processes per node, on which the mended job is tried, one after the other; the broken one
             runs on the first. At most two processes in all, so that no card takes more memory than another.
-        hard: Whether it is drawn after the others of its pile.
+        hard: Whether it is drawn after the others of its pile and topic.
         slow: What takes longer when the mended job is tried, where that makes the fault more likely: ``"PREPARE"`` or
             ``"SAVE"``.
         hides: What a mend must not have, a regular expression: with it the job runs, and the fault is still there.
         points: With how many points the mended job is tried, one after the other; the broken one has the first.
-        loading: Whether it is about loading data, as lab 7 is; these are drawn, and numbered, after the others.
+        topic: What it is about, one of ``TOPICS``.
     """
 
     letter: str
@@ -43,7 +45,7 @@ class Fault:
     slow: str = ""
     hides: str = ""
     points: tuple[int, ...] = (257,)
-    loading: bool = False
+    topic: str = TOPICS[0]
 
     def break_job(self) -> str:
         """Returns the text of the job with this fault in it."""
@@ -381,7 +383,7 @@ FAULTS = (
         "all ranks stop before any training, where the loader is made: which two of its arguments exclude each other?",
         "leave out shuffle=True: DistributedSampler shuffles, anew in each epoch that it is told of",
         (("BATCH_SIZE, sampler=sampler)", "BATCH_SIZE, shuffle=True, sampler=sampler)"),),
-        loading=True,
+        topic="loading",
     ),
     Fault(
         "T",
@@ -398,7 +400,7 @@ FAULTS = (
             ("pictures.flatten(1) / 255", "pictures.flatten(1)"),
         ),
         layouts=((1, 1),),
-        loading=True,
+        topic="loading",
     ),
     Fault(
         "U",
@@ -426,7 +428,7 @@ FAULTS = (
         r"|self\.(?!file\b)(\w+) = .*self\.\1 = )).*)"
         r"(?:\w+\[index\] = |(?:self\.\w+|[A-Z]\w+)\.(?:setdefault|append)\()"
         r"|^ *@(?:functools\.)?cache\b|\bmaxsize=None",
-        loading=True,
+        topic="loading",
     ),
     Fault(
         "V",
@@ -448,7 +450,7 @@ FAULTS = (
             ),
         ),
         layouts=((1, 1),),
-        loading=True,
+        topic="loading",
     ),
     Fault(
         "W",
@@ -465,6 +467,6 @@ FAULTS = (
             ),
         ),
         layouts=((1, 1),),
-        loading=True,
+        topic="loading",
     ),
 )
