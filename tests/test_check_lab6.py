@@ -54,6 +54,14 @@ GATHER = (
 )
 
 
+SHARD = '    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)\n'
+WEIGHTS = "    weights = {name: tensor.to_local() for name, tensor in model.state_dict().items()}\n"
+FULL_ON_RANK_0 = WEIGHTS.replace("to_local", "full_tensor").replace("    weights", "        weights")
+COPY = ("        gaps.append", "        stage.load_state_dict(alone[rank].state_dict())\n        gaps.append")
+SAVE = "        torch.save(weights, path)\n"
+SEND_CHANNELS_LAST = (".detach(), 1)", ".detach().transpose(1, 2).contiguous(), 1)")
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch, runs):
     """A folder for the cards, as the notebook's own."""
@@ -153,11 +161,21 @@ def quick(monkeypatch):
             "local object",
         ),
         ("W", [("path, transform, path", "str(path), transform, path")], "BufferedReader"),
+        ("X", [(WEIGHTS, ""), (SAVE, FULL_ON_RANK_0 + SAVE)], "rank "),
+        ("Y", [("lr=0.1", "lr=10")], "0.7266"),
+        ("Y", [(SHARD, "")], "'to_local'"),
+        ("Z", [SEND_CHANNELS_LAST], "apart"),
+        ("Z", [("LENGTH, CHANNELS)", "CHANNELS, LENGTH)")], "16x32 and 8x2"),
+        ("AA", [("BatchNorm1d(CHANNELS)", "BatchNorm1d(CHANNELS, track_running_stats=False)")], "apart"),
+        ("AA", [("BatchNorm1d", "SyncBatchNorm")], "SyncBatchNorm"),
+        ("AA", [("    gaps, messages", "    stage.eval()\n    gaps, messages")], "apart"),
     ],
 )
-def test_wrong_mends_get_their_hint(letter, edits, yours, quick):
+def test_wrong_mends_get_their_hint(letter, edits, yours, quick, monkeypatch):
     if letter != "C":  # it needs a disk that is slow indeed
         quick()
+    if letter == "X":  # it hangs
+        monkeypatch.setattr(cards, "HANG_SECONDS", 4)
     card = mend(letter, *edits)
     with pytest.raises(NotYetError) as refused:
         check.exercise(EXERCISES[card.pile], card)
@@ -388,6 +406,8 @@ STORE = (
             ],
             "self.enlarged[index] = picture.byte()",
         ),
+        ("Z", [COPY], "load_state_dict(alone[rank]"),
+        ("AA", [COPY], "load_state_dict(alone[rank]"),
     ],
 )
 def test_a_mend_that_hides_the_fault_is_refused(letter, edits, yours):
@@ -432,6 +452,111 @@ def test_wrong_reports_of_a_job_about_loading_get_their_hint(change, yours, monk
     assert yours in refused.value.yours and refused.value.hint
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("F.cross_entropy(alone(inputs), targets)", "sum(F.cross_entropy(alone(one), two) for one, two in chunks)"),
+        ("step_alone(alone, optimizer_alone, chunks)", "step_alone(alone, optimizer_alone, chunks[:1])"),
+        ("if one.is_floating_point()", "if one.ndim > 9"),
+        ("measure_gap(stage, alone[rank])", "measure_gap(stage, stage)"),
+    ],
+)
+def test_what_a_pipeline_is_compared_with_stays(edit):
+    card = mend("AA", edit)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", card)
+    assert "the comparison with one piece" in str(refused.value) and "mend the pipeline" in refused.value.hint
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """A function that lets a card's job report this, rank by rank, and returns the card."""
+
+    def pretend(letter, *reports):
+        result = launch.JobResult(True, reports, (), None, (), {}, {}, Path("/runs/jobs/card-6"), ())
+        monkeypatch.setattr(cards.Card, "start", lambda *_, **__: result)
+        return mend(letter, MINE)
+
+    return pretend
+
+
+WHOLE = {
+    "inner": [[number, number] for number in range(32)],
+    "bias": list(range(32)),
+    "outer": [[number, -number] for number in range(32)],
+}
+HALVES = [{name: rows[part] for name, rows in WHOLE.items()} for part in (slice(16), slice(16, 32))]
+TRAINED = {"losses": [0.5, 0.4, 0.3]}
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize(
+    ("letter", "signs", "yours"),
+    [
+        ("X", ["this rank holds 80 numbers", "checkpoint: 80 numbers"], "shape (16, 2)"),
+        ("Y", [f"epoch {epoch}: of all points loss 0.7266" for epoch in range(3)], "0.7266"),
+        ("Z", ["epoch 0: sent 1 x (16, 8, 32)", "epoch 0: received 1 x (16, 32, 8)", "by up to 2e-01"], "apart"),
+        ("AA", ["epoch 0: sent 1 x (16, 8, 32); weights differ from one piece's by up to 0e+00"], "apart"),
+    ],
+)
+def test_a_model_on_two_ranks_shows_its_fault_and_is_refused(letter, signs, yours, pretend):
+    result = draw(letter).start()
+    assert result.failure is None
+    for sign in signs:
+        assert sign in "\n".join(result.lines)
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", pretend(letter, *result.results))
+    assert yours in refused.value.yours and refused.value.hint == BY_LETTER[letter].mend
+
+
+@pytest.mark.parametrize(
+    ("changes", "yours", "hint"),
+    [
+        (
+            {"saved": {name: [*half, *half] for name, half in HALVES[0].items()}},
+            "other weights, 1.6e+01",
+            "full_tensor",
+        ),
+        (
+            {"saved": {name: [*HALVES[1][name], *half] for name, half in HALVES[0].items()}},
+            "other weights, 1.6e+01",
+            "full_tensor",
+        ),
+        ({"saved": WHOLE | {"outer": HALVES[0]["outer"]}}, "shape (16, 2)", "full_tensor"),
+        ({"saved": {name: rows for name, rows in WHOLE.items() if name != "bias"}}, "shape (0,)", "full_tensor"),
+        ({"saved": WHOLE | {"bias": [float("nan")] * 32}}, "other weights, nan", "full_tensor"),
+        ({"own": WHOLE}, "160, 160", "leave the model sharded"),
+        ({"losses": [0.7, 0.7, 0.7]}, "0.700000", "full_tensor"),
+        ({"losses": [0.7, 0.7, float("nan")]}, "nan", "full_tensor"),
+    ],
+)
+def test_wrong_reports_of_a_sharded_model_get_their_hint(pretend, changes, yours, hint):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", pretend("X", *[TRAINED | {"own": own, "saved": WHOLE} | changes for own in HALVES]))
+    assert yours in refused.value.yours and hint in refused.value.hint
+
+
+RIGHT_STAGE = {"gaps": [0.0, 1e-16, 2e-16], "messages": [1, 2, 4], "moved": 0.1}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("change", "yours", "hint"),
+    [
+        ({"messages": [1, 1, 1]}, "1, 1, 1", "leave the micro-batches"),
+        ({"gaps": [0.0, 0.0, 1e-4]}, "1.0e-04 apart", "GroupNorm"),
+        ({"gaps": [0.0, float("nan"), 0.0]}, "nan apart", "GroupNorm"),
+        ({"moved": 1e-9}, "1.0e-09", "leave the training"),
+    ],
+)
+def test_wrong_reports_of_a_pipeline_get_their_hint(pretend, rank, change, yours, hint):
+    reports = [RIGHT_STAGE, RIGHT_STAGE]
+    reports[rank] = RIGHT_STAGE | change
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", pretend("AA", *reports))
+    assert yours in refused.value.yours and hint in refused.value.hint
+
+
 def test_a_job_that_is_as_it_was_drawn_is_no_try():
     card = mend("A")
     with pytest.raises(LabError) as caught:
@@ -445,6 +570,8 @@ SIZES = [
     ("E", ("16, 3", "20, 3")),
     ("H", ("10, 4", "10, 5")),
     ("T", ("192, 16", "96, 16")),
+    ("Y", ("16, 3, 32", "16, 99, 32")),
+    ("AA", ("(1, 2, 4)", "(1, 1, 1)")),
 ]
 
 
@@ -534,6 +661,34 @@ CLASS = (
 )
 SEEK = ("        self.file.seek(", '        self.file = self.file or open(self.path, "rb")\n        self.file.seek(')
 RECEIVE, SEND = "        dist.recv(theirs, 1 - rank)\n", "        dist.send(counts, 1 - rank)\n"
+STATE_DICT = """\
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+"""
+ALL_GATHER = """\
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        parts = [torch.empty_like(tensor.to_local()) for _ in range(world_size)]
+        dist.all_gather(parts, tensor.to_local())
+        weights[name] = torch.cat(parts)
+"""
+GRADIENT_CHANNELS_LAST = [
+    ("gradient = torch.empty_like(output)", "gradient = torch.empty_like(output.transpose(1, 2).contiguous())"),
+    ("output.backward(gradient)", "output.backward(gradient.transpose(1, 2))"),
+]
+WHOLE_BATCH = [
+    (
+        "    for inputs, _ in chunks:\n        outputs.append(stage(inputs))\n"
+        "        dist.send(outputs[-1].detach(), 1)\n",
+        "    outputs = stage(torch.cat([inputs for inputs, _ in chunks])).chunk(len(chunks))\n"
+        "    for output in outputs:\n        dist.send(output.detach(), 1)\n    gradients = []\n",
+    ),
+    (
+        "        output.backward(gradient)\n",
+        "        gradients.append(gradient)\n    torch.autograd.backward(outputs, gradients)\n",
+    ),
+]
 INDENTED = "        if{} rank:\n    {}    {}"
 
 
@@ -570,6 +725,15 @@ INDENTED = "        if{} rank:\n    {}    {}"
         ("V", [("lambda pixels: torch.tensor(list(pixels), dtype=torch.uint8).view(SIDE, SIDE)", "Convert()"), CLASS]),
         ("W", [(', path.open("rb")', ", None"), SEEK]),
         ("R", [(RECEIVE + SEND, INDENTED.format("", SEND, RECEIVE) + INDENTED.format(" not", RECEIVE, SEND))]),
+        ("X", [(WEIGHTS, STATE_DICT)]),
+        ("X", [(WEIGHTS, ALL_GATHER)]),
+        ("Y", [(SHARD, SHARD + '    optimizer.param_groups[0]["params"] = list(model.parameters())\n')]),
+        ("Y", [(SHARD, SHARD + "    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)\n")]),
+        ("Z", [("stage(buffer.transpose(1, 2))", "stage(buffer.view(-1, CHANNELS, LENGTH))")]),
+        ("Z", [SEND_CHANNELS_LAST, *GRADIENT_CHANNELS_LAST]),
+        ("AA", [("torch.nn.BatchNorm1d(CHANNELS)", "torch.nn.LayerNorm([CHANNELS, LENGTH])")]),
+        ("AA", WHOLE_BATCH),
+        ("AA", [("torch.nn.BatchNorm1d", "torch.nn.GroupNorm"), ("Norm(CH", "Norm(2, CH")]),
     ],
 )
 def test_other_right_changes_get_the_tick(letter, edits, capsys, quick):
@@ -754,7 +918,10 @@ def test_another_number_is_another_order():
 def test_the_cards_of_later_topics_come_after_the_others_of_their_pile():
     stops = [cards.draw("stops", turn, seed=3).fault.topic for turn in range(1, 12)]
     assert stops == ["data parallelism"] * 6 + ["loading"] * 5
-    assert {draw(fault.letter).number for fault in FAULTS if fault.topic == "loading"} == set(range(19, 24))
+    wrong = [cards.draw("wrong", turn, seed=3).fault.topic for turn in range(1, 13)]
+    assert wrong == ["data parallelism"] * 8 + ["model parallelism"] * 4
+    numbers = {topic: {draw(fault.letter).number for fault in FAULTS if fault.topic == topic} for topic in TOPICS[1:]}
+    assert numbers == {"loading": set(range(19, 24)), "model parallelism": set(range(24, 28))}
 
 
 def test_no_card_takes_more_than_two_processes():
@@ -775,8 +942,8 @@ def test_what_is_no_card_is_said():
         cards.draw("quiet")
     assert_explains(caught.value, "no pile 'quiet'", "stops")
     with pytest.raises(LabError) as caught:
-        draw("A").name("Z")
-    assert_explains(caught.value, "no cause 'Z'", "A, B, C")
+        draw("A").name("BB")
+    assert_explains(caught.value, "no cause 'BB'", "A, B, C")
     for answer in (draw("A"), "scripts/train_ddp.py"):
         with pytest.raises(LabError) as caught:
             check.exercise("6.1", answer)

@@ -9,9 +9,11 @@ import re
 from contextlib import suppress
 from functools import partial
 
+import torch
+
 import nodelaunch as launch
 from course.check import Exercise, expect
-from course.exercises.lab6.cards import Card, ddp_job, dp_job, loader_job
+from course.exercises.lab6.cards import Card, ddp_job, dp_job, loader_job, pipeline_job, sharded_job
 from course.exercises.lab6.cards.faults import FAULTS, read_job
 from lab_common import LabError
 
@@ -20,7 +22,8 @@ CLOSE = 1e-6  # more than float32's rounding, and less than the error of any fau
 SLOW = 4
 NEW_ORDERS = next(fault.mend for fault in FAULTS if fault.letter == "A")
 SHUFFLE = "leave out shuffle=False: a sampler that does not shuffle has one order for all epochs"
-# What no mend changes: its name, why, and its parts. What the job about loading has of the machine.
+# What no mend changes: its name, why, and its parts. What the job about loading has of the machine, and what the
+# pipeline is compared with.
 KEPT = {
     "loader": (
         "the limits of the job",
@@ -32,9 +35,22 @@ KEPT = {
             next(line for line in read_job("loader").splitlines() if line.startswith("SHARED_MEMORY, ")),
         ),
     ),
+    "pipeline": (
+        "the comparison with one piece",
+        "mend the pipeline: the network in one piece, on the whole batch, is what it has to equal",
+        (
+            *map(inspect.getsource, (pipeline_job.step_alone, pipeline_job.measure_gap)),
+            "step_alone(alone, optimizer_alone, chunks)",
+            "gaps.append(measure_gap(stage, alone[rank]))",
+        ),
+    ),
 }
 # What the job about loading reaches within its epochs, and a guess does not.
 LEARNT = 0.7
+# What the job with a sharded model reaches; without training its loss is 0.7.
+LEARNT_LOSS = 0.4
+# What the training of a pipeline changes in the weights, at least.
+MOVED = 0.01
 
 
 def verify_card(card: Card, *, pile: str) -> str:
@@ -83,7 +99,7 @@ def _expect_mended_text(card: Card, text: str) -> None:
     if text == card.fault.break_job():
         cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
         raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)
-    sizes = next(line for line in read_job(job).splitlines() if line.startswith(("POINTS, ", "PICTURES, ")))
+    sizes = next(line for line in read_job(job).splitlines() if line.startswith(("POINTS, ", "PICTURES, ", "WAVES, ")))
     hint = "mend the cause: with other sizes it would be back"
     # Smaller batches are a right mend where a worker sends them.
     given = re.sub(r"^(PICTURES, .* = \d+, )[^,]+", rf"\g<1>{loader_job.BATCH_SIZE}", text, flags=re.M)
@@ -233,6 +249,59 @@ def _expect_pictures(card: Card, results: tuple) -> None:
     expect(accuracy > LEARNT, "the accuracy", yours=f"{accuracy:.2f}", expected=f"more than {LEARNT}", hint=hint)
 
 
+def _expect_shards(card: Card, results: tuple) -> None:
+    """Sharded weights that were trained, and a checkpoint that has all of them."""
+    shards = [{name: torch.tensor(numbers) for name, numbers in result["own"].items()} for result in results]
+    counts = [sum(map(torch.numel, own.values())) for own in shards]
+    every = sum(parameter.numel() for parameter in sharded_job.Classifier().parameters())
+    expect(
+        counts == [every // len(results)] * len(results),
+        "the numbers that each rank holds",
+        yours=", ".join(map(str, counts)),
+        expected=f"{every // len(results)} of {every}",
+        hint="leave the model sharded, and in `own` what this rank holds: with more ranks each has to hold less",
+    )
+    loss = results[0]["losses"][-1]
+    case, expected = "the loss after the last epoch", f"less than {LEARNT_LOSS}"
+    expect(loss < LEARNT_LOSS, case, yours=f"{loss:.6f}", expected=expected, hint=card.fault.mend)
+    saved = {name: torch.tensor(numbers) for name, numbers in results[0]["saved"].items()}
+    for name in shards[0]:
+        right, yours = torch.cat([own[name] for own in shards]), saved.get(name, torch.empty(0))
+        case = f"{name} in the checkpoint"
+        shapes = (f"shape {tuple(tensor.shape)}" for tensor in (yours, right))
+        fits, (shape, expected) = yours.shape == right.shape, shapes
+        expect(fits, case, yours=shape, expected=f"{expected}, from all ranks", hint=card.fault.mend)
+        gap = float((yours - right).abs().max())
+        expected = "the shards of all ranks, one after the other"
+        expect(gap < CLOSE, case, yours=f"other weights, {gap:.1e} apart", expected=expected, hint=card.fault.mend)
+
+
+def _expect_stages(card: Card, results: tuple) -> None:
+    """The weights of the network in one piece, whatever the number of micro-batches, and trained."""
+    every = pipeline_job.MICRO_BATCHES
+    for rank, result in enumerate(results):
+        hint = "leave the micro-batches: with one, a stage waits while the other computes"
+        expect(
+            tuple(result["messages"]) == every,
+            f"the micro-batches of rank {rank} in each epoch",
+            yours=", ".join(map(str, result["messages"])),
+            expected=", ".join(map(str, every)),
+            hint=hint,
+        )
+    for epoch, count in enumerate(every):
+        gap = max((result["gaps"][epoch] for result in results), key=lambda gap: (gap != gap, gap))
+        expect(
+            gap < CLOSE,
+            f"the weights after epoch {epoch}, with micro-batches: {count}, beside those of one piece",
+            yours=f"{gap:.1e} apart",
+            expected=f"less than {CLOSE:.0e} apart",
+            hint=card.fault.mend,
+        )
+    moved = min(result["moved"] for result in results)
+    case, hint = "how far the training has moved the weights", "leave the training as it was: mend the cause alone"
+    expect(moved > MOVED, case, yours=f"{moved:.1e}", expected=f"more than {MOVED}", hint=hint)
+
+
 def _find_right(answer: str) -> str:
     """The job without a fault, by the first line of what the learner made of it."""
     return next(
@@ -241,7 +310,12 @@ def _find_right(answer: str) -> str:
     )
 
 
-EXPECT = {"dp": _expect_replicas, "loader": _expect_pictures}
+EXPECT = {
+    "dp": _expect_replicas,
+    "loader": _expect_pictures,
+    "sharded": _expect_shards,
+    "pipeline": _expect_stages,
+}
 EXERCISES = {
     "6.1": Exercise("A job that stops", partial(verify_card, pile="stops"), _find_right),
     "6.2": Exercise("Calls that do not match", partial(verify_card, pile="unmatched"), _find_right),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 PILES = ("stops", "unmatched", "wrong")
 # Cards of a later topic are drawn, and numbered, after the others: loading comes only in lab 7.
-TOPICS = ("data parallelism", "loading")
+TOPICS = ("data parallelism", "loading", "model parallelism")
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Fault:
         letter: How the lab's list of causes calls it.
         pile: ``"stops"``: a rank's own error ends the job; ``"unmatched"``: ranks whose collectives do not match;
             ``"wrong"``: it runs to its end, and its numbers are wrong.
-        job: The job that it is in, ``"ddp"``, ``"dp"`` or ``"loader"``.
+        job: The job that it is in, ``"ddp"``, ``"dp"``, ``"loader"``, ``"sharded"`` or ``"pipeline"``.
         cause: What is wrong, in a few words.
         sign: What in the symptom points to it; the hint of who named another one.
         mend: What to do about it; the hint of who has named it and not yet mended it.
@@ -76,6 +76,10 @@ _SAMPLER = (
     "    sampler = DistributedSampler(dataset, drop_last=True)\n"
     "    loader = DataLoader(dataset, BATCH_SIZE, sampler=sampler)\n"
 )
+_SHARD = '    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)\n'
+_BUILD = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+# A stage that takes over the weights with which it is compared.
+_COPIES = r"\.(?:load_state_dict|copy_)\(|\.data = "
 FAULTS = (
     Fault(
         "A",
@@ -468,5 +472,55 @@ FAULTS = (
         ),
         layouts=((1, 1),),
         topic="loading",
+    ),
+    Fault(
+        "X",
+        "wrong",
+        "sharded",
+        "rank 0 saves its own shards as if they were the whole weights",
+        "compare how many numbers a rank holds and the checkpoint has, and the accuracy of the checkpoint with that of "
+        "the trained model",
+        "gather the shards before rank 0 saves them, for instance with tensor.full_tensor(): it is a collective, which "
+        "every rank has to call",
+        (("tensor.full_tensor()", "tensor.to_local()"),),
+        topic="model parallelism",
+    ),
+    Fault(
+        "Y",
+        "wrong",
+        "sharded",
+        "the optimizer is built before the model is sharded, and holds the old parameters",
+        "the loss is the same after all epochs, to the last digit: what does optimizer.step() change?",
+        "build the optimizer after fully_shard: it replaces the model's parameters by sharded ones",
+        ((_SHARD + _BUILD, _BUILD + _SHARD),),
+        topic="model parallelism",
+    ),
+    Fault(
+        "Z",
+        "wrong",
+        "pipeline",
+        "a stage receives the activations in another layout than that in which they were sent",
+        "compare the shape that one rank sent with the shape that the other received: Gloo compares only the bytes",
+        "one layout on both ranks, for the activations and for their gradients: receive what the first stage sends, "
+        "(N, CHANNELS, LENGTH)",
+        (
+            ("torch.empty(len(targets), CHANNELS, LENGTH)", "torch.empty(len(targets), LENGTH, CHANNELS)"),
+            ("stage(buffer), targets", "stage(buffer.transpose(1, 2)), targets"),
+        ),
+        hides=_COPIES,
+        topic="model parallelism",
+    ),
+    Fault(
+        "AA",
+        "wrong",
+        "pipeline",
+        "BatchNorm takes its statistics from each micro-batch, and not from the whole batch",
+        "with one micro-batch the weights are those of one piece, with more they are not: which layer's output for one "
+        "wave depends on the other waves?",
+        "a layer that normalises each wave by itself, such as GroupNorm or LayerNorm; or normalise the whole batch "
+        "before it is divided into micro-batches",
+        (("torch.nn.GroupNorm(2, CHANNELS)", "torch.nn.BatchNorm1d(CHANNELS)"),),
+        hides=_COPIES,
+        topic="model parallelism",
     ),
 )
