@@ -42,7 +42,7 @@ START, GRACE = 60.0, 1.0
 LONG = 300.0  # seconds that a collective waits where the limit of the ranks is to come first
 PRINTED, SENT = 20, 2**16  # lines of a rank's own print() that are shown, characters that are sent
 # What Gloo says where the ranks do not do the same.
-NETWORK = ("gloo", "Timed out", "Connection closed", "Connection reset")
+NETWORK = ("gloo", "Timed out", "Application timeout", "Connection closed", "Connection reset")
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,8 @@ def verify_state_bytes(state_bytes: Callable) -> str:
     return f"{len(cases)} cases of precision, stage and number of ranks, to the byte"
 
 
-def _is_number(found: object) -> bool:
-    return isinstance(found, Real) and not isinstance(found, bool)
-
-
 def _as_numbers(found: object, words: str) -> tuple[float, ...]:
-    good = isinstance(found, tuple | list) and len(found) == 3 and all(map(_is_number, found))
+    good = isinstance(found, tuple | list) and len(found) == 3 and all(isinstance(one, Real) for one in found)
     shown = "None" if found is None else f"{type(found).__name__} {str(found)[:60]}"
     hint = "return the three numbers: return weights, gradients, optimizer"
     expect(good, words, yours=shown, expected="three numbers", hint=hint)
@@ -129,7 +125,7 @@ def verify_activation_bytes(activation_bytes: Callable) -> str:
         )
         case = f"{'mixed' if mixed else 'float32'}, width {width}, blocks: {layers}, tokens: {tokens}"
         hint = "return one number: the bytes of all tokens"
-        expect(_is_number(yours), case, yours=type(yours).__name__, expected="a number of bytes", hint=hint)
+        expect(isinstance(yours, Real), case, yours=type(yours).__name__, expected="a number of bytes", hint=hint)
         expect(
             abs(yours - right) <= 0.5,
             case,
