@@ -91,18 +91,23 @@ def record_step(
         "backward": lambda: losses.pop().backward(),
         "step": optimizer.step,
     }
-    return record_curve(parts, held)
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    return record_curve(parts, held, lambda: [weight.grad for weight in weights])
 
 
-def record_curve(parts: dict[str, Callable[[], object]], held: int) -> dict[str, list[tuple[float, float]]]:
-    """Runs the parts of a step under torch's profiler, and reads every allocation on the CPU.
+def record_curve(
+    parts: dict[str, Callable[[], object]], held: int, list_kept: Callable[[], Iterable[torch.Tensor | None]]
+) -> dict[str, list[tuple[float, float]]]:
+    """Runs the parts of a step under torch's profiler, and reads every allocation that this thread makes on the CPU.
 
-    What is freed has to be allocated inside, or was counted in ``held`` and stays: the profiler does not know the size
-    of older memory.
+    What is freed has to be allocated inside: the profiler does not know the size of older memory. It does not see what
+    another thread frees either, such as the copies that Gloo makes. So an allocation without an end counts only if it
+    is kept.
 
     Args:
         parts: Functions without arguments, in their order, by name.
         held: Bytes that are held before.
+        list_kept: Lists, after the last part, the tensors that it leaves.
 
     Returns:
         For each part the bytes held, as (milliseconds since the first part began, MB) after each allocation.
@@ -111,21 +116,35 @@ def record_curve(parts: dict[str, Callable[[], object]], held: int) -> dict[str,
         for name, run in parts.items():
             with record_function(f"part {name}"):
                 run()
+    kept = {local(tensor).untyped_storage().data_ptr() for tensor in list_kept() if tensor is not None}
     with tempfile.TemporaryDirectory() as folder:
         prof.export_chrome_trace(str(path := Path(folder, "trace.json")))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     spans = {one["name"][5:]: one for one in events if one["name"].startswith("part ")}
-    # Each at its time; those of one microsecond in the order of the profiler.
-    changes = [one for one in events if one["name"] == "[memory]" and one["args"]["Device Type"] == 0]
-    changes.sort(key=lambda one: (one["ts"], one["args"]["Ev Idx"]))
     curve: dict[str, list[tuple[float, float]]] = {name: [] for name in parts}
     begin = min(one["ts"] for one in spans.values())
-    for change in changes:
+    for change in _list_changes(events, kept):
         held += change["args"]["Bytes"]
         for name, span in spans.items():
             if span["ts"] <= change["ts"] <= span["ts"] + span["dur"]:
                 curve[name].append(((change["ts"] - begin) / 1e3, held / 1e6))
     return curve
+
+
+def _list_changes(events: list[dict], kept: set[int]) -> list[dict]:
+    """The allocations that are kept, or have an end, and these ends, in their order."""
+    changes = [one for one in events if one["name"] == "[memory]" and one["args"]["Device Type"] == 0]
+    # Each at its time; those of one microsecond in the order of the profiler.
+    changes.sort(key=lambda one: (one["ts"], one["args"]["Ev Idx"]))
+    shown, allocated = set(), {}
+    for number, change in enumerate(changes):
+        address = change["args"]["Addr"]
+        if change["args"]["Bytes"] > 0:
+            allocated[address] = number
+        elif address in allocated:
+            shown |= {allocated.pop(address), number}
+    shown |= {number for address, number in allocated.items() if address in kept}
+    return [change for number, change in enumerate(changes) if number in shown]
 
 
 def save_and_kill(folder: Path) -> list[str]:

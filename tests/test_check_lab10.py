@@ -682,7 +682,7 @@ def test_right_mlps_are_accepted(answer, capsys):
     check.exercise("10.4", answer)
     assert capsys.readouterr().out == (
         "✔ 10.4 An MLP on two ranks: equal to the whole MLP on 2 and on 3 ranks, each from its own weights alone, with "
-        "one all-reduce\n"
+        "one collective\n"
     )
 
 

@@ -136,6 +136,8 @@ BARRIER = "        dist.barrier()\n"
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
         ((SAMPLER, SAMPLER.replace("train,", "train, 2, rank,")), "leave num_replicas out"),
         ((SAMPLER, SAMPLER.replace("train,", "train, num_replicas=2, rank=rank,")), "leave num_replicas out"),
+        ((SAMPLER, SAMPLER.replace("train,", "dataset.train,")), "train, and not dataset.train"),
+        (("DataLoader(train,", "DataLoader(dataset=dataset.train, batch_size="), "train, and not dataset.train"),
         ((INIT, INIT.replace("minutes=2", "hours=2")), "two minutes are enough"),
         ((INIT, INIT.replace("minutes=2", "minutes=9, seconds=60 * 2")), "two minutes are enough"),
         ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),

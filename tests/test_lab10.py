@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -111,12 +112,27 @@ def test_a_curve_has_each_allocation_in_its_part(capfd):
         "backward": lambda: kept.append(torch.zeros(MB // 2)),
         "step": kept.clear,
     }
-    curve = memory.record_curve(parts, held=3 * MB)
+    curve = memory.record_curve(parts, 3 * MB, list)
     forward, backward, step = ([mb for _, mb in curve[part]] for part in parts)
     assert max(forward) == pytest.approx(7, abs=0.01) and max(backward) == pytest.approx(9, abs=0.01)
     assert step[-1] == pytest.approx(3, abs=0.01)
     times = [ms for part in parts for ms, _ in curve[part]]
     assert times == sorted(times) and times[0] >= 0
+
+
+def test_what_another_thread_frees_does_not_stay_in_the_curve():
+    """As Gloo's threads do; a profile does not see that."""
+    kept, gone = [], []
+
+    def end():
+        thread = threading.Thread(target=gone.clear)
+        thread.start()
+        thread.join()
+        kept.append(torch.zeros(MB))
+
+    parts = {"begin": lambda: gone.append(torch.zeros(MB // 2)), "end": end}
+    curve = memory.record_curve(parts, 0, lambda: kept)
+    assert [mb for _, mb in curve["end"]] == pytest.approx([4], abs=0.01)
 
 
 def test_a_step_is_recorded_in_three_parts():

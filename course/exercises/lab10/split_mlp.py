@@ -40,7 +40,7 @@ def verify_split_mlp(split_mlp: Callable) -> str:
     """Compares with the whole MLP on two and on three ranks; the other ranks' weights are NaN."""
     for count in (2, 3):
         _verify(split_mlp, count)
-    return "equal to the whole MLP on 2 and on 3 ranks, each from its own weights alone, with one all-reduce"
+    return "equal to the whole MLP on 2 and on 3 ranks, each from its own weights alone, with one collective"
 
 
 def _verify(split_mlp: Callable, count: int) -> None:

@@ -36,6 +36,7 @@ def expect_precautions(tree: ast.AST) -> None:
     _expect_backend(tree, starts, values)
     _expect_timeout(named, starts)
     _expect_all_ranks(named)
+    _expect_chosen_images(named)
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     names = {name for name, _ in named}
     expect(
@@ -76,6 +77,24 @@ def _expect_all_ranks(named: Sequence[tuple[str, ast.Call]]) -> None:
         yours=", ".join(fixed),
         expected="the number of ranks that there are",
         hint="leave num_replicas out, or take dist.get_world_size(): torchrun says how many ranks there are",
+    )
+
+
+def _expect_chosen_images(named: Sequence[tuple[str, ast.Call]]) -> None:
+    """Sampler and loader take ``train``, which ``--images`` shortens."""
+    whole = [
+        ast.unparse(call)
+        for name, call in named
+        if name in ("DistributedSampler", "DataLoader")
+        for one in _find_argument(call, 0, "dataset")
+        if ast.unparse(one) == "dataset.train"
+    ]
+    expect(
+        not whole,
+        "which images are shared out",
+        yours=whole[0] if whole else "",
+        expected="those of train",
+        hint="train, and not dataset.train: it has only as many images as --images says",
     )
 
 
