@@ -43,7 +43,7 @@ def test_every_exercise_becomes_an_answer_and_a_check(root):
             if cell.cell_type == "code"
         )
         numbers += checks
-    assert len(numbers) == len(set(numbers)) == 39
+    assert len(numbers) == len(set(numbers)) == 43
 
 
 def test_a_solution_without_a_check_is_refused():
@@ -54,7 +54,7 @@ def test_a_solution_without_a_check_is_refused():
 
 def test_the_course_has_all_labs_and_its_scripts_no_solutions(root, tmp_path, capsys):
     assert main([str(tmp_path / "course")]) == 0
-    assert "lab0, lab1, lab2, lab3, lab4, lab5, lab6, lab7, lab8, lab9, lab10" in capsys.readouterr().out
+    assert "lab0, lab1, lab2, lab3, lab4, lab5, lab6, lab7, lab8, lab9, lab10, lab11" in capsys.readouterr().out
     folder = tmp_path / "course" / "source"
     assert sorted(path.name for path in folder.iterdir()) == [f"lab{lab}" for lab in check.LABS]
     scripts = list((folder / "lab5" / "scripts").glob("*.py"))

@@ -77,4 +77,12 @@ SECOND_HINTS = {
     "n; optimizer.step(); dist.all_gather(list(weights.chunk(n)), shard.data)",
     "10.4": "up.chunk(n)[rank], up_bias.chunk(n)[rank], down.chunk(n, dim=1)[rank]; F.linear, F.gelu, F.linear without "
     "a bias; dist.all_reduce(y); return y + down_bias",
+    "11.1": "loop 1: above rank 0 recv, x.requires_grad_(); stage(x); send output.detach(), on the last rank "
+    "find_loss / len(inputs); loop 2: recv a gradient unless last, output.backward(gradient), send x.grad above rank 0",
+    "11.2": "first = min(ranks - 1 - rank, micro): F0 and so on, first of them; then F{first + i} and B{i} for each i "
+    "in range(micro - first); then the backward passes that are left",
+    "11.3": "for places in combinations(range(1, len(times)), stages - 1): the ends are (0, *places, len(times)); the "
+    "largest sum(times[begin:end]) of pairwise(ends) has to be smallest",
+    "11.4": "ring = 2 * (ranks - 1) / ranks; data: ring * weights; tensor: 4 * layers * ring * tokens * width; "
+    "pipeline: 2 * tokens * width; each times 2 bytes",
 }

@@ -1,0 +1,180 @@
+"""A small pipeline for the check of 11.1: stages that note what they get, on ranks whose messages are watched."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from course.exercises.lab8.witness import MisuseError, Witness
+
+BATCH, WIDTH = 2, 4  # rows of a micro-batch, and numbers in each row that a stage sends
+SHAPE = (BATCH, WIDTH)
+# Seconds that a stage's last pass waits for its neighbour's first one, which in a pipeline has begun long ago.
+PATIENCE = 2.0
+ONE_EACH = "one message of the given shape for each micro-batch, float32: receive it into torch.empty(shape)"
+ENDS = "rank 0 has no rank before it, and the last rank, world_size − 1, none after it"
+NEIGHBOURS = "rank r receives from r − 1 and sends to r + 1, and the gradients go the other way"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is tried: ``width`` is that of the inputs."""
+
+    ranks: int
+    micro: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {self.micro} micro-batches"
+
+    def draw(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs and targets of all micro-batches, float32, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.ranks)
+        inputs = torch.randn(self.micro, BATCH, self.width, generator=generator)
+        return list(inputs), list(torch.randn(self.micro, *SHAPE, generator=generator))
+
+    def build(self, rank: int) -> nn.Linear:
+        """The layer of a rank's stage."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rank)
+            return nn.Linear(WIDTH if rank else self.width, WIDTH)
+
+
+@dataclass
+class Report:
+    """What a rank did, or what it should have done.
+
+    Attributes:
+        gradients: Those of its parameters; None where there is none.
+        given: What its stage was called with, by forward pass.
+        found: The gradient of each output, by forward pass.
+        passes: ``F`` and ``B`` in the order in which the passes began.
+        late: Passes, ``F`` or ``B``, of which the neighbour's first began only after this rank's last.
+    """
+
+    gradients: list[torch.Tensor | None]
+    given: list[torch.Tensor]
+    found: dict[int, torch.Tensor]
+    passes: str = ""
+    late: str = ""
+
+
+class Counters:
+    """How many passes each rank has begun, in memory that the forks share: also known where a rank gets stuck."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks, self._bytes = ranks, mmap.mmap(-1, 2 * ranks)
+
+    def add(self, kind: str, rank: int) -> None:
+        """Counts a pass, ``F`` or ``B``."""
+        place = self._place(kind, rank)
+        self._bytes[place] = min(self._bytes[place] + 1, 255)
+
+    def read(self, kind: str) -> list[int]:
+        """The passes of each rank."""
+        return [self._bytes[self._place(kind, rank)] for rank in range(self._ranks)]
+
+    def wait(self, kind: str, rank: int) -> bool:
+        """Waits until a rank has begun its first pass; returns whether it has. What is no rank needs no waiting."""
+        end = time.monotonic() + PATIENCE
+        while 0 <= rank < self._ranks and not self._bytes[self._place(kind, rank)]:
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _place(self, kind: str, rank: int) -> int:
+        return rank + self._ranks * (kind == "B")
+
+
+class Stage(nn.Module):
+    """One layer and tanh; notes its passes."""
+
+    def __init__(self, case: Case, rank: int, counters: Counters) -> None:
+        super().__init__()
+        self.layer = case.build(rank)
+        self._case, self._rank, self._counters = case, rank, counters
+        self.report = Report([], [], {})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (2, width) to (2, 4)."""
+        number = len(self.report.given)
+        self.report.given.append(x.detach().clone())
+        self._note("F", self._rank + 1)
+        output = torch.tanh(self.layer(x))
+        if output.requires_grad:
+            output.register_hook(partial(self._note_gradient, number))
+        return output
+
+    def _note_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        self.report.found[number] = gradient.detach().clone()
+        self._note("B", self._rank - 1)
+
+    def _note(self, kind: str, neighbour: int) -> None:
+        self.report.passes += kind
+        self._counters.add(kind, self._rank)
+        if self.report.passes.count(kind) == self._case.micro and not self._counters.wait(kind, neighbour):
+            self.report.late += kind
+
+
+def watch_messages(rank: int, ranks: int) -> Witness:
+    """Watches the messages of this process, and refuses those that no pipeline sends; see :class:`Witness`."""
+    witness, group = Witness(), dist.ProcessGroup
+    send, receive, receive_any = group.send, group.recv, group.recv_anysource
+
+    def inspect(tensors: list[torch.Tensor], peer: int) -> list[torch.Tensor]:
+        if not 0 <= peer < ranks:
+            raise MisuseError(ENDS)
+        if abs(peer - rank) != 1:
+            raise MisuseError(NEIGHBOURS)
+        if tensors[0].nbytes != 4 * math.prod(SHAPE):
+            raise MisuseError(ONE_EACH)
+        # The witness fills a tensor, which autograd forbids where the tensor already asks for a gradient.
+        return [tensors[0].detach()]
+
+    def send_inspected(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        return send(group, inspect(tensors, peer), peer, tag)
+
+    def receive_inspected(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> Any:
+        return receive(group, inspect(tensors, peer), peer, tag)
+
+    def receive_from_any(group: dist.ProcessGroup, tensors: list[torch.Tensor], tag: int = 0) -> Any:
+        return receive_any(group, inspect(tensors, rank - 1 if rank else 1), tag)
+
+    group.send, group.recv, group.recv_anysource = send_inspected, receive_inspected, receive_from_any
+    return witness
+
+
+def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -> Report:
+    """What a rank does."""
+    witness, stage = watch_messages(rank, case.ranks), Stage(case, rank, counters)
+    gpipe_step(stage, *case.draw(), F.mse_loss, SHAPE)
+    if witness.count_open():
+        raise MisuseError("wait() for every isend and irecv before you return: else it may not have ended")
+    stage.report.gradients = [one.grad for one in stage.parameters()]
+    return stage.report
+
+
+def find_right(case: Case) -> list[Report]:
+    """What each rank should have found, by the whole network in one process."""
+    layers = [case.build(rank) for rank in range(case.ranks)]
+    reports = [Report([], [], {}) for _ in layers]
+    for number, (x, y) in enumerate(zip(*case.draw(), strict=True)):
+        for layer, report in zip(layers, reports, strict=True):
+            report.given.append(x.detach())
+            x = torch.tanh(layer(x))
+            x.register_hook(partial(report.found.__setitem__, number))
+        (F.mse_loss(x, y) / case.micro).backward()
+    for layer, report in zip(layers, reports, strict=True):
+        report.gradients = [one.grad for one in layer.parameters()]
+    return reports
