@@ -340,7 +340,10 @@ def without_graph(stage, x):
 
 
 WRONG_STEPS = {
-    "not divided": (gpipe_by(divide=lambda loss, micro: loss), "divide each micro-batch's loss by len(inputs)"),
+    "not divided": (
+        gpipe_by(divide=lambda loss, micro: loss),
+        "no mean is taken: divide each micro-batch's loss by len(inputs)",
+    ),
     "divided by ranks": (gpipe_by(divide=lambda loss, micro: loss / dist.get_world_size()), "not by that of ranks"),
     "divided twice": (gpipe_by(divide=lambda loss, micro: loss / micro**2), "divided twice"),
     "divided at the end": (gpipe_by(end=halve_grad), "divided twice"),
@@ -405,7 +408,7 @@ WRONG_STEPS = {
     "stuck: no gradient sent": (gpipe_by(back=lambda x, rank: None), "rank 0 got no gradient"),
     "stuck: not received": (
         gpipe_by(take=lambda shape, own, rank: own.requires_grad_()),
-        "rank 1 was faster than rank 0",
+        "rank 1 ran forward without rank 0's output",
     ),
     "stuck: two ranks": (for_two_ranks, "rank 2 got no output: each rank but the last, world_size − 1"),
     "stuck: last backward alone": (
@@ -800,8 +803,8 @@ WRONG_BYTES = {
     "no factor 2": (sent_by(ring=lambda n: (n - 1) / n), "in the reduce-scatter, and as much in the all-gather"),
     "no ring": (sent_by(ring=lambda n: 1), "the factor is 2 · (n − 1)/n"),
     "twice": (sent_by(ring=lambda n: 2), "the factor is 2 · (n − 1)/n"),
-    "whole messages": (sent_by(ring=lambda n: 2 * (n - 1)), "messages is 1/n of the size"),
-    "whole messages once": (sent_by(ring=lambda n: n - 1), "messages is 1/n of the size"),
+    "whole messages": (sent_by(ring=lambda n: 2 * (n - 1)), "each message of a ring has 1/n"),
+    "whole messages once": (sent_by(ring=lambda n: n - 1), "each message of a ring has 1/n"),
     "one rank sends": (sent_by(ring=lambda n: 2 * (n - 1) / n if n > 1 else 2), "one rank has nobody to send to"),
     "data by layers": (sent_by(data=lambda weights, t, w, layers, n: weights * layers), "do not multiply by layers"),
     "data of tokens": (sent_by(data=by_tokens), "data parallelism sends gradients"),

@@ -95,7 +95,7 @@ def _explain_wait(forward: list[int], backward: list[int], micro: int) -> str:
     """The hint that fits passes at which the ranks have stopped."""
     for rank in range(1, len(forward)):
         if forward[rank] > forward[rank - 1]:
-            return f"rank {rank} was faster than rank {rank - 1}: above rank 0, dist.recv(x, rank − 1) comes first"
+            return f"rank {rank} ran forward without rank {rank - 1}'s output: above rank 0, dist.recv comes first"
     for rank in range(1, len(forward)):
         if forward[rank - 1] > 0 and not forward[rank]:
             return f"rank {rank} got no output: each rank but the last, world_size − 1, sends its own to rank + 1"
@@ -158,7 +158,7 @@ def _explain(reports: list[Report], right: list[Report], rank: int, case: Case) 
 def _explain_loss(yours: list[torch.Tensor], wanted: list[torch.Tensor], case: Case) -> str:
     """The hint for gradients that the loss gave to the last stage's outputs."""
     ratios = {
-        case.micro: "the mean loss of the whole batch: divide each micro-batch's loss by len(inputs)",
+        case.micro: "the losses are added up, and no mean is taken: divide each micro-batch's loss by len(inputs)",
         case.micro
         / case.ranks: "divide the loss by the number of micro-batches, len(inputs), and not by that of ranks",
         1 / case.micro: "divided twice: divide each micro-batch's loss by len(inputs) once",

@@ -96,7 +96,7 @@ def _explain(way: str, yours: dict[str, float], ranks: int, weights: int, tokens
     rings = {
         twice: are_all(1 / 2, *WAYS[:2]),
         "a ring sends n − 1 of n parts, twice: the factor is 2 · (n − 1)/n": is_like(1 / ring, 2 / ring),
-        "each part of a ring's messages is 1/n of the size: the factor is 2 · (n − 1)/n": is_like(ranks, ranks / 2),
+        "each message of a ring has 1/n of the size: the factor is 2 · (n − 1)/n": is_like(ranks, ranks / 2),
     }
     if hint := next((hint for hint, fits in rings.items() if fits), ""):
         return hint
