@@ -26,7 +26,7 @@ from lab_common import LabError
 from lab_utils.timing.memory import return_memory
 
 # Seconds that the search for the largest model may take, and its first and last guess of layers.
-PATIENCE, FEWEST, MOST = 120.0, 1, 4096
+PATIENCE, FEWEST, MOST = 400.0, 1, 4096
 M_MMAP_THRESHOLD = -3  # of <malloc.h>
 # A process of its own, which is killed in mid-save.
 SAVE = """

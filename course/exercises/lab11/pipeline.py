@@ -20,7 +20,7 @@ from course.exercises.lab8.witness import MisuseError, Witness
 BATCH, WIDTH = 2, 4  # rows of a micro-batch, and numbers in each row that a stage sends
 SHAPE = (BATCH, WIDTH)
 # Seconds that a stage's last pass waits for its neighbour's first one, which in a pipeline has begun long ago.
-PATIENCE = 2.0
+PATIENCE = 5.0
 ONE_EACH = "one message of the given shape for each micro-batch, float32: receive it into torch.empty(shape)"
 ENDS = "rank 0 has no rank before it, and the last rank, world_size − 1, none after it"
 NEIGHBOURS = "rank r receives from r − 1 and sends to r + 1, and the gradients go the other way"
