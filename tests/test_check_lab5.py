@@ -380,7 +380,7 @@ def test_wrong_checkpoints_get_their_hint(alter, right, tmp_path):
     for number, (changed, hint) in enumerate(
         [
             ({"epoch": 1}, "the last one too"),
-            ({"model": {f"module.{name}": value for name, value in weights.items()}}, "without 'module.'"),
+            ({"model": {f"module.{name}": value for name, value in weights.items()}}, "names have no 'module.'"),
             ({"model": {name: value + 1 for name, value in weights.items()}}, "the last one too"),
             ({"model": {}}, "as it was put together"),
             ({"optimizer": {}}, "the optimizer's momentum"),

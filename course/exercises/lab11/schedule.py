@@ -47,6 +47,9 @@ def _expect_passes(yours: object, micro: int, case: str) -> None:
         expected=expected,
         hint=hint,
     )
+    below = is_list and any(isinstance(work, str) and "-" in work for work in yours)
+    hint = "a number below 0: there are no more warm-up passes than micro-batches, min(ranks − 1 − rank, micro)"
+    expect(not below, case, yours=shown, expected=expected, hint=hint)
     well_formed = all(isinstance(work, str) and WORK.fullmatch(work) for work in yours)
     hint = 'write each pass as a letter and a number without a space: "F0" is forward, "B0" backward, of micro-batch 0'
     expect(well_formed, case, yours=shown, expected=expected, hint=hint)

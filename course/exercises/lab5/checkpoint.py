@@ -60,7 +60,7 @@ def expect_state(path: Path, weights: Mapping[str, torch.Tensor], epochs: int) -
         "the weights in the checkpoint",
         yours=", ".join(list(model)[:2]) + ", …" if model else "not there",
         expected=", ".join(list(weights)[:2]) + ", …",
-        hint="save the state as it was put together: model.module.state_dict() has the names without 'module.'",
+        hint="save state as it was put together, with model and optimizer; model.module's names have no 'module.'",
     )
     expect(
         bool(state.get("optimizer")),
