@@ -367,5 +367,5 @@ def _expect_counts(runs: _Runs) -> None:
             f"what is said after epoch {epoch}",
             yours=words.format(*yours[0]) if yours else "nothing",
             expected=words.format(*wanted),
-            hint="the counts of all ranks, added up in place, not divided: dist.all_reduce(counts) once on each rank",
+            hint="the counts of all ranks, added up, not divided: dist.all_reduce(counts), once, on every rank",
         )
