@@ -108,10 +108,11 @@ def _parse(number: int, command: str) -> _Command:
         if words[:1] in (["cd"], ["export"]):
             hint = "without `cd` and `export`: the cell runs it in this folder; a variable stands before it, NAME=value"
         raise NotYetError(case, yours=" ".join(words)[:60] or "nothing", expected=EXAMPLE, hint=hint)
-    said = io.StringIO()
+    said, parser = io.StringIO(), get_args_parser()
+    parser.prog = "torchrun"  # or it names the program that this process was started as
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            options = get_args_parser().parse_args(words)
+            options = parser.parse_args(words)
     except SystemExit:
         last = said.getvalue().strip().splitlines()[-1:] or ["it prints its help"]
         hint = "torchrun --help lists its options; each stands before the script"
