@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch.distributed as dist
+
 from lab_common import LabError
 
 SO_MAX_PACING_RATE = 47  # from <asm-generic/socket.h>
@@ -70,6 +72,15 @@ def count_sent() -> int:
         sent, again = struct.unpack_from(COUNTERS, info, BYTES_SENT)
         total += sent - again
     return total
+
+
+def count_settled() -> int:
+    """Counts as :func:`count_sent` does, once all ranks have what was sent before; every rank has to call it.
+
+    Else the end of what a rank has sent, such as DDP's weights when it is made, may be counted with what comes next.
+    """
+    dist.barrier()
+    return count_sent()
 
 
 def _find_connections(where: str) -> Iterator[socket.socket]:
