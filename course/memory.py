@@ -56,11 +56,15 @@ def count_bytes(tensors: Iterable[object]) -> int:
     return sum(storages.values())
 
 
-def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def join(tensors: Iterable[object]) -> torch.Tensor:
     """Joins all numbers into one flat tensor, without a graph; of a DTensor the whole.
 
     That gathers the DTensors, so every rank has to call it.
+
+    Args:
+        tensors: What is none, such as a learning rate among an optimizer's state, is left out.
     """
+    tensors = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return torch.cat([tensor.detach().flatten() for tensor in whole])
 

@@ -89,7 +89,7 @@ def test_of_a_dtensor_the_local_part_counts_and_the_whole_is_joined():
 
     def work(rank):
         part = distribute_tensor(whole, init_device_mesh("cpu", (2,)), [Shard(0)])
-        return memory.count_bytes([part]), memory.local(part), memory.join([part, torch.tensor([7.0])])
+        return memory.count_bytes([part]), memory.local(part), memory.join([part, "no tensor", torch.tensor([7.0])])
 
     for rank, (size, local, joined) in enumerate(run_on_ranks(work, work, case="a DTensor")):
         assert size == 24 and torch.equal(local, whole.chunk(2)[rank])
