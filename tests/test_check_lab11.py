@@ -3,7 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, combinations, pairwise
 
 import numpy as np
@@ -145,12 +145,8 @@ def gpipe_without_waiting(stage, inputs, targets, find_loss, shape):
 
 
 def gpipe_of_the_paper(stage, inputs, targets, find_loss, shape):
-    """Right: backward in reverse order on all ranks, and the gradients are divided at the end."""
-    gpipe_by(divide=lambda loss, micro: loss, order=lambda pairs, *_: pairs[::-1])(
-        stage, inputs, targets, find_loss, shape
-    )
-    for parameter in stage.parameters():
-        parameter.grad /= len(inputs)
+    """Right: backward in reverse order on all ranks."""
+    gpipe_by(order=lambda pairs, *_: pairs[::-1])(stage, inputs, targets, find_loss, shape)
 
 
 def gpipe_by_batches(stage, inputs, targets, find_loss, shape):
@@ -321,9 +317,18 @@ def take_grad(stage):
         parameter.grad = None
 
 
-def halve_grad(stage):
+def scale_grad(factor, stage):
     for parameter in stage.parameters():
-        parameter.grad /= dist.get_world_size()
+        parameter.grad *= factor
+
+
+def halve_grad(stage):
+    scale_grad(1 / dist.get_world_size(), stage)
+
+
+def zero_first(stage, *arguments):
+    stage.zero_grad()
+    gpipe_by()(stage, *arguments)
 
 
 def reverse_on_the_last(pairs, rank, last):
@@ -392,6 +397,12 @@ WRONG_STEPS = {
     "one memory": (gpipe_by(take=one_buffer(fresh=True)), "tensors of its own"),
     "one leaf": (gpipe_by(take=one_leaf, back=send_back_leaf), "tensors of its own"),
     "set to zero": (gpipe_by(**zero_before([])), "do not set them to zero between"),
+    "divided with what was there": (
+        gpipe_by(divide=lambda loss, micro: loss, end=partial(scale_grad, 1 / 4)),
+        "also divides what was there before the step",
+    ),
+    "twice as large": (gpipe_by(end=partial(scale_grad, 2)), "do not set them to zero between"),
+    "set to zero first": (zero_first, "zero_grad() is the caller's"),
     "none left": (gpipe_by(end=take_grad), "let them stay there"),
     "no wait for a receive": (gpipe_by(take=receive_without_wait), "wait() for every isend and irecv"),
     "no wait for a send": (gpipe_by(give=send_and_forget), "wait() for every isend and irecv"),

@@ -17,6 +17,7 @@ import nodelaunch as launch
 from course import check
 from course.check import NotYetError, attempts
 from course.exercises.lab6 import cards
+from course.exercises.lab6.cards import sharded_job
 from course.exercises.lab6.cards.faults import FAULTS, PILES, TOPICS, read_job
 from lab_common import LabError
 
@@ -59,6 +60,10 @@ WEIGHTS = "    weights = {name: tensor.to_local() for name, tensor in model.stat
 FULL_ON_RANK_0 = WEIGHTS.replace("to_local", "full_tensor").replace("    weights", "        weights")
 COPY = ("        gaps.append", "        stage.load_state_dict(alone[rank].state_dict())\n        gaps.append")
 SAVE = "        torch.save(weights, path)\n"
+RESHAPE_IN_PLACE = (
+    "        received.append",
+    "        buffer.data = buffer.data.view(len(targets), CHANNELS, LENGTH)\n        received.append",
+)
 SEND_CHANNELS_LAST = (".detach(), 1)", ".detach().transpose(1, 2).contiguous(), 1)")
 
 
@@ -457,7 +462,8 @@ def test_wrong_reports_of_a_job_about_loading_get_their_hint(change, yours, monk
     [
         ("F.cross_entropy(alone(inputs), targets)", "sum(F.cross_entropy(alone(one), two) for one, two in chunks)"),
         ("step_alone(alone, optimizer_alone, chunks)", "step_alone(alone, optimizer_alone, chunks[:1])"),
-        ("if one.is_floating_point()", "if one.ndim > 9"),
+        ("(one - two).abs()", "(one - one).abs()"),
+        ("CHANNELS, LENGTH = 8, 32", "CHANNELS, LENGTH = 8, 1"),
         ("measure_gap(stage, alone[rank])", "measure_gap(stage, stage)"),
     ],
 )
@@ -531,9 +537,34 @@ def test_a_model_on_two_ranks_shows_its_fault_and_is_refused(letter, signs, your
     ],
 )
 def test_wrong_reports_of_a_sharded_model_get_their_hint(pretend, changes, yours, hint):
+    first, second = (TRAINED | {"own": own, "saved": {}} | changes for own in HALVES)
     with pytest.raises(NotYetError) as refused:
-        check.exercise("6.3", pretend("X", *[TRAINED | {"own": own, "saved": WHOLE} | changes for own in HALVES]))
+        check.exercise("6.3", pretend("X", {"saved": WHOLE} | first, second | {"saved": {}}))
     assert yours in refused.value.yours and hint in refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "yours", "hint"),
+    [
+        ({"saved": WHOLE}, "2", "one of them saves"),
+        ({"losses": [0.5, 0.4, 0.31]}, "0.300000, 0.310000", "a model of its own"),
+    ],
+)
+def test_what_one_rank_alone_reports_is_looked_at(pretend, changes, yours, hint):
+    reports = [TRAINED | {"own": HALVES[0], "saved": WHOLE}, TRAINED | {"own": HALVES[1], "saved": {}} | changes]
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", pretend("X", *reports))
+    assert yours in str(refused.value.yours) and hint in refused.value.hint
+
+
+def test_each_weight_of_a_sharded_model_is_trained(pretend):
+    torch.manual_seed(0)
+    begin = sharded_job.Classifier().state_dict()["bias"].tolist()
+    own = [half | {"bias": part} for half, part in zip(HALVES, (begin[:16], begin[16:]), strict=True)]
+    reports = [TRAINED | {"own": half, "saved": {}} for half in own]
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", pretend("Y", *reports))
+    assert "moved bias" in str(refused.value) and "after fully_shard" in refused.value.hint
 
 
 RIGHT_STAGE = {"gaps": [0.0, 1e-16, 2e-16], "messages": [1, 2, 4], "moved": 0.1}
@@ -731,6 +762,7 @@ INDENTED = "        if{} rank:\n    {}    {}"
         ("Y", [(SHARD, SHARD + "    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)\n")]),
         ("Z", [("stage(buffer.transpose(1, 2))", "stage(buffer.view(-1, CHANNELS, LENGTH))")]),
         ("Z", [SEND_CHANNELS_LAST, *GRADIENT_CHANNELS_LAST]),
+        ("Z", [("stage(buffer.transpose(1, 2))", "stage(buffer)"), RESHAPE_IN_PLACE]),
         ("AA", [("torch.nn.BatchNorm1d(CHANNELS)", "torch.nn.LayerNorm([CHANNELS, LENGTH])")]),
         ("AA", WHOLE_BATCH),
         ("AA", [("torch.nn.BatchNorm1d", "torch.nn.GroupNorm"), ("Norm(CH", "Norm(2, CH")]),

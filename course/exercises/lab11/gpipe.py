@@ -10,7 +10,7 @@ import torch
 from course.check import NotYetError, expect
 from course.exercises.lab8.witness import MisuseError
 from course.exercises.lab10.mistakes import refusing_mistakes
-from course.exercises.lab11.pipeline import NEIGHBOURS, WIDTH, Case, Counters, Report, find_right, take_step
+from course.exercises.lab11.pipeline import EARLIER, NEIGHBOURS, WIDTH, Case, Counters, Report, find_right, take_step
 from course.exercises.ranks import NETWORK, PRINTED, Outcome, fork_ranks
 from lab_common.text import clean
 
@@ -140,6 +140,8 @@ def _explain(reports: list[Report], right: list[Report], rank: int, case: Case) 
             return (
                 f"rank {place}'s stage got something else than rank {place - 1} found: send output, and use it as it is"
             )
+    if _are_close(reports[rank].gradients, [one - EARLIER + EARLIER / case.micro for one in right[rank].gradients]):
+        return "dividing .grad at the end also divides what was there before the step: divide each micro-batch's loss"
     last = case.ranks - 1
     for place in reversed(range(rank, case.ranks)):
         yours, wanted = (list(map(one[place].found.get, range(case.micro))) for one in (reports, right))
@@ -147,6 +149,8 @@ def _explain(reports: list[Report], right: list[Report], rank: int, case: Case) 
             return _explain_loss(yours, wanted, case) if place == last else _explain_gradients(yours, wanted, place)
     if any(one is None for one in reports[rank].gradients):
         return "backward leaves the gradients in the parameters' .grad: let them stay there"
+    if _are_close(reports[rank].gradients, [one - EARLIER for one in right[rank].gradients]):
+        return "the step adds to the gradients that are there: zero_grad() is the caller's"
     for factor in (case.micro, case.ranks):
         if _are_close(reports[rank].gradients, [one / factor for one in right[rank].gradients]):
             return "divided twice: the loss divided by len(inputs) is enough"

@@ -19,6 +19,7 @@ from course.exercises.lab8.witness import MisuseError, Witness
 
 BATCH, WIDTH = 2, 4  # rows of a micro-batch, and numbers in each row that a stage sends
 SHAPE = (BATCH, WIDTH)
+EARLIER = 0.5  # the gradient that each parameter has before the step
 # Seconds that a stage's last pass waits for its neighbour's first one, which in a pipeline has begun long ago.
 PATIENCE = 5.0
 ONE_EACH = "one message of the given shape for each micro-batch, float32: receive it into torch.empty(shape)"
@@ -158,6 +159,8 @@ def watch_messages(rank: int, ranks: int) -> Witness:
 def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -> Report:
     """What a rank does."""
     witness, stage = watch_messages(rank, case.ranks), Stage(case, rank, counters)
+    for one in stage.parameters():  # of an earlier step, to which this one adds
+        one.grad = torch.full_like(one, EARLIER)
     gpipe_step(stage, *case.draw(), F.mse_loss, SHAPE)
     if witness.count_open():
         raise MisuseError("wait() for every isend and irecv before you return: else it may not have ended")
@@ -176,5 +179,5 @@ def find_right(case: Case) -> list[Report]:
             x.register_hook(partial(report.found.__setitem__, number))
         (F.mse_loss(x, y) / case.micro).backward()
     for layer, report in zip(layers, reports, strict=True):
-        report.gradients = [one.grad for one in layer.parameters()]
+        report.gradients = [one.grad + EARLIER for one in layer.parameters()]
     return reports

@@ -79,7 +79,7 @@ _SAMPLER = (
 _SHARD = '    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)\n'
 _BUILD = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 # A stage that takes over the weights with which it is compared.
-_COPIES = r"\.(?:load_state_dict|copy_)\(|\.data = "
+_COPIES = r"\.load_state_dict\(|(?:\.copy_\(|\.data = ).*\b(?:alone|other|one|two)\b"
 FAULTS = (
     Fault(
         "A",
@@ -477,11 +477,12 @@ FAULTS = (
         "X",
         "wrong",
         "sharded",
-        "rank 0 saves its own shards as if they were the whole weights",
+        "rank 0 saves its own shard of each weight as if it were the whole weight",
         "compare how many numbers a rank holds and the checkpoint has, and the accuracy of the checkpoint with that of "
         "the trained model",
         "gather the shards before rank 0 saves them, for instance with tensor.full_tensor(): it is a collective, which "
-        "every rank has to call",
+        "every rank has to call. (Here nothing complained, since this job's empty network takes any shape: an ordinary "
+        "load_state_dict() would have said size mismatch)",
         (("tensor.full_tensor()", "tensor.to_local()"),),
         topic="model parallelism",
     ),
@@ -499,10 +500,11 @@ FAULTS = (
         "Z",
         "wrong",
         "pipeline",
-        "a stage receives the activations in another layout than that in which they were sent",
-        "compare the shape that one rank sent with the shape that the other received: Gloo compares only the bytes",
-        "one layout on both ranks, for the activations and for their gradients: receive what the first stage sends, "
-        "(N, CHANNELS, LENGTH)",
+        "a stage receives the activations with their dimensions in another order than that in which they were sent",
+        "compare the shape that one rank sent with the shape that the other received: Gloo compares only the "
+        "number of bytes",
+        "one order of dimensions on both ranks, for the activations and for their gradients: receive what the first "
+        "stage sends, (N, CHANNELS, LENGTH)",
         (
             ("torch.empty(len(targets), CHANNELS, LENGTH)", "torch.empty(len(targets), LENGTH, CHANNELS)"),
             ("stage(buffer), targets", "stage(buffer.transpose(1, 2)), targets"),
@@ -517,8 +519,8 @@ FAULTS = (
         "BatchNorm takes its statistics from each micro-batch, and not from the whole batch",
         "with one micro-batch the weights are those of one piece, with more they are not: which layer's output for one "
         "wave depends on the other waves?",
-        "a layer that normalises each wave by itself, such as GroupNorm or LayerNorm; or normalise the whole batch "
-        "before it is divided into micro-batches",
+        "a layer that normalises each wave by itself, as GroupNorm or LayerNorm([CHANNELS, LENGTH]); or normalise the "
+        "whole batch before it is divided into micro-batches. (SyncBatchNorm joins ranks, and no micro-batches)",
         (("torch.nn.GroupNorm(2, CHANNELS)", "torch.nn.BatchNorm1d(CHANNELS)"),),
         hides=_COPIES,
         topic="model parallelism",
