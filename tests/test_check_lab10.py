@@ -5,6 +5,7 @@ import time
 from contextlib import nullcontext
 from functools import partial
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -115,7 +116,7 @@ WRONG_BYTES = {
     "sum": (bytes_by(give=sum), "return the three numbers"),
     "two numbers": (bytes_by(give=lambda some: list(some)[1:]), "return the three numbers"),
     "dict": (bytes_by(give=lambda some: dict(enumerate(some))), "return the three numbers"),
-    "tensors": (bytes_by(give=lambda some: [torch.tensor(one) for one in some]), "return the three numbers"),
+    "of one": (lambda *given: [one / given[0] for one in bytes_by()(*given)], "multiply by parameters"),
     "nothing": (bytes_by(give=lambda some: None), "return the three numbers"),
     "not a number": (bytes_by(give=lambda some: [float("nan")] * 3), "float32 number has 4 bytes"),
     "this model": (for_this_model, "float32 number has 4 bytes"),
@@ -128,7 +129,15 @@ def test_wrong_bytes_of_states_are_refused(answer, hint):
     assert hint in refuse("10.1", answer)
 
 
-@pytest.mark.parametrize("answer", [bytes_by(), count_by_hand, count_by_shards])
+def count_in_tensors(*given):
+    return tuple(map(torch.tensor, bytes_by()(*given)))
+
+
+def count_in_an_array(*given):
+    return np.array(bytes_by()(*given))
+
+
+@pytest.mark.parametrize("answer", [bytes_by(), count_by_hand, count_by_shards, count_in_tensors, count_in_an_array])
 def test_right_bytes_of_states_are_accepted(answer, capsys):
     check.exercise("10.1", answer)
     proven = "✔ 10.1 Bytes of the states: 24 cases of precision, stage and number of ranks, to the byte\n"
@@ -233,7 +242,15 @@ def test_wrong_bytes_of_activations_are_refused(answer, hint):
     assert hint in refuse("10.2", answer)
 
 
-@pytest.mark.parametrize("answer", [activations_by(), activations_by(total=float), add_up_rows, add_up_shapes])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        activations_by(),
+        *map(lambda kind: activations_by(total=kind), (float, torch.tensor)),
+        add_up_rows,
+        add_up_shapes,
+    ],
+)
 def test_right_bytes_of_activations_are_accepted(answer, capsys):
     check.exercise("10.2", answer)
     assert capsys.readouterr().out == "✔ 10.2 Bytes of the activations: 16 models, to the byte\n"
@@ -313,6 +330,25 @@ def scatter_by_all_to_all(gradient, shard):
 def scatter_by_all_reduce(gradient, shard):
     dist.all_reduce(gradient)
     return mine(gradient)
+
+
+def scatter_by_all_gather(gradient, shard):
+    found = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, gradient)
+    return mine(sum(found))
+
+
+def sum_of_own_parts(gradient, shard):
+    own = mine(gradient).clone()
+    dist.all_reduce(own)
+    return own
+
+
+def gather_by_all_reduce(weights, shard):
+    own = shard.detach().clone()
+    weights.zero_()
+    mine(weights).copy_(own)
+    dist.all_reduce(weights)
 
 
 def scatter_by_reduce(gradient, shard):
@@ -474,6 +510,10 @@ WRONG_STEPS = {
     "rounded": (zero_by(gather=gather_rounded), "in their own dtype"),
     "mean of weights": (zero_by(gather=average_weights), "copy it from there"),
     "one rank gathers": (zero_by(gather=gather_on_rank_0), "only one rank calls"),
+    "all-reduce": (zero_by(scatter=scatter_by_all_reduce), "the sum of part r alone"),
+    "all-gather of gradients": (zero_by(scatter=scatter_by_all_gather), "the sum of part r alone"),
+    "all-reduce of own parts": (zero_by(scatter=sum_of_own_parts), "do not belong together"),
+    "all-reduce of weights": (zero_by(gather=gather_by_all_reduce), "dist.all_gather copies the parts"),
 }
 
 
@@ -488,8 +528,7 @@ RIGHT_STEPS = {
     "single": zero_by_single,
     "tensor": zero_by_tensor,
     "all-to-all": zero_by(scatter=scatter_by_all_to_all, gather=gather_and_wait),
-    # Each rank steps only its own part, although more bytes are sent: torch's ZeroRedundancyOptimizer does that in DDP.
-    "all-reduce": zero_by(scatter=scatter_by_all_reduce, gather=gather_by_broadcast),
+    "broadcast": zero_by(gather=gather_by_broadcast),
     "reduce": zero_by(scatter=scatter_by_reduce),
 }
 
@@ -656,6 +695,8 @@ WRONG_MLPS = {
         "returns no tensor",
     ),
     "by rows": (mlp_by(total=total_by_rows), "one all-reduce is enough"),
+    "all-gather": (mlp_by(total=total_by_all_gather), "adds them on the way"),
+    "nothing to add to": (mlp_by(total=dist.all_reduce), "go on with the tensor that you gave it"),
     "two collectives": (mlp_that_broadcasts, "one all-reduce is enough"),
 }
 
@@ -672,7 +713,6 @@ RIGHT_MLPS = {
     "bias on rank 0": mlp_with_the_bias_on_rank_0,
     "bias in parts": mlp_by(part=lambda part, bias: part + bias / dist.get_world_size(), add=lambda total, bias: total),
     "modules": mlp_of_modules,
-    "all-gather": mlp_by(total=total_by_all_gather),
 }
 
 
@@ -682,7 +722,7 @@ def test_right_mlps_are_accepted(answer, capsys):
     check.exercise("10.4", answer)
     assert capsys.readouterr().out == (
         "✔ 10.4 An MLP on two ranks: equal to the whole MLP on 2 and on 3 ranks, each from its own weights alone, with "
-        "one collective\n"
+        "one all-reduce\n"
     )
 
 

@@ -48,25 +48,32 @@ def verify_state_bytes(state_bytes: Callable) -> str:
         yours = _as_numbers(state_bytes(parameters, ranks, stage, mixed), words)
         for place, (found, right) in enumerate(zip(yours, wanted, strict=True)):
             expect(
-                # A rounding to whole bytes is right.
-                abs(found - right) <= 1,
+                # A rounding to whole bytes is right, and so is float32's.
+                math.isclose(found, right, rel_tol=1e-6),
                 f"{words}: bytes of the {PARTS[place]} of {parameters:,} parameters",
                 yours=f"{found:,.0f}",
                 expected=f"{right:,.0f}",
-                hint=_explain_states([one / parameters for one in yours], place, ranks, stage, mixed),
+                hint=_explain_states([one / parameters for one in yours], place, parameters, ranks, stage, mixed),
             )
     return f"{len(cases)} cases of precision, stage and number of ranks, to the byte"
 
 
+def _as_number(found: object) -> object:
+    """What is in a tensor, or in an array, of one number; all else as it is."""
+    return found.item() if hasattr(found, "item") and getattr(found, "ndim", 1) == 0 else found
+
+
 def _as_numbers(found: object, words: str) -> tuple[float, ...]:
-    good = isinstance(found, tuple | list) and len(found) == 3 and all(isinstance(one, Real) for one in found)
+    found = found.tolist() if hasattr(found, "tolist") else found  # an array of NumPy's
+    found = [_as_number(one) for one in found] if isinstance(found, tuple | list) else found
+    good = isinstance(found, list) and len(found) == 3 and all(isinstance(one, Real) for one in found)
     shown = "None" if found is None else f"{type(found).__name__} {str(found)[:60]}"
     hint = "return the three numbers: return weights, gradients, optimizer"
     expect(good, words, yours=shown, expected="three numbers", hint=hint)
     return tuple(found)
 
 
-def _explain_states(yours: list[float], place: int, ranks: int, stage: int, mixed: bool) -> str:
+def _explain_states(yours: list[float], place: int, parameters: int, ranks: int, stage: int, mixed: bool) -> str:
     """The hint that fits wrong bytes per parameter, of which those in one place are refused."""
     per, right = yours[place], find_state_bytes(1, ranks, stage, mixed)
     part, each, begins = PARTS[place], ((2, 2, 12) if mixed else (4, 4, 8))[place], (3, 2, 1)[place]
@@ -90,6 +97,7 @@ def _explain_states(yours: list[float], place: int, ranks: int, stage: int, mixe
         "that is for all ranks together: return the bytes of one rank": is_like(each * ranks),
         "each rank holds its own part of what is divided, and all of the rest: never 0 bytes": per == 0,
         "return bytes: do not divide by the bytes of a KB, MB or GB": is_like(*(share / unit for unit in UNITS)),
+        "these are the bytes of one parameter: multiply by parameters": is_like(share / parameters),
         "the float32 copy belongs to the optimizer: the weights in 16 bits have 2 bytes": (
             mixed and place == 0 and is_like(share * 3)
         ),
@@ -120,7 +128,7 @@ def verify_activation_bytes(activation_bytes: Callable) -> str:
     cases = list(product(TOKENS, WIDTHS, LAYERS, (False, True)))
     for tokens, width, layers, mixed in cases:
         yours, right = (
-            activation_bytes(tokens, width, layers, mixed),
+            _as_number(activation_bytes(tokens, width, layers, mixed)),
             find_activation_bytes(tokens, width, layers, mixed),
         )
         case = f"{'mixed' if mixed else 'float32'}, width {width}, blocks: {layers}, tokens: {tokens}"

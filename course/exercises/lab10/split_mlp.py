@@ -11,13 +11,19 @@ from torch.nn import functional as F
 
 from course.calls import count_collectives
 from course.check import expect
+from course.exercises.lab8.witness import note_collectives
 from course.exercises.lab10.mistakes import refusing_mistakes
 from course.exercises.ranks import run_on_ranks
 
 BATCH, WIDTH, HIDDEN = 6, 4, 12
 LATE = 0.1  # seconds that the last rank is late, so that a result without its part shows
 PARTS = "rows of up, and columns of down: up.chunk(n)[rank], up_bias.chunk(n)[rank], down.chunk(n, dim=1)[rank]"
-MISTAKES = {"shape": PARTS, "size": PARTS, "out of range": "as many parts as ranks: .chunk(dist.get_world_size())"}
+MISTAKES = {
+    "NoneType": "dist.all_reduce works in place, and returns no tensor: go on with the tensor that you gave it",
+    "shape": PARTS,
+    "size": PARTS,
+    "out of range": "as many parts as ranks: .chunk(dist.get_world_size())",
+}
 
 
 def _draw() -> tuple[torch.Tensor, ...]:
@@ -40,19 +46,19 @@ def verify_split_mlp(split_mlp: Callable) -> str:
     """Compares with the whole MLP on two and on three ranks; the other ranks' weights are NaN."""
     for count in (2, 3):
         _verify(split_mlp, count)
-    return "equal to the whole MLP on 2 and on 3 ranks, each from its own weights alone, with one collective"
+    return "equal to the whole MLP on 2 and on 3 ranks, each from its own weights alone, with one all-reduce"
 
 
 def _verify(split_mlp: Callable, count: int) -> None:
     x, *weights, down_bias = _draw()
 
     def work(rank: int) -> dict[str, Any]:
-        hidden, before = _hide(rank, count, *weights), count_collectives()
+        names, hidden, before = note_collectives(), _hide(rank, count, *weights), count_collectives()
         if rank == count - 1:
             time.sleep(LATE)
         y = split_mlp(x.clone(), *hidden, down_bias.clone())
         y = y.detach().clone() if isinstance(y, torch.Tensor) else type(y).__name__
-        return {"y": y, "calls": count_collectives() - before}
+        return {"y": y, "calls": count_collectives() - before, "names": names}
 
     case = f"an MLP with {HIDDEN} hidden units on {count} ranks"
     with refusing_mistakes(case, "the result of the whole MLP", MISTAKES):
@@ -62,6 +68,9 @@ def _verify(split_mlp: Callable, count: int) -> None:
     hint = "one all-reduce is enough: all-reduce what the second layer gives, after which each rank has the sum"
     yours = ranks[0]["calls"]
     expect(yours == 1, f"{case}: collectives", yours=yours, expected=1, hint=hint)
+    others = [name for name in ranks[0]["names"] if not name.startswith("allreduce")]
+    hint = f"an all-gather fetches {count} results to add up: dist.all_reduce adds them on the way, in place"
+    expect(not others, f"{case}: the collective", yours=", ".join(others), expected="an all-reduce", hint=hint)
 
 
 def _expect_result(yours: torch.Tensor | str, rank: int, count: int, case: str) -> None:

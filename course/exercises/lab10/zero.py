@@ -11,6 +11,7 @@ from torch import nn
 
 from course.calls import count_collectives
 from course.check import expect
+from course.exercises.lab8.witness import note_collectives
 from course.exercises.lab10.mistakes import refusing_mistakes
 from course.exercises.ranks import run_on_ranks
 
@@ -50,21 +51,24 @@ def _take_steps(zero_step: Callable, rank: int, count: int) -> list[dict[str, An
     memory = weights.view(-1)
     shard = nn.Parameter(weights.chunk(count)[rank])
     optimizer = torch.optim.Adam([shard], lr=RATE)
+    names = note_collectives()
 
     def be_late() -> None:
         if rank == count - 1 and not found:
             time.sleep(LATE)
 
     def note_gradient(*_: Any) -> None:
-        seen.append((None if shard.grad is None else shard.grad.detach().clone(), count_collectives()))
+        grad = None if shard.grad is None else shard.grad.detach().clone()
+        seen.append((grad, count_collectives(), len(names)))
         be_late()
 
     optimizer.register_step_pre_hook(note_gradient)
     for step in range(STEPS):
         seen.clear()
+        names.clear()
         be_late()
         zero_step(weights, _draw(rank, step), shard, optimizer)
-        grad, before = seen[0] if seen else (None, 0)
+        grad, before, first = seen[0] if seen else (None, 0, 0)
         kept = sum(one.numel() for state in optimizer.state.values() for one in state.values() if one.dim())
         found.append(
             {
@@ -73,6 +77,8 @@ def _take_steps(zero_step: Callable, rank: int, count: int) -> list[dict[str, An
                 "grad": grad,
                 "gathers": count_collectives() - before,
                 "kept": kept,
+                "before": names[:first],
+                "after": names[first:],
             }
         )
     return found
@@ -97,6 +103,8 @@ def _verify(zero_step: Callable, count: int) -> None:
             _expect_gradient(found[rank]["grad"], own, last, rank, cases[rank])
         for rank in range(count):
             _expect_weights(found[rank], whole.detach(), before, rank, count, cases[rank])
+        for rank in range(count):
+            _expect_few_bytes(found[rank], cases[rank])
 
 
 def _expect_steps(found: dict[str, Any], most: int, case: str) -> None:
@@ -130,6 +138,11 @@ def _expect_gradient(
         hint = "divided by two, whatever the number of ranks: it is dist.get_world_size()"
     elif is_like(right / count):
         hint = "divided twice: divide by dist.get_world_size() once"
+    elif is_like(*(sum(one.chunk(count)[place] for place, one in enumerate(own)) / by for by in (1, count))):
+        hint = (
+            "each rank gave its own part to the sum: part 0 of one and part 1 of another do not belong together. Give "
+        )
+        hint += "dist.reduce_scatter the list of all parts"
     elif is_like(mine, mine / count):
         hint = "these are this rank's own gradients: sum them over all ranks, dist.reduce_scatter(…), and wait for it"
     elif is_like(*sums, *(one / count for one in sums)):
@@ -167,6 +180,21 @@ def _expect_weights(
         expected=f"{float(right.norm()):.9f}",
         hint=hint,
     )
+
+
+def _expect_few_bytes(found: dict[str, Any], case: str) -> None:
+    """No collective that gives each rank, or takes from it, what is not its own."""
+    large = [
+        name for name in found["before"] if name.startswith(("allreduce", "allgather", "all_gather", "_allgather"))
+    ]
+    hint = (
+        "each rank needs the sum of part r alone: dist.reduce_scatter sends half of what an all-reduce needs, or less"
+    )
+    expected = "a reduce-scatter"
+    expect(not large, f"{case}: the gradients", yours=", ".join(large), expected=expected, hint=hint)
+    large = [name for name in found["after"] if name.startswith("allreduce")]
+    hint = "no sum is needed here: each rank has its part, and dist.all_gather copies the parts"
+    expect(not large, f"{case}: the weights", yours=", ".join(large), expected="an all-gather", hint=hint)
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:

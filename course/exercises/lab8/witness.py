@@ -7,7 +7,7 @@ a tensor that is being received holds NaN until ``wait()``, and one that is bein
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,24 @@ COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "scatter",
 )
+
+
+def note_collectives() -> list[str]:
+    """Notes the collectives of this process from now on, by the names above. It is for a process that ends soon."""
+    names: list[str] = []
+    group = dist.ProcessGroup
+
+    def noting(name: str, start: Callable) -> Callable:
+        def note(*arguments: object, **options: object) -> object:
+            names.append(name)
+            return start(*arguments, **options)
+
+        return note
+
+    for name in COLLECTIVES:
+        if hasattr(group, name):
+            setattr(group, name, noting(name, getattr(group, name)))
+    return names
 
 
 class MisuseError(Exception):
