@@ -3,6 +3,7 @@
 import os
 import time
 from contextlib import nullcontext
+from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import accumulate, combinations, pairwise
 
@@ -870,7 +871,10 @@ def test_wrong_bytes_are_refused(answer, hint):
     assert hint in refuse("11.4", answer)
 
 
-@pytest.mark.parametrize("answer", [sent_by(), sent_by(give=round), sent_by_parts, sent_by_tensors])
+@pytest.mark.parametrize(
+    "answer",
+    [*map(lambda kind: sent_by(give=kind), (float, round, Fraction, torch.tensor)), sent_by_parts, sent_by_tensors],
+)
 def test_right_bytes_are_accepted(answer, capsys):
     check.exercise("11.4", answer)
     assert capsys.readouterr().out == (

@@ -58,14 +58,14 @@ def verify_state_bytes(state_bytes: Callable) -> str:
     return f"{len(cases)} cases of precision, stage and number of ranks, to the byte"
 
 
-def _as_number(found: object) -> object:
+def as_number(found: object) -> object:
     """What is in a tensor, or in an array, of one number; all else as it is."""
     return found.item() if hasattr(found, "item") and getattr(found, "ndim", 1) == 0 else found
 
 
 def _as_numbers(found: object, words: str) -> tuple[float, ...]:
     found = found.tolist() if hasattr(found, "tolist") else found  # an array of NumPy's
-    found = [_as_number(one) for one in found] if isinstance(found, tuple | list) else found
+    found = [as_number(one) for one in found] if isinstance(found, tuple | list) else found
     good = isinstance(found, list) and len(found) == 3 and all(isinstance(one, Real) for one in found)
     shown = "None" if found is None else f"{type(found).__name__} {str(found)[:60]}"
     hint = "return the three numbers: return weights, gradients, optimizer"
@@ -128,7 +128,7 @@ def verify_activation_bytes(activation_bytes: Callable) -> str:
     cases = list(product(TOKENS, WIDTHS, LAYERS, (False, True)))
     for tokens, width, layers, mixed in cases:
         yours, right = (
-            _as_number(activation_bytes(tokens, width, layers, mixed)),
+            as_number(activation_bytes(tokens, width, layers, mixed)),
             find_activation_bytes(tokens, width, layers, mixed),
         )
         case = f"{'mixed' if mixed else 'float32'}, width {width}, blocks: {layers}, tokens: {tokens}"

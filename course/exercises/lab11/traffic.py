@@ -7,6 +7,7 @@ from collections.abc import Callable
 from numbers import Real
 
 from course.check import expect
+from course.exercises.lab10.formulas import as_number
 
 SIZE = 2  # bytes of a number
 # Weights, tokens, widths and layers: the lab's GPT, and one like GPT-2 small.
@@ -62,10 +63,11 @@ def verify_bytes_sent(bytes_sent: Callable) -> str:
 
 
 def _read_number(yours: object, case: str) -> float:
+    yours = as_number(yours)
     shown = f"{type(yours).__name__}: {str(yours)[:60]}"
     hint = "return one number, the bytes that one rank sends, for each of the three ways"
     expect(isinstance(yours, Real), case, yours=shown, expected="a number of bytes", hint=hint)
-    return yours
+    return float(yours)
 
 
 def _explain(way: str, yours: dict[str, float], ranks: int, weights: int, tokens: int, width: int, layers: int) -> str:
@@ -128,7 +130,7 @@ def _explain_tensor(
         return "tensor parallelism sums the outputs of layers, tokens · width numbers each, and no gradients of weights"
     if is_like(1 / width, 1 / tokens):
         return "each all-reduce has a number for each token and each place of the width: tokens · width"
-    if is_like(1 / ranks):
+    if is_like(1 / ranks, tokens // ranks / tokens):
         return "each rank has outputs for all tokens and the whole width: do not divide them by ranks"
     return "4 · layers all-reduces, each of tokens · width numbers: 2 · (n − 1)/n · tokens · width · 2 bytes each"
 

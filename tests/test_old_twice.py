@@ -1,0 +1,23 @@
+"""Every cell of a notebook may be run twice; and after a restart in the middle, all above and the rest may be run."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+# As long again as the notebooks themselves; the measurements that a lab keeps are read back.
+pytestmark = pytest.mark.system
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_cells_run_twice_and_again_after_a_restart(path, runs):
+    notebook = nbformat.read(path, as_version=4)
+    middle = len(notebook.cells) // 2
+    for first, last in ((0, middle), (middle, len(notebook.cells))):  # a kernel for each half
+        client = NotebookClient(notebook, timeout=600, resources={"metadata": {"path": path.parent}})
+        with client.setup_kernel():
+            for index, cell in enumerate(notebook.cells[:last]):
+                for _ in range(2 if index >= first else 1):
+                    client.execute_cell(cell, index)  # raises at an error, with the cell and its traceback
