@@ -403,6 +403,10 @@ WRONG_STEPS = {
         "also divides what was there before the step",
     ),
     "twice as large": (gpipe_by(end=partial(scale_grad, 2)), "do not set them to zero between"),
+    "inputs ask for gradients": (
+        gpipe_by(run=lambda stage, x: stage(x.requires_grad_())),
+        "only on what was received",
+    ),
     "set to zero first": (zero_first, "zero_grad() is the caller's"),
     "none left": (gpipe_by(end=take_grad), "let them stay there"),
     "no wait for a receive": (gpipe_by(take=receive_without_wait), "wait() for every isend and irecv"),
@@ -873,7 +877,12 @@ def test_wrong_bytes_are_refused(answer, hint):
 
 @pytest.mark.parametrize(
     "answer",
-    [*map(lambda kind: sent_by(give=kind), (float, round, Fraction, torch.tensor)), sent_by_parts, sent_by_tensors],
+    [
+        *(sent_by(give=kind) for kind in (float, round, Fraction, torch.tensor)),
+        sent_by(ring=lambda n: Fraction(2 * (n - 1), n)),
+        sent_by_parts,
+        sent_by_tensors,
+    ],
 )
 def test_right_bytes_are_accepted(answer, capsys):
     check.exercise("11.4", answer)

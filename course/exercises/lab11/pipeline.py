@@ -161,7 +161,13 @@ def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -
     witness, stage = watch_messages(rank, case.ranks), Stage(case, rank, counters)
     for one in stage.parameters():  # of an earlier step, to which this one adds
         one.grad = torch.full_like(one, EARLIER)
-    gpipe_step(stage, *case.draw(), F.mse_loss, SHAPE)
+    inputs, targets = case.draw()
+    gpipe_step(stage, inputs, targets, F.mse_loss, SHAPE)
+    if any(one.requires_grad for one in inputs):
+        raise MisuseError(
+            "requires_grad_() only on what was received: inputs can be whole numbers, such as the GPT's bytes, without a "
+            "gradient"
+        )
     if witness.count_open():
         raise MisuseError("wait() for every isend and irecv before you return: else it may not have ended")
     stage.report.gradients = [one.grad for one in stage.parameters()]

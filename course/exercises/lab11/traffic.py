@@ -51,8 +51,8 @@ def verify_bytes_sent(bytes_sent: Callable) -> str:
             for way in ways:
                 right = find_bytes_sent(way, ranks, *model)
                 expect(
-                    # A rounding to whole bytes is right.
-                    abs(yours[way] - right) <= 1,
+                    # A rounding to whole bytes is right, also of each message, and so is float32's.
+                    math.isclose(yours[way], right, rel_tol=1e-6),
                     f'"{way}", {words}',
                     yours=f"{yours[way]:,.0f} bytes",
                     expected=f"{right:,.0f} bytes",
