@@ -26,10 +26,13 @@ WATCH = pytest.StashKey()
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
 # The longest: one process takes them, one after the other, so that two never measure beside each other.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
+# Takes an hour of one process, and looks at no time: its tests are shared out.
+SHARED = "tests/test_notebooks_twice.py"
 LONGEST = (
     "tests/test_launch_drills.py",
     "tests/test_launch_slurm.py",
     *LABS,
+    SHARED,
     "notebooks/",
     "tests/test_launch",
     "tests/test_check_lab",
@@ -160,7 +163,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps a file's tests in one process of ``pytest -n 3``, and the labs' together."""
+    """Keeps a file's tests in one process of ``pytest -n 3``, but for one file, and the labs' together."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # which would begin with the file of the most tests
@@ -168,6 +171,8 @@ def pytest_xdist_make_scheduler(config, log):
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
+            if file == SHARED:
+                return nodeid
             return "labs" if file.startswith(LABS) else file
 
     return FileScheduling(config, log)

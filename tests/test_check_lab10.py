@@ -338,6 +338,20 @@ def scatter_by_all_gather(gradient, shard):
     return mine(sum(found))
 
 
+def scatter_by_broadcasts(gradient, shard):
+    found = [gradient.clone() for _ in range(dist.get_world_size())]
+    for rank, one in enumerate(found):
+        dist.broadcast(one, src=rank)
+    return mine(sum(found))
+
+
+def scatter_by_rank_0(gradient, shard):
+    dist.reduce(gradient, dst=0)
+    part = torch.empty_like(shard)
+    dist.scatter(part, list(gradient.chunk(dist.get_world_size())) if dist.get_rank() == 0 else None)
+    return part
+
+
 def sum_of_own_parts(gradient, shard):
     own = mine(gradient).clone()
     dist.all_reduce(own)
@@ -512,6 +526,8 @@ WRONG_STEPS = {
     "one rank gathers": (zero_by(gather=gather_on_rank_0), "only one rank calls"),
     "all-reduce": (zero_by(scatter=scatter_by_all_reduce), "the sum of part r alone"),
     "all-gather of gradients": (zero_by(scatter=scatter_by_all_gather), "the sum of part r alone"),
+    "broadcasts of gradients": (zero_by(scatter=scatter_by_broadcasts), "the sum of part r alone"),
+    "by rank 0": (zero_by(scatter=scatter_by_rank_0), "goes through no single rank"),
     "all-reduce of own parts": (zero_by(scatter=sum_of_own_parts), "do not belong together"),
     "all-reduce of weights": (zero_by(gather=gather_by_all_reduce), "dist.all_gather copies the parts"),
 }
@@ -687,6 +703,10 @@ WRONG_MLPS = {
     "ReLU": (mlp_by(between=F.relu), "stands F.gelu"),
     "GELU by tanh": (mlp_by(between=partial(F.gelu, approximate="tanh")), "without an approximation"),
     "GELU at the end": (mlp_by(between=torch.clone, add=lambda total, bias: F.gelu(total + bias)), "not after them"),
+    "GELU before the bias": (
+        mlp_by(between=torch.clone, add=lambda total, bias: F.gelu(total) + bias),
+        "not after them",
+    ),
     "float32": (mlp_by(total=total_in_float32), "keep the dtype of x"),
     "rows of x": (mlp_of_its_rows, "all ranks compute all rows"),
     "nothing": (mlp_by(total=dist.all_reduce, add=lambda total, bias: total), "returns no tensor"),

@@ -118,7 +118,10 @@ def _explain(yours: torch.Tensor, rank: int, count: int) -> str:
             F.linear(between(first), down, bias)
             for between in (torch.clone, F.relu, F.silu, torch.tanh, lambda one: F.gelu(one, approximate="tanh"))
         ),
-        "GELU stands between the layers, and not after them": (F.gelu(F.linear(first, down, bias)),),
+        "GELU stands between the layers, and not after them": (
+            F.gelu(F.linear(first, down, bias)),
+            F.gelu(F.linear(first, down)) + bias,
+        ),
     }
     for hint, candidates in wrong.items():
         if any(_is_close(yours, candidate) for candidate in candidates):

@@ -165,7 +165,7 @@ def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -
     gpipe_step(stage, inputs, targets, F.mse_loss, SHAPE)
     if any(one.requires_grad for one in inputs):
         raise MisuseError(
-            "requires_grad_() only on what was received: inputs can be whole numbers, such as the GPT's bytes, without a "
+            "requires_grad_() only on what was received: inputs can be whole numbers, such as the GPT's bytes, with no "
             "gradient"
         )
     if witness.count_open():
