@@ -657,6 +657,11 @@ def mlp_of_halves(x, up, up_bias, down, down_bias):
     return all_reduce(part) + down_bias
 
 
+def mlp_that_sums_hidden_units(x, up, up_bias, down, down_bias):
+    hidden = all_reduce(F.linear(x, chunk(up), chunk(up_bias)))
+    return F.linear(F.gelu(hidden), chunk(down, 1)) + down_bias
+
+
 def mlp_that_broadcasts(x, *weights):
     """Right numbers, but all ranks had the same x already."""
     dist.broadcast(x, 0)
@@ -708,6 +713,7 @@ WRONG_MLPS = {
         "not after them",
     ),
     "float32": (mlp_by(total=total_in_float32), "keep the dtype of x"),
+    "sum of hidden units": (mlp_that_sums_hidden_units, "not the same ones"),
     "rows of x": (mlp_of_its_rows, "all ranks compute all rows"),
     "nothing": (mlp_by(total=dist.all_reduce, add=lambda total, bias: total), "returns no tensor"),
     "a Work": (
