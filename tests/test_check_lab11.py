@@ -327,6 +327,10 @@ def halve_grad(stage):
     scale_grad(1 / dist.get_world_size(), stage)
 
 
+def target_first(stage, inputs, targets, find_loss, shape):
+    gpipe_by()(stage, inputs, targets, lambda output, target: find_loss(target, output), shape)
+
+
 def zero_first(stage, *arguments):
     stage.zero_grad()
     gpipe_by()(stage, *arguments)
@@ -407,6 +411,7 @@ WRONG_STEPS = {
         gpipe_by(run=lambda stage, x: stage(x.requires_grad_())),
         "only on what was received",
     ),
+    "target first": (target_first, "takes the output first"),
     "set to zero first": (zero_first, "zero_grad() is the caller's"),
     "none left": (gpipe_by(end=take_grad), "let them stay there"),
     "no wait for a receive": (gpipe_by(take=receive_without_wait), "wait() for every isend and irecv"),

@@ -156,13 +156,20 @@ def watch_messages(rank: int, ranks: int) -> Witness:
     return witness
 
 
+def find_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a micro-batch, of its output and its target in this order."""
+    if target.requires_grad:
+        raise MisuseError("find_loss takes the output first, and then the target")
+    return F.mse_loss(output, target)
+
+
 def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -> Report:
     """What a rank does."""
     witness, stage = watch_messages(rank, case.ranks), Stage(case, rank, counters)
     for one in stage.parameters():  # of an earlier step, to which this one adds
         one.grad = torch.full_like(one, EARLIER)
     inputs, targets = case.draw()
-    gpipe_step(stage, inputs, targets, F.mse_loss, SHAPE)
+    gpipe_step(stage, inputs, targets, find_loss, SHAPE)
     if any(one.requires_grad for one in inputs):
         raise MisuseError(
             "requires_grad_() only on what was received: inputs can be whole numbers, such as the GPT's bytes, with no "
@@ -183,7 +190,7 @@ def find_right(case: Case) -> list[Report]:
             report.given.append(x.detach())
             x = torch.tanh(layer(x))
             x.register_hook(partial(report.found.__setitem__, number))
-        (F.mse_loss(x, y) / case.micro).backward()
+        (find_loss(x, y) / case.micro).backward()
     for layer, report in zip(layers, reports, strict=True):
         report.gradients = [one.grad + EARLIER for one in layer.parameters()]
     return reports
