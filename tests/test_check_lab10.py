@@ -527,6 +527,7 @@ WRONG_STEPS = {
     "all-reduce": (zero_by(scatter=scatter_by_all_reduce), "the sum of part r alone"),
     "all-gather of gradients": (zero_by(scatter=scatter_by_all_gather), "the sum of part r alone"),
     "broadcasts of gradients": (zero_by(scatter=scatter_by_broadcasts), "the sum of part r alone"),
+    "a name of %%px": (zero_by(divide=lambda summed: summed / world_size), "world_size is dist.get_world_size()"),  # noqa: F821
     "by rank 0": (zero_by(scatter=scatter_by_rank_0), "goes through no single rank"),
     "all-reduce of own parts": (zero_by(scatter=sum_of_own_parts), "do not belong together"),
     "all-reduce of weights": (zero_by(gather=gather_by_all_reduce), "dist.all_gather copies the parts"),

@@ -59,6 +59,11 @@ SHARD = '    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), res
 WEIGHTS = "    weights = {name: tensor.to_local() for name, tensor in model.state_dict().items()}\n"
 FULL_ON_RANK_0 = WEIGHTS.replace("to_local", "full_tensor").replace("    weights", "        weights")
 COPY = ("        gaps.append", "        stage.load_state_dict(alone[rank].state_dict())\n        gaps.append")
+COPY_EACH = (
+    "        gaps.append",
+    "        for mine, right in zip(stage.parameters(), alone[rank].parameters()):\n"
+    "            mine.data = right.data.clone()\n        gaps.append",
+)
 SAVE = "        torch.save(weights, path)\n"
 RESHAPE_IN_PLACE = (
     "        received.append",
@@ -412,6 +417,7 @@ STORE = (
             "self.enlarged[index] = picture.byte()",
         ),
         ("Z", [COPY], "load_state_dict(alone[rank]"),
+        ("Z", [COPY_EACH], "alone[rank].parameters()"),
         ("AA", [COPY], "load_state_dict(alone[rank]"),
     ],
 )
@@ -464,6 +470,7 @@ def test_wrong_reports_of_a_job_about_loading_get_their_hint(change, yours, monk
         ("step_alone(alone, optimizer_alone, chunks)", "step_alone(alone, optimizer_alone, chunks[:1])"),
         ("(one - two).abs()", "(one - one).abs()"),
         ("CHANNELS, LENGTH = 8, 32", "CHANNELS, LENGTH = 8, 1"),
+        ("stage, start = copy.deepcopy(alone[rank])", "stage, start = alone[rank]"),
         ("measure_gap(stage, alone[rank])", "measure_gap(stage, stage)"),
     ],
 )
@@ -499,7 +506,7 @@ TRAINED = {"losses": [0.5, 0.4, 0.3]}
 @pytest.mark.parametrize(
     ("letter", "signs", "yours"),
     [
-        ("X", ["this rank holds 80 numbers", "checkpoint: 80 numbers"], "shape (16, 2)"),
+        ("X", ["this rank holds 80 parameters", "checkpoint: 80 parameters"], "shape (16, 2)"),
         ("Y", [f"epoch {epoch}: of all points loss 0.7266" for epoch in range(3)], "0.7266"),
         ("Z", ["epoch 0: sent 1 x (16, 8, 32)", "epoch 0: received 1 x (16, 32, 8)", "by up to 2e-01"], "apart"),
         ("AA", ["epoch 0: sent 1 x (16, 8, 32); weights differ from one piece's by up to 0e+00"], "apart"),
@@ -757,9 +764,11 @@ INDENTED = "        if{} rank:\n    {}    {}"
         ("W", [(', path.open("rb")', ", None"), SEEK]),
         ("R", [(RECEIVE + SEND, INDENTED.format("", SEND, RECEIVE) + INDENTED.format(" not", RECEIVE, SEND))]),
         ("X", [(WEIGHTS, STATE_DICT)]),
+        ("X", [("tensor.to_local()", "tensor.full_tensor()"), ("if rank == 0:", "if rank == world_size - 1:")]),
         ("X", [(WEIGHTS, ALL_GATHER)]),
         ("Y", [(SHARD, SHARD + '    optimizer.param_groups[0]["params"] = list(model.parameters())\n')]),
-        ("Y", [(SHARD, SHARD + "    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)\n")]),
+        ("Y", [(SHARD, SHARD + "    optimizer = torch.optim.Adam(model.parameters())\n")]),
+        ("Y", [(SHARD, SHARD + "    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n")]),
         ("Z", [("stage(buffer.transpose(1, 2))", "stage(buffer.view(-1, CHANNELS, LENGTH))")]),
         ("Z", [SEND_CHANNELS_LAST, *GRADIENT_CHANNELS_LAST]),
         ("Z", [("stage(buffer.transpose(1, 2))", "stage(buffer)"), RESHAPE_IN_PLACE]),

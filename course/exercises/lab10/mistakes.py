@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 from course.check import NotYetError
 
+# A %%px cell has these names, and a function of the notebook has not.
+NAMES = {f"name '{name}' is not defined": f"{name} is dist.get_{name}()" for name in ("rank", "world_size")}
+
 
 @contextmanager
 def refusing_mistakes(case: str, expected: str, hints: dict[str, str]) -> Iterator[None]:
@@ -19,8 +22,8 @@ def refusing_mistakes(case: str, expected: str, hints: dict[str, str]) -> Iterat
     """
     try:
         yield
-    except (IndexError, RuntimeError, TypeError, ValueError) as error:
-        hint = next((hint for words, hint in hints.items() if words in str(error)), "")
+    except (IndexError, NameError, RuntimeError, TypeError, ValueError) as error:
+        hint = next((hint for words, hint in (NAMES | hints).items() if words in str(error)), "")
         if not hint:
             raise
         line = getattr(error, "line_of_answer", "")

@@ -79,7 +79,7 @@ _SAMPLER = (
 _SHARD = '    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), reshard_after_forward=True)\n'
 _BUILD = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 # A stage that takes over the weights with which it is compared.
-_COPIES = r"\.load_state_dict\(|(?:\.copy_\(|\.data = ).*\b(?:alone|other|one|two)\b"
+_COPIES = r"\.load_state_dict\(|\balone(?:\[\w+\])?\.|(?:\.copy_\(|\.data = ).*\b(?:alone|other|one|two)\b"
 FAULTS = (
     Fault(
         "A",
@@ -478,8 +478,8 @@ FAULTS = (
         "wrong",
         "sharded",
         "rank 0 saves its own shard of each weight as if it were the whole weight",
-        "compare how many numbers a rank holds and the checkpoint has, and the accuracy of the checkpoint with that of "
-        "the trained model",
+        "compare how many parameters a rank holds and the checkpoint has, and the accuracy of the checkpoint with that "
+        "of the trained model",
         "gather the shards before rank 0 saves them, for instance with tensor.full_tensor(): it is a collective, which "
         "every rank has to call. (Here nothing complained, since this job's empty network takes any shape: an ordinary "
         "load_state_dict() would have said size mismatch)",

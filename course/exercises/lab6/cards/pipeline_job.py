@@ -71,7 +71,7 @@ def step_alone(alone: torch.nn.Module, optimizer: torch.optim.Optimizer, chunks:
 def measure_gap(stage: torch.nn.Module, other: torch.nn.Module) -> float:
     """The largest difference between the weights of two stages."""
     pairs = zip(stage.parameters(), other.parameters(), strict=True)
-    return max(float((one - two).abs().max()) for one, two in pairs)
+    return max((one - two).abs().max().item() for one, two in pairs)
 
 
 def main() -> None:

@@ -57,7 +57,7 @@ def main() -> None:
         print(f"epoch {epoch}: of all points loss {losses[epoch]:.6f}, accuracy {accuracy:.3f}", flush=True)
 
     own, saved = {name: parameter.to_local() for name, parameter in model.named_parameters()}, {}
-    print(f"this rank holds {sum(map(torch.numel, own.values()))} numbers", flush=True)
+    print(f"this rank holds {sum(map(torch.numel, own.values()))} parameters", flush=True)
     weights = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     if rank == 0:
         torch.save(weights, path)
@@ -65,7 +65,7 @@ def main() -> None:
         with torch.device("meta"):  # a network without memory of its own
             empty = Classifier()
         accuracy = (functional_call(empty, saved, points).argmax(1) == labels).float().mean()
-        print(f"checkpoint: {sum(map(torch.numel, saved.values()))} numbers, accuracy {accuracy:.3f}")
+        print(f"checkpoint: {sum(map(torch.numel, saved.values()))} parameters, accuracy {accuracy:.3f}")
     own, saved = ({name: tensor.tolist() for name, tensor in part.items()} for part in (own, saved))
     launch.report({"losses": losses, "own": own, "saved": saved})
     dist.barrier()  # no rank ends while another one still works
