@@ -819,6 +819,7 @@ WRONG_BYTES = {
     "numbers": (sent_by(size=1), "these are numbers"),
     "float32": (sent_by(size=4), "and not 4"),
     "bits": (sent_by(size=16), "these are bits"),
+    "all ranks": (lambda way, ranks, *model: ranks * sent_by()(way, ranks, *model), "what all ranks send together"),
     "MB": (sent_by(size=2 / 10**6), "return bytes"),
     "GiB": (sent_by(size=2 / 2**30), "return bytes"),
     "no factor 2": (sent_by(ring=lambda n: (n - 1) / n), "in the reduce-scatter, and as much in the all-gather"),

@@ -88,6 +88,7 @@ def _explain(way: str, yours: dict[str, float], ranks: int, weights: int, tokens
         "these are numbers: each has 2 bytes": are_all(1 / 2, *WAYS),
         "each number has 2 bytes, and not 4": are_all(2, *WAYS),
         "these are bits: each number has 2 bytes": are_all(8, *WAYS),
+        "that is what all ranks send together: return the bytes of one rank": are_all(ranks, *WAYS),
         "return bytes: do not divide by the bytes of a KB, MB or GB": is_like(*(1 / unit for unit in UNITS)),
     }
     if hint := next((hint for hint, fits in wrong.items() if fits), ""):
