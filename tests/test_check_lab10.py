@@ -658,9 +658,9 @@ def mlp_of_halves(x, up, up_bias, down, down_bias):
     return all_reduce(part) + down_bias
 
 
-def mlp_that_sums_hidden_units(x, up, up_bias, down, down_bias):
+def mlp_that_sums_hidden_units(x, up, up_bias, down, down_bias, end=lambda part: part):
     hidden = all_reduce(F.linear(x, chunk(up), chunk(up_bias)))
-    return F.linear(F.gelu(hidden), chunk(down, 1)) + down_bias
+    return end(F.linear(F.gelu(hidden), chunk(down, 1))) + down_bias
 
 
 def mlp_that_broadcasts(x, *weights):
@@ -715,6 +715,7 @@ WRONG_MLPS = {
     ),
     "float32": (mlp_by(total=total_in_float32), "keep the dtype of x"),
     "sum of hidden units": (mlp_that_sums_hidden_units, "not the same ones"),
+    "sums after both layers": (partial(mlp_that_sums_hidden_units, end=all_reduce), "not the same ones"),
     "rows of x": (mlp_of_its_rows, "all ranks compute all rows"),
     "nothing": (mlp_by(total=dist.all_reduce, add=lambda total, bias: total), "returns no tensor"),
     "a Work": (

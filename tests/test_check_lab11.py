@@ -412,6 +412,10 @@ WRONG_STEPS = {
         "only on what was received",
     ),
     "target first": (target_first, "takes the output first"),
+    "two ranks by name": (
+        gpipe_by(rank=lambda: (dist.get_rank(), 1), first=lambda rank: rank != 1),
+        "there can be more than two",
+    ),
     "set to zero first": (zero_first, "zero_grad() is the caller's"),
     "none left": (gpipe_by(end=take_grad), "let them stay there"),
     "no wait for a receive": (gpipe_by(take=receive_without_wait), "wait() for every isend and irecv"),
@@ -629,6 +633,12 @@ def cut_by(*, judge=max, times_as=list, give=list, better=min):
     return cut
 
 
+def cut_from_0(times, stages):
+    cuts = ([0, *places, len(times)] for places in combinations(range(len(times)), stages - 1))
+    best = min(cuts, key=lambda cut: max(sum(times[begin:end]) for begin, end in pairwise(cut)))
+    return [end - begin for begin, end in pairwise(best)]
+
+
 def cut_by_recursion(times, stages):
     """Right: the best first stage, and the best rest after it."""
 
@@ -711,6 +721,7 @@ WRONG_CUTS = {
     "before the mean is reached": (cut_greedily(1), "ends near the mean"),
     "nearest to the mean": (cut_greedily(0.5), "ends near the mean"),
     "halves": (cut_in_halves, "try all places of the cuts"),
+    "from 0": (cut_from_0, "each stage needs at least one layer"),
     "squares": (cut_by(judge=lambda stages: sum(one**2 for one in stages)), "try all places of the cuts"),
     "smallest difference": (cut_by(judge=lambda stages: max(stages) - min(stages)), "try all places of the cuts"),
     "fastest is slowest": (cut_by(judge=min, better=max), "try all places of the cuts"),

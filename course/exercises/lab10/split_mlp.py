@@ -100,11 +100,14 @@ def _explain(yours: torch.Tensor, rank: int, count: int) -> str:
     part, whole = F.linear(F.gelu(first[:, mine]), down[:, mine]), F.linear(F.gelu(first), down)
     if torch.allclose(yours.double(), whole + bias, rtol=1e-5, atol=1e-5):
         return "the result is rounded: keep the dtype of x, which is float64 here"
-    summed = F.linear(F.gelu(sum(first.chunk(count, dim=1))), down[:, mine])
+    units = F.gelu(sum(first.chunk(count, dim=1)))
+    summed, twice = F.linear(units, down[:, mine]), F.linear(units, sum(down.chunk(count, dim=1)))
     wrong = {
         "the hidden units of two ranks are not the same ones: all-reduce what the second layer gives": (
             summed,
             summed + bias,
+            twice,
+            twice + bias,
         ),
         "that is this rank's part of the sum: all-reduce it, and wait for it": (part, part + bias, part + bias / count),
         **{

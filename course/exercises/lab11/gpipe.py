@@ -19,6 +19,8 @@ CASES = (Case(ranks=2, micro=4, width=WIDTH), Case(ranks=3, micro=2, width=6))
 LIMIT = 15.0  # seconds for what takes milliseconds, also beside other programs
 OWN = "each micro-batch needs tensors of its own: make x = torch.empty(shape) inside of the loop"
 MISTAKES = {
+    "shapes cannot be multiplied": "a stage got what is not its own: each rank above 0, and there can be more than "
+    "two, calls stage(x) with what it received from rank − 1",
     "got <class 'NoneType'>": "x.grad is None: after dist.recv call x.requires_grad_(), and send x.grad on ranks above "
     "0, after backward",
     "implicitly created only for scalar": "only the last rank has a loss: on the others output.backward(gradient), "
