@@ -208,6 +208,12 @@ def one_micro_batch_after_the_other(stage, inputs, targets, find_loss, shape):
         step(stage, [x], [y], find_loss, shape)
 
 
+def in_turns_on_the_last(stage, inputs, targets, find_loss, shape):
+    rank, last = find_rank()
+    step = one_micro_batch_after_the_other if rank == last else gpipe_by()
+    step(stage, inputs, targets, find_loss, shape)
+
+
 def sum_of_losses(stage, inputs, targets, find_loss, shape):
     """The last rank runs backward once, through all micro-batches, before it sends any gradient."""
     rank, last = find_rank()
@@ -440,6 +446,7 @@ WRONG_STEPS = {
         gpipe_by(order=lambda pairs, rank, last: pairs[-1:] if rank == last else pairs),
         "also the last one",
     ),
+    "stuck: last rank in turns": (in_turns_on_the_last, "also on the last rank: run backward in a second loop"),
     "stuck: gradient before output": (
         gpipe_by(give=lambda output, rank: receive(output.shape, rank + 1)),
         "rank 1 got no output",

@@ -101,6 +101,8 @@ def _explain_wait(forward: list[int], backward: list[int], micro: int) -> str:
     for rank in range(1, len(forward)):
         if forward[rank - 1] > 0 and not forward[rank]:
             return f"rank {rank} got no output: each rank but the last, world_size − 1, sends its own to rank + 1"
+    if backward[-1] and forward[-1] < micro:
+        return "all forward passes come first, also on the last rank: run backward in a second loop"
     if 0 < backward[-1] < micro:
         return "each rank runs a backward pass for each micro-batch, also the last one"
     for rank in range(1, len(backward)):
