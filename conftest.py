@@ -26,7 +26,7 @@ WATCH = pytest.StashKey()
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
 # The longest: one process takes them, one after the other, so that two never measure beside each other.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
-# Takes an hour of one process, and looks at no time: its tests are shared out.
+# Takes two and a half times as long as all labs, and looks at no time: its tests are shared out.
 SHARED = "tests/test_notebooks_twice.py"
 LONGEST = (
     "tests/test_launch_drills.py",

@@ -90,6 +90,15 @@ def test_a_slow_layer_takes_the_longest():
     assert len(found) == 3 and found[1] >= 0.05 > max(found[0], found[2])
 
 
+def test_the_first_layer_has_no_gradient_of_its_inputs_to_find():
+    asked = []
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: asked.append(inputs[0].requires_grad))
+    pipelines.time_layers(layers, torch.ones(4, 8), repeats=2)
+    assert asked == [False, True] * 2
+
+
 @pytest.mark.parametrize(
     "orders",
     [list_gpipe(2, 3), [["F0", "F1", "B0", "F2", "B1", "B2"], ["F0", "B0", "F1", "B1", "F2", "B2"]]],

@@ -481,8 +481,8 @@ FAULTS = (
         "compare how many parameters a rank holds and the checkpoint has, and the accuracy of the checkpoint with that "
         "of the trained model",
         "gather the shards before rank 0 saves them, for instance with tensor.full_tensor(): it is a collective, which "
-        "every rank has to call. (Here nothing complained, since this job's empty network takes any shape: an ordinary "
-        "load_state_dict() would have said size mismatch)",
+        "every rank has to call. (Here nothing complained, since this job's empty network takes all shapes that fit "
+        "each other: an ordinary load_state_dict() would have said size mismatch)",
         (("tensor.full_tensor()", "tensor.to_local()"),),
         topic="model parallelism",
     ),
