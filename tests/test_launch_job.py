@@ -48,7 +48,17 @@ import os, sys, time
 if "nodelaunch.node.agent" in sys.orig_argv and os.environ["LAB_NODE"] == "0":
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
     join = DynamicRendezvousHandler.next_rendezvous
-    DynamicRendezvousHandler.next_rendezvous = lambda self: (time.sleep(5), join(self))[1]
+
+    def has_come(holder):
+        holder.sync()
+        return holder.state.participants
+
+    def wait(self):
+        while not {condition}:
+            time.sleep(0.2)
+        return join(self)
+
+    DynamicRendezvousHandler.next_rendezvous = wait
 """
 CUDA = """
 import sys, torch
@@ -281,10 +291,10 @@ def test_8_a_node_that_expects_another_number_of_nodes(write, count):
     assert "connected" not in printed and not any("connected" in line for line in heard.lines), "nothing was trained"
 
 
-def come_first(write, count, late=LATE):
-    """Runs a job whose second node was told of so many nodes and is there before the first; nothing is trained."""
+def come_first(write, count, condition):
+    """Runs a job whose second node was told of so many nodes; the first one comes once the condition holds."""
     started, heard = [], Heard()
-    folder = write("late/sitecustomize.py", late).parent
+    folder = write("late/sitecustomize.py", LATE.replace("{condition}", condition)).parent
     heard.when["start by hand: bash "] = lambda line: started.append(
         edit(line, lambda text: text.replace("--nnodes=2", f"--nnodes={count}"))
     )
@@ -299,8 +309,7 @@ def come_first(write, count, late=LATE):
 @pytest.mark.drill
 def test_8_a_node_that_expects_no_other_and_comes_first(write):
     """It meets alone, ends, and has closed the meeting when the others come."""
-    until_closed = "[time.sleep(0.2) for _ in range(200) if not self.is_closed()]"
-    error = come_first(write, 1, LATE.replace("time.sleep(5)", until_closed))
+    error = come_first(write, 1, "self.is_closed()")
     assert (error.result.failure.kind, error.result.failure.node) == ("join", "node1"), str(error)
     assert "with another number of nodes it meets alone" in error.cause
 
@@ -308,7 +317,7 @@ def test_8_a_node_that_expects_no_other_and_comes_first(write):
 @pytest.mark.drill
 def test_8_a_node_that_expects_more_nodes_and_comes_first(write):
     """The last to come is content with two, and torchrun starts the ranks of both; so they compare the numbers."""
-    error = come_first(write, 3)
+    error = come_first(write, 3, "has_come(self._state_holder)")
     assert error.result.failure.kind == "mismatch", str(error)
     assert re.search(r"number of nodes: 2 on node 0 .*, 3 on node 1", str(error)), str(error)
 
