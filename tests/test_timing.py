@@ -391,6 +391,17 @@ def test_once_calls_once_per_settings_machine_and_torch(tmp_path, monkeypatch):
     assert records.once("sweep", function, batches=(1, 2), stem="cifar")["call"] == 6
 
 
+def test_few_rounds_are_allowed_for_tests_and_are_no_finding(monkeypatch):
+    monkeypatch.setenv("LAB_ROUNDS", "2")
+    steps = []
+    one, other = timing.interleave({"a": lambda: steps.append("a"), "b": lambda: steps.append("b")}, device="cpu")
+    assert len(one.seconds) == len(other.seconds) == 2
+    assert (one.warmup, sorted(steps)) == (1, ["a"] * 3 + ["b"] * 3)
+    assert timing.find_noise([one, other]) == "LAB_ROUNDS allows only a few rounds: unset it, and measure again"
+    assert list(timing.compare([one, other])["noise"]) == ["few", "few"]
+    assert len(timing.measure(list, repeats=1, warmup=0, device="cpu").seconds) == 1
+
+
 def test_a_measurement_that_was_noise_is_measured_again(tmp_path):
     records, busy = Records("lab9", tmp_path), make_timing("fp32", 0.1, others=0.4)
     results = iter([{"a": [busy], "b": 1}, {"a": [make_timing("fp32", 0.1)], "b": 2}])

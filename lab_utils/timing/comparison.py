@@ -24,7 +24,7 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
     Returns:
         A DataFrame with the names as index and the columns ``ms`` (median), ``ms low`` and ``ms high`` (quartiles),
         ``images/s``, ``speed-up`` (the baseline's median over this one's) and ``peak MiB``; NaN where nothing is known.
-        Where one is no finding there is the column ``noise``: "busy", "jumps" or "".
+        Where one is no finding there is the column ``noise``: "few", "busy", "jumps" or "".
     """
     import pandas as pd
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ Step = Callable[[], object]
 # Beyond these a timing is noise: the share of the processors' time that other programs may take where none is idle, and
 # how many times the first quartile the third may be.
 MOST_OTHERS, MOST_SPREAD = 0.1, 1.5
+# How many rounds a measurement may have at most, for tests of what surrounds it: all their timings are called noise.
+ROUNDS = "LAB_ROUNDS"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,12 @@ class Timing:
 
     @property
     def noise(self) -> str:
-        """Why this is no finding: "busy" where others had the processors, "jumps" where the quartiles lie apart."""
+        """Why this is no finding: "few" rounds were allowed, others had the processors, or the quartiles lie apart.
+
+        "few" where ``LAB_ROUNDS`` is set, "busy", "jumps", or "".
+        """
+        if os.environ.get(ROUNDS):
+            return "few"
         jumps = self.high > MOST_SPREAD * self.low > 0
         # Where a process that waits for no other did the same work in another time, something else had the processor.
         work = Timing(self.name, self.cpu_seconds if self.rank is None and self.device == "cpu" else ())
@@ -185,6 +193,8 @@ def interleave(
             cause=f"{len(steps)} steps, repeats={repeats}, warmup={warmup}",
             fix="give at least one step, repeats=1 or more, warmup=0 or more",
         )
+    if most := os.environ.get(ROUNDS):
+        repeats, warmup = min(repeats, int(most)), min(warmup, 1)
     device = torch.device(device or machine.device())
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
