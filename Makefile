@@ -99,6 +99,11 @@ $(READY): requirements.lock pyproject.toml course/jupyterlab.json
 	"$$python" setup_venv.py
 FORCE:
 
+## engines: a framework that one lab needs, in an environment of its own (ENGINE=lightning: lab 12)
+.PHONY: engines
+engines: setup
+	@$(PY) setup_engine.py $(ENGINE)
+
 ## workspace: make or refresh your copy of the labs in workspace/; what you changed is kept
 .PHONY: workspace
 workspace: setup
@@ -150,6 +155,9 @@ lock:
 	uv pip compile hosting/requirements.in --constraint requirements.lock --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file hosting/requirements.lock \
 	  --no-emit-package aiodns --no-emit-package pycares
+	for file in engines/*.in; do uv pip compile $$file --constraint requirements.lock --universal --python-version 3.11 \
+	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file "$${file%.in}.lock" \
+	  $$(sed -n 's/^\([a-zA-Z0-9._-]*\)==.*/--no-emit-package \1/p' requirements.lock) || exit 1; done
 	$(if $(PYTHON),"$(PYTHON)",python3) setup_venv.py lock-cpu
 # END: not in a release
 

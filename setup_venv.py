@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
-MINE, READY, UPDATING = VENV / "made-by-the-labs", VENV / "ready", VENV / "updating"
+READY, UPDATING = VENV / "ready", VENV / "updating"
 PYTHON = VENV / "bin" / "python"
 # Where TORCH=cpu finds builds of the same versions without CUDA, and what only the builds with CUDA want.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -48,13 +48,20 @@ def is_usable() -> bool:
         return False
 
 
+def clear(folder: Path) -> None:
+    """Makes an empty folder in the place of an unusable environment of ours."""
+    mine = folder / "made-by-the-labs"
+    if folder.exists() and not mine.exists():
+        sys.exit(f"{folder} was not made by these labs. Move it away, then run make again.")
+    (folder / "ready").unlink(missing_ok=True)  # before all else: what is half removed must not be taken for whole
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    mine.touch()  # at once, so that a set-up that is cut off here can be told from somebody's own folder
+
+
 def make_environment() -> None:
     """Makes an empty environment in the place of an unusable one of ours."""
-    if VENV.exists() and not MINE.exists():
-        sys.exit(f"{VENV} was not made by these labs. Move it away, then run make again.")
-    shutil.rmtree(VENV, ignore_errors=True)
-    VENV.mkdir()
-    MINE.touch()  # before all else, so that a set-up that is cut off here can be told from somebody's own folder
+    clear(VENV)
     subprocess.run([sys.executable, "-m", "venv", VENV], check=True)
 
 
@@ -159,12 +166,12 @@ def install_cpu_builds(pins: list[str]) -> None:
         lock.replace(REMEMBERED)  # whole or not at all
 
 
-def install(*arguments: object, count: int = 0) -> None:
-    """Runs pip in the environment; versions and their needs are the lock's business, hence no dependencies.
+def install(*arguments: object, count: int = 0, python: Path = PYTHON) -> None:
+    """Runs pip in the environment of a Python; versions and their needs are the lock's business, hence no dependencies.
 
     Says which of ``count`` packages it is at: on a terminal in one line, else in a line for every twentieth.
     """
-    pip = [PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off", "--no-deps"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar", "off", "--no-deps"]
     terminal, seen = sys.stdout.isatty(), 0
     with subprocess.Popen([*pip, *map(str, arguments)], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         for line in process.stdout:

@@ -1,4 +1,4 @@
-"""What tests share: cells of a notebook, folders of a test's own, hosts, a Slurm cluster, a busy machine."""
+"""What tests share: cells of a notebook, folders of a test's own, hosts, a Slurm cluster, engines, a busy machine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 from harness import containers, warm
 from harness.browser import Page, find_chromium
 from harness.drawn import make_folder
+from harness.engines import find_engine
 from harness.hosts import Hosts, find_missing
 from harness.jobs import hear
 from harness.slurm_cluster import SlurmCluster, find_missing_slurm
@@ -178,6 +179,12 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> containers.Podman:
     made = containers.prepare(tmp_path_factory.mktemp("podman"))
     made.build(tmp_path_factory.mktemp("build"))
     return made
+
+
+@pytest.fixture(scope="session")
+def lightning() -> Path:
+    """The Python of Lightning's own environment."""
+    return find_engine("lightning")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,22 @@
+"""The environments of frameworks that the lock does not have, for the tests that need them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from course import frameworks
+from lab_common import LabError
+
+
+def find_engine(name: str) -> Path:
+    """The Python of a framework's environment; without it the test is skipped, or fails where it has to be there."""
+    try:
+        return frameworks.find_python(name)
+    except LabError as error:
+        words = f"{error.what.rstrip('.')}: make engines ENGINE={name}"
+    if name in os.environ.get("LAB_REQUIRE_ENGINES", "").split(","):
+        pytest.fail(f"LAB_REQUIRE_ENGINES names {name}, but {words}", pytrace=False)
+    pytest.skip(f"NOT TESTED HERE: {words}")
