@@ -108,8 +108,10 @@ def pytest_runtest_setup(item):
     """
     if is_lab(item):
         os.environ["LAB_ROUNDS"] = "2"
+        from tests.harness.engines import need_engine_of
         from tests.harness.memory import MemoryWatch
 
+        need_engine_of(item.path)
         draw_data()
         if WATCH not in item.parent.stash:
             item.parent.stash[WATCH] = MemoryWatch().__enter__()

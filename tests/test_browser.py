@@ -12,6 +12,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from harness.browser import Page
+from harness.engines import need_engine_of
 from harness.hosts import find_missing
 from harness.jobs import assert_gone, wait_for
 from harness.lab_pages import (
@@ -159,6 +160,7 @@ def test_the_learner_s_way_is_itself_tested(lab, open_notebook, tmp_path, cells,
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_learner_meets_each_stub_solves_it_and_sees_all_of_the_lab(lab, open_notebook, keep, path):
+    need_engine_of(path)
     page = open_notebook(path.name)
     assert go_the_learner_s_way(page, path, lab.folder) == find_stubs(path)
     faults = find_faults(page, lab.folder / path.name)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from harness.engines import need_engine_of
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell
 
@@ -19,6 +20,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_cells_run_twice_and_again_after_a_restart(path, runs):
+    need_engine_of(path)
     notebook = nbformat.read(path, as_version=4)
     notebook.cells.insert(0, new_code_cell(KEEP))
     middle = len(notebook.cells) // 2

@@ -85,4 +85,13 @@ SECOND_HINTS = {
     "largest sum(times[begin:end]) of pairwise(ends) has to be smallest",
     "11.4": "ring = 2 * (ranks - 1) / ranks; data: ring * weights; tensor: 4 * layers * ring * tokens * width; "
     "pipeline: 2 * tokens * width; each times 2 bytes",
+    "12.1": "self.model = models.build(net, num_classes=num_classes); return F.cross_entropy(…); self.log(name, mean, "
+    "sync_dist=True), twice; return SGD(self.parameters(), self.lr, momentum=0.9); L.Trainer(max_epochs, devices, "
+    "num_nodes, **QUIET)",
+    "12.2": "pairs of rank 0 and pairs of all ranks, as two flat lists: of each the hits divided by its length; then "
+    "dict(all pairs), whose values have each image's hit once",
+    "12.3": 'seconds = time.perf_counter() - self.began; then pl_module.log("slowest", seconds, …) with on_step=False, '
+    'on_epoch=True, reduce_fx="max", sync_dist=True',
+    "12.4": "share = ceil(images / ranks); batches = ceil(share / batch_size); steps = ceil(batches / accumulate); "
+    "return epochs * steps",
 }

@@ -10,6 +10,15 @@ import pytest
 from course import frameworks
 from lab_common import LabError
 
+# The labs that need one.
+NEEDED = {"12_lightning": "lightning"}
+
+
+def need_engine_of(notebook: Path) -> None:
+    """Skips, or fails, the test of a notebook whose framework is not here."""
+    if name := NEEDED.get(notebook.stem):
+        find_engine(name)
+
 
 def find_engine(name: str) -> Path:
     """The Python of a framework's environment; without it the test is skipped, or fails where it has to be there."""

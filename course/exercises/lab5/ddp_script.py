@@ -9,7 +9,6 @@ computed here, in one process, so that the script's own style does not matter.
 
 from __future__ import annotations
 
-import ast
 import re
 import tempfile
 from collections.abc import Sequence
@@ -20,15 +19,11 @@ import torch
 import torch.nn.functional as F
 
 import nodelaunch as launch
-from course.check import NotYetError, OpenError, attempts, expect
+from course.check import NotYetError, expect
 from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
 from course.exercises.lab5.precautions import asks_for_checkpoint, expect_precautions
-from lab_common import LabError
-from lab_common.files import read_bounded
+from course.exercises.scripts import draw_shapes, expect_scripts, read_script
 from lab_utils import data, models
-from lab_utils.data import shapes
-from lab_utils.data.sources import SHAPES_FINGERPRINT
-from lab_utils.data.write import write_pack
 
 # Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
 RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 127, 21, 16, 2
@@ -82,17 +77,8 @@ class _Runs:
 def verify_ddp_script(path: str | Path) -> str:
     """Runs the script on two nodes and judges what it did."""
     script = Path(path).resolve()
-    for needed in (script, script.with_name("observed.py")):
-        if not needed.is_file():
-            cause, fix = "a slip in the path, or the script was deleted", "make workspace writes the scripts again"
-            raise LabError(f"There is no script {needed.name!r}.", where=needed, cause=cause, fix=fix)
-    tree = _parse(script)
-    raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
-    gaps = sorted(node.lineno for node in raises if "NotImplementedError" in ast.dump(node))
-    if gaps:
-        fix = "put your code where it says YOUR CODE HERE, save the file, then run this cell again"
-        what = f"✎ {path} has {len(gaps)} place{'s' if len(gaps) > 1 else ''} left to fill in."
-        raise OpenError(what, where=f"line {', '.join(map(str, gaps))}", fix=fix)
+    expect_scripts(script, script.with_name("observed.py"))
+    tree = read_script(script, path)
     expect_precautions(tree)
     print("Your script runs on two local nodes ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="lab5-", ignore_cleanup_errors=True) as folder:
@@ -114,19 +100,6 @@ def verify_ddp_script(path: str | Path) -> str:
         if not asks_for_checkpoint(tree):
             _expect_without_checkpoint(script, Path(folder))
     return PROVED
-
-
-def _parse(script: Path) -> ast.Module:
-    """Reads the script; a SyntaxError is the learner's to see, with its line."""
-    try:
-        text = read_bounded(script, attempts.SOURCE_BYTES).decode()
-        if "\0" in text:
-            raise ValueError("it holds zero bytes")
-        return ast.parse(text, filename=str(script))
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        cause = getattr(error, "strerror", None) or str(error)
-        fix = "save it as plain text in UTF-8, or rename it and run: make workspace"
-        raise LabError(f"{script.name} cannot be read.", where=script, cause=cause, fix=fix) from error
 
 
 def _run(script: Path, folder: Path) -> _Runs:
@@ -182,12 +155,8 @@ def _make_environment(folder: Path) -> dict[str, str]:
 
 
 def _draw_images(pack: Path) -> None:
-    """Packs the first pictures of shapes10, so few that two whole epochs are six steps."""
-    counts = {"train": IMAGES, "valid": VALID, "test": 10}
-    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
-    with write_pack(pack, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
-        for split, count in counts.items():
-            draft.images[split][:], draft.labels[split][:] = shapes.draw_images(split, range(count))
+    """Packs so few pictures that two whole epochs are six steps."""
+    draw_shapes(pack, {"train": IMAGES, "valid": VALID, "test": 10})
 
 
 def _expect_end(job: launch.JobResult) -> None:

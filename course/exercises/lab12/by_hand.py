@@ -1,0 +1,116 @@
+"""Exercise 12.1, what is expected: the training that Lightning does, written out in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lab_utils import data, models
+
+LR, MOMENTUM = 0.05, 0.9  # of train_single.py
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Means:
+    """The loss and the accuracy of each batch that a rank evaluates, and the batch's size."""
+
+    losses: tuple[float, ...]
+    accuracies: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """One thread, as the script has, and random numbers of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def train(
+    dataset: data.Dataset,
+    *,
+    batch_size: int,
+    epochs: int,
+    ranks: int = 1,
+    loss: Loss = F.cross_entropy,
+    mean: bool = True,
+) -> list[nn.Module]:
+    """Trains the tiny network from seed 0, as ``train_single.py`` does, or as ``train_ddp.py`` on several ranks.
+
+    Args:
+        dataset: Its train split is what is trained on.
+        batch_size: Images per rank and step.
+        epochs: How many.
+        ranks: How many; more than one share the images by torch's DistributedSampler.
+        loss: Of logits and labels.
+        mean: Whether the ranks' gradients are averaged; if not, each rank trains alone.
+
+    Returns:
+        The network of each rank. They differ in batch norm's statistics, which each has of its own images; DDP gives
+        all ranks those of rank 0 from time to time, and never uses others of theirs for a step.
+    """
+    with _alone():
+        torch.manual_seed(0)
+        drawn = models.build("tiny", num_classes=len(dataset.class_names)).train()
+        nets = [copy.deepcopy(drawn) for _ in range(ranks)]
+        optimizers = [torch.optim.SGD(net.parameters(), LR, momentum=MOMENTUM) for net in nets]
+        loaders = [DataLoader(dataset.train, batch_size, shuffle=True, drop_last=True)]
+        if ranks > 1:
+            samplers = [DistributedSampler(dataset.train, ranks, rank) for rank in range(ranks)]
+            loaders = [DataLoader(dataset.train, batch_size, sampler=one, drop_last=True) for one in samplers]
+        for epoch in range(epochs):
+            for one in samplers if ranks > 1 else ():
+                one.set_epoch(epoch)
+            for batches in zip(*loaders, strict=True):
+                _take_step(nets, optimizers, batches, loss, mean=mean)
+            # Each pass over a loader draws a random number, and the script has evaluated here.
+            list(DataLoader(dataset.valid, batch_size))
+        return nets
+
+
+def _take_step(
+    nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], batches: Sequence, loss: Loss, *, mean: bool
+) -> None:
+    for net, optimizer, (images, labels) in zip(nets, optimizers, batches, strict=True):
+        optimizer.zero_grad()
+        loss(net(images), labels).backward()
+    for parameters in zip(*(net.parameters() for net in nets), strict=True) if mean else ():
+        gradient = sum(parameter.grad / len(nets) for parameter in parameters)
+        for parameter in parameters:
+            parameter.grad = gradient.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@torch.no_grad()
+def evaluate(net: nn.Module, split: data.Split, *, batch_size: int, rank: int = 0, ranks: int = 1) -> Means:
+    """What ``validation_step`` logs on a rank, batch by batch."""
+    with _alone():
+        net.eval()
+        sampler = DistributedSampler(split, ranks, rank, shuffle=False)
+        found = []
+        for images, labels in DataLoader(split, batch_size, sampler=sampler):
+            logits = net(images)
+            hits = (logits.argmax(1) == labels).float().mean()
+            found.append((float(F.cross_entropy(logits, labels)), float(hits), len(labels)))
+    return Means(*(tuple(column) for column in zip(*found, strict=True)))
+
+
+def measure_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """The largest difference between the parameters and statistics of two networks; infinite where one lacks some."""
+    if not all(name in found and found[name].shape == one.shape for name, one in expected.items()):
+        return float("inf")
+    return max(float((found[name].double() - one.double()).abs().max()) for name, one in expected.items())

@@ -1,0 +1,64 @@
+"""What checks of a learner's script share: reading it, and the pictures that it is tried with."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from pathlib import Path
+
+from course.check import OpenError, attempts
+from lab_common import LabError
+from lab_common.files import read_bounded
+from lab_utils.data import shapes
+from lab_utils.data.sources import SHAPES_FINGERPRINT
+from lab_utils.data.write import write_pack
+
+
+def expect_scripts(*scripts: Path) -> None:
+    """Demands that the files are there.
+
+    Raises:
+        LabError: One is not.
+    """
+    for script in scripts:
+        if not script.is_file():
+            cause, fix = "a slip in the path, or the script was deleted", "make workspace writes the scripts again"
+            raise LabError(f"There is no script {script.name!r}.", where=script, cause=cause, fix=fix)
+
+
+def read_script(script: Path, shown: str | Path) -> ast.Module:
+    """Returns the script as a tree; a SyntaxError is the learner's to see, with its line.
+
+    Args:
+        script: Where it is.
+        shown: What the learner calls it.
+
+    Raises:
+        OpenError: It has places that were not filled in.
+        LabError: It cannot be read.
+        SyntaxError: It is no Python.
+    """
+    try:
+        text = read_bounded(script, attempts.SOURCE_BYTES).decode()
+        if "\0" in text:
+            raise ValueError("it holds zero bytes")
+        tree = ast.parse(text, filename=str(script))
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        fix = "save it as plain text in UTF-8, or rename it and run: make workspace"
+        raise LabError(f"{script.name} cannot be read.", where=script, cause=cause, fix=fix) from error
+    raises = (node for node in ast.walk(tree) if isinstance(node, ast.Raise))
+    gaps = sorted(node.lineno for node in raises if "NotImplementedError" in ast.dump(node))
+    if gaps:
+        fix = "put your code where it says YOUR CODE HERE, save the file, then run this cell again"
+        what = f"✎ {shown} has {len(gaps)} place{'s' if len(gaps) > 1 else ''} left to fill in."
+        raise OpenError(what, where=f"line {', '.join(map(str, gaps))}", fix=fix)
+    return tree
+
+
+def draw_shapes(pack: Path, counts: Mapping[str, int]) -> None:
+    """Packs the first pictures of shapes10, so many of each split."""
+    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
+    with write_pack(pack, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
+        for split, count in counts.items():
+            draft.images[split][:], draft.labels[split][:] = shapes.draw_images(split, range(count))
