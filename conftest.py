@@ -123,7 +123,9 @@ def end_watch(item):
 
     from tests.harness.memory import find_memory_fault, read_stored_peak
 
-    watch = item.parent.stash[WATCH]
+    watch = item.parent.stash.get(WATCH, None)
+    if watch is None:
+        return ""  # its framework is not here: all its cells are skipped
     watch.__exit__()
     if torch.cuda.is_available():
         return ""  # CUDA takes main memory too; the limit is for CPUs
