@@ -393,8 +393,8 @@ WRONG_READINGS = {
         read_by(synced=lambda ranks: of_pairs([*dict(join(ranks)).items()])),
         "also an image that comes twice",
     ),
-    "repeats": (read_by(once=lambda ranks: of_pairs(join(ranks))), "counts twice here"),
-    "once on each rank": (read_by(once=once_on_each_rank), "on one rank or on two, counts twice here"),
+    "repeats": (read_by(once=lambda ranks: of_pairs(join(ranks))), "counts twice in yours"),
+    "once on each rank": (read_by(once=once_on_each_rank), "on one rank or on two, counts twice in yours"),
     "without the last": (read_by(once=drop_last_of_the_last_rank), "a dictionary of hits by image"),
     "first images": (read_by(once=first_images), "a dictionary of hits by image"),
     "of pairs": (

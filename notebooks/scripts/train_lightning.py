@@ -78,8 +78,8 @@ def main():
     ### END SOLUTION
     found = args.checkpoint if args.checkpoint and args.checkpoint.exists() else None
     trainer.fit(classifier, loader, DataLoader(valid, args.batch_size), ckpt_path=found)
-    if trainer.is_global_zero:
-        logged = trainer.callback_metrics
+    logged = trainer.callback_metrics  # empty where the checkpoint had all epochs
+    if trainer.is_global_zero and logged:
         print(f"epoch {trainer.current_epoch}: loss {logged['loss']:.4f}, accuracy {logged['accuracy']:.4f}")
     if args.checkpoint:
         trainer.save_checkpoint(args.checkpoint)

@@ -176,7 +176,9 @@ def _explain(yours: float, rank: int, epochs: Sequence[_Epoch]) -> str:
     if is_like(lambda seconds: max(map(max, seconds)), of=epochs[:-1]):
         return "this is an earlier epoch's: begin each epoch anew, as Lightning does with on_epoch=True"
     if yours > epoch.bound(lambda seconds: max(map(max, seconds)))[1]:
-        return "this is longer than any step: begin in each on_train_batch_start, and add up no steps"
+        return (
+            "this is longer than any step: subtract self.began, begin in each on_train_batch_start, and add up no steps"
+        )
     return "the seconds from on_train_batch_start to on_train_batch_end, and of them the largest of all steps and ranks"
 
 

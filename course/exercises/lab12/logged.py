@@ -32,12 +32,12 @@ CASES: tuple[tuple[str, Ranks], ...] = (
     ("9 images on 2 ranks, all hits", _deal("111111111", 2, 4)),
     ("8 images on 2 ranks, all hits on rank 1", _deal("01010101", 2, 2)),
     (
-        "a sampler of one's own: 5 images on rank 0, 2 on rank 1",
-        [[[(4, 1), (0, 0), (6, 1)], [(2, 1), (1, 1)]], [[(5, 0)], [(3, 0)]]],
+        "a sampler of one's own: 6 images on rank 0, 2 on rank 1",
+        [[[(4, 1), (0, 0), (6, 1), (7, 1)], [(2, 1), (1, 1)]], [[(5, 0)], [(3, 0)]]],
     ),
     (
         "a sampler that repeats an image within a rank",
-        [[[(3, 1), (3, 1)], [(1, 0), (4, 1)]], [[(0, 0), (2, 1)], [(0, 0)]]],
+        [[[(3, 1), (3, 1)], [(1, 0), (4, 1)]], [[(0, 0), (2, 1)], [(0, 0), (5, 0)]]],
     ),
     (
         "True and False for the hits, and images in any order",
@@ -50,7 +50,9 @@ def read_logs(ranks: Ranks) -> tuple[float, float, float]:
     """What rank 0 logs alone, what all log with ``sync_dist=True``, and the accuracy.
 
     Lightning sums up value times batch size, and batch sizes, over batches and ranks, and divides at the epoch's end.
-    Source: ``_ResultMetric`` in lightning/pytorch/trainer/connectors/logger_connector/result.py, version 2.6.6.
+    Source: ``_ResultMetric`` in lightning/pytorch/trainer/connectors/logger_connector/result.py, version 2.6.6. With
+    Gloo it takes both means over the ranks, that of the sizes as an integer: so all pairs have to be a multiple of the
+    ranks, as they are with its own sampler.
     """
     first = [hit for batch in ranks[0] for _, hit in batch]
     pairs = [pair for batches in ranks for batch in batches for pair in batch]
@@ -121,7 +123,7 @@ def _explain(place: int, yours: Sequence[float], ranks: Ranks) -> str:
             return "ranks differ in their images, too: hits of all ranks / images of all ranks, and no mean of ranks"
         return "all pairs of all ranks, also an image that comes twice: hits of all ranks / pairs of all ranks"
     if is_like(right[1]):
-        return "an image that comes twice, on one rank or on two, counts twice here: each image counts once"
+        return "an image that comes twice, on one rank or on two, counts twice in yours: count it once"
     return "each image counts once, whichever ranks have it, and however often: a dictionary of hits by image"
 
 
