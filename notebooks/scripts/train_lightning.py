@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lab_utils import data, models
 
-# What would also be written: curves, checkpoints of each epoch, a bar, a table of the network's parts.
+# What would also be written: curves, the last epoch's checkpoint, a bar, a table of the network's parts.
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
 
