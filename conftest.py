@@ -139,9 +139,10 @@ def pytest_runtest_teardown(item, nextitem):
     And no notebook take more memory than it may.
     """
     fault = ""
-    os.environ.pop("LAB_ROUNDS", None)
-    if is_lab(item) and item.parent is not getattr(nextitem, "parent", None):
-        fault = end_watch(item)  # now: behind the yield its kernel is gone
+    if is_lab(item):
+        os.environ.pop("LAB_ROUNDS", None)
+        if item.parent is not getattr(nextitem, "parent", None):
+            fault = end_watch(item)  # now: behind the yield its kernel is gone
     result = yield
     if fault:
         pytest.fail(f"{item.path.name}: {fault}", pytrace=False)

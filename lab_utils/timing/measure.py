@@ -24,7 +24,7 @@ Step = Callable[[], object]
 # Beyond these a timing is noise: the share of the processors' time that other programs may take where none is idle, and
 # how many times the first quartile the third may be.
 MOST_OTHERS, MOST_SPREAD = 0.1, 1.5
-# How many rounds a measurement may have at most, for tests of what surrounds it: all their timings are called noise.
+# How many rounds a measurement may have at most, for tests of what surrounds it: their timings are called noise.
 ROUNDS = "LAB_ROUNDS"
 
 
@@ -45,6 +45,7 @@ class Timing:
         others: The share of the processors' time, 0 to 1, that other programs took meanwhile; 0 where some was idle, as
             then they hardly disturb; None in records of before.
         busiest: The program that took at least half of that: a notebook's name, or a process; "" where none is known.
+        few: Whether ``LAB_ROUNDS`` allowed fewer rounds than were asked for.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Timing:
     rank: int | None = None
     others: float | None = None
     busiest: str = ""
+    few: bool = False
 
     @property
     def out_of_memory(self) -> bool:
@@ -85,11 +87,8 @@ class Timing:
 
     @property
     def noise(self) -> str:
-        """Why this is no finding: "few" rounds were allowed, others had the processors, or the quartiles lie apart.
-
-        "few" where ``LAB_ROUNDS`` is set, "busy", "jumps", or "".
-        """
-        if os.environ.get(ROUNDS):
+        """Why this is no finding: "few" rounds, "busy" where others had the processors, "jumps" where quartiles do."""
+        if self.few:
             return "few"
         jumps = self.high > MOST_SPREAD * self.low > 0
         # Where a process that waits for no other did the same work in another time, something else had the processor.
@@ -128,6 +127,7 @@ class Timing:
             and all(_is_size(number, int, float) for numbers in lists for number in numbers)
             and all(_is_size(count, int) for count in counts)
             and all(_is_size(share, float) for share in shares)
+            and isinstance(known.get("few", False), bool)
         ):
             raise ValueError("a Timing whose fields are not those of as_record")
         return cls(**known | {"seconds": tuple(lists[0]), "cpu_seconds": tuple(lists[1])})
@@ -187,14 +187,15 @@ def interleave(
     Returns:
         One Timing per set-up, in the order of ``steps``; under ``torch.distributed`` the slowest rank's, on every rank.
     """
+    asked, most = repeats, os.environ.get(ROUNDS, "")
+    if most.isdecimal():
+        repeats, warmup = min(repeats, int(most)), min(warmup, 1)
     if repeats < 1 or warmup < 0 or not steps:
         raise LabError(
             "There is nothing to measure.",
             cause=f"{len(steps)} steps, repeats={repeats}, warmup={warmup}",
             fix="give at least one step, repeats=1 or more, warmup=0 or more",
         )
-    if most := os.environ.get(ROUNDS):
-        repeats, warmup = min(repeats, int(most)), min(warmup, 1)
     device = torch.device(device or machine.device())
     alone = not (distributed.is_available() and distributed.is_initialized())
     show = (alone or distributed.get_rank() == 0) if progress is None else progress
@@ -211,12 +212,13 @@ def interleave(
                         samples[name].append(sample)
                 bar.update()
     others, busiest = find_others(before)
+    more = {"others": others, "busiest": busiest, "few": repeats < asked}
     return_memory()
     timings = []
     for name in steps:
         seconds, cpu_seconds, peaks = zip(*samples[name], strict=True) if name in samples else ((), (), ())
         peak = max(peaks, default=None) if device.type == "cuda" else None
-        timing = Timing(name, seconds, cpu_seconds, images, warmup, str(device), peak, others=others, busiest=busiest)
+        timing = Timing(name, seconds, cpu_seconds, images, warmup, str(device), peak, **more)
         timings.append(timing if alone else _keep_slowest(timing))
     return timings
 

@@ -11,11 +11,11 @@ def find_noise(timings: Iterable[Timing]) -> str:
     """Says in words why these timings are no finding; "" where nothing speaks against them.
 
     Other programs took more than a tenth of the processors' time while none of it was idle; or the third quartile of a
-    set-up is more than 1.5 times its first one; or ``LAB_ROUNDS`` allowed only a few rounds.
+    set-up is more than 1.5 times its first one; or ``LAB_ROUNDS`` had allowed only a few rounds.
     """
     known = [timing for timing in timings if timing.noise]
     if any(timing.noise == "few" for timing in known):
-        return f"{ROUNDS} allows only a few rounds: unset it, and measure again"
+        return f"{ROUNDS} allowed only a few rounds: unset it, and measure again"
     others, busiest = max(((timing.others or 0, timing.busiest) for timing in known), default=(0, ""))
     if any(timing.noise == "busy" for timing in known):
         share = f", other programs took {others:.0%} of its processors" if others else ""
