@@ -347,3 +347,10 @@ def test_lightnings_environment_is_its_lock_on_the_torch_of_the_labs(lightning):
             assert installed[canonicalize_name(requirement.name)] == str(requirement.specifier)
     check = subprocess.run([lightning, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
     assert check.returncode == 0, check.stdout
+
+
+def test_the_labs_that_need_a_framework_are_known(root):
+    """Their cells and pages are skipped without it."""
+    texts = {path.stem: path.read_text(encoding="utf-8") for path in (root / "notebooks").glob("*.ipynb")}
+    found = {stem: re.findall(r'find_python\(\\"(\w+)\\"\)', text) for stem, text in texts.items()}
+    assert {stem: names[0] for stem, names in found.items() if names} == engines.NEEDED
