@@ -10,7 +10,7 @@ from train_lightning import QUIET, Classifier
 torch.set_num_threads(2)
 images, labels = torch.randn(64, 3, 32, 32), torch.arange(64) % 10
 for strategy in sys.argv[1:]:
-    if strategy == "compute":  # with both threads, as in a cell above
+    if strategy == "compute":  # with both threads, as an earlier cell may have done
         torch.ones(1000, 1000).exp()
         continue
     try:
