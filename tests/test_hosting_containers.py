@@ -147,6 +147,14 @@ def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
     assert "[red]" not in said
 
 
+def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
+    find = "from course import frameworks; print(*map(frameworks.find_python, frameworks.FRAMEWORKS))"
+    (python,) = hosted.podman.ask("labtest-red-node0", "python", "-c", find).split()
+    for node in ("node0", "node1"):
+        said = hosted.podman.ask(f"labtest-red-{node}", python, "-c", "import lightning, torch; print('both')")
+        assert said.strip() == "both"
+
+
 def start_long_job(hosted):
     """Starts a job on both nodes of team red from a shell, as a cell would; returns when it is at work."""
     podman, where = hosted.podman, f"{HOME}/work"
