@@ -1,9 +1,12 @@
-"""Lab 12 outside of its notebook: its figure of what a framework adds to a step, where little or nothing is proven."""
+"""Lab 12 outside of its notebook: its figure where little is proven, and its script on hosts and on Slurm."""
 
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
+import nodelaunch as launch
 from course import frameworks
 from lab_utils.timing import Timing
 
@@ -31,3 +34,27 @@ def test_a_bar_stands_only_where_the_quartiles_do_not_overlap(draw, spread, heig
         found = {round(bar.get_height() / times, 6) for bar in ax.patches}
         assert {height for height in found if height > 0} == heights
         assert [label.get_text() for label in ax.get_xticklabels()] == ["Lightning", "Fabric", "Accelerate", "DDP"]
+
+
+@pytest.fixture
+def train(root, runs, tmp_path):
+    """Trains by the lab's script on nodes, one process on each; returns the weights."""
+
+    def run(name, nodes):
+        saved = tmp_path / f"{name}.ckpt"
+        sizes = ["--data", "shapes10", "--images", 320, "--batch-size", 32, "--nodes", 2, "--checkpoint", saved]
+        more = {"root": root / "notebooks" / "scripts", "env": {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}}
+        launch.TorchrunJob("train_lightning.py", sizes, nodes=nodes, **more).run(show=False)
+        return torch.load(saved)["state_dict"]
+
+    return run
+
+
+def test_the_weights_are_the_same_on_two_hosts_and_on_slurm(train, lightning, hosts, slurm, tmp_path):
+    python = str(lightning)
+    here = train("local", [replace(node, python=python) for node in launch.local_nodes(2)])
+    by_ssh = launch.ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs", python=python)
+    by_slurm = launch.slurm_nodes(2, folder=tmp_path / "slurm", python=python)
+    for way, nodes in {"hosts": by_ssh, "slurm": by_slurm}.items():
+        there = train(way, nodes)
+        assert all(torch.equal(there[name], one) for name, one in here.items()) and there.keys() == here.keys(), way
