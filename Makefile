@@ -99,10 +99,20 @@ $(READY): requirements.lock pyproject.toml course/jupyterlab.json
 	"$$python" setup_venv.py
 FORCE:
 
-## engines: a framework that one lab needs, in an environment of its own (ENGINE=lightning: lab 12)
+## engines: a framework that one lab needs, in an environment of its own (ENGINE=lightning: lab 12; ray: lab 13)
 .PHONY: engines
 engines: setup
 	@$(PY) setup_engine.py $(ENGINE)
+
+## slurm: start a Slurm of two nodes on this machine, for lab 13 (Linux; it says which packages it needs)
+.PHONY: slurm
+slurm: setup
+	@$(PY) -m course.pocket_slurm up
+
+## slurm-down: cancel the jobs of that Slurm, and end it
+.PHONY: slurm-down
+slurm-down: setup
+	@$(PY) -m course.pocket_slurm down
 
 ## workspace: make or refresh your copy of the labs in workspace/; what you changed is kept
 .PHONY: workspace

@@ -22,8 +22,8 @@ from harness.drawn import make_folder
 from harness.engines import find_engine
 from harness.hosts import Hosts, find_missing
 from harness.jobs import hear
-from harness.slurm_cluster import SlurmCluster, find_missing_slurm
 
+from course.pocket_slurm import PocketSlurm, find_missing_packages
 from nodelaunch import TorchrunJob
 from nodelaunch.state import JobState
 
@@ -164,11 +164,17 @@ def _mend_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmCluster]:
-    """A Slurm of two nodes, c1 and c2, on the loopback interface."""
-    _need(find_missing_slurm(), "a Slurm cluster")
-    with SlurmCluster() as cluster:
-        yield cluster
+def slurm() -> Iterator[PocketSlurm]:
+    """A Slurm of two nodes, c1 and c2, on the loopback interface, to which SLURM_CONF leads."""
+    _need("the tests start it as root only" if os.geteuid() else ", ".join(find_missing_packages()), "a Slurm cluster")
+    with tempfile.TemporaryDirectory(prefix="lab-slurm-") as folder, pytest.MonkeyPatch.context() as patch:
+        cluster = PocketSlurm(Path(folder, "s"), follow=True)
+        try:
+            cluster.up()
+            patch.setenv("SLURM_CONF", str(cluster.conf))
+            yield cluster
+        finally:
+            cluster.down()
 
 
 @pytest.fixture(scope="session")
@@ -185,6 +191,12 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> containers.Podman:
 def lightning() -> Path:
     """The Python of Lightning's own environment."""
     return find_engine("lightning")
+
+
+@pytest.fixture(scope="session")
+def ray() -> Path:
+    """The Python of Ray's own environment."""
+    return find_engine("ray")
 
 
 @pytest.fixture(scope="session")

@@ -43,27 +43,28 @@ def submit(path: Path, *, lease: Path | None = None) -> int:
     return int(done.stdout.strip().split(";")[0])  # "12;cluster" where there are several
 
 
-def list_partitions(partition: str | None) -> list[tuple[str, bool, int, str]]:
-    """Returns, per partition and state of nodes: its name, whether it is up, how many nodes, and their state.
+def list_partitions(partition: str | None) -> list[tuple[str, bool, str, str]]:
+    """Returns, per partition and node: the partition's name, whether it is up, the node, and its state.
 
     Raises:
         LabError: Slurm is not here, or does not answer.
     """
     only = [f"--partition={partition}"] if partition else []
-    done = _ask("sinfo", "--noheader", "--format=%P|%a|%D|%t", *only)
+    done = _ask("sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%t", *only)
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["sinfo gave no reason"])[-1]
         fix = "ask who runs the cluster; sinfo shows when it is back"
         raise LabError("Slurm does not answer.", where="sinfo", cause=said[:300], fix=fix)
     rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
-    return [(name, up == "up", int(count), state) for name, up, count, state in rows]
+    return [(name, up == "up", node, state) for name, up, node, state in rows]
 
 
-def judge_queue(rows: list[tuple[str, bool, int, str]], count: int) -> tuple[str, str]:
+def judge_queue(rows: list[tuple[str, bool, str, str]], count: int) -> tuple[str, str]:
     """Says whether there are ``count`` nodes: "ok", "note" (the job will wait) or "red"; and what there is."""
     # A state's last character may say more, such as * for a node that does not answer.
-    usable = [(number, state) for _, up, number, state in rows if up and state in ("idle", "mix", "alloc", "comp")]
-    there, idle = sum(number for number, _ in usable), sum(number for number, state in usable if state == "idle")
+    # A node may be in several partitions.
+    usable = {node: state for _, up, node, state in rows if up and state in ("idle", "mix", "alloc", "comp")}
+    there, idle = len(usable), list(usable.values()).count("idle")
     names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
     found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
     return ("red" if there < count else "note" if idle < count else "ok"), found
