@@ -23,7 +23,7 @@ FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
 WATCH = pytest.StashKey()
 # The fixtures of what needs root, or packages that the lock does not have.
-SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk", "lightning"}
+SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk", "lightning", "ray"}
 # The longest: one process takes them, one after the other, so that two never measure beside each other.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
 # Takes two and a half times as long as all labs, and looks at no time: its tests are shared out.

@@ -17,22 +17,24 @@ import setup_venv
 from course.frameworks import FRAMEWORKS, describe_build, find_fault, find_folder, find_lock
 
 
-def make_environment(folder: Path) -> None:
-    """Makes an environment without packages that sees those of .venv."""
+def make_environment(folder: Path, hides: Sequence[str]) -> None:
+    """Makes an environment without packages that sees those of .venv, but for some modules."""
     setup_venv.clear(folder)
     subprocess.run([setup_venv.PYTHON, "-m", "venv", "--without-pip", folder], check=True)
     (own,) = folder.glob("lib/python*/site-packages")
     (seen,) = setup_venv.VENV.glob(f"lib/{own.parent.name}/site-packages")
     # Not the path alone: that would leave out the .pth files of .venv, by which our own packages are found. In ASCII,
     # since Python 3.11 reads this file in the encoding of the system.
-    (own / "labs.pth").write_text(f"import site; site.addsitedir({str(seen)!a})\n", encoding="ascii")
+    lines = [f"import site; site.addsitedir({str(seen)!a})"]
+    lines += [f"import sys; sys.modules[{name!a}] = None" for name in hides]
+    (own / "labs.pth").write_text("\n".join(lines) + "\n", encoding="ascii")
 
 
 def build(name: str) -> None:
     """Makes a framework's environment and installs the locked versions in it."""
     folder, lock = find_folder(name), find_lock(name)
     wanted = describe_build(name)  # before pip reads the lock: it may be edited meanwhile
-    make_environment(folder)
+    make_environment(folder, FRAMEWORKS[name].hides)
     count = len(re.findall(r"^[\w.-]+==", lock.read_text(encoding="utf-8"), re.MULTILINE))
     setup_venv.install("--require-hashes", "-r", lock, count=count, python=folder / "bin" / "python")
     draft = folder / "ready.tmp"

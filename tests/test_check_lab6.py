@@ -2,7 +2,10 @@
 
 import copy
 import itertools
+import os
 import re
+import shlex
+import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -10,8 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import warm
 from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
+from harness.quick_ranks import run_job
 
 import nodelaunch as launch
 from course import check
@@ -595,6 +600,213 @@ def test_wrong_reports_of_a_pipeline_get_their_hint(pretend, rank, change, yours
     assert yours in refused.value.yours and hint in refused.value.hint
 
 
+# The cards about schedulers.
+FAKE_TORCHRUN = """\
+import json, os, pathlib, sys
+options = dict(word[2:].split("=", 1) for word in sys.argv[1:] if word.startswith("--"))
+nodes, processes, task = int(options["nnodes"]), int(options["nproc-per-node"]), int(os.environ["SLURM_PROCID"])
+if task and nodes == 1 and "standalone" not in options and options.get("rdzv-id") == os.environ["SLURM_JOB_ID"]:
+    sys.exit("torch.distributed.elastic.rendezvous.api.RendezvousConnectionError")
+folder = pathlib.Path(os.environ["LAB_JOB_FOLDER"], "results")
+folder.mkdir(parents=True)
+for local_rank in range(processes):
+    rank, size = local_rank + (task * processes if nodes > 1 else 0), nodes * processes
+    report = {"rank": rank, "world_size": size, "local_rank": local_rank, "weights": [1.0]}
+    report |= {"trained": 3 * [[*range(256)[rank::size]]], "log": ["0,", "1,", "2,"]}
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+"""
+
+
+def run_batch(job, folder):
+    """Runs a batch script without the launcher."""
+    log = folder / "output.log"
+    with log.open("w") as file:
+        words, cwd = ["bash", str(job.script), *job.args], Path(job.nodes[0].folder, "work")
+        code = subprocess.run(words, cwd=cwd, env=os.environ | job.env, stdout=file, stderr=file).returncode
+    lines = tuple(f"[rank 0] {line}" for line in log.read_text().splitlines())
+    failure = launch.Failure("exit", f"Rank 0 on node0 failed first: exit status {code}", 0, "node0")
+    return launch.JobResult(not code, (None,), (), failure if code else None, (), {}, {}, folder, lines)
+
+
+@pytest.fixture
+def quick_slurm(warm_python, tmp_path, monkeypatch):
+    """Jobs have no launcher; torchrun, which one card is about, is one that only reports what its ranks would."""
+    path, python = tmp_path / "fake.py", tmp_path / "python"
+    path.write_text(FAKE_TORCHRUN)
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && shift 2 && exec {sys.executable} -IS {path} "$@"\nexit 1\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(cards, "PYTHON", str(python))
+
+    def run(job, **_):
+        batch = [*job.program] == ["bash"]
+        return run_batch(job, tmp_path) if batch else run_job(job, warm_python, agent_store=True)
+
+    monkeypatch.setattr(launch.TorchrunJob, "run", run)
+
+
+NAME, BEGIN = 'f"checkpoint-{job}-{start}.pt"', 'begin = state["epochs"]'
+MENDED_NAME = (NAME, 'f"checkpoint-{job}.pt"')
+LOAD_MODEL = '        model.load_state_dict(state["model"])\n'
+LOAD_OPTIMIZER = '        optimizer.load_state_dict(state["optimizer"])\n'
+PATH = f"    path = folder / {NAME}\n"
+ANEW = "0, 1; none; 0; 0, 1, 2, 3, 4, 5"
+
+
+def load_from(start):
+    """Loads what another start has saved."""
+    old = f"    old = folder / {NAME.replace('{start}', start)}\n"
+    return [(PATH, PATH + old), ("if path.", "if old."), ("load(path)", "load(old)")]
+
+
+SLURM_RANKS = (
+    '    rank = int(os.environ.get("SLURM_PROCID", 0))\n    world_size = int(os.environ.get("SLURM_NTASKS", 1))\n'
+)
+RANK, WORLD_SIZE = 'int(os.environ["RANK"])', 'int(os.environ["WORLD_SIZE"])'
+INIT = '    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=limit)\n'
+JOINED = '    dist.init_process_group("gloo")\n    rank, world_size = dist.get_rank(), dist.get_world_size()\n'
+LOCAL = [(RANK, 'int(os.environ["LOCAL_RANK"])'), (WORLD_SIZE, 'int(os.environ["LOCAL_WORLD_SIZE"])')]
+TASKS, NNODES, ENDPOINT = "--ntasks-per-node=2", '--nnodes="$SLURM_NNODES"', '"$head:$port"'
+RUN = f"srun --label torchrun {NNODES}"
+
+
+def in_bash(before, after=""):
+    """srun starts a bash, which does more than to start torchrun."""
+    start = [(RUN, f"srun bash -c '{before} torchrun --nnodes=1"), ("train.py .", f"train.py . {after}'")]
+    return [*start, (ENDPOINT, "localhost:29999"), ('"$SLURM_JOB_ID"\\n', "$SLURM_JOB_ID\\n")]
+
+
+@pytest.mark.usefixtures("quick_slurm")
+@pytest.mark.parametrize(
+    ("letter", "edits", "yours", "hint"),
+    [
+        ("AB", load_from("{start - 1}"), "0, 1; none; 0; 1, 2, 3, 4, 5", ""),  # the start before has saved nothing
+        ("AB", load_from("0"), "0, 1; none; 2; 2, 3, 4, 5", ""),
+        ("AB", [("{start}", "{os.getpid()}")], ANEW, ""),
+        ("AB", [("{start}", "{os.times().elapsed}")], ANEW, ""),
+        ("AB", [MENDED_NAME, (BEGIN, "pass")], ANEW, ""),
+        ("AB", [MENDED_NAME, ("if path.exists()", "if start == 1")], ANEW, ""),
+        ("AB", [MENDED_NAME, ("optimizer.state_dict()", "model.state_dict()")], "KeyError", ""),
+        ("AB", [MENDED_NAME, (BEGIN, BEGIN + " - 1")], "0, 1; none; 1; 1, 2, 3, 4, 5", ""),
+        ("AB", [MENDED_NAME, (LOAD_MODEL, "")], "apart", "all of the checkpoint"),
+        ("AB", [MENDED_NAME, (LOAD_OPTIMIZER, "")], "apart", "all of the checkpoint"),
+        ("AC", [(ENDPOINT, '"$head:0"'), ('--rdzv-id="$SLURM_JOB_ID"', "--rdzv-id=$RANDOM")], "2", ""),
+        ("AC", [("--rdzv-backend=c10d", "--standalone=")], "2", ""),
+        ("AC", [(NNODES, '--nnodes="$SLURM_NTASKS"')], "2", ""),
+        ("AC", [("--nproc-per-node=2", "--nproc-per-node=1")], "task 1: Exited with exit code 1", ""),
+        ("AC", [("srun --label", "srun --label --ntasks-per-node=1")], "task 1: Exited with exit code 1", ""),
+        ("AC", [("srun --label", "srun --kill-on-bad-exit=1")], "task 1: Exited with exit code 1", ""),
+        ("AC", [("train.py .", "train.py . || true")], "2", ""),
+        ("AC", [(TASKS, "--ntasks-per-node=1"), ("--nproc-per-node=2", "--nproc-per-node=1")], "1", ""),
+        ("AC", [(TASKS, "--ntasks=two")], "sbatch would not take", "look at the lines"),
+        ("AC", [("#SBATCH --cpus", "set -e\n#SBATCH --ntasks=1\n#SBATCH --cpus")], "task 1: Exited", ""),
+        ("AC", [(TASKS, "--ntasks-per-node=99")], "starts 1 to 4", ""),
+        ("AC", [("srun --label torchrun", "srun --label torch-run")], "torch-run", ""),
+        ("AC", [(RUN, RUN.removeprefix("srun --label "))], "torchrun --nnodes=", ""),
+        ("AD", [MINE], "0 of 1, 0 of 1", ""),
+        ("AD", [("rank == 0", f"rank == {RANK}")], "0 of 1, 0 of 1", ""),
+        ("AD", [(INIT, INIT + f"    rank = {RANK}\n")], "0 of 1, 1 of 1", ""),
+        ("AD", [(INIT, INIT + f"    rank, world_size = {RANK}, {WORLD_SIZE}\n")], "apart", ""),
+        ("AD", [(SLURM_RANKS + "    limit", f"    rank, world_size = {RANK}, 2\n    limit")], ", 2)", ""),
+        ("AD", [(SLURM_RANKS, f"    rank = {RANK}\n    world_size = 1\n")], "rank ", ""),
+        ("AD", [(SLURM_RANKS, f"    rank, world_size = {RANK}, {WORLD_SIZE}\n"), *LOCAL], "0 of 1, 0 of 1", ""),
+        ("AD", [(SLURM_RANKS, ""), (INIT, JOINED), ("if rank == 0:\n            with", "if True:\n            with")],
+         "6, for the epochs", ""),
+        ("AD", [(SLURM_RANKS, ""), (INIT, JOINED), ("batch[rank::world_size]", "batch")], "512, 256 of them", ""),
+        ("AD", [(SLURM_RANKS, ""), (INIT, JOINED), ("model(points", "model.module(points")], "apart", ""),
+    ],
+)  # fmt: skip
+def test_wrong_mends_about_schedulers_get_their_hint(letter, edits, yours, hint):
+    card = mend(letter, *edits)
+    with pytest.raises(LabError) as refused:
+        check.exercise(EXERCISES[card.pile], card)
+    error = refused.value
+    assert yours in (str(error.yours) if isinstance(error, NotYetError) else str(error)), error
+    assert hint in str(error) if hint else error.hint == card.fault.mend
+
+
+@pytest.mark.usefixtures("quick_slurm")
+@pytest.mark.parametrize(
+    ("letter", "edits"),
+    [
+        ("AB", [(NAME, '"checkpoint.pt"')]),
+        ("AB", [("{start}", "last")]),
+        ("AB", [(PATH, PATH + "    old = max(folder.glob('*.pt'), key=os.path.getmtime, default=path)\n"),
+                ("if path.", "if old."), ("load(path)", "load(old)")]),
+        ("AB", [MENDED_NAME, ("if path.exists():", "if start and path.exists():")]),
+        ("AC", [(TASKS, "--ntasks-per-node=1")]),
+        ("AC", [(f"#SBATCH {TASKS}\n", "")]),
+        ("AC", [(TASKS, "--ntasks=1")]),
+        ("AC", [(TASKS, "-n 1")]),
+        ("AC", [("srun --label", "srun --label --ntasks=1")]),
+        ("AC", [("srun --label", "srun -l -n1")]),
+        ("AC", [(TASKS, "--ntasks-per-node=1"), ("--cpus-per-task=1", "--cpus-per-task=2")]),
+        ("AD", [(SLURM_RANKS, ""), (INIT, JOINED)]),
+        ("AD", [(SLURM_RANKS, f"    rank = {RANK}\n    world_size = {WORLD_SIZE}\n")]),
+        ("AD", [("SLURM_PROCID", "RANK"), ("SLURM_NTASKS", "WORLD_SIZE")]),
+    ],
+)  # fmt: skip
+def test_right_mends_about_schedulers_get_the_tick(letter, edits, capsys):
+    card = mend(letter, *edits)
+    check.exercise(EXERCISES[card.pile], card)
+    assert f"card {card.number}, mended, runs and is right" in capsys.readouterr().out
+
+
+@pytest.fixture
+def warm_slurm(warm_python, warm_torchrun, tmp_path, monkeypatch):
+    """As the learner starts them, but for the import of torch: for what the cards show."""
+    python = tmp_path / "slurm-python"
+    # torchrun starts its ranks by PYTHON_EXEC.
+    python.write_text(f'#!/bin/sh\nexport PYTHON_EXEC="$0"\nexec {shlex.join(warm_python)} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(cards, "PYTHON", str(python))
+    monkeypatch.setattr(cards, "ALONE", [*warm_python, str(Path(warm.__file__).with_name("warm_worker.py"))])
+
+
+def test_a_job_that_starts_again_shows_that_it_begins_anew(warm_slurm, capsys):
+    result = draw("AB").run()
+    assert result.failure is None and [report["trained"] for report in result.results] == [[0, 1], [*range(6)]]
+    said = capsys.readouterr().out
+    for sign in (
+        "[rank 0] start 0: preempted before epoch 2\n\nthe job is started again: SLURM_RESTART_COUNT=1\n",
+        "start 0: epoch 0, loss 0.483355, saved in checkpoint-4711-0.pt",
+        "start 1: epoch 0, loss 0.483355, saved in checkpoint-4711-1.pt",
+    ):
+        assert sign in said
+
+
+@pytest.mark.usefixtures("warm_torchrun")
+def test_ranks_that_train_alone_show_each_line_twice():
+    result = draw("AD").start()
+    assert result.failure is None
+    for rank in (0, 1):
+        assert sum(line.startswith(f"[rank {rank}] epoch 2: loss") for line in result.lines) == 1
+    assert any("metrics.csv: 6 lines for 3 epochs" in line for line in result.lines)
+
+
+def test_two_torchruns_on_a_node_show_that_one_has_no_ranks(warm_slurm, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    card = draw("AC")
+    # On a machine so busy that one has ended before the other begins, both would train.
+    result = next((one for one in (card.run() for _ in range(3)) if one.failure), None)
+    said, tasks = capsys.readouterr().out, re.findall(r"^\[rank 0\] (\d): epoch 2: loss", "\n".join(result.lines), re.M)
+    assert len(tasks) == 1, "one of the two has trained"
+    (failed,) = {"0", "1"} - set(tasks)
+    assert f"\n{failed}: Traceback (most recent call last)" in said and "[rank 0]" not in said
+    assert result.failure.message == f"srun: error: localhost: task {failed}: Exited with exit code 1"
+    assert "The batch script failed, exit status 1" in str(shown[0]) and "rank 0" not in str(shown[0])
+    card.name("AC")
+    card.solve()
+    check.exercise("6.1", card)
+
+
+@pytest.mark.parametrize("edit", [("if len(trained) == allowed", "if False"), ('"PREEMPT_AFTER", ', '"NO", ')])
+def test_when_a_job_is_preempted_is_not_its_own_to_say(edit):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise("6.3", mend("AB", edit))
+    assert "its interruptions" in str(refused.value) and "leave the epochs" in refused.value.hint
+
+
 def test_a_job_that_is_as_it_was_drawn_is_no_try():
     card = mend("A")
     with pytest.raises(LabError) as caught:
@@ -610,6 +822,9 @@ SIZES = [
     ("T", ("192, 16", "96, 16")),
     ("Y", ("16, 3, 32", "16, 99, 32")),
     ("AA", ("(1, 2, 4)", "(1, 1, 1)")),
+    ("AB", ("16, 6", "16, 2")),
+    ("AC", ("--nodes=1", "--nodes=2")),
+    ("AD", ("16, 3", "16, 1")),
 ]
 
 
@@ -802,9 +1017,12 @@ def test_a_card_does_not_give_its_fault_away(fault):
     assert not card.path.exists() and fault.cause not in repr(card)
     card.name(fault.letter)
     text = card.path.read_text()
-    compile(text, card.path.name, "exec")
+    if card.path.suffix == ".py":
+        compile(text, card.path.name, "exec")
+    else:
+        subprocess.run(["bash", "-n", card.path], check=True)
     assert text != read_job(fault.job) and fault.cause not in text
-    assert fault.letter not in card.path.name.removesuffix(".py").upper().replace("CARD", "")
+    assert fault.letter not in card.path.stem.upper().replace("CARD", "")
 
 
 def draw_again(card, capsys):
@@ -957,12 +1175,13 @@ def test_another_number_is_another_order():
 
 
 def test_the_cards_of_later_topics_come_after_the_others_of_their_pile():
-    stops = [cards.draw("stops", turn, seed=3).fault.topic for turn in range(1, 12)]
-    assert stops == ["data parallelism"] * 6 + ["loading"] * 5
-    wrong = [cards.draw("wrong", turn, seed=3).fault.topic for turn in range(1, 13)]
-    assert wrong == ["data parallelism"] * 8 + ["model parallelism"] * 4
+    stops = [cards.draw("stops", turn, seed=3).fault.topic for turn in range(1, 13)]
+    assert stops == ["data parallelism"] * 6 + ["loading"] * 5 + ["schedulers"]
+    wrong = [cards.draw("wrong", turn, seed=3).fault.topic for turn in range(1, 15)]
+    assert wrong == ["data parallelism"] * 8 + ["model parallelism"] * 4 + ["schedulers"] * 2
     numbers = {topic: {draw(fault.letter).number for fault in FAULTS if fault.topic == topic} for topic in TOPICS[1:]}
-    assert numbers == {"loading": set(range(19, 24)), "model parallelism": set(range(24, 28))}
+    ranges = {"loading": (19, 24), "model parallelism": (24, 28), "schedulers": (28, 31)}
+    assert numbers == {topic: set(range(*places)) for topic, places in ranges.items()}
 
 
 def test_no_card_takes_more_than_two_processes():

@@ -242,6 +242,14 @@ def test_only_what_the_lock_names_is_installed(checkout):
     assert code == 1 and "Hashes are required" in out and not checkout.engine.exists()
 
 
+def test_a_module_that_a_framework_hides_is_not_found(checkout):
+    table = checkout.folder / "course" / "frameworks.py"
+    table.write_text(table.read_text().replace('size="60 MB"', 'size="60 MB", hides=("only_by_pth",)'))
+    assert checkout.build()[0] == 0
+    assert "ModuleNotFoundError: import of only_by_pth" in checkout.ask("import toy, only_by_pth")
+    assert checkout.ask("import only_by_pth; print('found')", engine=False) == "found"
+
+
 def test_somebody_elses_folder_is_not_touched(checkout):
     checkout.engine.mkdir(parents=True)
     (checkout.engine / "theirs").touch()
@@ -254,7 +262,7 @@ def test_somebody_elses_folder_is_not_touched(checkout):
 def test_make_says_which_frameworks_there_are(checkout, names):
     code, out = checkout.run("make", "engines", *([f"ENGINE={' '.join(names)}"] if names else []))
     assert code != 0
-    assert "ENGINE has to be one of these: lightning. For example: make engines ENGINE=lightning\n" in out
+    assert "ENGINE has to be one of these: lightning, ray. For example: make engines ENGINE=lightning\n" in out
     assert "Traceback" not in out and not (checkout.folder / ".engines").exists()
 
 
@@ -288,7 +296,7 @@ def test_another_name_is_refused():
     with pytest.raises(LabError) as caught:
         frameworks.find_python("spark")
     assert caught.value.what == "No framework is called 'spark'."
-    assert caught.value.fix == "use one of these names: lightning"
+    assert caught.value.fix == "use one of these names: lightning, ray"
 
 
 @pytest.mark.parametrize(
@@ -323,34 +331,42 @@ def test_a_lock_is_exact_and_has_nothing_that_the_labs_have(root):
     for name in frameworks.FRAMEWORKS:  # as a parameter the name would be taken for that of the fixture
         text = frameworks.find_lock(name).read_text()
         lock = read_lock(text)
-        assert "://" not in text and len(lock) >= 4
+        assert "://" not in text and len(lock) >= 3
         assert not labs & {canonicalize_name(found.name) for found, _ in lock}
         for requirement, hashes in lock:
             assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), f"{requirement} is not exact"
             assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", value) for value in hashes), requirement
 
 
-def test_lightnings_environment_is_its_lock_on_the_torch_of_the_labs(lightning):
+IMPORTS = {"lightning": "accelerate, jsonargparse, lightning.pytorch.cli", "ray": "ray.train.torch"}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_an_environment_is_its_lock_on_the_torch_of_the_labs(request, name):
+    python = request.getfixturevalue(name)
     code = (
-        "import json, torch, accelerate, jsonargparse, lightning.pytorch.cli\n"
+        f"import json, torch, {IMPORTS[name]}\n"
         "from importlib.metadata import distributions\n"
         "print(json.dumps([torch.__file__, {found.name: found.version for found in distributions()}]))"
     )
-    run = subprocess.run([lightning, "-c", code], capture_output=True, text=True, timeout=300)
+    run = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     torch, found = json.loads(run.stdout.splitlines()[-1])
     assert Path(torch) == Path(sysconfig.get_path("purelib")) / "torch" / "__init__.py"
     assert found["torch"] == version("torch")
     installed = {canonicalize_name(name): f"=={text}" for name, text in found.items()}
-    for requirement, _ in read_lock(frameworks.find_lock("lightning").read_text()):
+    for requirement, _ in read_lock(frameworks.find_lock(name).read_text()):
         if requirement.marker is None or requirement.marker.evaluate():
             assert installed[canonicalize_name(requirement.name)] == str(requirement.specifier)
-    check = subprocess.run([lightning, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
+    check = subprocess.run([python, "-m", "pip", "check"], capture_output=True, text=True, timeout=120)
     assert check.returncode == 0, check.stdout
 
 
 def test_the_labs_that_need_a_framework_are_known(root):
-    """Their cells and pages are skipped without it."""
+    """The cells and pages of those that need one for all cells are skipped without it."""
     texts = {path.stem: path.read_text(encoding="utf-8") for path in (root / "notebooks").glob("*.ipynb")}
     found = {stem: re.findall(r'find_python\(\\"(\w+)\\"\)', text) for stem, text in texts.items()}
-    assert {stem: names[0] for stem, names in found.items() if names} == engines.NEEDED
+    known = engines.NEEDED | engines.USED
+    assert {stem: names[0] for stem, names in found.items() if names} == {
+        stem: name for stem, name in known.items() if stem in texts
+    }

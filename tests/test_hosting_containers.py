@@ -25,6 +25,8 @@ from harness.containers import BASE, IMAGE, ROOT, Hosted, assert_apart, bring_up
 from harness.drawn import make_pack
 from harness.jobs import wait_for
 
+from course import frameworks
+
 pytestmark = [pytest.mark.hosting, pytest.mark.drill]
 HOME = "/home/learner"
 UNCHECKED = {"cert_reqs": ssl.CERT_NONE, "check_hostname": False}
@@ -149,10 +151,11 @@ def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
 
 def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
     find = "from course import frameworks; print(*map(frameworks.find_python, frameworks.FRAMEWORKS))"
-    (python,) = hosted.podman.ask("labtest-red-node0", "python", "-c", find).split()
-    for node in ("node0", "node1"):
-        said = hosted.podman.ask(f"labtest-red-{node}", python, "-c", "import lightning, torch; print('both')")
-        assert said.strip() == "both"
+    pythons = hosted.podman.ask("labtest-red-node0", "python", "-c", find).split()
+    for name, python in zip(frameworks.FRAMEWORKS, pythons, strict=True):
+        for node in ("node0", "node1"):
+            said = hosted.podman.ask(f"labtest-red-{node}", python, "-c", f"import {name}, torch; print('both')")
+            assert said.strip() == "both"
 
 
 def start_long_job(hosted):
@@ -413,16 +416,28 @@ def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
     assert not (red / "work" / "labs" / "root").exists()
 
 
-@pytest.fixture
-def page(hosted, chromium, tmp_path):
-    """A browser that has logged in as team red, whose JupyterLab shows its application to the tests."""
+@pytest.fixture(scope="module")
+def prepared(hosted):
+    """Team red's JupyterLab shows its application to the tests, and its kernels measure in two rounds."""
     config = json.dumps({"LabApp": {"expose_app_in_browser": True}})
-    show = f"mkdir -p {HOME}/.jupyter && echo '{config}' > {HOME}/.jupyter/jupyter_lab_config.json"
-    hosted.podman.ask("labtest-red-node0", "sh", "-c", show)
+    startup = f"{HOME}/.ipython/profile_default/startup"
+    rounds = "import os; os.environ['LAB_ROUNDS'] = '2'"
+    hosted.podman.ask("labtest-red-node0", "mkdir", "-p", f"{HOME}/.jupyter", startup)
+    for path, text in ((f"{HOME}/.jupyter/jupyter_lab_config.json", config), (f"{startup}/rounds.py", rounds)):
+        hosted.podman.ask("labtest-red-node0", "sh", "-c", 'echo "$1" > "$0"', path, text)
     hosted.host("restart", "red")
     hosted.host("up")
+    return hosted
+
+
+@pytest.fixture
+def page(prepared, chromium, tmp_path):
+    """A browser that has logged in as team red; the kernels are ended after it."""
+    token = prepared.token("red")
     with Browser(tmp_path / "profile", flags=["--ignore-certificate-errors"]) as browser:
-        yield browser.open(f"https://localhost:{hosted.port}/red/lab?token={hosted.token('red')}")
+        yield browser.open(f"https://localhost:{prepared.port}/red/lab?token={token}")
+    for kernel in json.loads(prepared.ask("/red/api/kernels", token=token)[1]):
+        prepared.ask(f"/red/api/kernels/{kernel['id']}", token=token, method="DELETE")
 
 
 @pytest.mark.parametrize("lab", ["00_start_here", "05_ddp_two_nodes"])

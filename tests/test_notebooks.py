@@ -11,6 +11,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from harness.engines import USED
 from harness.memory import LIMIT_GIB, MARK, MemoryWatch, find_memory_fault, read_stored_peak
 from harness.notebook_rules import (
     LIMITS_OF_LONG_LABS,
@@ -384,7 +385,8 @@ def test_a_notebook_that_was_edited_while_it_ran_is_left_as_it_is(tmp_path):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_memory_of_a_lab_is_stored_and_stands_in_the_readme(root, path):
     peak = read_stored_peak(nbformat.read(path, as_version=4))
-    assert 0.3 < peak <= LIMIT_GIB
+    # Ray's own processes take more than a GiB, and the lab says so.
+    assert 0.3 < peak <= LIMIT_GIB + (path.stem in USED)
     (row,) = re.findall(rf"^.*\(notebooks/{path.name}\).*$", (root / "README.md").read_text(), re.MULTILINE)
     assert row.split("|")[5] == f" {peak:.1f} GiB "
 

@@ -10,8 +10,9 @@ import pytest
 from course import frameworks
 from lab_common import LabError
 
-# The labs that need one.
+# The labs that need one, and those that have cells for one and do without it.
 NEEDED = {"12_lightning": "lightning"}
+USED = {"13_schedulers": "ray"}
 
 
 def need_engine_of(notebook: Path) -> None:

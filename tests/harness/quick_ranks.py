@@ -37,12 +37,12 @@ def keep_warm(python, modules):
             yield [sys.executable, "-IS", warm.__file__, f"{folder}/s"]
 
 
-def run_job(job, command, *, limit=60):
-    """Runs the ranks of a job of local nodes, each in its node's folder; the first that fails ends the others."""
-    with tempfile.TemporaryDirectory(prefix="quick-") as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+def run_job(job, command, *, limit=60, agent_store=False):
+    """Runs the ranks of a job of local nodes, each in its node's folder; the first that fails ends the others.
+
+    With ``agent_store`` they meet as torchrun's do: in a store that is there already, whatever rank they take.
+    """
+    with tempfile.TemporaryDirectory(prefix="quick-") as folder, _keep_store(agent_store) as port:
         places = [(node, local) for node in range(len(job.nodes)) for local in range(job.nproc_per_node)]
         ranks = [_start(job, command, rank, *places[rank], len(places), port, folder) for rank in range(len(places))]
         first, codes = _wait(ranks, limit)
@@ -60,6 +60,25 @@ def run_job(job, command, *, limit=60):
     elif None in codes:
         failure = Failure("limit", f"The job ran into its time limit of {limit} s.")
     return JobResult(failure is None, results, who, failure, (), {}, {}, Path(folder), lines)
+
+
+@contextlib.contextmanager
+def _keep_store(agent_store):
+    """The port on which the ranks meet: of a store that this process keeps, or a free one."""
+    if agent_store:
+        from torch.distributed import TCPStore
+
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        try:
+            yield store.port
+        finally:
+            del os.environ["TORCHELASTIC_USE_AGENT_STORE"], store
+    else:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        yield port
 
 
 def _start(job, command, rank, node, local, size, port, folder):

@@ -6,6 +6,7 @@ import ast
 import inspect
 import itertools
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -13,7 +14,16 @@ import torch
 
 import nodelaunch as launch
 from course.check import Exercise, expect
-from course.exercises.lab6.cards import Card, ddp_job, dp_job, loader_job, pipeline_job, sharded_job
+from course.exercises.lab6.cards import (
+    Card,
+    ddp_job,
+    dp_job,
+    loader_job,
+    logged_job,
+    pipeline_job,
+    requeued_job,
+    sharded_job,
+)
 from course.exercises.lab6.cards.faults import FAULTS, read_job
 from lab_common import LabError
 
@@ -22,8 +32,8 @@ CLOSE = 1e-6  # more than float32's rounding, and less than the error of any fau
 SLOW = 4
 NEW_ORDERS = next(fault.mend for fault in FAULTS if fault.letter == "A")
 SHUFFLE = "leave out shuffle=False: a sampler that does not shuffle has one order for all epochs"
-# What no mend changes: its name, why, and its parts. What the job about loading has of the machine, and what the
-# pipeline is compared with.
+# What no mend changes: its name, why, and its parts. What the job about loading has of the machine, what the pipeline
+# is compared with, and what Slurm would decide.
 KEPT = {
     "loader": (
         "the limits of the job",
@@ -46,11 +56,23 @@ KEPT = {
             next(line for line in read_job("pipeline").splitlines() if line.startswith("CHANNELS, ")),
         ),
     ),
+    "requeued": (
+        "the training and its interruptions",
+        "leave the epochs, and when the node is taken away, as they were: mend how the job goes on",
+        (
+            inspect.getsource(requeued_job.train_epoch),
+            'allowed = int(os.environ.get("PREEMPT_AFTER", EPOCHS))',
+            "if len(trained) == allowed:",
+            "trained.append(epoch)",
+        ),
+    ),
 }
 # What the job about loading reaches within its epochs, and a guess does not.
 LEARNT = 0.7
 # What the job with a sharded model reaches; without training its loss is 0.7.
 LEARNT_LOSS = 0.65
+# How far the weights of two trainings may be apart that are the same but for the number of threads.
+RESUMED = 1e-4
 # What the training of a pipeline changes in the weights, at least.
 MOVED = 0.01
 
@@ -75,21 +97,23 @@ def verify_card(card: Card, *, pile: str) -> str:
     _expect_mended_text(card, text)
     slow = {card.fault.slow: SLOW + _find_nap(text, job)} if card.fault.slow else {}
     for layout, points in itertools.product(card.fault.layouts, card.fault.points):
-        result = card.start(layout=layout, points=points if job == "ddp" else 0, **slow)
+        result = card.start(layout=layout, points=points if job == "ddp" else 0, ends=card.fault.ends, **slow)
         _expect_end(card, result, f", {points} points" if points != card.fault.points[0] else "")
         try:
             if job == "ddp":
                 _expect_training(card, result.results, processes=layout[1], points=points)
             else:
                 EXPECT[job](card, result.results)
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, ValueError) as error:
             cause, fix = repr(error), "leave launch.report(...) as it was"
             raise LabError("The job no longer reports what it did.", where=card.path, cause=cause, fix=fix) from error
     card.note_solved()
+    two_nodes = card.fault.layouts[0] == (2, 1)
     harder = (
         (card.fault.slow, "on a slow disk"),
-        (len(card.fault.layouts) > 1, "with both ranks on one node"),
+        (len(card.fault.layouts) > 1, f"with {'both ranks on one node' if two_nodes else 'a node for each rank'}"),
         (len(card.fault.points) > 1, f"with {card.fault.points[-1]} points"),
+        (len(card.fault.ends) > 1, "started more often"),
     )
     tried = "".join(f", {words}, too" for more, words in harder if more)
     return f"card {card.number}, mended, runs and is right{tried}"
@@ -101,7 +125,8 @@ def _expect_mended_text(card: Card, text: str) -> None:
     if text == card.fault.break_job():
         cause, fix = "not mended yet, or not saved", "mend it in the editor, save it, and run this cell again"
         raise LabError("The job is still as it was drawn.", where=card.path, cause=cause, fix=fix)
-    sizes = next(line for line in read_job(job).splitlines() if line.startswith(("POINTS, ", "PICTURES, ", "WAVES, ")))
+    beginnings = ("POINTS, ", "PICTURES, ", "WAVES, ", "#SBATCH --nodes=")
+    sizes = next(line for line in read_job(job).splitlines() if line.startswith(beginnings))
     hint = "mend the cause: with other sizes it would be back"
     # Smaller batches are a right mend where a worker sends them.
     given = re.sub(r"^(PICTURES, .* = \d+, )[^,]+", rf"\g<1>{loader_job.BATCH_SIZE}", text, flags=re.M)
@@ -127,7 +152,9 @@ def _catches_errors(text: str) -> bool:
 def _find_hidden(card: Card, text: str) -> str:
     """The line with which a mend hides the fault; comments do not count."""
     with suppress(SyntaxError, ValueError):  # what is no Python is told by the run
-        found = card.fault.hides and re.search(f"(?:{card.fault.hides}).*", ast.unparse(ast.parse(text)), re.M)
+        batch = card.fault.job == "batch"
+        plain = re.sub(r"^\s*#.*\n?", "", text, flags=re.M) if batch else ast.unparse(ast.parse(text))
+        found = card.fault.hides and re.search(f"(?:{card.fault.hides}).*", plain, re.M)
         return found[0].rpartition("\n")[2].strip() if found else ""
     return ""
 
@@ -145,7 +172,8 @@ def _expect_end(card: Card, result: launch.JobResult, size: str) -> None:
         last = (failure.message.strip().splitlines() or [failure.what])[0]
         rank = "the job" if failure.rank is None else f"rank {failure.rank}"
         disk = ", on a slow disk" if card.fault.slow else ""
-        case = f"card {card.number}, with {len(result.results)} processes{size}{disk}"
+        processes = "" if card.fault.topic == "schedulers" else f", with {len(result.results)} processes"
+        case = f"card {card.number}{processes}{size}{disk}"
         expect(False, case, yours=f"{rank}: {last[:160]}", expected=expected, hint=card.fault.mend)
     silent = [str(rank) for rank, report in enumerate(result.results) if report is None]
     hint = "leave launch.report(...) at the end of main() as it was, on every rank"
@@ -318,6 +346,76 @@ def _expect_stages(card: Card, results: tuple) -> None:
     expect(moved > MOVED, case, yours=f"{moved:.1e}", expected=f"more than {MOVED}", hint=hint)
 
 
+def _expect_requeued(card: Card, results: tuple) -> None:
+    """Each start goes on where the one before ended, and at the end the weights are those of one start."""
+    left, right = list(range(requeued_job.EPOCHS)), []
+    for allowed in (*card.fault.ends, len(left)):
+        right, left = [*right, left[:allowed]], left[allowed:]
+    yours, expected = (
+        "; ".join(", ".join(map(str, epochs)) or "none" for epochs in starts)
+        for starts in ([result["trained"] for result in results], right)
+    )
+    case = f"the epochs of {len(right)} starts of one job"
+    expect(yours == expected, case, yours=yours, expected=expected, hint=card.fault.mend)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = requeued_job.Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for epoch in range(requeued_job.EPOCHS):
+        requeued_job.train_epoch(model, optimizer, epoch)
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    pairs = zip(results[-1]["weights"], weights.tolist(), strict=True)
+    gap = max((abs(one - two) for one, two in pairs), key=lambda gap: (gap != gap, gap))
+    expect(
+        gap < RESUMED,
+        "the weights at the end, beside those of a job that was never interrupted",
+        yours=f"{gap:.1e} apart",
+        expected=f"less than {RESUMED:.0e} apart",
+        hint="each start has to go on with all of the checkpoint: the model, the optimizer and the epoch",
+    )
+
+
+def _expect_batch(card: Card, results: tuple) -> None:
+    """One torchrun at most, and its ranks train as one job."""
+    (found,) = results
+    torchruns, reports, hint = found["torchruns"], found["reports"], card.fault.mend
+    expect(torchruns <= 1, "torchruns on the node", yours=torchruns, expected="one, which starts both ranks", hint=hint)
+    expect(len(reports) == 2, "ranks that trained", yours=len(reports), expected=2, hint=hint)
+    _expect_logged(card, reports)
+    local_ranks = sorted(report["local_rank"] for report in reports)
+    hint = "each rank takes the device of its LOCAL_RANK, and two ranks on one node need two devices"
+    expect(local_ranks == [0, 1], "the local ranks", yours=local_ranks, expected=[0, 1], hint=hint)
+
+
+def _expect_logged(card: Card, results: Sequence[dict]) -> None:
+    """The ranks know of each other: they divide the points, train one model, and write one log."""
+    hint, size = card.fault.mend, len(results)
+    ranks = sorted((result["rank"], result["world_size"]) for result in results)
+    yours, expected = (
+        ", ".join(f"{rank} of {count}" for rank, count in one)
+        for one in (ranks, [(rank, size) for rank in range(size)])
+    )
+    expect(yours == expected, "the ranks, as each takes itself", yours=yours, expected=expected, hint=hint)
+    for epoch in range(logged_job.EPOCHS):
+        points = [point for result in results for point in result["trained"][epoch]]
+        expect(
+            sorted(points) == list(range(logged_job.POINTS)),
+            f"the points of epoch {epoch}, over all ranks",
+            yours=f"{len(points)}, {len(set(points))} of them different",
+            expected=f"each of {logged_job.POINTS} once",
+            hint=hint,
+        )
+    weights = torch.tensor([result["weights"] for result in results])
+    gap = float((weights - weights[0]).abs().max())
+    case, yours = "the weights of the ranks", f"{gap:.1e} apart"
+    expect(gap < CLOSE, case, yours=yours, expected="one model: the group has to have all ranks", hint=hint)
+    lines = max((result["log"] for result in results), key=len)
+    case, expected = "the lines of metrics.csv", f"{logged_job.EPOCHS}, one for each epoch"
+    numbers = [line.partition(",")[0] for line in lines]
+    right = numbers == [str(epoch) for epoch in range(logged_job.EPOCHS)]
+    expect(right, case, yours=f"{len(lines)}, for the epochs {', '.join(numbers)}", expected=expected, hint=hint)
+
+
 def _find_right(answer: str) -> str:
     """The job without a fault, by the first line of what the learner made of it."""
     return next(
@@ -331,6 +429,9 @@ EXPECT = {
     "loader": _expect_pictures,
     "sharded": _expect_shards,
     "pipeline": _expect_stages,
+    "requeued": _expect_requeued,
+    "logged": _expect_logged,
+    "batch": _expect_batch,
 }
 EXERCISES = {
     "6.1": Exercise("A job that stops", partial(verify_card, pile="stops"), _find_right),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 PILES = ("stops", "unmatched", "wrong")
 # Cards of a later topic are drawn, and numbered, after the others: loading comes only in lab 7.
-TOPICS = ("data parallelism", "loading", "model parallelism")
+TOPICS = ("data parallelism", "loading", "model parallelism", "schedulers")
+SUFFIXES = {"batch": ".sbatch"}  # of jobs that are not in Python
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,8 @@ class Fault:
         letter: How the lab's list of causes calls it.
         pile: ``"stops"``: a rank's own error ends the job; ``"unmatched"``: ranks whose collectives do not match;
             ``"wrong"``: it runs to its end, and its numbers are wrong.
-        job: The job that it is in, ``"ddp"``, ``"dp"``, ``"loader"``, ``"sharded"`` or ``"pipeline"``.
+        job: The job that it is in, ``"ddp"``, ``"dp"``, ``"loader"``, ``"sharded"``, ``"pipeline"``, ``"requeued"``,
+            ``"logged"`` or ``"batch"``.
         cause: What is wrong, in a few words.
         sign: What in the symptom points to it; the hint of who named another one.
         mend: What to do about it; the hint of who has named it and not yet mended it.
@@ -31,6 +33,8 @@ class Fault:
         hides: What a mend must not have, a regular expression: with it the job runs, and the fault is still there.
         points: With how many points the mended job is tried, one after the other; the broken one has the first.
         topic: What it is about, one of ``TOPICS``.
+        ends: Of a job that is started again and again: after how many epochs each start but the last one ends, when
+            the mended job is tried; the broken one is started twice, and first ends as is said first.
     """
 
     letter: str
@@ -46,6 +50,7 @@ class Fault:
     hides: str = ""
     points: tuple[int, ...] = (257,)
     topic: str = TOPICS[0]
+    ends: tuple[int, ...] = ()
 
     def break_job(self) -> str:
         """Returns the text of the job with this fault in it."""
@@ -59,7 +64,7 @@ class Fault:
 
 def read_job(job: str) -> str:
     """Returns the text of a job without a fault."""
-    return Path(__file__).with_name(f"{job}_job.py").read_text(encoding="utf-8")
+    return Path(__file__).with_name(f"{job}_job{SUFFIXES.get(job, '.py')}").read_text(encoding="utf-8")
 
 
 def _sleep_unless(right: str) -> str:
@@ -524,5 +529,55 @@ FAULTS = (
         (("torch.nn.GroupNorm(2, CHANNELS)", "torch.nn.BatchNorm1d(CHANNELS)"),),
         hides=_COPIES,
         topic="model parallelism",
+    ),
+    Fault(
+        "AB",
+        "wrong",
+        "requeued",
+        "a job that is started again looks for its checkpoint under another name",
+        "compare the two starts: with which epoch does each begin, and under which name does it save?",
+        'one name for all starts of a job, such as f"checkpoint-{job}.pt": a job that is requeued keeps its '
+        "SLURM_JOB_ID, while SLURM_RESTART_COUNT counts. Each start goes on with the newest checkpoint",
+        (('f"checkpoint-{job}.pt"', 'f"checkpoint-{job}-{start}.pt"'),),
+        layouts=((1, 1),),
+        topic="schedulers",
+        ends=(2, 0, 1),
+    ),
+    Fault(
+        "AC",
+        "stops",
+        "batch",
+        "srun starts two torchruns on the node, and each of them wants to start all ranks",
+        "srun puts the number of a task before each line: what did each task start, and did a rank fail?",
+        "one task for each node, #SBATCH --ntasks-per-node=1: the task is torchrun, which starts the ranks, "
+        "--nproc-per-node=2. (If the batch script asks for more tasks, srun ignores an --ntasks-per-node of its own)",
+        (("--ntasks-per-node=1", "--ntasks-per-node=2"), ("--cpus-per-task=2", "--cpus-per-task=1")),
+        layouts=((1, 1),),
+        # With more nodes, only the first would have a torchrun.
+        hides=r"(?s:\A(?!.*\bsrun\b).*)\btorchrun\b",
+        topic="schedulers",
+    ),
+    Fault(
+        "AD",
+        "wrong",
+        "logged",
+        "the ranks do not read RANK and WORLD_SIZE, so that each of them trains alone",
+        "only rank 0 writes the log: who has written each of its lines?",
+        'dist.init_process_group("gloo") without rank and world_size: it reads RANK and WORLD_SIZE, which torchrun '
+        "sets. SLURM_PROCID and SLURM_NTASKS are about the tasks of srun, and here a task is a torchrun",
+        (
+            (
+                '    dist.init_process_group("gloo", timeout=timedelta(seconds=60))\n'
+                "    rank, world_size = dist.get_rank(), dist.get_world_size()\n",
+                '    rank = int(os.environ.get("SLURM_PROCID", 0))\n'
+                '    world_size = int(os.environ.get("SLURM_NTASKS", 1))\n'
+                "    limit = timedelta(seconds=60)\n"
+                '    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=limit)\n',
+            ),
+        ),
+        layouts=((1, 2), (2, 1)),
+        # The job may get more ranks.
+        hides=r"\bworld_size=2\b|\bworld_size = .*\b2\b",
+        topic="schedulers",
     ),
 )

@@ -1,0 +1,424 @@
+"""Exercises 13.1 and 13.2 refuse typical wrong answers with the hint that fits, and accept right ones."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from course import check
+from course.check import NotYetError, OpenError
+from course.exercises.lab13 import batch_script, stopping
+from course.workspace import make_script_stub
+from lab_common import LabError
+
+pytestmark = pytest.mark.usefixtures("runs")
+
+
+def refuse(number, answer):
+    with pytest.raises(NotYetError) as refused:
+        check.exercise(number, answer)
+    assert refused.value.yours and refused.value.expected
+    return f"{refused.value.what} | {refused.value.hint}"
+
+
+# 13.2
+
+NAME = "train_preempted.py"
+HANDLER = """    told = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+"""
+AGREE = """            stop = torch.tensor(len(told), device=device)
+            dist.all_reduce(stop)
+"""
+SAVE = """                if rank == 0:
+                    torch.save(state, args.checkpoint.with_suffix(".new"))
+                    args.checkpoint.with_suffix(".new").replace(args.checkpoint)  # a kill leaves the old or the new
+"""
+LEAVE = """                if stop:
+                    dist.destroy_process_group()
+                    return
+"""
+STATE = '                state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}\n'
+SLOTS = '                state |= {"epoch": epoch, "step": step}\n'
+SKIP = "                continue  # the model has seen these images\n"
+
+
+@pytest.fixture
+def write(root, tmp_path, monkeypatch):
+    """A function that writes the script with some of its text replaced; nothing may be added beside it."""
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def write(*changes, stub=False):
+        source = (root / "notebooks" / "scripts" / NAME).read_text()
+        source = make_script_stub(source) if stub else source
+        for old, new in changes:
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        (folder / NAME).write_text(source)
+        return NAME
+
+    yield write
+    assert [path.name for path in folder.iterdir()] == [NAME]
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Ranks that wait for each other are known sooner."""
+    monkeypatch.setattr(stopping, "ALONE", 0.5)
+    monkeypatch.setattr(stopping, "LIMIT", 10.0)
+
+
+def replace(text, old, new):
+    assert old in text
+    return text, text.replace(old, new)
+
+
+def handle(*lines, before="told = []"):
+    text = "".join(f"        {line}\n" for line in lines)
+    return (
+        HANDLER,
+        f"    {before}\n\n    def handle(number, frame):\n{text}\n    signal.signal(signal.SIGTERM, handle)\n",
+    )
+
+
+SAVE_HERE = (
+    'state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch, "step": step}',
+    'torch.save(state, args.checkpoint.with_suffix(".new"))',
+    'args.checkpoint.with_suffix(".new").replace(args.checkpoint)',
+)
+WRONG_STOPS = {
+    "no handler": ([(HANDLER, "    told = []\n")], "died of the signal|signal.signal(signal.SIGTERM"),
+    "another signal": ([replace(HANDLER, "signal.SIGTERM", "signal.SIGUSR1")], "signal.signal(signal.SIGTERM"),
+    "ignored": ([(HANDLER, "    told = []\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n")], "and went on"),
+    "leaves in the handler": ([handle("raise SystemExit(0)")], "from within the handler"),
+    "ends in the handler": ([handle("os._exit(0)")], "from within the handler"),
+    "saves and leaves in the handler": ([handle(*SAVE_HERE, "raise SystemExit(0)")], "from within the handler"),
+    "saves in the handler": ([handle("told.append(number)", *SAVE_HERE), (SAVE, "")], "let it only take a note"),
+    "a handler without arguments": (
+        [replace(HANDLER, "lambda number, frame: told.append(number)", "lambda: told.append(1)")],
+        "a handler gets two arguments",
+    ),
+    "agrees in the handler": (
+        [handle("told.append(number)", "dist.all_reduce(torch.tensor(1))")],
+        "let it only take a note",
+    ),
+    "the flag stays with its rank": (
+        [replace(AGREE, "dist.all_reduce(stop)", "pass")],
+        "a rank that was told tells the",
+    ),
+    "only who was told calls it": (
+        [(AGREE, AGREE.replace("dist.all_reduce(stop)", "if told:\n                dist.all_reduce(stop)"))],
+        "on every rank, after every step",
+    ),
+    "rank 0's flag for all": ([replace(AGREE, "dist.all_reduce(stop)", "dist.broadcast(stop, src=0)")], "and went on"),
+    "the smallest flag": ([replace(AGREE, "(stop)", "(stop, op=dist.ReduceOp.MIN)")], "and went on"),
+    "all have to be told": ([replace(LEAVE, "if stop:", "if stop == dist.get_world_size():")], "and went on"),
+    "never leaves": ([(LEAVE, "                pass\n")], "and went on"),
+    "leaves at the end of the epoch": ([replace(LEAVE, "if stop:", "if stop and step == len(loader):")], "and went on"),
+    "rank 0 leaves": ([replace(LEAVE, "if stop:", "if stop and rank == 0:")], "stands in no `if rank"),
+    "rank 1 leaves": ([replace(LEAVE, "if stop:", "if stop and rank == 1:")], "stands in no `if rank"),
+    "who was told leaves": ([replace(LEAVE, "if stop:", "if told:")], "And all leave"),
+    "another exit code": ([replace(LEAVE, "return", "raise SystemExit(1)")], "any other exit code is a crash"),
+    "143": ([replace(LEAVE, "return", "os._exit(143)")], "any other exit code is a crash"),
+    "raises": ([replace(LEAVE, "return", 'raise RuntimeError("told to stop")')], "mend what this line says"),
+    "always stops": ([replace(LEAVE, "if stop:", "if True:")], "nobody tells it to"),
+    "saves nothing": ([(SAVE, "")], "who saves"),
+    "saves at the end of an epoch": (
+        [replace(SAVE, "if rank == 0:", "if rank == 0 and step == len(loader):")],
+        "who saves",
+    ),
+    "every rank saves": (
+        [replace(SAVE, "if rank == 0:", "if True:")],
+        "two processes that write one file|one process saves, if rank == 0",
+    ),
+    "rank 1 saves": ([replace(SAVE, "rank == 0", "rank == 1")], "two processes that write one file"),
+    "straight into the file": (
+        [(SAVE, "                if rank == 0:\n                    torch.save(state, args.checkpoint)\n")],
+        "leaves half a file",
+    ),
+    "never renamed": ([(SAVE, SAVE[: SAVE.rindex("                    args")])], "the next start looks for it"),
+    "no step": ([(SLOTS, '                state |= {"epoch": epoch, "step": 0}\n')], "keep `step` in the checkpoint"),
+    "starts with the next epoch": ([(SLOTS, '                state |= {"epoch": epoch + 1, "step": 0}\n')], "left out"),
+    "one step too few": ([replace(SLOTS, '"step": step', '"step": step - 1')], "images come twice"),
+    "one step too many": ([replace(SLOTS, '"step": step', '"step": step + 1')], "left out"),
+    "starts at zero": ([("and args.checkpoint.exists()", "and False")], "it began at zero"),
+    "an empty optimizer": (
+        [(STATE, STATE.replace("optimizer.state_dict()", '{**optimizer.state_dict(), "state": {}}'))],
+        "the optimizer's momentum is not in the checkpoint",
+    ),
+    "the optimizer is not loaded": ([('        optimizer.load_state_dict(state["optimizer"])\n', "")], "the optimizer"),
+    "the weights are not loaded": (
+        [('        model.module.load_state_dict(state["model"])\n', "")],
+        "save the network",
+    ),
+    "another order": ([("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + done)")], "as they were"),
+    "no name stop": ([replace(AGREE, "stop", "halt")], "the lines that follow use the name `stop`"),
+}
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(("changes", "hint"), WRONG_STOPS.values(), ids=WRONG_STOPS)
+def test_wrong_stops_are_refused(write, changes, hint):
+    said = refuse("13.2", write(*changes))
+    assert any(one in said for one in hint.split("|")), said
+
+
+PROVED = (
+    "Your script runs in two processes, which are told to stop three times ...\n"
+    f"✔ 13.2 Stop when you are told to: {stopping.PROVED}\n"
+)
+GLOBAL = """    stopping = {"now": False}
+
+    def handle(number, frame):
+        stopping["now"] = True
+
+    signal.signal(signal.SIGTERM, handle)
+"""
+RIGHT_STOPS = {
+    "as in the lab": [],
+    "a dictionary, the maximum, a barrier": [
+        (HANDLER, GLOBAL),
+        (AGREE, AGREE.replace("len(told)", 'float(stopping["now"])').replace("(stop)", "(stop, dist.ReduceOp.MAX)")),
+        (
+            SAVE,
+            """                if dist.get_rank() == 0:
+                    new = f"{args.checkpoint}.tmp"
+                    with open(new, "wb") as file:
+                        torch.save(state, file)
+                    os.replace(new, args.checkpoint)
+                dist.barrier()
+""",
+        ),
+        (LEAVE, "                if stop.item() > 0:\n                    raise SystemExit\n"),
+    ],
+    "agrees before the step, gathers": [
+        (AGREE, ""),
+        (
+            "            optimizer.zero_grad()\n",
+            "            flags = [torch.zeros(1) for _ in range(2)]\n"
+            "            dist.all_gather(flags, torch.ones(1) * len(told))\n"
+            "            stop = sum(flags)\n            optimizer.zero_grad()\n",
+        ),
+        (LEAVE, "                if stop:\n                    os._exit(0)\n"),
+    ],
+}
+
+
+@pytest.mark.parametrize("changes", RIGHT_STOPS.values(), ids=RIGHT_STOPS)
+def test_right_stops_are_accepted(write, capsys, changes):
+    before = signal.getsignal(signal.SIGTERM), Path.cwd(), os.environ.get("RANK"), os.replace
+    check.exercise("13.2", write(*changes))
+    assert capsys.readouterr().out == PROVED
+    assert before == (signal.getsignal(signal.SIGTERM), Path.cwd(), os.environ.get("RANK"), os.replace)
+
+
+def test_a_script_with_gaps_or_none_is_not_run(write):
+    with pytest.raises(OpenError, match=f"{NAME} has 3 places"):
+        check.exercise("13.2", write(stub=True))
+    with pytest.raises(LabError, match=r"no script 'nowhere\.py'"):
+        check.exercise("13.2", "nowhere.py")
+    with pytest.raises(LabError, match=r"where: train_preempted\.py, line"):
+        check.exercise("13.2", write(("import signal\n", "import import signal\n")))
+
+
+# 13.1
+
+BATCH = r"""#!/bin/bash
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --mem=1500M
+#SBATCH --time=00:05:00
+#SBATCH --output=ddp-%j.out
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+head=$(scontrol show node "$head" | grep -oP 'NodeAddr=\K\S+')
+srun torchrun --nnodes=2 --nproc-per-node=1 \
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:29500" \
+    scripts/train_ddp.py --data shapes10 --images 640 --epochs 2 --checkpoint ddp.pt
+"""
+NODES, TASKS, CPUS, MEM, TIME, OUTPUT = (f"{line}\n" for line in BATCH.splitlines()[1:7])
+NAME_LINE, ADDRESS_LINE = (f"{line}\n" for line in BATCH.splitlines()[7:9])
+RUN = BATCH[BATCH.index("srun") :]
+RANK = "--node-rank=$SLURM_NODEID --master-addr=$head --master-port=29500"
+ARGUMENTS = "--data shapes10 --images 640 --epochs 2 --checkpoint ddp.pt"
+STATIC = f"torchrun --nnodes=2 --nproc-per-node=1 {RANK} scripts/train_ddp.py {ARGUMENTS}"
+MEETING = '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:29500"'
+
+
+@pytest.fixture
+def as_in_lab(root, monkeypatch):
+    """The folder of the notebooks, where nothing may be added; a job of another Slurm around it is not seen."""
+    monkeypatch.chdir(root / "notebooks")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    before = sorted(path.name for path in Path().iterdir())
+    yield
+    assert sorted(path.name for path in Path().iterdir()) == before
+
+
+def batch(*changes):
+    text = BATCH
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return lambda: text
+
+
+WRONG_BATCHES = {
+    "nothing": ([(BATCH, "")], "what the function returns"),
+    "an empty first line": ([("#!/bin/bash", "\n#!/bin/bash")], "the first line is empty"),
+    "no shell": ([("#!/bin/bash\n", "")], "sbatch refuses a file without them"),
+    "Python": ([("#!/bin/bash", "#!/usr/bin/env python3")], "sbatch refuses"),
+    "an open quotation mark": ([(RUN, RUN.replace('d:29500"', "d:29500"))], "bash cannot read it"),
+    "a space": ([(NODES, f"# {NODES[1:]}")], "without any space"),
+    "small letters": ([(TIME, TIME.lower())], "in capitals"),
+    "a request behind a command": ([(MEM, f"export A=1\n{MEM}")], "behind the first command"),
+    "spaces around =": ([(NODES, "#SBATCH --nodes = 2\n")], "sbatch|no space around ="),
+    "no option": ([(NODES, "#SBATCH --node-count=2\n")], "sbatch does not know it"),
+    "two words": ([(NODES, "#SBATCH nodes=2\n")], "each option has its own --name"),
+    "no value": ([(NODES, "#SBATCH --nodes\n")], "give it a value"),
+    "a variable": ([(OUTPUT, "#SBATCH --output=$SLURM_JOB_ID.out\n")], "not for the shell"),
+    "no nodes": ([(NODES, "")], "--nodes=2"),
+    "one node": ([(NODES, "#SBATCH -N 1\n")], "--nodes=2"),
+    "no tasks": ([(TASKS, "")], "say it: --ntasks-per-node=1"),
+    "a task for each rank": ([(TASKS, "#SBATCH --ntasks-per-node=2\n")], "one torchrun on each node"),
+    "four tasks": ([(TASKS, "#SBATCH --ntasks=4\n")], "one torchrun on each node"),
+    "one task": ([(TASKS, "#SBATCH -n1\n")], "one torchrun on each node"),
+    "no processors": ([(CPUS, "")], "say it: without it"),
+    "too many processors": ([(CPUS, "#SBATCH -c 16\n")], "2 processors"),
+    "no memory": ([(MEM, "")], "say how much"),
+    "memory twice": ([(MEM, f"{MEM}#SBATCH --mem-per-cpu=700M\n")], "they exclude each other"),
+    "no unit": ([(MEM, "#SBATCH --mem=4\n")], "a number without a unit is in megabytes"),
+    "too much memory": ([(MEM, "#SBATCH --mem=64G\n")], "2000M"),
+    "too much for each processor": (
+        [(CPUS, "#SBATCH --cpus-per-task=2\n"), (MEM, "#SBATCH --mem-per-cpu=1500M\n")],
+        "2000M",
+    ),
+    "memory of GPUs": ([(MEM, "#SBATCH --mem-per-gpu=1G\n")], "there are no GPUs"),
+    "half a unit": ([(MEM, "#SBATCH --mem=1.5G\n")], "a whole number and a unit"),
+    "no time": ([(TIME, "")], "say it: the shorter"),
+    "five seconds": ([(TIME, "#SBATCH --time=00:05\n")], "minutes:seconds"),
+    "a week": ([(TIME, "#SBATCH --time=7-00:00:00\n")], "hours:minutes:seconds"),
+    "no output": ([(OUTPUT, "")], "%j is the job's number"),
+    "one output for all": ([(OUTPUT, "#SBATCH --output=ddp.out\n")], "%j is the job's number"),
+    "no folder": ([(OUTPUT, "#SBATCH --output=logs-of-mine/%j.out\n")], "Slurm makes no folders"),
+    "no srun": ([(RUN, RUN.removeprefix("srun "))], "on the first node alone"),
+    "no torchrun": ([(RUN, "srun python scripts/train_ddp.py\n")], "torchrun starts the ranks"),
+    "nothing started": ([(RUN, "echo hello\n")], "begins with `srun torchrun`"),
+    "one of two": ([(RUN, RUN.replace("srun", "srun -N1 -n1"))], "leave -n, -N and -w away"),
+    "srun with four tasks": ([(RUN, RUN.replace("srun", "srun --ntasks=4"))], "leave -n, -N and -w away"),
+    "waits": ([(RUN, f"{RUN}sleep 60\n")], "what else does the script wait for"),
+    "fails": ([(RUN, f"set -e\n{RUN}cat nowhere\n")], "mend what this line says"),
+    "no nnodes": ([("--nnodes=2 ", "")], "a job of its own"),
+    "standalone": ([("--nnodes=2 ", "--standalone ")], "a job of its own"),
+    "two ranks": ([("--nproc-per-node=1", "--nproc-per-node=2")], "one rank on each node"),
+    "an unknown option": ([("--nproc-per-node=1", "--ntasks-per-node=1")], "torchrun --help"),
+    "no backend": (
+        [(RUN, "srun torchrun --nnodes=2 --nproc-per-node=1 scripts/train_ddp.py\n")],
+        "find out who is which",
+    ),
+    "the batch script's node": ([(RUN, f"srun {STATIC}\n")], "the batch script replaced $SLURM_NODEID"),
+    "double quotes": ([(RUN, f'srun bash -c "{STATIC}"\n')], "the batch script replaced $SLURM_NODEID"),
+    "each node itself": (
+        [(RUN, f"export head\nsrun bash -c '{STATIC}'\n".replace("$head", "$(hostname)"))],
+        "one place for both nodes",
+    ),
+    "localhost": ([("$head:29500", "localhost:29500")], "to each node this is itself"),
+    "no address": ([(f" {MEETING.split()[2]}", "")], "the address of the first node"),
+    "the name in Slurm": ([(ADDRESS_LINE, "")], "the name in Slurm"),
+    "the last node": ([("head -n 1)", "tail -n 1)")], "this is the second node"),
+    "an address of today": ([("$head:29500", "10.77.0.11:29500")], "Slurm chooses other nodes each time"),
+    "a misspelt variable": ([("$head:29500", "$haed:29500")], "the address of the first node"),
+    "no port to have": ([("$head:29500", "$head:80")], "a port from 1024"),
+    "no id": ([('--rdzv-id="$SLURM_JOB_ID" ', "")], "must not meet"),
+    "an id of each node": (
+        [
+            (
+                RUN,
+                "export head\nsrun bash -c '"
+                + RUN.removeprefix("srun ").replace("SLURM_JOB_ID", "RANDOM").strip()
+                + "'\n",
+            )
+        ],
+        "must not meet",
+    ),
+    "another script": ([("scripts/train_ddp.py", "scripts/train_single.py")], "both run train_ddp.py"),
+    "other arguments": ([(" --checkpoint ddp.pt", "")], "the lab compares what comes of it"),
+    "another path": (
+        [("scripts/train_ddp.py", "notebooks/scripts/train_ddp.py")],
+        "as seen from the notebook's folder",
+    ),
+    "options behind the script": (
+        [("train_ddp.py --data", "train_ddp.py --rdzv-conf=a=1 --data")],
+        "stand before the script",
+    ),
+}
+
+
+@pytest.mark.usefixtures("as_in_lab")
+@pytest.mark.parametrize(("changes", "hint"), WRONG_BATCHES.values(), ids=WRONG_BATCHES)
+def test_wrong_batch_scripts_are_refused(monkeypatch, changes, hint):
+    if "wait for" in hint:
+        monkeypatch.setattr(batch_script, "SECONDS", 3.0)
+    said = refuse("13.1", batch(*changes))
+    assert any(one in said for one in hint.split("|")), said
+
+
+STATIC_BATCH = r"""#!/usr/bin/env bash
+# Two nodes, by their numbers.
+#SBATCH -J ddp -N 2 -n 2   # two options in one line
+#SBATCH --cpus-per-task 2
+#SBATCH --mem-per-cpu=750M
+#SBATCH -t 10
+#SBATCH -o %x-%j.out
+#SBATCH --exclusive
+
+set -euo pipefail
+module load python
+export MASTER=$(scontrol show node "$(scontrol show hostnames | head -n1)" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+export PORT=$((20000 + SLURM_JOB_ID % 10000))
+exec srun --label --kill-on-bad-exit=1 bash -c 'exec python -m torch.distributed.run --nnodes=$SLURM_NNODES \
+    --nproc_per_node 1 --node_rank=$SLURM_PROCID --master_addr=$MASTER --master_port=$PORT scripts/train_ddp.py \
+    --checkpoint=ddp.pt --images=640 --data=shapes10 --epochs=2'
+"""
+OTHER_BATCH = """#!/bin/bash -l
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=1
+#SBATCH --mem=1G
+#SBATCH --time=0-00:10
+#SBATCH --output=%A.out
+
+first=$(scontrol show hostnames | head -1)
+head=$(srun --nodes=1 --ntasks=1 -w "$first" hostname --ip-address)
+srun --ntasks-per-node 1 TORCHRUN --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node 1 --rdzv_backend c10d \\
+    --rdzv_id $SLURM_JOBID --rdzv_endpoint $head scripts/train_ddp.py \\
+    --data shapes10 --images 640 --epochs 2 --checkpoint ddp.pt
+"""
+RIGHT_BATCHES = {
+    "as in the lab": BATCH,
+    "static, in single quotes": STATIC_BATCH,
+    "asks the first node, and another torchrun": OTHER_BATCH.replace(
+        "TORCHRUN", str(Path(sys.executable).with_name("torchrun"))
+    ),
+    "its own name": BATCH.replace(NAME_LINE, "").replace(ADDRESS_LINE, "").replace("$head", "$(hostname)"),
+}
+
+
+@pytest.mark.usefixtures("as_in_lab")
+@pytest.mark.parametrize("text", RIGHT_BATCHES.values(), ids=RIGHT_BATCHES)
+def test_right_batch_scripts_are_accepted(capsys, text):
+    check.exercise("13.1", lambda: text)
+    assert capsys.readouterr().out == f"✔ 13.1 The batch script: {batch_script.PROVED}\n"
+
+
+def test_an_untouched_stub_is_no_answer():
+    def write_batch():
+        raise NotImplementedError
+
+    with pytest.raises(OpenError, match="still to be written"):
+        check.exercise("13.1", write_batch)

@@ -1,0 +1,97 @@
+"""What commands print: run where their programs are, recorded on demand, and else shown with where and when."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness.drawn import assert_explains
+
+from course import transcripts
+from course.transcripts import MOST_CHARACTERS, MOST_COMMANDS, Transcript
+from lab_common import LabError
+
+HERE = "toy 1.0"
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Where the record of "lab/toy" lies, in a checkout of the test's own."""
+    monkeypatch.setattr(transcripts, "checkout", lambda: tmp_path)
+    return tmp_path / "data" / "reference" / "lab" / "toy.json"
+
+
+def test_what_is_recorded_is_shown_elsewhere_with_where_and_when(record, tmp_path, monkeypatch, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.txt").write_text("7\tdone\n")
+    (tmp_path / "count.sh").write_text("echo x >> seen; wc -l < seen; echo of $PWD and $0 >&2")
+    monkeypatch.setenv("LAB_RECORD", "1")
+    show = Transcript("lab/toy", HERE)
+    commands = [("cat", "job.txt"), ("sh", tmp_path / "count.sh"), ("sh", tmp_path / "count.sh")]
+    answers = [show(*command, cwd=tmp_path / "run") for command in commands]
+    live = capsys.readouterr().out
+    assert answers == ["7       done", "1", "2"]
+    assert (
+        live.splitlines()[:2] == ["$ cat job.txt", "7       done"] and "$ sh count.sh\n1\nof … and …/count.sh" in live
+    )
+    assert str(tmp_path) not in record.read_text() and "…/count.sh" in record.read_text()
+
+    monkeypatch.delenv("LAB_RECORD")
+    before = record.read_bytes()
+    show = Transcript("lab/toy", None)
+    assert [show(*command, cwd=Path("elsewhere")) for command in commands] == answers
+    shown = capsys.readouterr().out
+    date = json.loads(before)["cat job.txt"][0]["when"]
+    label = shown.splitlines()[1]
+    assert label.startswith("(recorded on ") and label.endswith(f", {HERE}, {date})")
+    assert shown.count("(recorded on") == 3
+    assert [line for line in shown.splitlines() if not line.startswith("(recorded")] == live.splitlines()
+    assert show(*commands[1]) == "2", "a cell that is run again sees the last"
+    assert record.read_bytes() == before
+
+
+def test_without_a_record_one_clear_line(record, capsys):
+    show = Transcript("lab/toy", None)
+    assert show("squeue", "--me") == ""
+    assert capsys.readouterr().out == "$ squeue --me\n(cannot run here, and was not recorded)\n"
+
+
+def test_nothing_is_recorded_unasked_and_long_output_is_cut(record, monkeypatch, capsys):
+    many = [sys.executable, "-c", "for n in range(9000): print('x' * 300, n, '\\x1b[2J')"]
+    text = Transcript("lab/toy", HERE)(*many)
+    assert not record.exists() and len(text) <= MOST_CHARACTERS and "\x1b" not in text
+    monkeypatch.setenv("LAB_RECORD", "1")
+    assert Transcript("lab/toy", None)("true") == "" and not record.exists()
+    show = Transcript("lab/toy", HERE)
+    with pytest.raises(LabError) as caught:
+        for number in range(MOST_COMMANDS + 1):
+            show("true", number)
+    assert_explains(caught.value, str(MOST_COMMANDS), "fewer")
+    assert record.stat().st_size < 2**20
+
+
+def test_a_command_that_cannot_be_run_is_explained(record):
+    show = Transcript("lab/toy", HERE)
+    for command, words in ((["no-such-program"], "No such file"), (["sleep", "9"], "timed out")):
+        with pytest.raises(LabError) as caught:
+            show(*command, seconds=0.2)
+        assert_explains(caught.value, command[0], words, "run the cell again")
+    assert show("sh", "-c", "echo odd >&2; exit 3") == "", "what failed is shown, and raises nothing"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": [{}]}', '{"a": 7}', '{"a": ["b"]}', '{"a": [{"on": 1}]}'])
+def test_a_damaged_record_is_refused(record, text):
+    record.parent.mkdir(parents=True)
+    record.write_text(text)
+    with pytest.raises(LabError) as caught:
+        Transcript("lab/toy", None)
+    assert_explains(caught.value, "recorded", "anew")
+
+
+def test_the_labs_own_records_name_no_place_of_a_machine(root):
+    records = [path for path in (root / "data" / "reference").glob("lab*/*.json")]
+    assert records
+    for path in records:
+        transcripts._read(path)
+        assert path.stat().st_size < 2**18
+        assert not [place for place in ("/root", "/home/", "/tmp/", "/work/", "/Users/") if place in path.read_text()]
