@@ -334,6 +334,7 @@ WRONG_BATCHES = {
     "an address of today": ([("$head:29500", "10.77.0.11:29500")], "Slurm chooses other nodes each time"),
     "a misspelt variable": ([("$head:29500", "$haed:29500")], "the address of the first node"),
     "no port to have": ([("$head:29500", "$head:80")], "a port from 1024"),
+    "an id for all jobs": ([('--rdzv-id="$SLURM_JOB_ID"', "--rdzv-id=lab13")], "must not meet"),
     "no id": ([('--rdzv-id="$SLURM_JOB_ID" ', "")], "must not meet"),
     "an id of each node": (
         [

@@ -380,7 +380,7 @@ def _expect_meeting(started: Sequence[_Started], nodes: Sequence[dict[str, str]]
     expect(right, "the port", yours=port or "none", expected="the same on both, such as 29500", hint=hint)
     ids = [one.options.rdzv_id for one in started]
     hint = '--rdzv-id="$SLURM_JOB_ID": two jobs that share a node must not meet'
-    right = ids[0] == ids[1] and (not c10d or ids[0] not in ("none", ""))
+    right = ids[0] == ids[1] and (not c10d or JOBS[number][0] in ids[0])
     expect(right, "--rdzv-id", yours=" and ".join(dict.fromkeys(ids)), expected="one id, of this job", hint=hint)
 
 
