@@ -259,6 +259,9 @@ WRONG_FILES = [
     ("for each GPU", run(HEAD, f"{T.replace('--nproc-per-node=4 ', '')} {SCRIPT}")),
     ("own disk is lost", run(HEAD, f"{T} {SCRIPT.replace('/shared/', '')}")),
     ("the first node's address", run(f"torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d {SCRIPT}")),
+    ("a number of its own", run(HEAD, f"torchrun --nnodes=2 --nproc-per-node=4 --rdzv-endpoint=$head:29500 {SCRIPT}")),
+    ("starts with Python", run(HEAD, f"{T} -m {SCRIPT}")),
+    ("starts with Python", run(HEAD, f"{T} --no-python {SCRIPT}")),
     ("exactly two", run(HEAD, f"{T.replace('nnodes=2', 'nnodes=1:2')} {SCRIPT}")),
 ]
 

@@ -246,6 +246,9 @@ def _read_call(calls: Sequence[Sequence[str]], env: Mapping[str, str], name: str
 
 def _expect_script(call: Call, name: str) -> None:
     """The node runs the launcher's script with its arguments."""
+    for option in ("module", "no_python"):
+        said, hint = f"--{option.replace('_', '-')}", "the launcher's job is a script that torchrun starts with Python"
+        expect(not call.options[option], f"{name}: torchrun", yours=said, expected=f"without {said}", hint=hint)
     expect(
         Path(call.script).name == SCRIPT,
         f"{name}: the script that torchrun starts",
@@ -286,10 +289,13 @@ def _expect_nodes(call: Call, name: str, *, node: int, head: str, field: str) ->
         place = str(options["rdzv_endpoint"]).rsplit(":", 1)[0]
         case, hint = f"{name}: --rdzv-endpoint of node {node}", "all nodes name the same one: the first node's address"
         expect(place == head, case, yours=place or "none", expected=head, hint=hint)
-        return
+        if options["rdzv_backend"] != "static":
+            return  # they are numbered where they meet
     rank = str(options["node_rank"])
     hint = "each node has a number of its own, from 0: SkyPilot puts it into $SKYPILOT_NODE_RANK"
     expect(rank == str(node), f"{name}: --node-rank of node {node}", yours=rank, expected=node, hint=hint)
+    if options["rdzv_endpoint"]:
+        return
     yours = str(options["master_addr"])
     if yours in ("127.0.0.1", "localhost"):
         hint = "without --master-addr each node waits for itself: give the first address of $SKYPILOT_NODE_IPS"
