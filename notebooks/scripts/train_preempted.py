@@ -39,7 +39,8 @@ def main():
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=2))
+    backend, device_id = ("nccl", device) if cuda else ("gloo", None)
+    dist.init_process_group(backend, device_id=device_id, timeout=timedelta(minutes=2))
     rank = dist.get_rank()
 
     dataset = data.load(args.data)
