@@ -24,7 +24,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 from course.check import NotYetError, expect
-from course.exercises.lab13 import stand_in
+from course.exercises import slurm_stand_in
 
 NODES, SCRIPT, SECONDS = 2, "train_ddp.py", 15.0
 # What the lab compares needs these.
@@ -243,7 +243,7 @@ def _run(text: str, requests: dict[str, str], job: str, nodes: Sequence[dict[str
     """
     with tempfile.TemporaryDirectory(prefix="lab13-", ignore_cleanup_errors=True) as folder:
         programs = Path(folder, "programs")
-        env = _make_environment(requests, job, nodes) | stand_in.install(programs, nodes)
+        env = _make_environment(requests, job, nodes) | slurm_stand_in.install(programs, nodes)
         script, said = Path(folder, "slurm_script"), Path(folder, "output")
         script.write_text(text)
         with said.open("wb") as output:
@@ -259,7 +259,7 @@ def _run(text: str, requests: dict[str, str], job: str, nodes: Sequence[dict[str
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        found = stand_in.read_started(programs)
+        found = slurm_stand_in.read_started(programs)
         lines = said.read_text(errors="replace").replace(f"{folder}/", "").strip().splitlines()
     _expect_by_srun(found, code, lines[-1][:160] if lines else "nothing")
     names = [node["name"] for node in nodes]

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import nodelaunch as launch
 from course.check import attempts, expect
-from course.exercises.lab6.cards import stand_in
+from course.exercises import slurm_stand_in
 from course.exercises.lab6.cards.faults import FAULTS, PILES, SUFFIXES, TOPICS, Fault, read_job
 from lab_common import LabError
 from lab_common.files import read_bounded, write_atomically
@@ -42,6 +42,7 @@ SLURM = {
 }
 # In place of torchrun, which takes longer to start than such a job to train.
 ALONE = ("python", "-m", "nodelaunch.node.worker")
+HOST = "localhost"  # the node of a batch script
 PYTHON = sys.executable  # what runs torchrun and the training script of a batch script
 
 
@@ -352,24 +353,25 @@ def _run_batch(run: Callable, text: str, folder: Path, work: Path) -> launch.Job
     """Runs a batch script, with what stands in for Slurm; the results are those of all ranks, by srun's tasks."""
     tools, reports = folder / "tools", folder / "reports"
     try:
-        request = stand_in.read_request(text)
+        request = slurm_stand_in.read_request(text)
     except ValueError as error:
         cause, fix = str(error), "look at the lines that begin with #SBATCH"
         raise LabError("sbatch would not take this batch script.", where="#SBATCH", cause=cause, fix=fix) from error
-    stand_in.install(tools, PYTHON)
+    node = {"name": HOST, "address": "127.0.0.1", "host": HOST}
+    found_by = slurm_stand_in.install(tools, [node] * int(request.get("SLURM_NNODES", 1)), PYTHON)
     work.mkdir(parents=True)
     (work / "train.py").write_text(read_job("logged"))
     # This notebook may itself run in a job of Slurm's.
     own = {name: "" for name in os.environ if name.startswith("SLURM_")} | {
         "SLURM_JOB_ID": str(_find_free_port(range(20_000, 30_000))),
-        "SLURM_JOB_NODELIST": stand_in.HOST,
-        stand_in.REPORTS: str(reports),
+        "SLURM_JOB_NODELIST": HOST,
+        slurm_stand_in.REPORTS: str(reports),
     }
     # The error of a torchrun is enough: not each frame of torch's C++.
-    own |= {"PATH": f"{tools}{os.pathsep}{os.environ.get('PATH', '')}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    own |= found_by | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
     result = run(("bash",), **own | request)
     found = [json.loads(path.read_bytes()) for path in sorted(reports.glob("task*/results/rank*.json"))]
-    started = len((tools / stand_in.STARTED).read_bytes()) if (tools / stand_in.STARTED).exists() else 0
+    started = len(slurm_stand_in.read_started(tools))
     failure = result.failure
     if failure and failure.kind == "exit":  # the process that the launcher calls rank 0 is none of the training's
         last = next((line.removeprefix("[rank 0] ") for line in result.lines[::-1] if "error" in line), failure.what)

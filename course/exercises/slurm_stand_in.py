@@ -1,32 +1,40 @@
-"""Stands in for programs that a batch script calls, so that it can be tried without Slurm and without training.
+"""Stands in for programs that a batch script calls, so that it can be tried without Slurm.
 
-:func:`install` writes ``srun``, ``scontrol``, ``hostname`` and ``torchrun`` into a folder that leads in PATH. Each of
-them runs this file, which needs the standard library alone. ``srun`` runs its command once for each task, one after
-the other, with the variables of Slurm; ``torchrun`` only notes its arguments. A torchrun that is not found by PATH, and
-a script that is started without one, import torch: what they find is a small package that notes them, too.
+:func:`install` writes ``srun``, ``scontrol``, ``hostname`` and ``torchrun`` into a folder that leads in PATH. They run
+this file, which needs the standard library alone, so that it starts quickly. ``srun`` runs its command once for each
+task, with the variables of Slurm.
+
+Where nothing is to be trained, as in lab 13, ``torchrun`` only notes its arguments, and the tasks run one after the
+other. A torchrun that is not found by PATH, and a script that is started without one, import torch: what they find is a
+small package that notes them, too. In lab 6 torchrun is the real one, and the tasks run side by side, on this machine.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 FOLDER = "LAB_STAND_INS"  # the variable with the folder of the programs
+REPORTS = "LAB_CARD_REPORTS"  # the variable with the folder for what the ranks of a real torchrun report
 STARTED = "started.jsonl"
 PROGRAMS = ("srun", "scontrol", "hostname", "torchrun", "module")
 SHORT = {"N": "nodes", "n": "ntasks", "w": "nodelist", "c": "cpus-per-task", "l": "label", "K": "kill-on-bad-exit"}
-# Options of srun without a value, or with one only after "=".
+# Options of srun and sbatch without a value, or with one only after "=".
 FLAG_NAMES = """
     label kill-on-bad-exit unbuffered exact overlap exclusive verbose quiet no-kill pty immediate contiguous overcommit
     multi-prog disable-status preserve-env oversubscribe hold help usage version spread-job use-min-nodes
+    requeue no-requeue wait
 """
 FLAGS = frozenset([*FLAG_NAMES.split(), *"KluvQEksOH"])
-MOST_TASKS = 8
+MOST_TASKS = 4
 NODE = """NodeName={name} Arch=x86_64 CoresPerSocket=1
    CPUAlloc=2 CPUEfctv=2 CPUTot=2 CPULoad=0.10
    AvailableFeatures=(null)
@@ -48,30 +56,58 @@ os.execv(sys.executable, [sys.executable, "-IS", {file!r}, "torchrun" if launche
 """
 
 
-def install(folder: Path, nodes: Sequence[dict[str, str]]) -> dict[str, str]:
+def read_request(text: str) -> dict[str, str]:
+    """Returns the variables that sbatch sets, from the ``#SBATCH`` lines of a batch script.
+
+    Raises:
+        ValueError: A number is none, or a quotation mark is missing.
+    """
+    head = re.match(r"(?:[ \t]*(?:#.*)?\n)*", text)[0]  # behind the first command, sbatch reads no more of them
+    words = [word for line in re.findall(r"^#SBATCH\s+(.*)", head, re.M) for word in shlex.split(line, comments=True)]
+    asked, _ = read_options(words)
+    nodes, per_node = int(asked.get("nodes", 1)), int(asked.get("ntasks-per-node", 0))
+    request = {
+        "NNODES": nodes,
+        "JOB_NUM_NODES": nodes,
+        "NTASKS": int(asked.get("ntasks", 0)) or nodes * per_node,
+        "NTASKS_PER_NODE": per_node,
+        "CPUS_PER_TASK": int(asked.get("cpus-per-task", 0)),
+    }
+    return {f"SLURM_{name}": str(number) for name, number in request.items() if number}
+
+
+def install(folder: Path, nodes: Sequence[dict[str, str]], python: str = "") -> dict[str, str]:
     """Writes the programs into a new folder.
 
     Args:
         folder: Where to.
         nodes: The nodes of the job: ``name`` in Slurm, ``address``, and ``host``, the name that it has itself.
+        python: What runs torchrun and the training script; where it is "", they are only noted.
 
     Returns:
         The variables with which the programs are found.
     """
-    python = folder / "python"
-    (python / "torch").mkdir(parents=True)
-    (python / "torch" / "__init__.py").write_text(TORCH.format(file=__file__))
+    this = f"{shlex.quote(sys.executable)} -IS {shlex.quote(__file__)}"
+    texts = {name: f'exec {this} {name} "$@"' for name in PROGRAMS}
+    folder.mkdir()
     (folder / "nodes.json").write_text(json.dumps(nodes))
-    for name in PROGRAMS:
+    if python:
+        run = f"exec {shlex.quote(python)}"
+        texts["torchrun"] = f'{this} torchrun "$@"\n{run} -m torch.distributed.run "$@"'
+        texts["python"] = f'{run} "$@"'
+    else:
+        (folder / "python" / "torch").mkdir(parents=True)
+        (folder / "python" / "torch" / "__init__.py").write_text(TORCH.format(file=__file__))
+    for name, text in texts.items():
         program = folder / name
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(__file__)} {name} "$@"\n')
+        program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
     return {FOLDER: str(folder), **_find_by(folder)}
 
 
 def _find_by(folder: Path) -> dict[str, str]:
-    first = {"PATH": str(folder), "PYTHONPATH": str(folder / "python")}
-    return {name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in first.items()}
+    first = {"PATH": str(folder), "PYTHONPATH": str(folder / "python") if (folder / "python").is_dir() else None}
+    return {name: os.pathsep.join(filter(None, (path, os.environ.get(name)))) for name, path in first.items() if path}
 
 
 def read_started(folder: Path) -> list[dict]:
@@ -136,21 +172,15 @@ def read_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 def _run_tasks(words: Sequence[str], nodes: Sequence[dict[str, str]], folder: Path) -> int:
     """``srun``: runs the command once for each task; returns the highest exit code."""
     options, command = read_options(words)
-    if names := [name for name in options.get("nodelist", "").split(",") if name]:
-        nodes = [node for node in nodes if node["name"] in names]
     try:
-        nodes = nodes[: int((options.get("nodes") or str(len(nodes))).split("-")[-1])]
-        # As in Slurm 22.05: what the batch script has asked for counts more than srun's own tasks for each node.
-        each = int(options.get("ntasks-per-node") or 1)
-        tasks = int(options.get("ntasks") or os.environ.get("SLURM_NTASKS") or len(nodes) * each)
+        nodes, tasks = _count_tasks(options, nodes)
     except ValueError as error:
         print(f"srun: error: {error}", file=sys.stderr)
         return 1
-    if not nodes or not command or not 1 <= tasks <= MOST_TASKS:
-        said = "no command given" if nodes else "the nodes are none of the job's"
-        print(f"srun: error: {said if not nodes or not command else f'{tasks} tasks'}", file=sys.stderr)
+    if not command:
+        print("srun: error: no command given", file=sys.stderr)
         return 1
-    count, code = min(len(nodes), tasks), 0
+    reports, count, processes, readers = os.environ.get(REPORTS), len(nodes), [], []
     for task in range(tasks):
         place = task * count // tasks
         numbers = {"PROCID": task, "NODEID": place, "LOCALID": task - -(-place * tasks // count), "STEP_ID": 0}
@@ -158,12 +188,54 @@ def _run_tasks(words: Sequence[str], nodes: Sequence[dict[str, str]], folder: Pa
         env |= {"SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(count), **_find_by(folder)}
         env |= {"SLURMD_NODENAME": nodes[place]["name"], "SLURM_LAUNCH_NODE_IPADDR": nodes[0]["address"]}
         env |= {"HOSTNAME": nodes[place]["host"]}
+        pipes = {}
+        if reports:
+            # The ranks of each task report into a folder of their own. What this machine is called may not resolve.
+            env |= {"LAB_JOB_FOLDER": f"{reports}/task{task}", "PET_LOCAL_ADDR": "127.0.0.1"}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            code = max(code, abs(subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=False).returncode))
+            processes.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, **pipes))
         except OSError as error:
             print(f"srun: error: execve(): {command[0]}: {error.strerror}", file=sys.stderr)
             return 2
-    return code
+        if reports:
+            label = f"{task}: " if "label" in options else ""
+            readers.append(threading.Thread(target=_pass_on, args=(processes[-1].stdout, label)))
+            readers[-1].start()
+        else:
+            processes[-1].wait()
+    for reader in readers:
+        reader.join()
+    codes = [process.wait() for process in processes]
+    for task, code in enumerate(codes):
+        if code:
+            host = nodes[task * count // tasks]["host"]
+            print(f"srun: error: {host}: task {task}: Exited with exit code {code}", file=sys.stderr)
+    return max(code if code >= 0 else 128 - code for code in codes)
+
+
+def _count_tasks(options: dict[str, str], nodes: Sequence[dict[str, str]]) -> tuple[Sequence[dict[str, str]], int]:
+    """The nodes that take part and the number of tasks, by srun's options and what the batch script has asked for."""
+    if names := [name for name in options.get("nodelist", "").split(",") if name]:
+        nodes = [node for node in nodes if node["name"] in names]
+    if not nodes:
+        raise ValueError("the nodes are none of the job's")
+    nodes = nodes[: int((options.get("nodes") or str(len(nodes))).split("-")[-1])]
+    each = int(options.get("ntasks-per-node") or os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+    tasks = int(options.get("ntasks") or os.environ.get("SLURM_NTASKS") or len(nodes) * each)
+    if not 1 <= tasks <= MOST_TASKS:
+        raise ValueError(f"{tasks} tasks; the stand-in for srun starts 1 to {MOST_TASKS}")
+    if "ntasks-per-node" in options and tasks > len(nodes) * each:
+        # As srun of Slurm 22.05 does: the number of tasks that the batch script has asked for counts.
+        why = f"doesn't match the requested tasks {tasks} with the number of requested nodes {len(nodes)}"
+        said = f"srun: Warning: can't honor --ntasks-per-node set to {each} which {why}. Ignoring it."
+        print(said, file=sys.stderr, flush=True)
+    return nodes[:tasks], tasks
+
+
+def _pass_on(lines: IO[bytes], label: str) -> None:
+    for line in lines:
+        os.write(1, label.encode() + line)
 
 
 if __name__ == "__main__":
