@@ -75,19 +75,22 @@ def test_a_profile_shows_where_a_loop_waits(ax):
         time.sleep(0.03)
         return index
 
+    took = []  # a sleep on a busy machine lasts longer
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         for _ in DataLoader(range(4), None, collate_fn=load):
+            start = time.perf_counter()
             with record_function("train"):
                 time.sleep(0.01)
+            took.append(1e3 * (time.perf_counter() - start))
     loading.draw_profiles(ax, {"no worker": prof, "the same": prof})
     work, waits = ax.containers[:2]
     assert min(bar.get_x() for bar in work) == 0 and len(work) == 4
-    assert sum(bar.get_width() for bar in work) == pytest.approx(40, abs=25)
+    assert sum(took) >= sum(bar.get_width() for bar in work) >= 40
     assert sum(bar.get_width() for bar in waits if bar.get_width() > 20) >= 90, (
         "the first wait is before the first step"
     )
     assert {bar.get_y() for bar in work} == {-0.3}
-    assert ax.get_xlim()[1] == pytest.approx(6 * 40, rel=0.6)
+    assert ax.get_xlim()[1] == pytest.approx(6 * max(bar.get_x() + bar.get_width() for bar in work) / 4)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="Linux alone tells")  # noqa: PTH110
