@@ -6,6 +6,7 @@ It lies at the root so that the notebooks are tested under the same settings as 
 import functools
 import gc
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -25,14 +26,15 @@ WATCH = pytest.StashKey()
 # The fixtures of what needs root, or packages that the lock does not have.
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk", "lightning", "ray"}
 # The longest: one process takes them, one after the other, so that two never measure beside each other.
-LABS = ("notebooks/01", "notebooks/04", "notebooks/05", "tests/test_browser.py")
-# Takes two and a half times as long as all labs, and looks at no time: its tests are shared out.
-SHARED = "tests/test_notebooks_twice.py"
+LABS = ("notebooks/01", "notebooks/04", "notebooks/05")
+# Takes the labs through a browser, and looks at no time: two processes share them.
+BROWSER = "tests/test_browser.py"
 LONGEST = (
     "tests/test_launch_drills.py",
     "tests/test_launch_slurm.py",
+    BROWSER,
+    "tests/test_lab5.py",
     *LABS,
-    SHARED,
     "notebooks/",
     "tests/test_launch",
     "tests/test_check_lab",
@@ -173,7 +175,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps a file's tests in one process of ``pytest -n 3``, but for one file, and the labs' together."""
+    """Keeps a file's tests in one process of ``pytest -n 3``, but for one file, and the longest labs' together."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # which would begin with the file of the most tests
@@ -181,8 +183,8 @@ def pytest_xdist_make_scheduler(config, log):
     class FileScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::")[0]
-            if file == SHARED:
-                return nodeid
+            if file == BROWSER and (number := re.search(r"-(\d\d)_\w+\]$", nodeid)):
+                return f"{file} {int(number[1]) % 2}"
             return "labs" if file.startswith(LABS) else file
 
     return FileScheduling(config, log)

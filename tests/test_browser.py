@@ -165,7 +165,7 @@ def test_the_learner_s_way_is_itself_tested(lab, open_notebook, tmp_path, cells,
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_learner_meets_each_stub_solves_it_and_sees_all_of_the_lab(lab, open_notebook, keep, path):
+def test_a_learner_meets_each_stub_solves_it_sees_all_and_runs_it_again(lab, open_notebook, keep, path):
     need_engine_of(path)
     page = open_notebook(path.name)
     assert go_the_learner_s_way(page, path, lab.folder) == find_stubs(path)
@@ -175,6 +175,9 @@ def test_a_learner_meets_each_stub_solves_it_and_sees_all_of_the_lab(lab, open_n
     assert not faults, "\n".join(["", *faults])
     if path.stem == "03_wandb":
         expect_key_kept_secret(lab, path)
+    page.close()
+    lab.end_kernels()
+    lab.run_again(path.name)
 
 
 def expect_key_kept_secret(lab: Lab, path: Path) -> None:

@@ -63,13 +63,13 @@ SAID = {
 }
 
 
-def test_a_learner_meets_each_stub_solves_it_and_runs_the_lab_on_two_hosts(
+def test_a_learner_meets_each_stub_solves_it_and_runs_the_lab_on_two_hosts_and_again(
     hosts, cinic_folder, chromium, root, tmp_path, monkeypatch, keep
 ):
     for name, value in {"LAB_NODES": "n1,n2", "LAB_SSH_CONFIG": str(hosts.ssh_config)}.items():
         monkeypatch.setenv(name, value)
     homes = [hosts.disk(node) / "home" / "distributed-training-labs" for node in ("n1", "n2")]
-    original, runs = root / "notebooks" / NAME, tmp_path / "runs"
+    original = root / "notebooks" / NAME
     try:
         with start_lab(tmp_path, cinic_folder) as lab:
             page = lab.open(NAME)
@@ -78,28 +78,39 @@ def test_a_learner_meets_each_stub_solves_it_and_runs_the_lab_on_two_hosts(
             keep(page, original.stem)
             assert not faults, "\n".join(["", *faults])
             page.close()
-        notebook = nbformat.read(lab.folder / NAME, as_version=4)
-        outputs = {cell.id: read_output(cell) for cell in notebook.cells if cell.cell_type == "code"}
-        noisy = re.search(": measure again$", outputs["measure"], re.MULTILINE)  # then no guess is kept of it
-        for cell, words in (SAID | ({"calibration": ["No guess has been compared"]} if noisy else {})).items():
-            for word in words:
-                assert re.search(word, outputs[cell], re.MULTILINE), f"{word!r} is not in cell {cell}:\n{outputs[cell]}"
-        # Nothing of it ran on the launcher's machine, and nothing of it is left on any.
-        ids = {path.name for path in (runs / "jobs").iterdir()}
-        for number, home in enumerate(homes):
-            there = {path.name for path in (home / "jobs").iterdir()}
-            # Those that were meant for this node, and no others: some of the lab's jobs run on the first one alone, and
-            # a check runs its own on this machine.
-            scripts = {job_id: runs / "jobs" / job_id / f"node{number}.sh" for job_id in ids}
-            title = f'"n{1 + number}"'
-            wanted = {job_id for job_id, path in scripts.items() if path.is_file() and title in path.read_text()[:200]}
-            assert there == wanted
-            assert len(there) == (11, 10)[number]  # of which one runs on n1 alone
-            assert (home / "data" / "packed" / "cinic10" / "manifest.json").is_file()
-        assert [list(list_processes(job_id)) for job_id in ids] == [[]] * len(ids)
+            lab.end_kernels()
+            expect_said(lab.folder / NAME)
+            expect_jobs(lab.runs, homes)
+            lab.run_again(NAME)
     finally:
         for home in homes:
             shutil.rmtree(home, ignore_errors=True)
+
+
+def expect_said(path):
+    """Each cell of the notebook printed what it has to."""
+    notebook = nbformat.read(path, as_version=4)
+    outputs = {cell.id: read_output(cell) for cell in notebook.cells if cell.cell_type == "code"}
+    noisy = re.search(": measure again$", outputs["measure"], re.MULTILINE)  # then no guess is kept of it
+    for cell, words in (SAID | ({"calibration": ["No guess has been compared"]} if noisy else {})).items():
+        for word in words:
+            assert re.search(word, outputs[cell], re.MULTILINE), f"{word!r} is not in cell {cell}:\n{outputs[cell]}"
+
+
+def expect_jobs(runs, homes):
+    """Nothing of the lab ran on the launcher's machine, and nothing of it is left on any."""
+    ids = {path.name for path in (runs / "jobs").iterdir()}
+    for number, home in enumerate(homes):
+        there = {path.name for path in (home / "jobs").iterdir()}
+        # Those that were meant for this node, and no others: some of the lab's jobs run on the first one alone, and
+        # a check runs its own on this machine.
+        scripts = {job_id: runs / "jobs" / job_id / f"node{number}.sh" for job_id in ids}
+        title = f'"n{1 + number}"'
+        wanted = {job_id for job_id, path in scripts.items() if path.is_file() and title in path.read_text()[:200]}
+        assert there == wanted
+        assert len(there) == (11, 10)[number]  # of which one runs on n1 alone
+        assert (home / "data" / "packed" / "cinic10" / "manifest.json").is_file()
+    assert [list(list_processes(job_id)) for job_id in ids] == [[]] * len(ids)
 
 
 def read_output(cell) -> str:
