@@ -194,6 +194,7 @@ WRONG_FILES = [
     ("no quotes", write(("numNodes: 2", 'numNodes: "2"'))),
     ("misspelt", write(("numNodes: 2", "nodes: 2"))),
     ("misspelt", write(("numProcPerNode", "nprocPerNode"))),
+    ("is suspended", lambda trainjob, sky: (trainjob + ADDED_JOB + "  suspend: true\n", sky + ADDED_TASK)),
     ("all nodes together", write(("numProcPerNode: 4", "numProcPerNode: 8"))),
     ("for each GPU", write(("numProcPerNode: 4", "numProcPerNode: 1"))),
     ("a list of words", write((COMMAND, f"command: torchrun {SCRIPT}"))),
@@ -314,6 +315,8 @@ RIGHT_FILES = [
     run(f"{T.replace('$head', '${SKYPILOT_NODE_IPS%%$' + chr(39) + chr(92) + 'n' + chr(39) + '*}')} {SCRIPT}"),
     run("head=`echo \"$SKYPILOT_NODE_IPS\" | awk 'NR==1'`", f"uv pip install x && {T} {SCRIPT}"),
     run(HEAD, f"torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=$head:29500 {SCRIPT}"),
+    run(HEAD, f"cd scripts && uv run {T} {SCRIPT}"),
+    command("bash", "-lc", f"torchrun scripts/{SCRIPT}"),
 ]
 
 

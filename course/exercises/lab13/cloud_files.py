@@ -189,13 +189,16 @@ def _run_node(argv: Sequence[str], env: Mapping[str, str], name: str) -> list[li
     with tempfile.TemporaryDirectory(prefix="lab13-") as folder:
         programs, work, calls = (Path(folder, part) for part in ("bin", "work", "calls"))
         programs.mkdir()
-        work.mkdir()
+        (work / "scripts").mkdir(parents=True)  # where the lab has the script
+        (work / ".bash_profile").write_text(f"PATH={programs}\n")  # which a login shell makes anew before
         for tool in TOOLS:
             found = next((path for place in ("/usr/bin", "/bin") if (path := Path(place, tool)).exists()), None)
             if found:
                 (programs / tool).symlink_to(found)
         for noted in (*NOTED, *NOTHING):
             line = f'printf "%s\\0" {noted} "$@" >> "{calls}"; printf "\\n\\0" >> "{calls}"\n' if noted in NOTED else ""
+            if noted == "uv":
+                line = 'test "$1" != run || { shift; exec "$@"; }\n'
             (programs / noted).write_text(f"#!{programs}/bash\n{line}exit 0\n")
             (programs / noted).chmod(0o755)
         env = {"PATH": str(programs), "HOME": str(work), "LC_ALL": "C", **env}
@@ -325,6 +328,8 @@ def _expect_processes(asked: str, name: str, field: str, *, cpus: bool = False) 
 def _expect_trainjob(job: dict) -> None:
     name, spec = NAMES[0], job.get("spec") or {}
     trainer = spec.get("trainer") or {}
+    hint = "Kubeflow starts no pod of a job that is suspended: leave the line out"
+    expect(not spec.get("suspend"), f"{name}: spec.suspend", yours="true", expected="not given", hint=hint)
     kept = {
         "apiVersion": (job.get("apiVersion"), "trainer.kubeflow.org/v1alpha1"),
         "kind": (job.get("kind"), "TrainJob"),
