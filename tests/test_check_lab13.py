@@ -387,6 +387,7 @@ exec srun --label --kill-on-bad-exit=1 bash -c 'exec python -m torch.distributed
     --checkpoint=ddp.pt --images=640 --data=shapes10 --epochs=2'
 """
 OTHER_BATCH = """#!/bin/bash -l
+# sbatch reads the next lines
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=1

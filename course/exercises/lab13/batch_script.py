@@ -116,7 +116,7 @@ def _read_requests(text: str) -> dict[str, str]:
     lines, requests, over = text.splitlines(), {}, False
     for number, line in enumerate(lines, start=1):
         where = f"line {number}"
-        alike = re.match(r"\s*#\s*sbatch\b", line, re.I) and not line.startswith("##")
+        alike = re.match(r"\s*#\s*sbatch\s*-", line, re.I) and not line.startswith("##")
         if not line.startswith("#SBATCH"):
             hint = "it is a comment to sbatch: a request begins with #SBATCH, in capitals, without any space"
             expect(not alike, where, yours=line[:60], expected="#SBATCH …", hint=hint)
