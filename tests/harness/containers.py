@@ -299,6 +299,9 @@ def remove(podman: Podman) -> None:
         names = podman.call(*listed, "--filter", f"name=^{PROJECT}", "--format", shape).stdout.split()
         if names:
             podman.call(*command.split(), "-f", *names)
+    # A guard that was killed leaves its rules; pref is the one of hosting/image/guard.sh.
+    for family in ("-4", "-6"):
+        run("ip", family, "rule", "flush", "pref", "5102", check=False)
 
 
 LOOK = """
