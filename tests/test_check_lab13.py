@@ -125,11 +125,16 @@ WRONG_STOPS = {
     "another exit code": ([replace(LEAVE, "return", "raise SystemExit(1)")], "any other exit code is a crash"),
     "143": ([replace(LEAVE, "return", "os._exit(143)")], "any other exit code is a crash"),
     "raises": ([replace(LEAVE, "return", 'raise RuntimeError("told to stop")')], "mend what this line says"),
+    "breaks": ([(LEAVE, "                if stop:\n                    break\n")], "break ends one loop of two"),
     "always stops": ([replace(LEAVE, "if stop:", "if True:")], "nobody tells it to"),
     "saves nothing": ([(SAVE, "")], "who saves"),
     "saves at the end of an epoch": (
         [replace(SAVE, "if rank == 0:", "if rank == 0 and step == len(loader):")],
         "who saves",
+    ),
+    "saves when it is told, and only then": (
+        [replace(SAVE, "if rank == 0:", "if rank == 0 and stop:")],
+        "a crash does not tell before",
     ),
     "every rank saves": (
         [replace(SAVE, "if rank == 0:", "if True:")],
@@ -305,6 +310,7 @@ WRONG_BATCHES = {
     "a week": ([(TIME, "#SBATCH --time=7-00:00:00\n")], "hours:minutes:seconds"),
     "no output": ([(OUTPUT, "")], "%j is the job's number"),
     "one output for all": ([(OUTPUT, "#SBATCH --output=ddp.out\n")], "%j is the job's number"),
+    "another output": ([(OUTPUT, "#SBATCH --output=slurm-%j.out\n")], "a later cell looks for it"),
     "no folder": ([(OUTPUT, "#SBATCH --output=logs-of-mine/%j.out\n")], "Slurm makes no folders"),
     "no srun": ([(RUN, RUN.removeprefix("srun "))], "on the first node alone"),
     "no torchrun": ([(RUN, "srun python scripts/train_ddp.py\n")], "torchrun starts the ranks"),
@@ -375,7 +381,7 @@ STATIC_BATCH = r"""#!/usr/bin/env bash
 #SBATCH --cpus-per-task 2
 #SBATCH --mem-per-cpu=750M
 #SBATCH -t 10
-#SBATCH -o %x-%j.out
+#SBATCH -o ./ddp-%j.out
 #SBATCH --exclusive
 
 set -euo pipefail
@@ -393,7 +399,7 @@ OTHER_BATCH = """#!/bin/bash -l
 #SBATCH --cpus-per-task=1
 #SBATCH --mem=1G
 #SBATCH --time=0-00:10
-#SBATCH --output=%A.out
+#SBATCH --output=ddp-%A.out
 
 first=$(scontrol show hostnames | head -1)
 head=$(srun --nodes=1 --ntasks=1 -w "$first" hostname --ip-address)

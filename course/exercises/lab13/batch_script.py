@@ -216,12 +216,14 @@ def _expect_time_and_output(requests: dict[str, str]) -> None:
     output = requests.get("output", "")
     hint = "%j is the job's number: without it the next job writes over this one's output"
     right = bool(re.search(r"%\d*[jA]", output))
-    expect(right, "the output's file", yours=output or "not said", expected="--output=…%j.out", hint=hint)
+    expect(right, "the output's file", yours=output or "not said", expected="--output=ddp-%j.out", hint=hint)
     folder = Path(output).parent
     hint = "Slurm makes no folders: a job whose output cannot be written ends without a word"
     expect(
         "%" not in str(folder) and folder.is_dir(), "the output's folder", yours=str(folder), expected=".", hint=hint
     )
+    hint, name = "a later cell looks for it there", re.sub(r"%\d*[jA]", "%j", Path(output).name)
+    expect(name == "ddp-%j.out", "the output's file", yours=output, expected="--output=ddp-%j.out", hint=hint)
 
 
 def _read_minutes(given: str) -> float | None:

@@ -118,6 +118,9 @@ def verify_stopping(path: str | Path) -> str:
         ranks = run("stopped", {}, 0, "the last start, which nobody stops")
         _expect_same(ranks, whole, done, "the run that was started again", Path(folder))
         _expect_steps(ranks, TOTAL - done, 0, "the last start, which nobody stops")
+        hint = f"a crash does not tell before: {SAVE}, also at the end of each epoch"
+        words, saves = "nobody is told to stop: who saves", any(rank.saves for rank in whole)
+        expect(saves, words, yours="nobody", expected="rank 0, at the end of each epoch", hint=hint)
     return PROVED
 
 
@@ -304,7 +307,7 @@ def _expect_end(outcomes: Sequence[Outcome], told: dict[int, int], case: str, sc
         hint = f"the ranks did not call the same collectives, or a loop does not end. {AGREE}"
         raise NotYetError(case, yours=f"rank {' and '.join(stuck)} did not end", expected=RIGHT, hint=hint)
     for rank, one in enumerate(outcomes):
-        hint = "to stop when told is no failure: any other exit code is a crash to torchrun, which would start all anew"
+        hint = "to stop when told is no failure, and any other exit code is a crash to torchrun"
         if one.value.early:
             hint = f"it left from within the handler. {ONLY_NOTE}"
             raise NotYetError(case, yours=f"rank {rank} left at once", expected=RIGHT, hint=hint)
@@ -376,6 +379,8 @@ def _expect_same(ranks: Sequence[_Rank], whole: Sequence[_Rank], done: int, case
             raise NotYetError(f"{case}: {words.format(rank)}", yours=yours, expected=expected, hint=hint)
         if one.images != other.images[done : done + len(one.images)]:
             hint = "sampler.set_epoch(epoch) with the right epoch: leave the lines of the loop as they were"
+            if one.images[-1] in other.images[done + len(one.images) :]:
+                hint = f"it began another epoch: break ends one loop of two. {LEAVE}"
             raise NotYetError(f"{case}: images of rank {rank}", yours="others", expected="as undisturbed", hint=hint)
     hint = _explain_state(Path(folder, "stopped", CHECKPOINT))
     for rank, (one, other) in enumerate(zip(ranks, whole, strict=True)):
