@@ -120,10 +120,16 @@ TRAINER = "trainer = L.Trainer(max_epochs=args.epochs, devices=args.devices, num
 
 
 @pytest.mark.parametrize(
-    ("old", "hint"), [("max_epochs=args.epochs, ", "1,000 epochs"), ("devices=args.devices, ", "devices=args.devices")]
+    ("old", "new", "hint"),
+    [
+        ("max_epochs=args.epochs, ", "", "1,000 epochs"),
+        ("devices=args.devices, ", "", "devices=args.devices"),
+        ("args.devices, num_nodes=args.nodes", "args.nodes, num_nodes=args.devices", "num_nodes=args.nodes"),
+        ("args.devices, num_nodes=args.nodes", "args.devices * args.nodes", "num_nodes=args.nodes"),
+    ],
 )
-def test_missing_settings_are_seen_without_a_run(write, count_runs, old, hint):
-    assert hint in refuse("12.1", write("train_lightning.py", (TRAINER, TRAINER.replace(old, ""))))
+def test_missing_and_mixed_settings_are_seen_without_a_run(write, count_runs, old, new, hint):
+    assert hint in refuse("12.1", write("train_lightning.py", (TRAINER, TRAINER.replace(old, new))))
     assert not count_runs
 
 
@@ -228,6 +234,7 @@ WRONG_SCRIPTS = {
     "no optimizer": ([replace(SGD, "return ", "")], "place 4: return the optimizer"),
     "no momentum": ([replace(SGD, ", momentum=0.9", "")], "place 4: momentum=0.9"),
     "another lr": ([replace(SGD, "self.lr", "0.1")], "the one that --lr gave"),
+    "the script's own lr": ([replace(SGD, "self.lr", "0.05")], "the one that --lr gave"),
     "Adam": ([(SGD, "return torch.optim.Adam(self.parameters(), self.lr)")], "is torch.optim.SGD"),
     "decay": ([replace(SGD, "0.9", "0.9, weight_decay=1e-4")], "leave weight_decay at its default"),
     "one layer": ([replace(SGD, "self.parameters", "self.model[-1].parameters")], "give it all parameters"),
@@ -488,6 +495,7 @@ WRONG_CALLBACKS = {
     "unknown": ([replace(LOG, '"max"', '"maximum"')], 'the reduction is called "max"'),
     "last step": ([replace(LOG, "on_step=False, on_epoch=True, ", "")], "of the last step alone"),
     "progress bar": ([(LOG, 'pl_module.log("slowest", seconds, prog_bar=True)')], "of the last step alone"),
+    "each step as well": ([replace(LOG, "on_step=False, ", "")], "else every step logs as well"),
     "not logged": ([(LOG, 'trainer.progress_bar_metrics["slowest"] = seconds')], 'pl_module.log("slowest", …)'),
     "another name": ([replace(LOG, "slowest", "slowest_rank")], "log it as 'slowest'"),
     "milliseconds": ([replace(LOG, "seconds", "1000 * seconds")], "these are milliseconds"),

@@ -29,7 +29,7 @@ def refuse(number, answer):
     return f"{refused.value.what} | {refused.value.yours} | {refused.value.hint}"
 
 
-# 13.3
+# 13.4
 
 
 def plan(
@@ -104,7 +104,7 @@ WRONG_PLANS = [
 
 @pytest.mark.parametrize(("hint", "answer"), WRONG_PLANS)
 def test_a_wrong_plan_gets_the_hint_that_fits(hint, answer):
-    assert hint in refuse("13.3", answer)
+    assert hint in refuse("13.4", answer)
 
 
 def powers(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval=None):
@@ -118,9 +118,9 @@ def powers(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval=N
 
 @pytest.mark.parametrize("answer", [plan, powers, lambda *case: np.array(plan_run(*case))])
 def test_right_plans_of_other_styles_are_accepted(answer, capsys):
-    check.exercise("13.3", answer)
+    check.exercise("13.4", answer)
     assert capsys.readouterr().out == (
-        "✔ 13.3 What a run costs: 7 runs on 1 to 16 nodes, with Young's interval and with others\n"
+        "✔ 13.4 What a run costs: 7 runs on 1 to 16 nodes, with Young's interval and with others\n"
     )
 
 
@@ -134,7 +134,7 @@ def test_young_s_interval_is_close_to_the_best():
     assert min(times, key=times.get) == 9.1
 
 
-# 13.4
+# 13.3
 
 ADDED_JOB = """\
     numNodes: 2
@@ -180,6 +180,7 @@ def run(*lines):
 
 
 T = f"torchrun --nnodes=2 --nproc-per-node=4 {NODE} --master-addr=$head"
+MEET = "torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=$head:29500"
 WRONG_FILES = [
     ("both texts", lambda trainjob, sky: None),
     ("both texts", lambda trainjob, sky: trainjob),
@@ -263,18 +264,25 @@ WRONG_FILES = [
     ("a number of its own", run(HEAD, f"torchrun --nnodes=2 --nproc-per-node=4 --rdzv-endpoint=$head:29500 {SCRIPT}")),
     ("starts with Python", run(HEAD, f"{T} -m {SCRIPT}")),
     ("starts with Python", run(HEAD, f"{T} --no-python {SCRIPT}")),
+    ("the same --rdzv-id on", run(HEAD, f"{MEET.replace('29500', '29500 --rdzv-id=$RANDOM')} {SCRIPT}")),
+    ("the same --master-port on", run(HEAD, f"{T} --master-port=$((29500+SKYPILOT_NODE_RANK)) {SCRIPT}")),
+    ("the same --rdzv-endpoint on", run(HEAD, f"{MEET.replace('29500', '$RANDOM')} {SCRIPT}")),
+    ("write c10d", run(HEAD, f"{MEET.replace('c10d', 'c10')} {SCRIPT}")),
+    ("the same --master-port on", command("bash", "-c", f"torchrun --master-port=$((29500+PET_NODE_RANK)) {SCRIPT}")),
+    ("has no files of yours", run("set -e", "source ~/venv/bin/activate", HEAD, f"{T} {SCRIPT}")),
+    ("place of its own", write(("gcp/us-central1", "aws/us-east-1/us-east-1a"))),
     ("exactly two", run(HEAD, f"{T.replace('nnodes=2', 'nnodes=1:2')} {SCRIPT}")),
 ]
 
 
 @pytest.mark.parametrize(("hint", "answer"), WRONG_FILES)
 def test_wrong_files_get_the_hint_that_fits(hint, answer):
-    assert hint in refuse("13.4", answer)
+    assert hint in refuse("13.3", answer)
 
 
 def test_a_command_that_waits_is_ended(monkeypatch):
     monkeypatch.setattr(cloud_files, "SECONDS", 0.3)
-    assert "start torchrun at once" in refuse("13.4", run("while true; do :; done"))
+    assert "start torchrun at once" in refuse("13.3", run("while true; do :; done"))
 
 
 LONG = """\
@@ -314,7 +322,7 @@ RIGHT_FILES = [
     run("set -euo pipefail", "source .venv/bin/activate || true", "pip install x", HEAD, f"{T} {SCRIPT}"),
     run(f"{T.replace('$head', '${SKYPILOT_NODE_IPS%%$' + chr(39) + chr(92) + 'n' + chr(39) + '*}')} {SCRIPT}"),
     run("head=`echo \"$SKYPILOT_NODE_IPS\" | awk 'NR==1'`", f"uv pip install x && {T} {SCRIPT}"),
-    run(HEAD, f"torchrun --nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d --rdzv-endpoint=$head:29500 {SCRIPT}"),
+    run(HEAD, f"{MEET} {SCRIPT}"),
     run(HEAD, f"cd scripts && uv run {T} {SCRIPT}"),
     command("bash", "-lc", f"torchrun scripts/{SCRIPT}"),
 ]
@@ -327,9 +335,9 @@ def test_right_files_of_other_styles_are_accepted_and_leave_nothing(answer, caps
     monkeypatch.setattr(tempfile, "tempdir", str(empty))
     monkeypatch.setenv("PET_NNODES", "7")  # of the learner's own
     before = dict(os.environ)
-    check.exercise("13.4", answer)
+    check.exercise("13.3", answer)
     assert capsys.readouterr().out == (
-        "✔ 13.4 Files for a cluster and a cloud: both are valid and ask for the launcher's job: 2 nodes with 4 "
+        "✔ 13.3 Files for a cluster and a cloud: both are valid and ask for the launcher's job: 2 nodes with 4 "
         "processes each, train_preempted.py with its checkpoint, 32 GiB; on spot machines in two places\n"
     )
     assert os.environ == before and not list(empty.iterdir())
@@ -340,7 +348,7 @@ def test_a_stub_is_no_answer():
         raise NotImplementedError
 
     with pytest.raises(OpenError, match="still to be written"):
-        check.exercise("13.4", write_files)
+        check.exercise("13.3", write_files)
 
 
 def test_the_schemas_are_those_of_both_projects_and_small(root):

@@ -21,7 +21,7 @@ HEAD = BATCH[BATCH.index("head=") : BATCH.index("srun")]
 # Not one for all: other tests may train beside this one.
 PORT = "$((20000 + RANDOM % 10000))"
 SPOT = rf"""#!/bin/bash
-#SBATCH --partition=spot --open-mode=append --output=spot.out
+#SBATCH --partition=spot --requeue --open-mode=append --output=spot.out
 #SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1
 #SBATCH --mem=1500M --time=00:05:00
 {HEAD}echo "start ${{SLURM_RESTART_COUNT:-0}}"

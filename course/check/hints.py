@@ -98,9 +98,9 @@ SECOND_HINTS = {
     '--rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$head:$port", then the script',
     "13.2": "signal.signal(signal.SIGTERM, lambda number, frame: told.append(number)); stop = torch.tensor(len(told)); "
     "dist.all_reduce(stop); if rank == 0: torch.save to another name, then .replace; if stop: return",
-    "13.3": "mean = mtbf / nodes; interval = interval or sqrt(2 * checkpoint * mean); hours = work / (nodes * "
+    "13.3": "numNodes: 2, numProcPerNode: 4, command, resourcesPerNode with limits; then memory: 32+, use_spot, "
+    'job_recovery and any_of deeper than num_nodes and run; --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
+    "13.4": "mean = mtbf / nodes; interval = interval or sqrt(2 * checkpoint * mean); hours = work / (nodes * "
     "efficiency) / interval * mean * exp(restart / mean) * expm1((interval + checkpoint) / mean); then hours * nodes * "
     "price",
-    "13.4": "numNodes: 2, numProcPerNode: 4, command, resourcesPerNode with limits; then memory: 32+, use_spot, "
-    'job_recovery and any_of deeper than num_nodes and run; --master-addr=$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
 }

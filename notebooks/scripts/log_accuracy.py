@@ -61,7 +61,7 @@ def main():
     valid = Indexed(Subset(dataset.valid, range(args.images)))
     model = Logged("tiny", len(dataset.class_names), 0.05)
     saved = torch.load(args.checkpoint, map_location="cpu")["state_dict"]
-    model.load_state_dict(saved, strict=False)
+    model.load_state_dict(saved)
     trainer = L.Trainer(devices=args.devices, **QUIET)
     (logged,) = trainer.validate(model, DataLoader(valid, 64), verbose=False)
     launch.report({"logged": logged, "batches": model.pairs})

@@ -52,7 +52,7 @@ class Classifier(L.LightningModule):
 
 
 def main():
-    """Trains, from the checkpoint where there is one, and saves one at the end."""
+    """Trains, from the checkpoint if every process sees one, and saves one at the end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", help="shapes10, cinic10, ...; if not given, what is there")
     parser.add_argument("--images", type=int, help="only so many of each split")

@@ -7,10 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# Ray reads these when it is imported. No usage statistics; who connects to its processes has to know the token; and one
+# Ray reads these when it is imported. No usage statistics; who connects to its processes has to know a token; and one
 # process less, which would watch for nodes that a cloud takes back.
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_AUTH_MODE": "token"}
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 import ray
 import torch
@@ -101,12 +100,15 @@ def main(train=train):
     parser.add_argument("--address", help="of a Ray that runs already; if not given, one of its own")
     parser.add_argument("--storage", help="a folder that all nodes see; if not given, one in /tmp")
     config = vars(parser.parse_args())
+    if config["workers"] < 2:
+        parser.error("--workers: at least 2, since for one alone Ray makes neither a sampler nor DDP")
 
     # The paths of Ray's sockets have room for some 100 letters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         if config["address"]:
-            ray.init(config["address"])
+            ray.init(config["address"])  # with the token of that Ray: in RAY_AUTH_TOKEN, or in ~/.ray/auth_token
         else:
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             # The least object store that Ray allows is 80 MB: nothing large goes through it here.
             own = {"num_cpus": config["workers"], "object_store_memory": 100_000_000, "_temp_dir": folder}
             ray.init(include_dashboard=False, **own)

@@ -334,3 +334,9 @@ def _expect_settings(tree: ast.AST) -> None:
         expected=expected,
         hint=hint,
     )
+    # Lightning itself looks at the product of both alone.
+    for given in (one for node in ast.walk(tree) if isinstance(node, ast.Call) for one in node.keywords):
+        wrong = {"devices": "args.nodes", "num_nodes": "args.devices"}.get(given.arg, "")
+        value = ast.unparse(given.value)
+        right = not wrong or wrong not in value
+        expect(right, case, yours=f"{given.arg}={value}"[:80], expected="devices=args.devices", hint=hint)

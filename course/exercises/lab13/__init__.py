@@ -1,4 +1,4 @@
-"""The exercises of lab 13: what a run costs that is interrupted, and the files that ask a cluster or a cloud for it."""
+"""The exercises of lab 13: ask for nodes and give them back; files for a cluster and a cloud; what a run costs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from course.exercises.lab13.stopping import verify_stopping
 EXERCISES = {
     "13.1": Exercise("The batch script", verify_batch_script),
     "13.2": Exercise("Stop when you are told to", verify_stopping),
-    "13.3": Exercise("What a run costs", verify_plan_run),
-    "13.4": Exercise("Files for a cluster and a cloud", verify_cloud_files),
+    "13.3": Exercise("Files for a cluster and a cloud", verify_cloud_files),
+    "13.4": Exercise("What a run costs", verify_plan_run),
 }

@@ -1,4 +1,4 @@
-"""Exercise 13.4: a TrainJob for Kubernetes and a SkyPilot task, compared with the job that the launcher would start.
+"""Exercise 13.3: a TrainJob for Kubernetes and a SkyPilot task, compared with the job that the launcher would start.
 
 The schemas of both projects (``data/schemas``) say whether the files are read at all. What they ask for is found out as
 a node would: the command really runs, in an empty folder, with the variables that Kubeflow Trainer and SkyPilot set and
@@ -58,6 +58,7 @@ ADDRESSES = ("192.0.2.11", "192.0.2.12")
 RESERVED = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 TOOLS = ("awk", "basename", "cat", "cut", "date", "dirname", "env", "grep", "head", "hostname", "id", "mkdir", "nproc",
          "paste", "sed", "seq", "sh", "bash", "sort", "tail", "tr", "uname", "wc")  # fmt: skip
+BACKENDS = ("static", "c10d")
 NOTED = ("torchrun", "python", "python3", "accelerate", "mpirun")
 NOTHING = ("pip", "pip3", "uv", "conda", "nvidia-smi", "sleep", "ip")
 SECONDS, MOST = 10, 2**16
@@ -220,6 +221,8 @@ def _run_node(argv: Sequence[str], env: Mapping[str, str], name: str) -> list[li
         said = (ended.stderr.strip().splitlines() or [""])[-1]
         yours = " ".join(found[-1])[:120] if found else said[:120] or "nothing is started"
         hint = f"torchrun starts the processes of a node: torchrun {SCRIPT} …"
+        if "No such file" in said:
+            hint = "the check has no files of yours: leave out what reads one, such as a line with source"
         if found:
             hint = "one process on each node, which knows of no other: let torchrun start them, with their ranks"
         raise NotYetError(case, yours=yours, expected=expected, hint=hint)
@@ -312,6 +315,18 @@ def _expect_nodes(call: Call, name: str, *, node: int, head: str, field: str) ->
     expect(yours == head, case, yours=" ".join(yours.split()) or "an empty text", expected=head, hint=hint)
 
 
+def _expect_same(calls: Sequence[Call], name: str) -> None:
+    """All nodes meet at one place, in one way."""
+    backend = calls[0].options["rdzv_backend"]
+    hint = "write c10d, or leave --rdzv-backend out"
+    expect(backend in BACKENDS, f"{name}: --rdzv-backend", yours=backend, expected=" or ".join(BACKENDS), hint=hint)
+    for option in ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port"):
+        given = [str(call.options[option]) for call in calls]
+        flag = f"--{option.replace('_', '-')}"
+        hint = f"all nodes meet only with the same {flag} on each: a variable that differs is none for it"
+        expect(len(set(given)) == 1, f"{name}: {flag}", yours=" and ".join(given), expected="one", hint=hint)
+
+
 def _expect_processes(asked: str, name: str, field: str, *, cpus: bool = False) -> None:
     hint = f"{field}: a process for each GPU of the node"
     if asked == str(NODES * PROCESSES):
@@ -360,6 +375,7 @@ def _expect_pods(trainer: dict) -> None:
     expect(bool(trainer.get("command")), f"{name}: command", yours="none", expected=f"torchrun {SCRIPT} …", hint=hint)
     asked = str(trainer.get("numProcPerNode") or "auto")
     own = {one["name"]: str(one.get("value", "")) for one in trainer.get("env") or ()}
+    calls = []
     for node in range(NODES):
         values = (str(NODES), asked, str(node), POD, PORT)
         env = own | dict(zip(RESERVED, values, strict=True))
@@ -377,6 +393,8 @@ def _expect_pods(trainer: dict) -> None:
         cpus = processes == "auto" and "nvidia.com/gpu" not in limits
         _expect_processes(processes, name, "numProcPerNode", cpus=cpus)
         _expect_script(call, name)
+        calls.append(call)
+    _expect_same(calls, name)
 
 
 def _replace(word: str, env: Mapping[str, str]) -> str:
@@ -484,7 +502,7 @@ def _count_gpus(found: object) -> float | None:
 
 def _name_place(one: dict) -> str | None:
     found = one.get("infra") or "/".join(one[key] for key in ("cloud", "region", "zone") if one.get(key))
-    return found.lower() if found and found != "*" else None
+    return "/".join(found.lower().split("/")[:2]) if found and found != "*" else None  # a zone is no other region
 
 
 def _expect_memory(memory: object, case: str) -> None:
@@ -521,6 +539,7 @@ def _expect_run(run: str | None) -> None:
     name = NAMES[1]
     hint = "run: | and below it the lines that each node runs"
     expect(bool(run), f"{name}: run", yours="nothing", expected=f"torchrun … {SCRIPT} …", hint=hint)
+    calls = []
     for node in range(NODES):
         env = {
             "SKYPILOT_NUM_NODES": str(NODES),
@@ -532,3 +551,5 @@ def _expect_run(run: str | None) -> None:
         _expect_nodes(call, name, node=node, head=ADDRESSES[0], field="--nnodes")
         _expect_processes(str(call.options["nproc_per_node"]), name, "--nproc-per-node")
         _expect_script(call, name)
+        calls.append(call)
+    _expect_same(calls, name)

@@ -1,4 +1,4 @@
-"""Exercise 13.3: how long a run takes whose nodes are lost now and then, what it costs, and how often it saves."""
+"""Exercise 13.4: how long a run takes whose nodes are lost now and then, what it costs, and how often it saves."""
 
 from __future__ import annotations
 
