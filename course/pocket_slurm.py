@@ -352,7 +352,8 @@ def find(
 ) -> Cluster | None:
     """Returns the Slurm that a notebook uses: one that answers already, or else the pocket Slurm, if it runs.
 
-    In the second case SLURM_CONF is set, so that all programs that are started from here find it.
+    In the second case SLURM_CONF is set, so that all programs that are started from here find it. A notebook may itself
+    run in a job of Slurm: that job's ``SLURM_…`` are taken away, since ``srun`` would start its tasks in it.
 
     Args:
         folder: Of the pocket Slurm; None takes this user's own.
@@ -375,6 +376,8 @@ def find(
 
 
 def _tell(found: Cluster, say: Callable[[str], object]) -> Cluster:
+    for name in [one for one in os.environ if one.startswith("SLURM_") and one != "SLURM_CONF"]:
+        del os.environ[name]
     say(f"{found}: {', '.join(found.nodes[:8])}; partitions {', '.join(found.partitions)}")
     return found
 

@@ -129,7 +129,9 @@ def test_a_folder_without_a_cluster_has_nothing_to_end(short):
 
 def test_a_notebook_uses_what_answers_and_else_the_pocket_one(slurm, short, monkeypatch):
     said = []
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # as in a job of that Slurm
     cluster = pocket_slurm.find(short / "s", say=said.append)
+    assert {one for one in os.environ if one.startswith("SLURM_")} == {"SLURM_CONF"}
     assert cluster == Cluster(cluster.version, NODES, PARTITIONS) and cluster.pocket
     assert said == [f"Slurm {cluster.version}, 2 nodes on one machine: c1, c2; partitions lab, spot, urgent"]
     assert pocket_slurm.find(short / "s", needs=["lab", "gpu"], say=said.append) is None
