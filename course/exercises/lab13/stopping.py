@@ -137,15 +137,11 @@ def _run(script: Path, folder: Path, name: str, told: dict[int, int], step: int,
     work = folder / name
     work.mkdir(exist_ok=True)
     notes = Path(tempfile.mkdtemp(dir=folder))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        # As torchrun keeps one for its ranks: of the own stores of rank 0, one in some hundred hung on a busy machine.
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     outcomes = fork_ranks(
-        lambda rank: _work(rank, script, work, notes, store.port, told.get(rank, 0), step), None, RANKS, limit=LIMIT
+        lambda rank: _work(rank, script, work, notes, port, told.get(rank, 0), step), None, RANKS, limit=LIMIT
     )
     _expect_end(outcomes, told, case, script)
     return [outcome.value for outcome in outcomes]
@@ -158,7 +154,8 @@ def _work(rank: int, script: Path, folder: Path, notes: Path, port: int, times: 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LAB_DATA": str(folder.parent / "data"), "CUDA_VISIBLE_DEVICES": ""}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for variable in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        os.environ.pop(variable, None)
     torch.cuda.is_available = lambda: False  # a fork cannot use the kernel's GPU
     os.chdir(folder)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
