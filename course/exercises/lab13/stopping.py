@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import rendezvous
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -137,21 +137,20 @@ def _run(script: Path, folder: Path, name: str, told: dict[int, int], step: int,
     work = folder / name
     work.mkdir(exist_ok=True)
     notes = Path(tempfile.mkdtemp(dir=folder))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     outcomes = fork_ranks(
-        lambda rank: _work(rank, script, work, notes, port, told.get(rank, 0), step), None, RANKS, limit=LIMIT
+        lambda rank: _work(rank, script, work, notes, told.get(rank, 0), step), None, RANKS, limit=LIMIT
     )
     _expect_end(outcomes, told, case, script)
     return [outcome.value for outcome in outcomes]
 
 
-def _work(rank: int, script: Path, folder: Path, notes: Path, port: int, times: int, step: int) -> _Rank:
+def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: int) -> _Rank:
     """What a fork does: the script, in this folder, watched; after a step it gets so many signals."""
     dist.barrier()
     dist.destroy_process_group()  # the script makes its own
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    # They meet in a file: on a busy machine, one in some hundred TCPStores of a fork was never there for its ranks.
+    rendezvous._create_c10d_store = lambda *_, **__: dist.FileStore(f"{notes}/store", RANKS)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": 29500}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LAB_DATA": str(folder.parent / "data"), "CUDA_VISIBLE_DEVICES": ""}
     for variable in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
