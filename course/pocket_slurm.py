@@ -1,8 +1,9 @@
 """A Slurm of two nodes on this machine: ``make slurm`` starts it, ``make slurm-down`` ends it.
 
 All is real Slurm: ``munged``, ``slurmctld``, and one ``slurmd`` for each of the nodes c1 and c2, as yourself, on the
-loopback interface. They live on without the terminal that started them. Their files are in one private folder, whose
-``slurm.conf`` leads Slurm's commands to them: ``export SLURM_CONF=…``. :func:`find` does that for a notebook.
+loopback interface where that can be. They live on without the terminal that started them. Their files are in one
+private folder, whose ``slurm.conf`` leads Slurm's commands to them: ``export SLURM_CONF=…``. :func:`find` does that for
+a notebook.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ INSTALL = f"sudo apt-get install -y --no-install-recommends {' '.join(PROGRAMS.v
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 # A socket's path has room for 107 bytes.
 LONGEST_FOLDER = 90
+LOOPBACK, BOUND = "127.0.0.1", "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny"
 READY_SECONDS, CANCEL_SECONDS, END_SECONDS = 30.0, 20.0, 5.0
 # A job in `spot` makes room for one in `urgent`. A requeued job waits as long as a credential is valid.
 CONFIG = """ClusterName=lab
-SlurmctldHost=localhost(127.0.0.1)
+SlurmctldHost=localhost({address})
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.sock,cred_expire=10
 CredType=cred/munge
-CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+{bound}
 SlurmctldPort={ports[0]}
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/%n/slurmd.pid
@@ -73,8 +75,8 @@ JobRequeue=1
 KillWait=5
 InactiveLimit=0
 SlurmdTimeout=30
-NodeName=c1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=2000 State=UNKNOWN
-NodeName=c2 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName=c1 NodeHostname=localhost NodeAddr={address} Port={ports[1]} CPUs=2 RealMemory=2000 State=UNKNOWN
+NodeName=c2 NodeHostname=localhost NodeAddr={address} Port={ports[2]} CPUs=2 RealMemory=2000 State=UNKNOWN
 PartitionName=lab Nodes=c1,c2 Default=YES MaxTime=60 State=UP PriorityTier=1 PreemptMode=OFF
 PartitionName=spot Nodes=c1,c2 MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=10
 PartitionName=urgent Nodes=c1,c2 MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
@@ -250,7 +252,9 @@ class PocketSlurm:
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         # First: by it the folder is known as ours.
         with write_atomically(self.conf) as file:
-            file.write(CONFIG.format(user=_find_user(), folder=self.folder, ports=_find_ports(3)).encode())
+            address, bound = _find_address()
+            own = {"address": address, "bound": bound, "ports": _find_ports(3, address)}
+            file.write(CONFIG.format(user=_find_user(), folder=self.folder, **own).encode())
         for name in (*NODES, "state"):
             (self.folder / name).mkdir()
         (self.folder / "cgroup.conf").write_text(_write_cgroup())
@@ -465,8 +469,21 @@ def _write_cgroup() -> str:
     return "CgroupPlugin=disabled\n" if new else "CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n"
 
 
-def _find_ports(count: int) -> list[int]:
-    holders = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+def _find_address() -> tuple[str, str]:
+    """Returns the address at which daemons and commands meet, and the line that has them listen at no other.
+
+    With NoInAddrAny Slurm listens where the machine's own name leads. On Debian and Ubuntu that is often 127.0.1.1,
+    from which answers come as 127.0.0.1, so that srun waits for ever: there it has to listen at all addresses.
+    """
+    with contextlib.suppress(OSError):
+        address = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)[0][4][0]
+        if address == LOOPBACK or not address.startswith("127."):
+            return address, BOUND
+    return LOOPBACK, ""
+
+
+def _find_ports(count: int, address: str) -> list[int]:
+    holders = [socket.create_server((address, 0)) for _ in range(count)]
     ports = [holder.getsockname()[1] for holder in holders]
     for holder in holders:
         holder.close()
@@ -507,7 +524,11 @@ def _say_up(slurm: PocketSlurm) -> int:
     done = "runs" if started == [*ROLES] else done
     own = slurm.folder == PocketSlurm().folder
     print(f"A Slurm of two nodes {done}: {' and '.join(NODES)}, partitions {', '.join(PARTITIONS)}.")
-    print("It listens on this machine only, and its jobs run as you.\n")
+    told = slurm.conf.read_text()
+    (address,) = {*re.findall(r"NodeAddr=(\S+)", told)}
+    place = f"at {address}" if BOUND in told else "at all addresses of this machine"
+    place = "on this machine only" if (address, BOUND in told) == (LOOPBACK, True) else f"{place}, to who has its key"
+    print(f"It listens {place}, and its jobs run as you.\n")
     for what, how in (
         ("in lab 13", "nothing: its notebook finds it" if own else f"SLURM_CONF={slurm.conf} make lab"),
         ("in a terminal", f"export SLURM_CONF={slurm.conf}"),

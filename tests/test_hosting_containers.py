@@ -158,6 +158,20 @@ def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
             assert said.strip() == "both"
 
 
+def test_a_team_starts_a_slurm_of_its_own_and_ends_it(hosted):
+    """As lab 13 asks for; both nodes of that Slurm are in one container."""
+    ask, team = hosted.podman.ask, "labtest-red-node0"
+    pocket, own = ("python", "-m", "course.pocket_slurm"), "SLURM_CONF=/tmp/lab-slurm-10001/slurm.conf"
+    try:
+        ask(team, "env", "-C", "/srv/labs", *pocket, "up")
+        said = ask(team, "env", own, "srun", "--nodes=2", "sh", "-c", 'echo "$SLURMD_NODENAME of $(id -un)"')
+        assert sorted(said.split("\n")[:2]) == ["c1 of learner", "c2 of learner"]
+    finally:
+        ask(team, "env", "-C", "/srv/labs", *pocket, "down")
+    assert "slurm" not in ask(team, "ps", "-eo", "comm=")
+    assert not ask(team, "find", "/etc/munge", "-name", "munge.key"), "a key in the image is everybody's"
+
+
 def start_long_job(hosted):
     """Starts a job on both nodes of team red from a shell, as a cell would; returns when it is at work."""
     podman, where = hosted.podman, f"{HOME}/work"

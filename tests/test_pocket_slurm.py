@@ -216,6 +216,40 @@ def test_a_daemon_that_does_not_start_is_explained_and_leaves_nothing_running(ow
     assert own.find_processes() == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "address", "words", "places"),
+    [
+        ("lab-pc", "127.0.0.1", "on this machine only", ["127.0.0.1"]),
+        ("lab-pc", "127.0.1.1", "at all addresses of this machine, to who has its key", ["0.0.0.0"]),
+        ("lab-pc", "10.78.9.1", "at 10.78.9.1, to who has its key", ["10.78.9.1"]),
+        ("unknown", "127.0.1.1", "at all addresses of this machine, to who has its key", ["0.0.0.0"]),
+    ],
+    ids=["loopback", "Debian", "container", "no address"],
+)
+def test_it_works_wherever_the_machine_s_own_name_leads(own, tmp_path, name, address, words, places):
+    """As on Debian, and as in a container."""
+    (tmp_path / "hosts").write_text(f"127.0.0.1 localhost\n{address} lab-pc\n")
+    command = f"{sys.executable} -m course.pocket_slurm"
+    lines = f"""set -e
+        hostname {name}; mount --bind {tmp_path}/hosts /etc/hosts
+        ip link add lab0 type veth peer name lab1; ip address add 10.78.9.1/24 dev lab0
+        for one in lo lab0 lab1; do ip link set $one up; done
+        {command} up --folder {own.folder}
+        SLURM_CONF={own.conf} srun --nodes=2 hostname
+        ss -Htln | awk '{{print $4}}' | cut -d: -f1 | sort -u
+        {command} down --folder {own.folder}"""
+    done = subprocess.run(
+        ["unshare", "--uts", "--mount", "--net", "bash", "-c", lines],
+        env=os.environ | {"PYTHONPATH": str(Path(pocket_slurm.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"It listens {words}, and" in done.stdout
+    assert done.stdout.splitlines()[-4:-1] == [name, name, *places]
+
+
 def test_an_ordinary_user_has_one_of_their_own(own, short):
     """nobody has neither rights of root nor a home; a container's user is no better off."""
     (short / "home").mkdir()

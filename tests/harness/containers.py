@@ -279,10 +279,10 @@ def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]
     usual = ["--port", port, "--image", IMAGE, "--front", FRONT, "--project", PROJECT, "--shm", "512m"]
     # All that there are: on a machine with few, a team that works would otherwise wait.
     usual += ["--cpus", os.cpu_count()]
-    begun = time.monotonic()
-    podman.host("up", teams, *usual, *options, state=folder / "state")
-    found = Hosted(podman, folder / "state", teams, port, time.monotonic() - begun)
     try:
+        begun = time.monotonic()
+        podman.host("up", teams, *usual, *options, state=folder / "state")
+        found = Hosted(podman, folder / "state", teams, port, time.monotonic() - begun)
         yield found
         found.host("down")
         assert not found.started(), "down ends all containers"
@@ -299,7 +299,10 @@ def remove(podman: Podman) -> None:
         names = podman.call(*listed, "--filter", f"name=^{PROJECT}", "--format", shape).stdout.split()
         if names:
             podman.call(*command.split(), "-f", *names)
-    # A guard that was killed leaves its rules; pref is the one of hosting/image/guard.sh.
+    # What containers leave that were killed with the machine's other processes: names, which would be answered with
+    # addresses of then, and the guard's rules; pref is that of hosting/image/guard.sh.
+    for told in Path("/run/containers/networks/aardvark-dns").glob(f"{PROJECT}*"):
+        told.unlink()
     for family in ("-4", "-6"):
         run("ip", family, "rule", "flush", "pref", "5102", check=False)
 
