@@ -110,7 +110,7 @@ def test_a_team_can_neither_see_nor_reach_another(hosted):
 def test_no_private_key_is_in_the_image_and_each_container_has_its_own(hosted):
     podman = hosted.podman
     places = "/etc /home /root /srv/keys /srv/labs/hosting"
-    find = f"grep -rlE 'BEGIN ([A-Z]+ )?PRIVATE KEY' {places}; true"
+    find = f"grep -rlE 'BEGIN ([A-Z]+ )?PRIVATE KEY' {places}; find /etc -name munge.key"
     assert podman.call("run", "--rm", "--user=0", "--entrypoint=sh", IMAGE, "-c", find).stdout.strip() == ""
     keys = [podman.ask(node, "cat", f"{HOME}/.ssh/host.pub") for node in NODES]
     assert len(set(keys)) == 4
@@ -169,7 +169,6 @@ def test_a_team_starts_a_slurm_of_its_own_and_ends_it(hosted):
     finally:
         ask(team, "env", "-C", "/srv/labs", *pocket, "down")
     assert "slurm" not in ask(team, "ps", "-eo", "comm=")
-    assert not ask(team, "find", "/etc/munge", "-name", "munge.key"), "a key in the image is everybody's"
 
 
 def start_long_job(hosted):
