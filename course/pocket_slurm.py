@@ -475,8 +475,9 @@ def _find_address() -> tuple[str, str]:
     With NoInAddrAny Slurm listens where the machine's own name leads. On Debian and Ubuntu that is often 127.0.1.1,
     from which answers come as 127.0.0.1, so that srun waits for ever: there it has to listen at all addresses.
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # the name has no address, or one that is not this machine's
         address = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)[0][4][0]
+        _find_ports(1, address)
         if address == LOOPBACK or not address.startswith("127."):
             return address, BOUND
     return LOOPBACK, ""

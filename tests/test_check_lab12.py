@@ -495,7 +495,6 @@ WRONG_CALLBACKS = {
     "unknown": ([replace(LOG, '"max"', '"maximum"')], 'the reduction is called "max"'),
     "last step": ([replace(LOG, "on_step=False, on_epoch=True, ", "")], "of the last step alone"),
     "progress bar": ([(LOG, 'pl_module.log("slowest", seconds, prog_bar=True)')], "of the last step alone"),
-    "each step as well": ([replace(LOG, "on_step=False, ", "")], "else every step logs as well"),
     "not logged": ([(LOG, 'trainer.progress_bar_metrics["slowest"] = seconds')], 'pl_module.log("slowest", …)'),
     "another name": ([replace(LOG, "slowest", "slowest_rank")], "log it as 'slowest'"),
     "milliseconds": ([replace(LOG, "seconds", "1000 * seconds")], "these are milliseconds"),

@@ -222,9 +222,10 @@ def test_a_daemon_that_does_not_start_is_explained_and_leaves_nothing_running(ow
         ("lab-pc", "127.0.0.1", "on this machine only", ["127.0.0.1"]),
         ("lab-pc", "127.0.1.1", "at all addresses of this machine, to who has its key", ["0.0.0.0"]),
         ("lab-pc", "10.78.9.1", "at 10.78.9.1, to who has its key", ["10.78.9.1"]),
+        ("lab-pc", "203.0.113.9", "at all addresses of this machine, to who has its key", ["0.0.0.0"]),
         ("unknown", "127.0.1.1", "at all addresses of this machine, to who has its key", ["0.0.0.0"]),
     ],
-    ids=["loopback", "Debian", "container", "no address"],
+    ids=["loopback", "Debian", "container", "another machine's", "no address"],
 )
 def test_it_works_wherever_the_machine_s_own_name_leads(own, tmp_path, name, address, words, places):
     """As on Debian, and as in a container."""

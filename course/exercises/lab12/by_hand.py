@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from lab_utils import data, models
 
-LR, MOMENTUM = 0.06, 0.9  # not the script's default rate, so that one that is fixed is known; and its momentum
+# Another rate than the default of train_single.py, so that one that stands fixed in a script shows; its momentum.
+LR, MOMENTUM = 0.06, 0.9
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -335,8 +335,8 @@ def _expect_settings(tree: ast.AST) -> None:
         hint=hint,
     )
     # Lightning itself looks at the product of both alone.
-    for given in (one for node in ast.walk(tree) if isinstance(node, ast.Call) for one in node.keywords):
-        wrong = {"devices": "args.nodes", "num_nodes": "args.devices"}.get(given.arg, "")
+    others = {"devices": "args.nodes", "num_nodes": "args.devices"}
+    for given in (one for one in ast.walk(tree) if isinstance(one, ast.keyword) and one.arg in others):
         value = ast.unparse(given.value)
-        right = not wrong or wrong not in value
-        expect(right, case, yours=f"{given.arg}={value}"[:80], expected="devices=args.devices", hint=hint)
+        expected = f"{given.arg}=args.{given.arg.removeprefix('num_')}"
+        expect(others[given.arg] not in value, case, yours=f"{given.arg}={value}"[:80], expected=expected, hint=hint)

@@ -60,7 +60,7 @@ TOOLS = ("awk", "basename", "cat", "cut", "date", "dirname", "env", "grep", "hea
          "paste", "sed", "seq", "sh", "bash", "sort", "tail", "tr", "uname", "wc")  # fmt: skip
 BACKENDS = ("static", "c10d")
 NOTED = ("torchrun", "python", "python3", "accelerate", "mpirun")
-NOTHING = ("pip", "pip3", "uv", "conda", "nvidia-smi", "sleep", "ip")
+NOTHING = ("pip", "pip3", "conda", "nvidia-smi", "sleep", "ip")
 SECONDS, MOST = 10, 2**16
 UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 RECOVERY = ("EAGER_NEXT_REGION", "FAILOVER")
@@ -196,12 +196,12 @@ def _run_node(argv: Sequence[str], env: Mapping[str, str], name: str) -> list[li
             found = next((path for place in ("/usr/bin", "/bin") if (path := Path(place, tool)).exists()), None)
             if found:
                 (programs / tool).symlink_to(found)
-        for noted in (*NOTED, *NOTHING):
-            line = f'printf "%s\\0" {noted} "$@" >> "{calls}"; printf "\\n\\0" >> "{calls}"\n' if noted in NOTED else ""
-            if noted == "uv":
-                line = 'test "$1" != run || { shift; exec "$@"; }\n'
-            (programs / noted).write_text(f"#!{programs}/bash\n{line}exit 0\n")
-            (programs / noted).chmod(0o755)
+        note = f'printf "%s\\0" "${{0##*/}}" "$@" >> "{calls}"; printf "\\n\\0" >> "{calls}"'
+        lines = dict.fromkeys(NOTED, note) | dict.fromkeys(NOTHING, ":")
+        lines["uv"] = 'test "$1" != run || { shift; exec "$@"; }'  # `uv run` starts what stands behind it
+        for program, line in lines.items():
+            (programs / program).write_text(f"#!{programs}/bash\n{line}\nexit 0\n")
+            (programs / program).chmod(0o755)
         env = {"PATH": str(programs), "HOME": str(work), "LC_ALL": "C", **env}
         argv = [Path(argv[0]).name, *argv[1:]]
         case, expected = f"{name}: the command", f"torchrun {SCRIPT} …"
@@ -323,7 +323,7 @@ def _expect_same(calls: Sequence[Call], name: str) -> None:
     for option in ("rdzv_backend", "rdzv_endpoint", "rdzv_id", "master_port"):
         given = [str(call.options[option]) for call in calls]
         flag = f"--{option.replace('_', '-')}"
-        hint = f"all nodes meet only with the same {flag} on each: a variable that differs is none for it"
+        hint = f"the nodes meet only with the same {flag} on each: use no variable that differs there"
         expect(len(set(given)) == 1, f"{name}: {flag}", yours=" and ".join(given), expected="one", hint=hint)
 
 

@@ -148,7 +148,7 @@ def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: 
     """What a fork does: the script, in this folder, watched; after a step it gets so many signals."""
     dist.barrier()
     dist.destroy_process_group()  # the script makes its own
-    # They meet in a file: on a busy machine, one in some hundred TCPStores of a fork was never there for its ranks.
+    # They meet in a file: with rank 0's own TCPStore both ranks hung in 2 of some 2,000 runs on a busy machine.
     rendezvous._create_c10d_store = lambda *_, **__: dist.FileStore(f"{notes}/store", RANKS)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": 29500}
     os.environ |= {name: str(number) for name, number in numbers.items()}
