@@ -99,7 +99,7 @@ $(READY): requirements.lock pyproject.toml course/jupyterlab.json
 	"$$python" setup_venv.py
 FORCE:
 
-## engines: a framework that one lab needs, in an environment of its own (ENGINE=lightning: lab 12; ray: lab 13)
+## engines: a framework in an environment of its own (ENGINE=lightning: lab 12; ray: 13; horovod, tensorflow, jax: 14)
 .PHONY: engines
 engines: setup
 	@$(PY) setup_engine.py $(ENGINE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,25 +24,44 @@ class Framework:
         size: What its environment takes of the disk, as measured.
         time: What it takes to build it, as measured.
         hides: Modules of the labs that its Python does not find.
+        options: Environment variables that are 1 while it is compiled for the labs' torch; empty where PyPI has it
+            compiled.
+        warning: What one has to know of it before it is built.
     """
 
     title: str
     size: str
     time: str
     hides: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    warning: str = ""
 
 
-# Another one: a row here, and engines/NAME.in, from which `make lock` makes engines/NAME.lock.
+# Another one: a row here, and engines/NAME.in, from which `make lock` makes engines/NAME.lock. One with options has
+# engines/NAME.build.in besides: the programs that compile it.
 FRAMEWORKS = {
     "lightning": Framework("Lightning", size="60 MB", time="half a minute"),
     # jsonschema imports that one for a check that Ray does not make: a second in each of its ten processes.
     "ray": Framework("Ray", size="250 MB", time="half a minute", hides=("rfc3987_syntax",)),
+    "horovod": Framework(
+        "Horovod",
+        size="40 MB",
+        time="three minutes on two cores",
+        options=(
+            *("HOROVOD_WITH_PYTORCH", "HOROVOD_WITHOUT_TENSORFLOW", "HOROVOD_WITHOUT_MXNET"),
+            *("HOROVOD_WITH_GLOO", "HOROVOD_WITHOUT_MPI"),
+        ),
+        warning="Horovod is unmaintained: its last release is from June 2023. Do not choose it for a new project.",
+    ),
+    "tensorflow": Framework("TensorFlow", size="1.4 GB", time="a minute"),
+    "jax": Framework("JAX", size="530 MB", time="half a minute"),
 }
 # What an environment is made for, and what is wrong with it where that has changed.
 CHANGES = {
     "folder": "was built for another folder",
     "python": "was built for another Python",
     "lock": "has other versions than its lock",
+    "torch": "was compiled for another torch",
 }
 
 
@@ -55,11 +75,24 @@ def find_lock(name: str) -> Path:
     return checkout() / "engines" / f"{name}.lock"
 
 
+def name_version(name: str) -> str:
+    """Returns what a framework is called, and its version: ``"JAX 0.10.2"``."""
+    (version,) = re.findall(rf"^{name}==(\S+)", find_lock(name).read_text(encoding="utf-8"), re.MULTILINE)
+    return f"{FRAMEWORKS[name].title} {version}"
+
+
 def describe_build(name: str) -> dict[str, str]:
-    """Returns what a framework's environment is made for: the folder, the Python of ``.venv/``, the lock."""
-    files = {"python": checkout() / ".venv" / "pyvenv.cfg", "lock": find_lock(name)}
+    """Returns what a framework's environment is made for: the folder, the Python of ``.venv/``, the lock.
+
+    For one that is compiled also the torch of ``.venv/``.
+    """
+    venv = checkout() / ".venv"
+    files = {"python": venv / "pyvenv.cfg", "lock": find_lock(name)}
     hashes = {key: hashlib.sha256(file.read_bytes()).hexdigest() for key, file in files.items() if file.is_file()}
-    return {"folder": str(checkout()), "python": "none", "lock": "none"} | hashes
+    # By the name of a folder, +cpu and all: importing torch to ask it would take seconds.
+    torch = "".join(path.name for path in venv.glob("lib/python*/site-packages/torch-*.dist-info"))
+    compiled = {"torch": torch} if FRAMEWORKS[name].options else {}
+    return {"folder": str(checkout()), "python": "none", "lock": "none"} | hashes | compiled
 
 
 def find_fault(name: str) -> str:
@@ -73,7 +106,7 @@ def find_fault(name: str) -> str:
     except (OSError, ValueError, TypeError):
         return "is incomplete"
     for key, words in CHANGES.items():
-        if made.get(key) != wanted[key]:
+        if made.get(key) != wanted.get(key):
             return words
     return "" if (folder / "bin" / "python").exists() else "has lost its Python"
 

@@ -1,4 +1,4 @@
-"""What a command prints: run here where its programs are, and else shown as it was recorded, with where and when.
+"""What a command prints, or a measurement finds: here where its programs are, and else as it was recorded elsewhere.
 
 ``LAB_RECORD=1`` in the environment, on a machine that has the programs, records what a notebook shows anew in
 ``data/reference/``.
@@ -12,7 +12,9 @@ import os
 import shlex
 import subprocess
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from lab_common import LabError, checkout
 from lab_common.files import read_bounded, write_atomically
@@ -35,7 +37,7 @@ class Transcript:
         self.here, self._path = here, checkout() / "data" / "reference" / f"{name}.json"
         self._record = here is not None and os.environ.get("LAB_RECORD") == "1"
         self._seen: Counter[str] = Counter()
-        self._records = {} if self._record else _read(self._path)
+        self._records = {} if self._record else _load(self._path, _check_records)
 
     def __call__(self, *argv: object, cwd: Path | None = None, seconds: float = 120.0) -> str:
         """Prints a command and its output, and returns what it wrote to stdout.
@@ -74,22 +76,62 @@ class Transcript:
         if sum(map(len, self._records.values())) > MOST_COMMANDS:
             cause, fix = "one record is for one part of a lab", "show fewer commands, or name another record"
             raise LabError(f"More than {MOST_COMMANDS} commands to record.", where=self._path, cause=cause, fix=fix)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(self._path) as file:
-            file.write(json.dumps(self._records, indent=1, ensure_ascii=False).encode() + b"\n")
+        _save(self._path, self._records)
 
 
-def _read(path: Path) -> dict[str, list[dict[str, str]]]:
+def recall(name: str, measure: Callable[[], Any] | None, here: str) -> tuple[Any, str]:
+    """What is measured here, or was recorded where its programs were; and which of both it is, in words.
+
+    Args:
+        name: Of the record, ``data/reference/NAME.json``.
+        measure: Returns what JSON can hold; None where it cannot be measured here.
+        here: What measures, with its version.
+
+    Raises:
+        LabError: It has to be recalled, and the record is missing or damaged.
+    """
+    path = checkout() / "data" / "reference" / f"{name}.json"
+    if measure is None:
+        found = _load(path, _check_result)
+        if not found:
+            raise _refuse(path, "there is no such file")
+        return found["result"], f"recorded on {found['on']}, {found['when']}"
+    found = {"on": f"{machine.describe().label}, {here}", "when": f"{datetime.date.today()}", "result": measure()}
+    if os.environ.get("LAB_RECORD") == "1":
+        _save(path, found)
+    return found["result"], "measured here"
+
+
+def _check_records(records: Any) -> bool:
+    return all(isinstance(one[key], str) for many in records.values() for one in many for key in KEYS)
+
+
+def _check_result(found: Any) -> bool:
+    return found["on"] == str(found["on"]) and found["when"] == str(found["when"]) and "result" in found
+
+
+def _load(path: Path, is_whole: Callable[[Any], bool]) -> dict[str, Any]:
+    """What a record holds; nothing where there is none."""
     try:
-        records = json.loads(read_bounded(path, MOST_BYTES))
-        if not all(isinstance(one[key], str) for many in records.values() for one in many for key in KEYS):
-            raise ValueError("it is no record of commands")
+        found = json.loads(read_bounded(path, MOST_BYTES))
+        if not is_whole(found):
+            raise ValueError("it is no such record")
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        fix = "get this file of the labs anew"
-        raise LabError("The recorded commands cannot be read.", where=path, cause=str(error)[:300], fix=fix) from error
-    return records
+        raise _refuse(path, str(error)) from error
+    return found
+
+
+def _save(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as file:
+        file.write(json.dumps(found, indent=1, ensure_ascii=False).encode() + b"\n")
+
+
+def _refuse(path: Path, why: str) -> LabError:
+    fix = "get this file of the labs anew"
+    return LabError("What was recorded cannot be read.", where=path, cause=why[:300], fix=fix)
 
 
 def _run(argv: list[str], cwd: Path | None, seconds: float) -> tuple[str, str]:

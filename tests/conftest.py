@@ -200,6 +200,24 @@ def ray() -> Path:
 
 
 @pytest.fixture(scope="session")
+def jax() -> Path:
+    """The Python of JAX's own environment."""
+    return find_engine("jax")
+
+
+@pytest.fixture(scope="session")
+def tensorflow() -> Path:
+    """The Python of TensorFlow's own environment."""
+    return find_engine("tensorflow")
+
+
+@pytest.fixture(scope="session")
+def horovod() -> Path:
+    """The Python of Horovod's own environment."""
+    return find_engine("horovod")
+
+
+@pytest.fixture(scope="session")
 def chromium() -> str:
     """An installed Chromium."""
     found = find_chromium()

@@ -1,17 +1,22 @@
 """Frameworks in environments of their own: built once, repaired, refused in words; on toy wheels, without a network."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import time
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import engines
 from packaging.utils import canonicalize_name
@@ -23,22 +28,84 @@ from lab_common import LabError
 # What a checkout has to have before a framework's environment can be built in it.
 FILES = ("Makefile", "setup_venv.py", "setup_engine.py", "lab_common/__init__.py", "course/__init__.py")
 FILES += ("course/frameworks.py",)
+NAMES = "lightning, ray, horovod, tensorflow, jax"
 
 
-def write_wheel(folder: Path, name: str, version: str, *needs: str) -> str:
-    """Writes a package of one empty module; returns its line in a lock."""
+# What the toy that has to be compiled does in the place of a compilation: it keeps what it was given, and calls the
+# compiler once, as CMake would for C++14.
+BACKEND = """
+import os, pathlib, subprocess, sys, tempfile, zipfile
+
+METADATA = "Metadata-Version: 2.1\\nName: horovod\\nVersion: 1.0\\n"
+
+def prepare_metadata_for_build_wheel(folder, config_settings=None):
+    info = pathlib.Path(folder) / "horovod-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(METADATA)
+    return info.name
+
+def build_wheel(folder, config_settings=None, metadata_directory=None):
+    print("Building the toy", flush=True)
+    subprocess.run([os.environ["CXX"], "-O2", "-std=gnu++14", "a b.cc"], check=True)
+    torch = "import torch; print(torch.version.cuda)"
+    site = pathlib.Path(os.environ["VENV"]).glob("lib/python*/site-packages/torch-*.dist-info")
+    seen = {
+        "tool": subprocess.run(["toytool"], capture_output=True, text=True, check=True).stdout.strip(),
+        "options": sorted(name for name, text in os.environ.items() if name.startswith("HOROVOD_") and text == "1"),
+        "cuda": subprocess.run([sys.executable, "-c", torch], capture_output=True, text=True).stdout.strip(),
+        "temporary": tempfile.gettempdir(),
+        "torch": [path.name for path in site],
+    }
+    info = "horovod-1.0.dist-info"
+    with zipfile.ZipFile(pathlib.Path(folder) / "horovod-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("horovod.py", f"SEEN = {seen!r}")
+        wheel.writestr(f"{info}/METADATA", METADATA)
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return "horovod-1.0-py3-none-any.whl"
+"""
+# The compiler: notes its last call, but for that of the probe, then does what the test wants.
+GPP = """#!/bin/sh
+case " $* " in *" -fsyntax-only "*) {probe} ;; esac
+for word do echo "$word"; done > "{place}/compiler.log"
+{then}
+"""
+
+
+def write_wheel(folder: Path, name: str, version: str, *needs: str, script: str = "") -> str:
+    """Writes a package of one empty module, and a script if asked; returns its line in a lock."""
     needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
     info, path = f"{name}-{version}.dist-info", folder / f"{name}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(f"{name}.py", "")
+        if script:
+            entry = zipfile.ZipInfo(f"{name}-{version}.data/scripts/{name}")
+            entry.external_attr = 0o100755 << 16
+            wheel.writestr(entry, script)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
     return f"{name}=={version} --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
 
 
+def write_sources(folder: Path) -> str:
+    """Writes the package that has to be compiled; returns its line in a lock."""
+    path, top = folder / "horovod-1.0.tar.gz", folder / "horovod-1.0"
+    top.mkdir(exist_ok=True)
+    (top / "backend.py").write_text(BACKEND, encoding="utf-8")
+    settings = '[build-system]\nrequires = ["absent"]\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (top / "pyproject.toml").write_text(settings, encoding="utf-8")
+    (top / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 1.0\n", encoding="utf-8")
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(top, top.name)
+    shutil.rmtree(top)
+    return f"horovod==1.0 --hash=sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}\n"
+
+
 class Checkout:
     """A checkout with a lock of one toy, whose .venv has this pip, and a package that only a .pth file leads to."""
+
+    name = "lightning"
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder, self.wheels = folder, folder.parent / "wheels"
@@ -48,7 +115,7 @@ class Checkout:
             shutil.copy(root / name, folder / name)
         for name in ("requirements.lock", "pyproject.toml", "course/jupyterlab.json"):
             (folder / name).touch()
-        self.lock = folder / "engines" / "lightning.lock"
+        self.lock = folder / "engines" / f"{self.name}.lock"
         self.lock.parent.mkdir()
         self.lock.write_text(write_wheel(self.wheels, "toy", "1.0"))
         self.make_venv()
@@ -65,26 +132,30 @@ class Checkout:
         (seen / "pip").symlink_to(Path(sysconfig.get_path("purelib")) / "pip")
         (venv / "ready").write_text(f"{self.folder}\n")
 
-    def run(self, *words: str) -> tuple[int, str]:
-        """Runs a command without a network and without the settings of a make around us."""
+    @property
+    def environment(self) -> dict[str, str]:
+        """Without a network and without the settings of a make around us."""
         environment = {name: text for name, text in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
-        run = subprocess.run(words, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=120)
+        return environment | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
+
+    def run(self, *words: str) -> tuple[int, str]:
+        """Runs a command; returns its status, and all that it said."""
+        run = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=120)
         return run.returncode, run.stdout + run.stderr
 
     def build(self, *names: str) -> tuple[int, str]:
-        return self.run(".venv/bin/python", "setup_engine.py", *(names or ("lightning",)))
+        return self.run(".venv/bin/python", "setup_engine.py", *(names or (self.name,)))
 
     def ask(self, code: str, *, engine: bool = True) -> str:
         """What a Python of the checkout prints: the environment's own, or that of .venv."""
-        python = ".engines/lightning/bin/python" if engine else ".venv/bin/python"
+        python = str(self.python) if engine else ".venv/bin/python"
         return self.run(python, "-c", code)[1].strip()
 
     def find_python(self, folder: Path | None = None) -> str:
         """What find_python returns, or says, in a notebook that lies in another folder."""
         code = (
             "from course.frameworks import find_python\nfrom lab_common import LabError\n"
-            "try:\n    print(find_python('lightning'))\nexcept LabError as error:\n    print(error)"
+            f"try:\n    print(find_python({self.name!r}))\nexcept LabError as error:\n    print(error)"
         )
         run = subprocess.run(
             [self.folder / ".venv" / "bin" / "python", "-c", code],
@@ -98,17 +169,65 @@ class Checkout:
 
     @property
     def engine(self) -> Path:
-        return self.folder / ".engines" / "lightning"
+        return self.folder / ".engines" / self.name
 
     @property
     def python(self) -> Path:
         return self.engine / "bin" / "python"
 
 
+class CompilingCheckout(Checkout):
+    """A checkout with a lock of sources, whose .venv has a torch, and with a stand-in for g++ on PATH."""
+
+    name = "horovod"
+
+    def __init__(self, root: Path, folder: Path) -> None:
+        super().__init__(root, folder)
+        self.lock.write_text(write_sources(self.wheels))
+        self.tools = self.lock.with_name("horovod.build.lock")
+        self.tools.write_text(write_wheel(self.wheels, "toytool", "1.0", script="#!/bin/sh\necho $0\n"))
+        self.bin = folder.parent / "bin"
+        self.bin.mkdir()
+        self.settings: dict[str, str] = {}  # of a build, besides
+        self.set_compiler()
+
+    def make_venv(self, torch: str = "2.14.1") -> None:
+        """Makes .venv, with a torch that has CUDA."""
+        super().make_venv()
+        (seen,) = self.folder.glob(".venv/lib/python*/site-packages")
+        (seen / f"torch-{torch}.dist-info").mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+        (seen / f"torch-{torch}.dist-info" / "METADATA").write_text(metadata)
+        (seen / "torch.py").write_text("class version:\n    cuda = '13.0'\n")
+
+    def set_compiler(self, then: str = "", probe: str = "exit 0", name: str = "g++") -> None:
+        """Says what the compiler does, in the language of a shell, and what it does when it is tried beforehand."""
+        (self.bin / name).write_text(GPP.format(place=self.folder.parent, then=then, probe=probe), encoding="utf-8")
+        (self.bin / name).chmod(0o755)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        environment = super().environment
+        environment.pop("CXX", None)
+        environment |= {"PIP_CACHE_DIR": str(self.folder.parent / "cache"), "VENV": str(self.folder / ".venv")}
+        return environment | {"PATH": f"{self.bin}{os.pathsep}{environment['PATH']}"} | self.settings
+
+    @property
+    def compiled(self) -> list[str]:
+        """The words of the compiler's last call."""
+        log = self.folder.parent / "compiler.log"
+        return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+
+
 @pytest.fixture
 def checkout(root, tmp_path):
     """In a folder whose name no shell and no encoding takes lightly."""
     return Checkout(root, tmp_path / "Zoë's labs")
+
+
+@pytest.fixture
+def compiling(root, tmp_path):
+    return CompilingCheckout(root, tmp_path / "Zoë's labs")
 
 
 @pytest.fixture
@@ -250,6 +369,152 @@ def test_a_module_that_a_framework_hides_is_not_found(checkout):
     assert checkout.ask("import only_by_pth; print('found')", engine=False) == "found"
 
 
+def test_one_that_is_compiled_is_built_once_for_the_torch_of_the_labs(compiling):
+    code, out = compiling.build()
+    assert code == 0, out
+    lines = out.splitlines()
+    assert lines[0].startswith("Horovod is unmaintained: its last release is from June 2023.")
+    assert lines[1] == "Horovod's environment is not here."
+    assert lines[-1] == "Horovod's environment is ready: .engines/horovod"
+    # A standard that torch's headers take, and words as they were.
+    assert compiling.compiled == ["-O2", "-std=c++20", "a b.cc"]
+    seen = json.loads(compiling.ask("import horovod, json; print(json.dumps(horovod.SEEN))"))
+    assert seen == {
+        "tool": str(compiling.engine / "build" / "bin" / "toytool"),
+        "options": sorted(frameworks.FRAMEWORKS["horovod"].options),
+        "cuda": "None",
+        "temporary": str(compiling.engine / "build"),
+        "torch": ["torch-2.14.1.dist-info"],
+    }
+    # What it was built with is gone, and torch says again what it has.
+    assert compiling.ask("import torch; print(torch.version.cuda)") == "13.0"
+    assert "No module named 'toytool'" in compiling.ask("import toytool")
+    assert {path.name for path in compiling.engine.iterdir()} == {
+        *("bin", "include", "lib", "made-by-the-labs", "pyvenv.cfg", "ready"),
+        *(path.name for path in compiling.engine.glob("lib64")),
+    }
+    shutil.rmtree(compiling.wheels)
+    shutil.rmtree(compiling.bin)
+    assert compiling.build() == (0, "Horovod's environment is ready: .engines/horovod\n")
+
+
+def test_another_torch_asks_for_another_compilation(compiling):
+    """Also where pip remembers what it compiled."""
+    assert compiling.build()[0] == 0
+    compiling.make_venv(torch="2.14.1+cpu")
+    assert compiling.find_python().splitlines()[0] == "Horovod's environment was compiled for another torch."
+    code, out = compiling.build()
+    assert code == 0 and "Horovod's environment was compiled for another torch.\nBuilding it in" in out
+    assert compiling.find_python() == str(compiling.python)
+    assert compiling.ask("import horovod; print(horovod.SEEN['torch'])") == "['torch-2.14.1+cpu.dist-info']"
+
+
+def test_another_torch_means_nothing_to_one_that_is_not_compiled(built):
+    (seen,) = built.folder.glob(".venv/lib/python*/site-packages")
+    (seen / "torch-2.14.1.dist-info").mkdir()
+    assert built.find_python() == str(built.python)
+
+
+FIX = f"Debian, Ubuntu: sudo apt-get install g++ make python3.{sys.version_info.minor}-dev"
+CANNOT = f"g++ cannot compile C++20 for python3.{sys.version_info.minor} here. It says:"
+OBSTACLES = {
+    "nothing": f"it has to be compiled, and there is no g++ and no make here.\n{FIX}\n",
+    "no g++": f"it has to be compiled, and there is no g++ here.\n{FIX}\n",
+    "an old g++": f"it has to be compiled, and {CANNOT}\n  <stdin>:1:10: fatal error: no such file\n{FIX}\n",
+    "no such CXX": f"it has to be compiled, and there is no g++-99 here.\n{FIX}\n",
+    "a Mac": "it is compiled on Linux alone.\n",
+}
+
+
+@pytest.mark.parametrize("what", OBSTACLES)
+def test_without_a_compiler_it_is_refused_before_anything_is_built(compiling, what):
+    words = OBSTACLES[what]
+    if what in ("nothing", "no g++"):
+        (compiling.bin / "g++").unlink()
+        compiling.settings = {"PATH": str(compiling.bin)}
+    if what == "no g++":
+        (compiling.bin / "make").symlink_to("/bin/true")
+    if what == "an old g++":
+        compiling.set_compiler(probe="echo '<stdin>:1:10: fatal error: no such file' >&2; exit 1")
+    if what == "no such CXX":
+        compiling.settings = {"CXX": "g++-99"}
+    if what == "a Mac":
+        code = compiling.folder / "setup_engine.py"
+        code.write_text(code.read_text().replace('sys.platform != "linux"', 'sys.platform == "linux"'))
+    code, out = compiling.build()
+    assert code == 1
+    assert f"\nHorovod's environment is not here.\nHorovod's environment cannot be built: {words}" in out, out
+    assert not compiling.engine.exists() and not compiling.compiled
+
+
+def test_the_compiler_is_tried_with_the_headers_and_the_standard_that_it_needs(compiling):
+    """By the real one: torch's headers include Python's."""
+    if not shutil.which("g++"):
+        pytest.skip("NOT TESTED HERE: the probe of a compiler, since there is no g++")
+    (compiling.bin / "g++").unlink()
+    find = "import setup_engine; print(setup_engine.find_obstacle())"
+    assert compiling.ask(find, engine=False) == ""
+    for was, error in (('STANDARD = "c++20"', "c++-99"), ("#include <Python.h>", "Nothing.h")):
+        code = compiling.folder / "setup_engine.py"
+        text = code.read_text()
+        code.write_text(text.replace(was, was.replace("c++20", "c++-99").replace("Python.h", "Nothing.h")))
+        said = compiling.ask(find, engine=False)
+        code.write_text(text)
+        assert said.startswith("it has to be compiled, and g++ cannot compile") and error in said, said
+
+
+def test_another_compiler_can_be_named(compiling):
+    (compiling.bin / "g++").unlink()
+    compiling.set_compiler(name="other-c++")
+    compiling.settings = {"CXX": "other-c++"}
+    code, out = compiling.build()
+    assert code == 0, out
+    assert compiling.compiled == ["-O2", "-std=c++20", "a b.cc"]
+
+
+def test_a_failed_compilation_shows_its_first_error_and_can_be_repeated(compiling):
+    noise = "for i in $(seq 100); do echo noise $i; done"
+    compiling.set_compiler(then=f"{noise}; echo 'a b.cc:7:1: error: no uint32_t'; {noise}; exit 1")
+    code, out = compiling.build()
+    assert code == 1
+    assert out.endswith("(pip says why above).\nRun make engines ENGINE=horovod to try again.\n"), out
+    assert "noise 95\n" not in out and "noise 100\n  a b.cc:7:1: error: no uint32_t\n  noise 1\n" in out
+    assert not compiling.engine.exists()
+    compiling.set_compiler()
+    assert compiling.build()[0] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_an_interrupted_compilation_leaves_nothing(compiling, number):
+    """Also no process, which would write on into a folder that is being removed."""
+    compiling.set_compiler(then='echo $$ > "$TMPDIR/../../../pid"; while :; do : > "$TMPDIR/$(date +%N)"; done')
+    command = [compiling.folder / ".venv" / "bin" / "python", "setup_engine.py", "horovod"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=compiling.folder, env=compiling.environment, **pipes) as build:
+        pid, deadline = compiling.folder / "pid", time.monotonic() + 60
+        while not (pid.exists() and pid.read_text().strip()):
+            assert build.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        build.send_signal(number)
+        out, _ = build.communicate(timeout=60)
+    assert build.returncode == 1 and "was not built: the build was interrupted.\n" in out, out
+    assert not compiling.engine.exists()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # Nobody's child any more: its last state may stay for a while.
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
+    compiling.set_compiler()
+    assert compiling.build()[0] == 0
+
+
+@pytest.mark.parametrize("which", ["sources", "tools"])
+def test_what_is_compiled_and_what_compiles_it_are_checked(compiling, which):
+    lock = compiling.lock if which == "sources" else compiling.tools
+    lock.write_text(re.sub("[0-9a-f]{64}", "0" * 64, lock.read_text()))
+    code, out = compiling.build()
+    assert code == 1 and "DO NOT MATCH THE HASHES" in out, out
+    assert not compiling.engine.exists() and not compiling.compiled
+
+
 def test_somebody_elses_folder_is_not_touched(checkout):
     checkout.engine.mkdir(parents=True)
     (checkout.engine / "theirs").touch()
@@ -262,7 +527,7 @@ def test_somebody_elses_folder_is_not_touched(checkout):
 def test_make_says_which_frameworks_there_are(checkout, names):
     code, out = checkout.run("make", "engines", *([f"ENGINE={' '.join(names)}"] if names else []))
     assert code != 0
-    assert "ENGINE has to be one of these: lightning, ray. For example: make engines ENGINE=lightning\n" in out
+    assert f"ENGINE has to be one of these: {NAMES}. For example: make engines ENGINE=lightning\n" in out
     assert "Traceback" not in out and not (checkout.folder / ".engines").exists()
 
 
@@ -296,7 +561,7 @@ def test_another_name_is_refused():
     with pytest.raises(LabError) as caught:
         frameworks.find_python("spark")
     assert caught.value.what == "No framework is called 'spark'."
-    assert caught.value.fix == "use one of these names: lightning, ray"
+    assert caught.value.fix == f"use one of these names: {NAMES}"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +583,8 @@ def test_a_test_that_needs_one_is_skipped_in_words_or_fails(monkeypatch, tmp_pat
 
 def test_every_framework_has_a_lock_and_a_fixture_of_the_system_tests(root, request):
     files = {path.name for path in (root / "engines").iterdir()}
-    assert files == {f"{name}{ending}" for name in frameworks.FRAMEWORKS for ending in (".in", ".lock")}
+    names = {*frameworks.FRAMEWORKS, *(f"{name}.build" for name, row in frameworks.FRAMEWORKS.items() if row.options)}
+    assert files == {f"{name}{ending}" for name in names for ending in (".in", ".lock")}
     settings, fixtures = (
         request.config.pluginmanager.get_plugin(str(root / name)) for name in ("conftest.py", "tests/conftest.py")
     )
@@ -328,17 +594,24 @@ def test_every_framework_has_a_lock_and_a_fixture_of_the_system_tests(root, requ
 def test_a_lock_is_exact_and_has_nothing_that_the_labs_have(root):
     """A second torch, say, would take 3 GB."""
     labs = {canonicalize_name(found.name) for found, _ in read_lock((root / "requirements.lock").read_text())}
-    for name in frameworks.FRAMEWORKS:  # as a parameter the name would be taken for that of the fixture
-        text = frameworks.find_lock(name).read_text()
+    for path in (root / "engines").glob("*.lock"):
+        text, name = path.read_text(), path.name.split(".")[0]
         lock = read_lock(text)
-        assert "://" not in text and name in {canonicalize_name(found.name) for found, _ in lock}
+        assert "://" not in text
+        assert path.stem != name or name in {canonicalize_name(found.name) for found, _ in lock}
         assert not labs & {canonicalize_name(found.name) for found, _ in lock}
         for requirement, hashes in lock:
             assert re.fullmatch(r"==[\w.]+", str(requirement.specifier)), f"{requirement} is not exact"
             assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", value) for value in hashes), requirement
 
 
-IMPORTS = {"lightning": "accelerate, jsonargparse, lightning.pytorch.cli", "ray": "ray.train.torch"}
+IMPORTS = {
+    "lightning": "accelerate, jsonargparse, lightning.pytorch.cli",
+    "ray": "ray.train.torch",
+    "horovod": "horovod.torch",
+    "tensorflow": "tensorflow",
+    "jax": "jax",
+}
 
 
 @pytest.mark.parametrize("name", IMPORTS)
@@ -364,6 +637,8 @@ def test_an_environment_is_its_lock_on_the_torch_of_the_labs(request, name):
 
 def test_the_labs_that_need_a_framework_are_known(root):
     """The cells and pages of those that need one for all cells are skipped without it."""
-    texts = {path.stem: path.read_text(encoding="utf-8") for path in (root / "notebooks").glob("*.ipynb")}
-    found = {stem: re.findall(r'find_python\(\\"(\w+)\\"\)', text) for stem, text in texts.items()}
-    assert {stem: names[0] for stem, names in found.items() if names} == engines.NEEDED | engines.USED
+    for path in (root / "notebooks").glob("*.ipynb"):
+        text = path.read_text(encoding="utf-8")
+        named = {name for name in frameworks.FRAMEWORKS if f'\\"{name}\\"' in text}
+        needed = engines.NEEDED.get(path.stem)
+        assert named == {*engines.USED.get(path.stem, ()), *([needed] if needed else [])}, path.stem

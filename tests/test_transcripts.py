@@ -88,10 +88,32 @@ def test_a_damaged_record_is_refused(record, text):
     assert_explains(caught.value, "recorded", "anew")
 
 
+def test_a_result_is_measured_here_and_recalled_elsewhere(record, monkeypatch):
+    assert transcripts.recall("lab/toy", lambda: {"gap": 0.5}, HERE) == ({"gap": 0.5}, "measured here")
+    assert not record.exists(), "only what is asked for is recorded"
+    monkeypatch.setenv("LAB_RECORD", "1")
+    transcripts.recall("lab/toy", lambda: {"gap": 0.25}, HERE)
+    monkeypatch.delenv("LAB_RECORD")
+    date = json.loads(record.read_text())["when"]
+    result, note = transcripts.recall("lab/toy", None, "another")
+    assert result == {"gap": 0.25} and note.startswith("recorded on ") and note.endswith(f", {HERE}, {date}")
+    assert transcripts.recall("lab/toy", lambda: 7, HERE) == (7, "measured here"), "what is here comes first"
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[]", "7", '{"on": 1}', '{"on": "a", "when": 7, "result": 0}', "{}"])
+def test_a_result_that_cannot_be_recalled_is_explained(record, text):
+    if text is not None:
+        record.parent.mkdir(parents=True)
+        record.write_text(text)
+    with pytest.raises(LabError) as caught:
+        transcripts.recall("lab/toy", None, "another")
+    assert_explains(caught.value, "recorded", "toy.json", "anew")
+
+
 def test_the_labs_own_records_name_no_place_of_a_machine(root):
     records = [path for path in (root / "data" / "reference").glob("lab*/*.json")]
     assert records
     for path in records:
-        transcripts._read(path)
+        assert transcripts._load(path, lambda _: True)
         assert path.stat().st_size < 2**18
         assert not [place for place in ("/root", "/home/", "/tmp/", "/work/", "/Users/") if place in path.read_text()]

@@ -46,7 +46,7 @@ __all__ = [
     "progress",
     "refusing",
 ]
-LABS = range(14)
+LABS = range(15)
 # Each lab imports this module before its first bar.
 clear_ended_bars()
 

@@ -12,7 +12,7 @@ from lab_common import LabError
 
 # The labs that need one, and those that have cells for one and do without it.
 NEEDED = {"12_lightning": "lightning"}
-USED = {"13_schedulers": "ray"}
+USED = {"13_schedulers": ("ray",), "14_other_frameworks": ("horovod", "tensorflow", "jax")}
 
 
 def need_engine_of(notebook: Path) -> None:

@@ -84,7 +84,7 @@ def verify_ddp_script(path: str | Path) -> str:
     with tempfile.TemporaryDirectory(prefix="lab5-", ignore_cleanup_errors=True) as folder:
         runs = _run(script, Path(folder))
         _expect_end(runs.job)
-        _expect_images([result["images"] for result in runs.job.results])
+        expect_images([result["images"] for result in runs.job.results])
         _expect_gradients(runs)
         _expect_counts(runs)
         first = runs.job.ranks[0].node
@@ -185,7 +185,7 @@ def _expect_end(job: launch.JobResult) -> None:
     )
 
 
-def _expect_images(taken: Sequence[list[list[int]]]) -> None:
+def expect_images(taken: Sequence[list[list[int]]]) -> None:
     """Full batches, no image twice in an epoch by both ranks together, and another order each time."""
     orders = [[index for step in steps for index in step] for steps in taken]
     _expect_batches(taken, orders)

@@ -22,7 +22,7 @@ def expect_precautions(tree: ast.AST) -> None:
     Raises:
         NotYetError: One of them is not there.
     """
-    values = _find_values(tree)
+    values = find_values(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call) for call in calls]
     starts = [call for name, call in named if name == "init_process_group"]
@@ -46,7 +46,7 @@ def expect_precautions(tree: ast.AST) -> None:
         expected='int(os.environ["LOCAL_RANK"])',
         hint=BY_RANK,
     )
-    _expect_no_rank(named, values)
+    expect_no_rank(named, values)
     expect(
         bool({"set_device", "set_device_index"} & names),
         "the current GPU of a process",
@@ -55,7 +55,7 @@ def expect_precautions(tree: ast.AST) -> None:
         hint="calls that name no device take the current one, GPU 0 unless set: all processes would meet there",
     )
     if "CUDA_VISIBLE_DEVICES" not in texts:  # where each process sees one GPU, its number is 0
-        _expect_local_rank(named, values)
+        expect_local_rank(named, values)
     expect(
         "save" in names,
         "a checkpoint",
@@ -177,7 +177,7 @@ def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, a
             yield from ((name, one) for one in _find_argument(call, 1, "device_ids"))
 
 
-def _expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
+def expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
     """No device is chosen by the rank in the whole job, unless it is divided by the number of GPUs."""
     for name, one in _list_chosen(named):
         used = _list_used(one, values)
@@ -190,7 +190,7 @@ def _expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, 
         )
 
 
-def _expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
+def expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
     """The current GPU is chosen by ``LOCAL_RANK``, and no other by a number that is the same for all processes."""
     for name, one in [*_list_chosen(named), ("", ast.Name("device"))]:
         used = _list_used(one, values)
@@ -217,7 +217,7 @@ def _is_local(used: set) -> bool:
     return "device_count" in used or any("local" in str(word).lower() for word in used)
 
 
-def _find_values(tree: ast.AST) -> dict[str, list[ast.expr]]:
+def find_values(tree: ast.AST) -> dict[str, list[ast.expr]]:
     """What is assigned to each name, and what each function returns and is called with, wherever that stands."""
     values = defaultdict(list)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

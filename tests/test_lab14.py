@@ -1,0 +1,158 @@
+"""Lab 14 outside of its notebook: its frameworks on two hosts, what it says of them, and what late gradients do."""
+
+import json
+import re
+
+import matplotlib.pyplot as plt
+import nbformat
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import nodelaunch as launch
+from course import frameworks
+from course.frameworks import FRAMEWORKS
+from lab_common import LabError
+
+NOTEBOOK = "14_other_frameworks"
+CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(autouse=True)
+def beside_the_scripts(root, monkeypatch):
+    """The notebook imports scripts/ from the folder that it lies in."""
+    monkeypatch.syspath_prepend(root / "notebooks")
+
+
+@pytest.fixture
+def sources(root):
+    """The source of each cell, by id."""
+    return {cell.id: cell.source for cell in nbformat.read(root / "notebooks" / f"{NOTEBOOK}.ipynb", 4).cells}
+
+
+@pytest.fixture
+def start(run_cells_of, runs):
+    """The start that the lab writes for all frameworks."""
+    return run_cells_of(NOTEBOOK, "settings", "start")["START"]
+
+
+@pytest.fixture
+def take_steps(root, start, tmp_path):
+    """Takes the lab's ten steps in a framework, on nodes; returns what its script wrote."""
+
+    def run(name, nodes, *options):
+        out = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}.npz"
+        more = {"root": root / "notebooks" / "scripts", "env": CPU, "nodes": nodes}
+        if name != "torch":
+            more |= {"program": ["python"]}
+        launch.TorchrunJob(f"same_{name}.py", [start, out, *options], **more).run(show=False)
+        return dict(np.load(out))
+
+    return run
+
+
+def list_hosts(hosts, python):
+    """Both hosts, with a framework's Python, as the lab's nodes on this machine have it."""
+    return launch.ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs", python=str(python))
+
+
+def assert_same(found, other, within):
+    assert found.keys() == other.keys()
+    for name, one in found.items():
+        assert np.abs(one - other[name]).max() <= within, name
+
+
+def test_jax_takes_torch_s_steps_on_two_hosts(take_steps, hosts, jax):
+    here = take_steps("torch", launch.local_nodes(2))
+    there = take_steps("jax", list_hosts(hosts, jax))
+    for dtype, within in (("float32", 1e-6), ("float64", 1e-14)):
+        assert_same(*({k: v for k, v in one.items() if k.startswith(dtype)} for one in (there, here)), within)
+
+
+def test_tensorflow_takes_torch_s_steps_on_two_hosts(take_steps, hosts, tensorflow, run_cells_of, runs):
+    addresses = [f"{hosts.address(node)}:12345" for node in ("n1", "n2")]
+    write = run_cells_of(NOTEBOOK, "tf-config")["write_tf_config"]
+    configs = [write(addresses, index) for index in range(2)]
+    here = take_steps("torch", launch.local_nodes(2))
+    there = take_steps("tensorflow", list_hosts(hosts, tensorflow), *configs)
+    for dtype, within in (("float32", 1e-6), ("float64", 1e-14)):
+        assert_same(*({k: v for k, v in one.items() if k.startswith(dtype)} for one in (there, here)), within)
+
+
+def test_the_diff_from_horovod_to_torch_is_that_of_the_scripts(root, sources):
+    """Each line that goes stands in the one script, and each that comes in the other, up to its arguments."""
+    (diff,) = re.findall(r"```diff\n(.*?)```", sources["migrate"], re.DOTALL)
+    scripts = {"-": "train_horovod.py", "+": "train_ddp.py"}
+    texts = {sign: (root / "notebooks" / "scripts" / name).read_text() for sign, name in scripts.items()}
+    lines = [line for line in diff.splitlines() if not line.startswith("+#")]
+    assert len(lines) > 12
+    for line in lines:
+        assert line[1:].partition("(")[0] in texts[line[0]], line
+
+
+def test_what_was_recorded_stands_for_each_framework(root, run_cells_of, monkeypatch, capsys, runs):
+    """Without any of their environments the cell shows what was recorded, and says so; the claims hold for it."""
+    monkeypatch.setattr(frameworks, "find_fault", lambda name: "is not here")
+    found = run_cells_of(NOTEBOOK, "frameworks", "claims", compare_with_torch=len)["FOUND"]
+    out = capsys.readouterr().out
+    for name, rows in found.items():
+        record = json.loads((root / "data" / "reference" / "lab14" / f"{name}.json").read_text())
+        assert rows == record["result"]
+        assert f"make engines ENGINE={name}" in out and f": recorded on {record['on']}, {record['when']}" in out
+        assert all(len(row["losses"]) == 10 for row in rows.values())
+    assert found["horovod"]["float32"]["gap"] == 0, "bit for bit"
+    assert found["tensorflow"]["padding"]["gap"] > found["tensorflow"]["epsilon"]["gap"] > 1e-5
+    assert out.count("✔") == 2 * len(found)
+
+
+def test_a_framework_that_computes_something_else_breaks_the_lab_s_claim(run_cells_of, runs):
+    rows = {"float32": {"gap": 1e-5}, "float64": {"gap": 0.0}}
+    with pytest.raises(LabError, match="largest difference"):
+        run_cells_of(NOTEBOOK, "claims", FOUND={"jax": rows})
+
+
+def test_each_framework_has_an_environment(sources):
+    names = re.findall(r"ENGINE=(\w+)", sources["title"])
+    assert names and set(names) <= FRAMEWORKS.keys()
+
+
+def test_the_figure_shows_zero_as_zero(run_cells_of, runs):
+    ways = {"float32": {"losses": [2.0] * 10, "gap": 0.0}, "epsilon": {"losses": [2.0] * 10, "gap": 3e-4}}
+    found = {"horovod": ways, "tensorflow": ways, "jax": ways}
+    torch_found = {"float32/losses": np.linspace(2.3, 2.1, 10)}
+    ax = run_cells_of(NOTEBOOK, "same-figure", FOUND=found, TORCH=torch_found)["right"]
+    texts = [text.get_text().strip() for text in ax.texts]
+    assert texts == ["3e-04", "0: bit for bit"] * 3
+    assert all(bar.get_width() > 0 for bar in ax.patches)
+    plt.close("all")
+
+
+def test_a_gradient_of_age_0_is_plain_training_and_an_older_one_is_late(run_cells_of, runs, monkeypatch):
+    """By hand: weights after three updates, whose gradients were computed at those of ``age`` updates before."""
+    monkeypatch.setattr("course.engines.share", lambda *functions: None)
+    servers = {"serve_in_turn": None, "serve_at_once": None}
+    cells = run_cells_of(NOTEBOOK, "worker", "gradient", "train", "late", **servers)
+    seen = []
+    cells["train_late"].__globals__.update(
+        make_worker=lambda seed: lambda weights: seen.append(weights.clone()) or torch.ones_like(weights),
+        score=lambda weights: weights,
+    )
+    first = cells["flatten"](cells["build"]().parameters())
+    for age in (0, 1, 2):
+        seen.clear()
+        last = cells["train_late"](age, 4, 0.5)
+        torch.testing.assert_close(last, first - 4 * 0.5)
+        for update, weights in enumerate(seen):
+            torch.testing.assert_close(weights, first - 0.5 * max(update - age, 0))
+
+
+def test_the_figure_of_ages_takes_the_guess(run_cells_of, runs, monkeypatch):
+    kept = []
+    monkeypatch.setattr("course.check.keep_guess", lambda *words, **more: kept.append(words))
+    rows = [(case, 100.0 + n, 3.0 if case == "at once" else n, 5, 0.5) for n, case in enumerate(("in turn", "at once"))]
+    table = pd.DataFrame(rows, columns=["case", "gradients per second", "age", "oldest", "accuracy"])
+    names = {"late": {0.05: [0.5, 0.4]}, "AGES": (0, 1), "runs": table, "my_age": 2.0}
+    run_cells_of(NOTEBOOK, "age-figure", **names)
+    assert kept == [("lab 14: age", 2.0, 3.0)]
+    plt.close("all")
