@@ -26,15 +26,15 @@ from course.frameworks import FRAMEWORKS, describe_build, find_fault, find_folde
 STANDARD = "c++20"
 # What a compiler has to get through before anything is built.
 PROBE = "#include <Python.h>\n#include <concepts>\n"
-# Stands for the compiler in a build that asks for an older standard than torch's headers do, and for debug information,
-# which doubles the memory and the time.
+# Stands for the compiler in a build that asks for an older standard than torch's headers do; that asks for debug
+# information, which takes memory and time; and that lacks headers which g++ 13 and later no longer include by themselves.
 COMPILER = """#!/bin/sh
 for word do
     shift
     case $word in -std=*) word=-std=STANDARD ;; -g) continue ;; esac
     set -- "$@" "$word"
 done
-exec CXX "$@"
+exec CXX -include string -include cstdint "$@"
 """
 # Read by each Python of a build. With what torch says of CUDA, Horovod wants the CUDA toolkit even for a build without
 # GPUs; it asks in `python -c`.
@@ -43,8 +43,8 @@ if "-c" in sys.orig_argv:
     import torch
     torch.version.cuda = None
 """
-# The lines of a failed build's log that are shown: from a little before its first error on.
-BEFORE, AFTER = 5, 20
+# What is shown of a failed build's log: lines from a little before its first error on, and how much of each.
+BEFORE, AFTER, WIDTH = 3, 20, 300
 
 
 def find_compiler() -> str:
@@ -107,7 +107,7 @@ def run_build(command: Sequence[object], environment: Mapping[str, str]) -> None
     if process.returncode:
         errors = (at for at, line in enumerate(log) if re.search(r"error:|CMake Error", line, re.IGNORECASE))
         first = max(0, next(errors, len(log) - AFTER) - BEFORE)
-        print("".join(log[first : first + BEFORE + AFTER]), end="", flush=True)
+        print("\n".join(line.rstrip()[:WIDTH] for line in log[first : first + BEFORE + AFTER]), flush=True)
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
@@ -123,7 +123,7 @@ def install_compiled(name: str, folder: Path) -> None:
         **os.environ,
         **dict.fromkeys(FRAMEWORKS[name].options, "1"),
         "CXX": str(compiler),
-        "MAKEFLAGS": f"-j{min(os.cpu_count() or 1, 8)}",  # each of them takes up to a GB of memory
+        "MAKEFLAGS": f"-j{min(os.cpu_count() or 1, 4)}",  # two files take 2 GB of memory each
         "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(place),
         "TMPDIR": str(place),  # so that all that a build leaves is removed with it

@@ -1,7 +1,10 @@
 """Lab 14 outside of its notebook: its frameworks on two hosts, what it says of them, and what late gradients do."""
 
 import json
+import os
 import re
+import shutil
+from subprocess import PIPE, STDOUT
 
 import matplotlib.pyplot as plt
 import nbformat
@@ -57,27 +60,37 @@ def list_hosts(hosts, python):
     return launch.ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs", python=str(python))
 
 
-def assert_same(found, other, within):
-    assert found.keys() == other.keys()
-    for name, one in found.items():
-        assert np.abs(one - other[name]).max() <= within, name
+def assert_torch_s(found, torch_found):
+    """The losses and weights of torch, in both precisions."""
+    for name, one in torch_found.items():
+        assert np.abs(one - found[name]).max() <= (1e-6 if name.startswith("float32") else 1e-14), name
 
 
 def test_jax_takes_torch_s_steps_on_two_hosts(take_steps, hosts, jax):
-    here = take_steps("torch", launch.local_nodes(2))
-    there = take_steps("jax", list_hosts(hosts, jax))
-    for dtype, within in (("float32", 1e-6), ("float64", 1e-14)):
-        assert_same(*({k: v for k, v in one.items() if k.startswith(dtype)} for one in (there, here)), within)
+    assert_torch_s(take_steps("jax", list_hosts(hosts, jax)), take_steps("torch", launch.local_nodes(2)))
 
 
 def test_tensorflow_takes_torch_s_steps_on_two_hosts(take_steps, hosts, tensorflow, run_cells_of, runs):
-    addresses = [f"{hosts.address(node)}:12345" for node in ("n1", "n2")]
     write = run_cells_of(NOTEBOOK, "tf-config")["write_tf_config"]
-    configs = [write(addresses, index) for index in range(2)]
-    here = take_steps("torch", launch.local_nodes(2))
-    there = take_steps("tensorflow", list_hosts(hosts, tensorflow), *configs)
-    for dtype, within in (("float32", 1e-6), ("float64", 1e-14)):
-        assert_same(*({k: v for k, v in one.items() if k.startswith(dtype)} for one in (there, here)), within)
+    addresses = [f"{hosts.address(node)}:12345" for node in ("n1", "n2")]
+    there = take_steps("tensorflow", list_hosts(hosts, tensorflow), *(write(addresses, index) for index in range(2)))
+    assert_torch_s(there, take_steps("torch", launch.local_nodes(2)))
+
+
+def test_horovod_takes_torch_s_steps_on_two_hosts(root, start, take_steps, hosts, horovod, tmp_path):
+    """By its own launcher, which is told the interface between the hosts and starts what it needs by ssh."""
+    folder, out = tmp_path / "bin", tmp_path / "horovod.npz"
+    folder.mkdir()
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {hosts.inner_config} "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    words = ["--gloo", "-np", "2", "-H", "n1:1,n2:1", "--network-interfaces", "eth0", horovod]
+    words += [root / "notebooks" / "scripts" / "same_torch.py", start, out, "--horovod"]
+    environment = {**os.environ, **CPU, "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = [horovod.with_name("horovodrun"), *words]
+    with hosts.popen_in_n0(list(map(str, command)), env=environment, stdout=PIPE, stderr=STDOUT, text=True) as run:
+        text = run.communicate(timeout=240)[0]
+    assert run.returncode == 0, text
+    assert_torch_s(dict(np.load(out)), take_steps("torch", launch.local_nodes(2)))
 
 
 def test_the_diff_from_horovod_to_torch_is_that_of_the_scripts(root, sources):

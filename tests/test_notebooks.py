@@ -394,6 +394,16 @@ def test_the_memory_of_a_lab_is_stored_and_stands_in_the_readme(root, path):
 # How long a lab takes.
 
 
+def test_the_minutes_of_a_path_are_the_sum_of_its_labs(root):
+    text = (root / "README.md").read_text()
+    minutes = {lab: int(row.split("|")[4]) for row, lab in re.findall(r"^(\| \[(\d+) · .*)$", text, re.MULTILINE)}
+    paths = re.findall(r"\*\*[\w ]+\*\* \((\d+) minutes\): ([\d, ]+)\.", text)
+    assert len(paths) == 4
+    for total, labs in paths:
+        assert int(total) == sum(minutes[lab] for lab in labs.split(", ")), labs
+    assert {lab for _, labs in paths for lab in labs.split(", ")} == minutes.keys(), "each lab is in a path"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_the_minutes_of_a_lab_are_bounded_and_stand_in_the_readme(root, path):
     lab = nbformat.read(path, as_version=4)
