@@ -264,6 +264,10 @@ WRONG_IN_TURN = {
         step_by(lambda w, total, workers, lr: w.sub_(lr * total / dist.get_world_size())),
         "rank 0 has no gradient",
     ),
+    "workers and server": (
+        step_by(lambda w, total, workers, lr: w.sub_(lr * total / (len(workers) + 1))),
+        "rank 0 has no gradient",
+    ),
     "by two": (step_by(lambda w, total, workers, lr: w.sub_(lr * total / 2)), "whatever the number of workers"),
     "twice": (step_by(lambda w, total, workers, lr: w.sub_(lr * total / len(workers) ** 2)), "divided twice"),
     "by seven": (step_by(lambda w, total, workers, lr: w.sub_(lr * total / 7)), "the mean is the sum divided by"),
@@ -596,6 +600,10 @@ WRONG_AT_ONCE = {
     "isend never waited for": (
         serve_at_once_by(answer=lambda w, worker, *_: dist.isend(w, worker)),
         "wait() for each that you start",
+    ),
+    "all other ranks": (
+        lambda w, workers, updates, lr: serve_at_once_by()(w, range(1, dist.get_world_size()), updates, lr),
+        "the ranks in `workers`",
     ),
     "nothing at all": (lambda *_: None, "at the start every worker gets the weights"),
     "no ages": (serve_at_once_by(give=lambda ages: None), "return a list with one age for each update"),

@@ -26,9 +26,9 @@ def compute_loss(weights, images, labels):
 
 
 def step(weights, velocity, images, labels):
-    """One step of SGD with momentum on each process's share; ``psum`` is JAX's all-reduce."""
+    """One step of SGD with momentum, on each device's share of the batch."""
     loss, gradients = jax.value_and_grad(compute_loss)(weights, images, labels)
-    gradients = jax.tree.map(lambda one: lax.psum(one, "rank") / lax.axis_size("rank"), gradients)
+    gradients = lax.pmean(gradients, "rank")  # JAX's all-reduce: psum, divided by the number of devices
     velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, gradients)
     weights = jax.tree.map(lambda w, v: w - 0.05 * v, weights, velocity)
     return weights, velocity, loss[None]
@@ -36,10 +36,10 @@ def step(weights, velocity, images, labels):
 
 def train(start, dtype):
     """Takes a step with each batch of all ranks; returns rank 0's losses, and the weights at the end."""
-    size, rank = jax.process_count(), jax.process_index()
-    mesh = jax.make_mesh((size,), ("rank",))
+    rank, mesh = jax.process_index(), jax.make_mesh((jax.device_count(),), ("rank",))
     every, share = PartitionSpec(), PartitionSpec("rank")
     specs = {"in_specs": (every, every, share, share), "out_specs": (every, every, share)}
+    # check_vma=False: otherwise grad itself adds up over all devices, for weights that all share.
     take = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **specs))
 
     def spread(own):

@@ -33,7 +33,7 @@ def to_torch(array):
 
 
 def train(start, strategy, rank, dtype="float32", padding="torch", epsilon=1e-5):
-    """Takes a step with each batch of this worker; returns its losses, and the weights at the end."""
+    """Takes a step with each batch of this worker, which has one device; returns losses, and weights at the end."""
     config.set_dtype_policy(dtype)
     names = [name for name in start.files if name[0].isdigit()]
     with strategy.scope():
@@ -48,6 +48,7 @@ def train(start, strategy, rank, dtype="float32", padding="torch", epsilon=1e-5)
             logits = model(images, training=True)
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
         gradients = tape.gradient(loss, variables)
+        # By hand, like the step: a Keras optimizer would add the gradients up over all workers, and not average.
         gradients = tf.distribute.get_replica_context().all_reduce("MEAN", gradients)
         for variable, v, gradient in zip(variables, velocity, gradients, strict=True):
             v.assign(0.9 * v + gradient)

@@ -1,6 +1,6 @@
 """Trains a network with Horovod: horovodrun --gloo -np 2 python train_horovod.py --epochs 3 --checkpoint run.pt.
 
-Horovod's last release, 0.28.1, is of June 2023, and nobody maintains it: it is here since older projects use it.
+Horovod's last release, 0.28.1, is of June 2023: it is here since older projects use it.
 """
 
 import argparse

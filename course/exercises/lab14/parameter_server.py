@@ -38,12 +38,21 @@ MISTAKES = {"same as the rank of the current process": WORKERS}
 
 @dataclass(frozen=True)
 class _Case:
-    """What is tried; ``order`` has the worker of each update, where the server is asynchronous."""
+    """What is tried.
+
+    Attributes:
+        workers: Their ranks.
+        steps: Rounds, or updates.
+        lr: The learning rate.
+        order: The worker of each update, where the server is asynchronous.
+        idle: Ranks that do not work: in the lab `workers` are not always all others.
+    """
 
     workers: Sequence[int]
     steps: int
     lr: float
     order: tuple[int, ...] = ()
+    idle: int = 0
 
     def __str__(self) -> str:
         return f"{len(self.workers)} workers, {self.steps} {'updates' if self.order else 'rounds'}"
@@ -59,8 +68,8 @@ class _Case:
 
 
 # Two workers alone would hide a division by two.
-IN_TURN = _Case(range(1, 3), 3, 0.1), _Case([3, 1, 2], 2, 0.25)
-AT_ONCE = _Case(range(1, 3), 6, 0.1, (1, 1, 1, 2, 1, 2)), _Case([3, 1, 2], 7, 0.2, (2, 3, 2, 2, 1, 3, 1))
+IN_TURN = _Case(range(1, 3), 3, 0.1), _Case([3, 1, 2], 2, 0.25, idle=1)
+AT_ONCE = _Case(range(1, 3), 6, 0.1, (1, 1, 1, 2, 1, 2)), _Case([3, 1, 2], 7, 0.2, (2, 3, 2, 2, 1, 3, 1), idle=1)
 
 
 def make_weights() -> torch.Tensor:
@@ -128,9 +137,11 @@ def _run(answer: Callable, case: _Case) -> _Run:
     board = _Board(case.workers)
 
     def take_part(rank: int) -> Any:
-        return _work(rank, case, board) if rank else _serve(answer, case, board)
+        if not rank:
+            return _serve(answer, case, board)
+        return _work(rank, case, board) if rank in case.workers else []
 
-    outcomes = fork_ranks(take_part, answer, len(case.workers) + 1, limit=LIMIT)
+    outcomes = fork_ranks(take_part, answer, 1 + len(case.workers) + case.idle, limit=LIMIT)
     for line in outcomes[0].printed.splitlines()[:PRINTED]:
         print(f"[rank 0] {clean(line, 200)}")
     _expect_ends(outcomes, case, board)
