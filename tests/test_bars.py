@@ -28,7 +28,7 @@ training.evaluate(run, [(torch.ones(1, 2), torch.zeros(1, dtype=torch.long))] * 
 
 @pytest.mark.parametrize("source", [BAR.format(show=True), TRAINS], ids=["bar", "evaluate"])
 def test_a_log_holds_no_bar(source):
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

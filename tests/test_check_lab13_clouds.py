@@ -370,7 +370,7 @@ def test_the_schemas_are_those_of_both_projects_and_small(root):
 def interrupt(root, *options):
     command = [sys.executable, "scripts/train_interrupted.py", *map(str, options)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, cwd=root / "notebooks", env=env, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=root / "notebooks", env=env, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return [json.loads(line) for line in ended.stdout.splitlines()]
 

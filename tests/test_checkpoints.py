@@ -203,7 +203,7 @@ def test_a_step_is_a_number_from_0(tmp_path, step):
 def test_a_save_killed_at_50_random_points_always_leaves_one_that_loads(tmp_path):
     command = [sys.executable, "-c", KILLING, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     killed_midway, last, left = done.stdout.split(maxsplit=2)
     assert int(killed_midway) >= 5, "too few saves were hit: the drill drills nothing"
@@ -215,7 +215,7 @@ def test_a_save_killed_at_50_random_points_always_leaves_one_that_loads(tmp_path
 def test_a_reader_beside_the_writer_never_sees_a_file_vanish(tmp_path):
     command = [sys.executable, "-c", READING, str(tmp_path)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     saves, loads = map(int, done.stdout.split())
     assert saves >= 20 and loads >= 20, "too few of either: the drill drills nothing"

@@ -145,7 +145,7 @@ def check_values(chart, tools, tmp_path):
         path = tmp_path / "merged.json"
         path.write_text(json.dumps(merge(defaults, values)))
         command = [tools / "check-jsonschema", "--schemafile", str(schema), str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0 or "Schema validation errors" in done.stdout, done.stdout + done.stderr
         return done.stdout if done.returncode else ""
 
@@ -203,7 +203,7 @@ def check_manifest(tools, tmp_path):
         path = tmp_path / "manifest.yaml"
         path.write_text(yaml.safe_dump(manifest))
         command = [tools / "kubernetes-validate", "--strict", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         said = done.stdout + done.stderr
         assert "Traceback" not in said, said
         return said if done.returncode else ""

@@ -29,6 +29,6 @@ def test_a_terminal_has_the_labs_programs_though_the_server_has_no_terminal(root
     terminals.serverapp = server
     terminals.initialize_settings()
     command = terminals.terminal_manager.shell_command
-    asked = subprocess.run([*command, "-c", "command -v python torchrun"], capture_output=True, text=True, timeout=30)
+    asked = subprocess.run([*command, "-c", "command -v python torchrun"], capture_output=True, text=True, timeout=300)
     assert asked.stdout.split() == [str(folder / "python"), str(folder / "torchrun")]
     assert "-l" not in command and "--login" not in command

@@ -141,7 +141,7 @@ def test_an_owner_with_process_ids_of_its_own_is_left_alone_and_alive(hosts):
     """Each process of the tests has such; one's clean-up must not end another's hosts."""
     code = "from harness.hosts import Hosts\nwith Hosts() as h: print(h.state)"
     own = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable, "-c", code]
-    done = subprocess.run(own, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=60)
+    done = subprocess.run(own, capture_output=True, text=True, cwd=Path(__file__).parent, timeout=300)
     assert done.returncode == 0, done.stderr
     assert hosts.run_on("n1", ["hostname"]) == "n1\n"
     assert not Path(done.stdout.strip()).exists()

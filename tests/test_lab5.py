@@ -121,7 +121,7 @@ def read_output(cell) -> str:
 
 def look(hosts, folder, *argv):
     command = [sys.executable, "-m", "nodelaunch", "preflight", *argv, "--config", str(hosts.ssh_config)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=30, env={**os.environ})
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=300, env={**os.environ})
 
 
 def test_the_preflight_works_in_a_terminal_as_the_readme_says(hosts, root, tmp_path):

@@ -115,7 +115,7 @@ def test_two_numbers_predict_an_all_reduce_on_a_shaped_link(hosts, fit, tmp_path
 def test_the_script_is_started_by_torchrun(root):
     """The notebook starts it by itself and by mpirun."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ended = subprocess.run([*start, SCRIPT, "--table"], cwd=root, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run([*start, SCRIPT, "--table"], cwd=root, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-2000:]
     first, *table = ended.stdout.splitlines()
     assert first == "sum 3"

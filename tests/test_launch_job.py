@@ -338,7 +338,7 @@ def test_8_a_node_alone_does_not_train(write, tmp_path, root):
     agent = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-m', *sys.argv[1:]]).returncode)"
     command = [sys.executable, "-c", agent, "nodelaunch.node.worker", str(script)]
     env = {**os.environ, **names, "LAB_JOB_ID": "alone"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1
     assert "trained" not in done.stdout
     assert re.search(r"MismatchError: node 1 .* was told of 2 processes in all, and 1 came", done.stderr), done.stderr

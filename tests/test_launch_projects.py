@@ -538,7 +538,7 @@ def test_by_hand_it_needs_no_launcher(plain, runs):
     job = plain("ok", nodes=local_nodes(1), nproc_per_node=2)
     (path,) = job.write()
     copy_code(job)
-    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("connected") == 2, done.stderr
     assert len(list(runs.glob("nodes/node0/jobs/*/node0/results/rank*.json"))) == 2
     assert_gone(job.id, 1)

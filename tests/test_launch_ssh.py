@@ -268,7 +268,7 @@ def test_connections_end_with_the_interpreter(hosts):
         "node, = ssh_nodes(['n1'], config=sys.argv[1]); node.popen(['true']).communicate()\n"
         "print(node.connections._folder)"
     )
-    done = subprocess.run([sys.executable, "-c", code, hosts.ssh_config], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, hosts.ssh_config], capture_output=True, text=True, timeout=300)
     folder = Path(done.stdout.strip())
     assert folder.name.startswith("lab-")
     assert not folder.exists()

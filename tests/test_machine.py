@@ -48,7 +48,7 @@ def put_first(folder: Path | str) -> str:
 def run_check(folder: Path, **settings: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "course.environment"]
     env = {**os.environ, **settings}
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder, env=env)
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(r
         "print(len(workspace.update(workspace.checkout() / 'notebooks', workspace.checkout() / 'workspace').written))\n"
         "try:\n    find_solution('1.3')\nexcept LabError as error:\n    print(error.fix)"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
     assert run.stdout.splitlines() == [str(len(names) - 1), "ask your instructor"], run.stderr
 
 

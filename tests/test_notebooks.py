@@ -336,7 +336,7 @@ def test_the_project_s_nbval_settings_are_these(pytestconfig):
 
 def run_and_save(*paths: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, ROOT / "tests" / "harness" / "run_notebooks.py", "--save", *paths]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 # The data set is drawn for each command; so one runs two notebooks.

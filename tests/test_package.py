@@ -81,7 +81,7 @@ def run_python(code: str, folder: Path) -> dict:
     """Runs code in a fresh interpreter whose last printed line is JSON, and returns that."""
     env = {**os.environ, "LAB_DATA": str(folder / "data"), "LAB_RUNS": str(folder / "runs")}
     command = [sys.executable, "-c", code]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=120)
+    child = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env, timeout=300)
     assert child.returncode == 0, child.stderr
     assert child.stderr == ""
     (line,) = child.stdout.splitlines()
@@ -129,12 +129,12 @@ def test_what_an_older_copy_of_a_lab_imports_says_where_it_is(name):
 
 @pytest.mark.parametrize("name", ["course", "launch", "report", "workspace"])
 def test_an_older_command_says_its_new_name(name):
-    run = subprocess.run([sys.executable, "-m", f"lab_utils.{name}"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-m", f"lab_utils.{name}"], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stderr) == (1, f"lab_utils.{name} is {lab_utils.MOVED[name]} now\n")
 
 
 def test_the_older_check_of_the_environment_says_its_new_name():
-    run = subprocess.run([sys.executable, "-m", "lab_utils.machine"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-m", "lab_utils.machine"], capture_output=True, text=True, timeout=300)
     assert (run.returncode, run.stderr) == (1, "python -m lab_utils.machine is python -m course.environment now\n")
 
 
@@ -165,7 +165,7 @@ def test_ipython_shows_the_message_without_a_traceback(tmp_path):
     code = "from lab_common import LabError\ndef f():\n    raise LabError('What happened.', fix='make lab')\nf()"
     env = {**os.environ, "IPYTHONDIR": str(tmp_path)}
     command = [sys.executable, "-m", "IPython", "--colors=NoColor", "-c", code]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=120)
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=300)
     shown = [line for line in (child.stdout + child.stderr).splitlines() if line.strip()]
     assert shown == ["What happened.", "  fix: make lab"]
 

@@ -626,7 +626,7 @@ def test_the_command_line(capsys, start, monkeypatch):
 
 def test_python_m_works_anywhere(tmp_path, root):
     command = [sys.executable, "-m", "nodelaunch", "jobs"]
-    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert (child.returncode, child.stderr) == (0, "")
 
 

@@ -57,7 +57,7 @@ def make_setup(folder, **more):
     """Runs `make setup` without a network."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder.parent / "wheels")} | more
-    run = subprocess.run(["make", "setup"], cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(["make", "setup"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     return run.returncode, run.stdout + run.stderr
 
 

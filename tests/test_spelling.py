@@ -18,7 +18,7 @@ NO_SLIPS = "fro,abd,sme"
 def find_slips(*paths: Path) -> list[str]:
     """What codespell says of files, a line for each slip: file, line, slip and what was probably meant."""
     command = [sys.executable, "-m", "codespell_lib", f"--ignore-words-list={NO_SLIPS}", *map(str, paths)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.splitlines()
+    return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.splitlines()
 
 
 def list_texts() -> list[Path]:

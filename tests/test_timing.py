@@ -65,7 +65,7 @@ def work(writer):
 def run_forked(work, argument, processes):
     command = [sys.executable, "-c", work + FORK, str(argument), str(processes)]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -575,7 +575,7 @@ def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_chec
 def test_the_command_line_refuses_in_one_message(tmp_path):
     command = [sys.executable, "-m", "course.reference", "no such lab", "--allow-cpu"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=os.environ | {"LAB_RUNS": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=300, env=os.environ | {"LAB_RUNS": str(tmp_path)}
     )
     assert done.returncode == 1
     assert done.stderr.startswith("There are no records of no such lab")

@@ -314,7 +314,7 @@ def _which(program: str) -> str | None:
 
 
 def _run(*argv: str) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(argv)}: {done.stderr.strip()}")
     return done.stdout
