@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,15 +27,15 @@ from course.frameworks import FRAMEWORKS, describe_build, find_fault, find_folde
 STANDARD = "c++20"
 # What a compiler has to get through before anything is built.
 PROBE = "#include <Python.h>\n#include <concepts>\n"
-# Stands for the compiler in a build that asks for an older standard than torch's headers do; that asks for debug
-# information, which takes memory and time; and that lacks headers which g++ 13 and later no longer include by themselves.
+# Stands for the compiler in a build that asks for an older standard than torch's headers do, and for debug information,
+# which takes memory and time.
 COMPILER = """#!/bin/sh
 for word do
     shift
     case $word in -std=*) word=-std=STANDARD ;; -g) continue ;; esac
     set -- "$@" "$word"
 done
-exec CXX -include string -include cstdint "$@"
+exec CXX "$@"
 """
 # Read by each Python of a build. With what torch says of CUDA, Horovod wants the CUDA toolkit even for a build without
 # GPUs; it asks in `python -c`.
@@ -43,6 +44,8 @@ if "-c" in sys.orig_argv:
     import torch
     torch.version.cuda = None
 """
+# Compilers say "error" in the language of the system; we look for that word.
+ENGLISH = {"LC_ALL": "C.UTF-8"}
 # What is shown of a failed build's log: lines from a little before its first error on, and how much of each.
 BEFORE, AFTER, WIDTH = 3, 20, 300
 
@@ -62,7 +65,7 @@ def find_obstacle() -> str:
     if missing:
         return f"it has to be compiled, and there is no {' and no '.join(missing)} here.\n{fix}"
     probe = [compiler, f"-std={STANDARD}", "-fsyntax-only", f"-I{sysconfig.get_path('include')}", "-x", "c++", "-"]
-    run = subprocess.run(probe, input=PROBE, capture_output=True, text=True)
+    run = subprocess.run(probe, input=PROBE, env=os.environ | ENGLISH, capture_output=True, text=True)
     if run.returncode:
         said = next((line for line in run.stderr.splitlines() if "error" in line), "nothing")
         what = f"it has to be compiled, and {compiler} cannot compile {STANDARD.upper()} for {python} here. It says:"
@@ -111,41 +114,44 @@ def run_build(command: Sequence[object], environment: Mapping[str, str]) -> None
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
-def install_compiled(name: str, folder: Path) -> None:
+def install_compiled(name: str, python: Path) -> None:
     """Compiles what the lock has as sources, for the torch of .venv, and installs it."""
-    python, place = folder / "bin" / "python", folder / "build"
-    setup_venv.install("--require-hashes", "--target", place, "-r", find_lock(f"{name}.build"), python=python)
-    (place / "sitecustomize.py").write_text(SITE, encoding="ascii")
-    compiler = place / "compiler"
-    compiler.write_text(COMPILER.replace("STANDARD", STANDARD).replace("CXX", find_compiler()), encoding="utf-8")
-    compiler.chmod(0o755)
-    environment = {
-        **os.environ,
-        **dict.fromkeys(FRAMEWORKS[name].options, "1"),
-        "CXX": str(compiler),
-        "MAKEFLAGS": f"-j{min(os.cpu_count() or 1, 4)}",  # two files take 2 GB of memory each
-        "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(place),
-        "TMPDIR": str(place),  # so that all that a build leaves is removed with it
-    }
-    # Not from pip's cache, which does not know for which torch it was compiled. Without isolation, since that would
-    # fetch a torch of its own, and without a hash.
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "--verbose", "install", "--no-deps"]
-    pip += ["--require-hashes", "--use-pep517", "--no-build-isolation", "-r", find_lock(name)]
-    run_build(pip, environment)
-    shutil.rmtree(place)
+    # Not beside the environment: Horovod's linker script is not found in a folder whose name has a space.
+    with tempfile.TemporaryDirectory(prefix=f"{name}-") as folder:
+        place = Path(folder)
+        setup_venv.install("--require-hashes", "--target", place, "-r", find_lock(f"{name}.build"), python=python)
+        (place / "sitecustomize.py").write_text(SITE, encoding="ascii")
+        compiler = place / "compiler"
+        compiler.write_text(COMPILER.replace("STANDARD", STANDARD).replace("CXX", find_compiler()), encoding="utf-8")
+        compiler.chmod(0o755)
+        environment = {
+            **os.environ,
+            **ENGLISH,
+            **dict(option.split("=", 1) for option in FRAMEWORKS[name].options),
+            "CXX": str(compiler),
+            "MAKEFLAGS": f"-j{min(os.cpu_count() or 1, 4)}",  # two files take 2 GB of memory each
+            "PATH": f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": folder,
+            "TMPDIR": folder,  # so that all that a build leaves is removed with it
+        }
+        # Not from pip's cache, which does not know for which torch it was compiled. Without isolation, since that would
+        # fetch a torch of its own, and without a hash.
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-cache-dir", "--verbose", "install"]
+        pip += ["--no-deps", "--require-hashes", "--use-pep517", "--no-build-isolation", "-r", find_lock(name)]
+        run_build(pip, environment)
 
 
 def build(name: str) -> None:
     """Makes a framework's environment and installs the locked versions in it."""
     folder, lock = find_folder(name), find_lock(name)
+    python = folder / "bin" / "python"
     wanted = describe_build(name)  # before pip reads the lock: it may be edited meanwhile
     make_environment(folder, FRAMEWORKS[name].hides)
     if FRAMEWORKS[name].options:
-        install_compiled(name, folder)
+        install_compiled(name, python)
     else:
         count = len(re.findall(r"^[\w.-]+==", lock.read_text(encoding="utf-8"), re.MULTILINE))
-        setup_venv.install("--require-hashes", "-r", lock, count=count, python=folder / "bin" / "python")
+        setup_venv.install("--require-hashes", "-r", lock, count=count, python=python)
     draft = folder / "ready.tmp"
     draft.write_text(json.dumps(wanted), encoding="utf-8")
     draft.replace(folder / "ready")  # whole or not at all
