@@ -103,9 +103,9 @@ SECOND_HINTS = {
     "13.4": "mean = mtbf / nodes; interval = interval or sqrt(2 * checkpoint * mean); hours = work / (nodes * "
     "efficiency) / interval * mean * exp(restart / mean) * expm1((interval + checkpoint) / mean); then hours * nodes * "
     "price",
-    "14.1": "hvd.init(), and the GPU of hvd.local_rank(); DistributedSampler(train, size, rank, drop_last=True); "
-    "hvd.DistributedOptimizer(optimizer, named_parameters=…); broadcast_parameters and broadcast_optimizer_state after "
-    "the checkpoint is loaded, root_rank=0; counts = hvd.allreduce(counts, op=hvd.Sum)",
+    "14.1": "hvd.init(), device; DistributedSampler(train, size, rank, drop_last=True); hvd.DistributedOptimizer("
+    "optimizer, named_parameters=…); broadcast_parameters, broadcast_optimizer_state, root_rank=0; counts = "
+    "hvd.allreduce(counts, op=hvd.Sum)",
     "14.2": 'json.dumps of {"cluster": {"worker": [all addresses, in their order]}, '
     '"task": {"type": "worker", "index": index}}',
     "14.3": "in each round: dist.send(weights, dst=worker) to all; then, for each, dist.recv(gradient, src=worker) and "
