@@ -107,7 +107,7 @@ def _check_records(records: Any) -> bool:
 
 
 def _check_result(found: Any) -> bool:
-    return found["on"] == str(found["on"]) and found["when"] == str(found["when"]) and "result" in found
+    return isinstance(found["on"], str) and isinstance(found["when"], str) and "result" in found
 
 
 def _load(path: Path, is_whole: Callable[[Any], bool]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import nbformat
+import psutil
 import pytest
 from harness import containers, warm
 from harness.browser import Page, find_chromium
@@ -197,6 +198,16 @@ def lightning() -> Path:
 def ray() -> Path:
     """The Python of Ray's own environment."""
     return find_engine("ray")
+
+
+@pytest.fixture
+def no_fork_is_left() -> Iterator[None]:
+    """Running or unreaped. What other programs the process has, such as wandb's, end with it."""
+    ours = psutil.Process()
+    before = ours.children()
+    yield
+    new = [child for child in ours.children() if child not in before]
+    assert not [child for child in new if child.status() == psutil.STATUS_ZOMBIE or child.cmdline() == ours.cmdline()]
 
 
 @pytest.fixture(scope="session")

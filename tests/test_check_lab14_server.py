@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,17 +15,7 @@ from course import check
 from course.check import NotYetError, OpenError
 from course.exercises.lab14 import parameter_server
 
-pytestmark = pytest.mark.usefixtures("runs")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left():
-    """No fork, running or unreaped. What other programs the process has, such as wandb's, end with it."""
-    ours = psutil.Process()
-    before = ours.children()
-    yield
-    new = [child for child in ours.children() if child not in before]
-    assert not [child for child in new if child.status() == psutil.STATUS_ZOMBIE or child.cmdline() == ours.cmdline()]
+pytestmark = pytest.mark.usefixtures("runs", "no_fork_is_left")
 
 
 @pytest.fixture

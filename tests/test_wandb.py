@@ -77,8 +77,7 @@ def expect_whole_run_offline(folder, lines, last, words):
     assert len(lines) == 1, "one line says it"
     assert lines[0].startswith("offline: ") and words in lines[0]
     assert last["mode"] == "offline"
-    # Where each process has a core for itself: on a busy machine it waits for its turn besides.
-    assert last["seconds"] <= 5 * max(1, os.getloadavg()[0] / os.cpu_count())
+    assert last["seconds"] <= 5
     recorded = wandb_runs.read_run(last["folder"])
     assert recorded.finished and recorded.config == {"lr": 0.1}
     assert recorded.curve("loss") == {step: 1 / step for step in range(1, 21)}
