@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -98,6 +97,8 @@ class Timing:
         return "jumps" if jumps else ""
 
     def _quartiles(self) -> tuple[float, float, float]:
+        import statistics  # not above: with the fractions that it brings it would take milliseconds of every rank
+
         if len(self.seconds) < 2:  # statistics.quantiles wants two points before Python 3.13
             return (*self.seconds, math.nan)[:1] * 3
         return tuple(statistics.quantiles(self.seconds, n=4, method="inclusive"))

@@ -8,11 +8,14 @@ import platform
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
 from torch import distributed
 
 from lab_common.text import clean_name
+
+if TYPE_CHECKING:  # else only where it is used: each rank imports this module, and psutil takes some 10 ms of CPU
+    import psutil
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Usage:
 
 def read_usage() -> Usage:
     """Reads what the processors have done until now; of the processes those that can be seen from here."""
+    import psutil
+
     times = psutil.cpu_times()
     total = sum(times) - getattr(times, "guest", 0) - getattr(times, "guest_nice", 0)  # which are part of user and nice
     processes = {}
@@ -63,6 +68,8 @@ def find_others(before: Usage) -> tuple[float, str]:
 
 def _describe(process: psutil.Process) -> str:
     """Returns the notebook that a process was started from, which Jupyter notes in its settings; else its name."""
+    import psutil
+
     with contextlib.suppress(psutil.Error, OSError):
         notebook = process.environ().get("JPY_SESSION_NAME")
         if notebook and notebook != os.environ.get("JPY_SESSION_NAME"):
