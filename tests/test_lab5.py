@@ -55,8 +55,8 @@ SAID = {
     "lost-node": [
         r"\[rank 1\] this node is lost",
         r"\[rank 0\] epoch 3: .* on \d+ images",
-        "✔ one node took every image of the second epoch once",
     ],
+    "lost-claim": ["✔ one node took every image of the second epoch once"],
     "find-forgotten": ["✔ 5.3"],
     "accumulate": ["✔ 5.4"],
     "calibration": ["2 guesses, half of them within a factor of"],
