@@ -5,53 +5,158 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from lab_common import LabError
-from lab_common.files import write_atomically
+from lab_common import LabError, checkout
+from lab_common.files import read_bounded, write_atomically
+from lab_common.nvidia import query_smi
 from lab_utils import machine
-from lab_utils.timing.records import Records, circumstances, encode
-from lab_utils.timing.references import reference_path
+from lab_utils.timing.records import FILE_BYTES, Records, check_record, circumstances, decode, encode
+
+# What nvidia-smi tells of a GPU, in its own words: MiB, MHz, W and °C. The clocks are those of the moment.
+GPU_FIELDS = ("driver_version", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem")
+GPU_FIELDS += ("clocks.applications.graphics", "power.limit", "temperature.gpu", "memory.total")
 
 
-def save_reference(lab: str, *, allow_cpu: bool = False) -> Path:
-    """Writes this machine's newest record per kind and settings to ``data/reference/<lab>.json``.
+def read(lab: str) -> dict[str, Any] | None:
+    """Returns the recorded reference run of a lab, or None where none has been recorded.
+
+    Returns:
+        ``lab``, ``machine`` (the facts of the machine card, with ``label``), ``when`` (UTC) and ``records``, whose
+        results hold Timings.
+
+    Raises:
+        LabError: The file cannot be read, or is no reference run: it has to name hardware, versions, clocks and date.
+    """
+    path = reference_path(lab)
+    try:
+        run = decode(read_bounded(path, FILE_BYTES))
+        _check_reference(run)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or str(error)
+        raise LabError("The reference run cannot be read.", where=path, cause=cause, fix="make reference") from error
+    return run
+
+
+def recorded(lab: str, kind: str, by: str) -> tuple[str, dict[str, Any]]:
+    """Returns the hardware, version and date of a reference run in words, and its results of a kind; "" and {} without.
+
+    Args:
+        lab: The lab.
+        kind: As in ``Records.once``.
+        by: One of its settings, whose value, as a text, is the key of a result.
+    """
+    run = read(lab)
+    records = run["records"] if run else []
+    found = {str(record["settings"].get(by)): record["result"] for record in records if record["kind"] == kind}
+    if not found:
+        return "", {}
+    here = run["machine"]
+    return f"{here['label']}, torch {here['torch'].partition('+')[0]}, {run['when'][:10]}", found
+
+
+def _check_reference(run: Any) -> None:
+    """Raises ValueError where something that JSON held is no reference run."""
+    here = run.get("machine") if isinstance(run, dict) else None
+    if not isinstance(here, dict) or not isinstance(run.get("records"), list):
+        raise ValueError("it has no machine or no records")
+    texts = (run.get("lab"), run.get("when"), here.get("label"), here.get("torch"))
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("it does not say what was recorded, when and where")
+    datetime.fromisoformat(run["when"])
+    gpus, told = here.get("gpus", []), [isinstance(here.get(name), str) for name in ("python", "torchvision", "cuda")]
+    if not isinstance(gpus, list) or (gpus and not (all(told) and isinstance(here.get("clocks"), list))):
+        raise ValueError("it does not say with which versions and clocks its GPU ran")
+    for record in run["records"]:
+        check_record(record)
+
+
+def reference_path(lab: str) -> Path:
+    """Returns where the reference run of a lab lies."""
+    return checkout() / "data" / "reference" / f"{lab}.json"
+
+
+def describe_machine() -> dict[str, Any]:
+    """Returns the facts of the machine card with ``label``, and what a GPU's speed depends on besides.
+
+    Returns:
+        The fields of ``machine.Machine``, ``label``, ``cudnn`` and ``nccl`` (versions; None where torch has none),
+        ``driver`` (None without ``nvidia-smi``) and ``clocks``: for each GPU of ``nvidia-smi`` its ``GPU_FIELDS``.
+    """
+    here, gpus = machine.describe(), read_gpus()
+    nccl = torch.cuda.nccl.version() if torch.distributed.is_nccl_available() else None
+    return asdict(here) | {
+        "label": here.label,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, nccl)) if nccl else None,
+        "driver": gpus[0].get("driver_version") if gpus else None,
+        "clocks": gpus,
+    }
+
+
+def read_gpus() -> list[dict[str, str]]:
+    """Returns for each GPU what ``nvidia-smi`` tells of it; [] where it tells nothing.
+
+    It refuses a whole query for one field that it does not know, so each is asked for alone then.
+    """
+    try:
+        return [dict(zip(GPU_FIELDS, row, strict=True)) for row in query_smi(f"gpu={','.join(GPU_FIELDS)}")]
+    except (OSError, ValueError):
+        found: list[dict[str, str]] = []
+    for field in GPU_FIELDS:
+        try:
+            rows = query_smi(f"gpu={field}")
+        except FileNotFoundError:
+            return []
+        except OSError:
+            continue
+        found = found or [{} for _ in rows]
+        for gpu, row in zip(found, rows, strict=False):
+            gpu[field] = ", ".join(row)
+    return found
+
+
+def save_reference(lab: str, *, allow_cpu: bool = False, folder: Path | None = None) -> Path:
+    """Writes this machine's newest record per kind and settings to ``<folder>/<lab>.json``.
 
     Args:
         lab: The lab, such as ``lab1``.
-        allow_cpu: Accepts a machine without a GPU.
+        allow_cpu: Accepts a machine without a GPU, and records in which none was used.
+        folder: ``data/reference`` of the checkout where None.
 
     Raises:
         LabError: There is no GPU, or no record of this machine and this version of torch.
     """
-    here, records = machine.describe(), Records(lab)
-    if not here.gpus and not allow_cpu:
+    here, records = describe_machine(), Records(lab)
+    if not here["gpus"] and not allow_cpu:
         raise LabError(
             "A reference run is recorded on a GPU, and this machine has none.",
-            where=here.label,
+            where=here["label"],
             fix="run `make reference` on a machine with a GPU (or add --allow-cpu)",
         )
-    newest = {
-        encode([record["kind"], record["settings"]]): record
-        for record in records.read()
-        if circumstances(record)[1:] == (here.label, torch.__version__)
-    }
+    own = [record for record in records.read() if circumstances(record)[1:] == (here["label"], torch.__version__)]
+    newest = {encode([record["kind"], record["settings"]]): record for record in own if allow_cpu or used_gpu(record)}
     if not newest:
+        cause = "it measured on the processor; labs 4 and 5 need two GPUs" if own else ""
         raise LabError(
-            f"There are no records of {lab} from this machine.",
+            f"There are no records of {lab} from {'a GPU of ' if own else ''}this machine.",
             where=records.path.name,
-            cause="the lab has not been run here with this version of torch",
+            cause=cause or "the lab has not been run here with this version of torch",
             fix="run the lab's notebook first, or `make reference`, which does both",
         )
     content = {
         "lab": lab,
-        "machine": asdict(here) | {"label": here.label},
+        "machine": here,
         "when": max(record["when"] for record in newest.values()),
         "records": list(newest.values()),
     }
-    path = reference_path(lab)
+    path = (folder or reference_path(lab).parent) / f"{lab}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with write_atomically(path) as file:
@@ -62,19 +167,30 @@ def save_reference(lab: str, *, allow_cpu: bool = False) -> Path:
     return path
 
 
+def used_gpu(record: dict[str, Any]) -> bool:
+    """Whether one of a record's Timings was measured on a GPU; True, too, where it has none."""
+    result = encode(record["result"])
+    return b'"device": "cuda' in result or b'"device": "' not in result
+
+
 def main() -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.reference", description=__doc__)
-    parser.add_argument("lab", help="such as lab1")
+    parser.add_argument("labs", nargs="+", metavar="LAB", help="such as lab1")
     parser.add_argument("--allow-cpu", action="store_true", help="record a machine without a GPU")
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="write there, and not to data/reference")
+    parser.add_argument("--some", action="store_true", help="it is enough that one of the labs has records")
     arguments = parser.parse_args()
-    try:
-        path = save_reference(arguments.lab, allow_cpu=arguments.allow_cpu)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"wrote {path.parent.name}/{path.name}")
-    return 0
+    written = 0
+    for lab in arguments.labs:
+        try:
+            path = save_reference(lab, allow_cpu=arguments.allow_cpu, folder=arguments.into)
+        except LabError as error:
+            print(error, file=sys.stderr)
+        else:
+            written += 1
+            print(f"wrote {path.parent.name}/{path.name}")
+    return 0 if written == len(arguments.labs) or (written and arguments.some) else 1
 
 
 if __name__ == "__main__":

@@ -1,22 +1,14 @@
-"""``torch.nn.DataParallel`` over copies in CPU memory, so that what it does can be seen, and checked, without a GPU.
-
-Beside it stand the same step with one thing changed at a time, which tells what each thing costs, and hooks that note
-when each copy of a network computes.
-"""
+"""``torch.nn.DataParallel`` over copies in CPU memory, so that what it does can be seen, and checked, without a GPU."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from lab_common import LabError
@@ -93,59 +85,6 @@ class CpuDataParallel(nn.DataParallel):
         # A copy keeps the dtype; under the caller's autocast `cat` would not.
         with torch.amp.autocast("cpu", enabled=False):
             return torch.cat([output.reshape(1) if output.dim() == 0 else output for output in outputs], self.dim)
-
-
-class InThreads(CpuDataParallel):
-    """The emulation without copies: the threads run forward on the one module itself."""
-
-    def replicate(self, module: nn.Module, device_ids: Sequence[int]) -> list[nn.Module]:
-        """Makes no copies."""
-        return [module for _ in device_ids]
-
-
-def step_in_threads(
-    model: CpuDataParallel, images: torch.Tensor, labels: torch.Tensor, optimizer: torch.optim.Optimizer
-) -> None:
-    """Trains one step on the emulation's copies, of which each thread runs forward and its own backward.
-
-    The emulation itself has one backward for all, which one thread runs. All else is the same, gradients included.
-    """
-
-    def run(replica: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
-        torch.set_num_threads(max(1, before // len(model.device_ids)))
-        # Divided by the whole batch, so that the chunks' gradients add up to those of the mean.
-        (F.cross_entropy(replica(images), labels, reduction="sum") / whole).backward()
-
-    optimizer.zero_grad()
-    before, whole, count = torch.get_num_threads(), len(images), len(model.device_ids)
-    replicas = model.replicate(model.module, model.device_ids)
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(run, replicas, images.chunk(count), labels.chunk(count)))
-    torch.set_num_threads(before)
-    optimizer.step()
-
-
-def note_phases(model: nn.Module) -> list[tuple[int, dict[str, Any]]]:
-    """Notes when forward and backward of a model, and of each copy made of it later, begin and end.
-
-    Returns:
-        The list that grows: the number of a module, and a row as ``plots.timeline`` takes it, with its ``thread``.
-    """
-    rows: list[tuple[int, dict[str, Any]]] = []
-    begun: dict[tuple[int, str], float] = {}
-
-    def begin(phase: str, module: nn.Module, *_: object) -> None:
-        begun[id(module), phase] = time.perf_counter()
-
-    def end(phase: str, module: nn.Module, *_: object) -> None:
-        row = {"phase": phase, "step": 0, "start": begun[id(module), phase], "end": time.perf_counter()}
-        rows.append((id(module), row | {"thread": threading.get_ident()}))
-
-    model.register_forward_pre_hook(partial(begin, "forward"))
-    model.register_forward_hook(partial(end, "forward"))
-    model.register_full_backward_pre_hook(partial(begin, "backward"))
-    model.register_full_backward_hook(partial(end, "backward"))
-    return rows
 
 
 def _copy_tensors(tensors: Sequence[torch.Tensor], devices: Sequence[int], detach: bool = False) -> list[list[Any]]:

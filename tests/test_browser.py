@@ -411,7 +411,7 @@ def test_a_lab_bears_a_restart_in_the_middle_a_second_evening_and_a_new_name(
 # All that we show with colours or HTML of our own, each once.
 SHOWN = (
     "from course import check\nfrom lab_utils import board, machine, plots\nmachine.card()",
-    "def before(x):\n    return x + 1\ndef after(x):\n    y = x + 2\n    return y\nplots.show_diff(before, after)",
+    "def before(x):\n    return x + 1\ndef after(x):\n    y = x + 2\n    return y\ncheck.show_diff(before, after)",
     "import pandas as pd\npd.DataFrame({'images/s': [1.5, 2.5]}, index=['fp32', 'bf16'])",
     "import tempfile\nended = board.start(tempfile.mkdtemp())\nended.stop()\nended.show(height=60)",
     "from nodelaunch.preflight import Preflight, Verdict\n"

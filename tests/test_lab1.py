@@ -135,7 +135,7 @@ def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_a
     path = tmp_path / "data" / "reference" / "lab1.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(content))
-    monkeypatch.setattr("lab_utils.timing.references.checkout", lambda: tmp_path)
+    monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
     mine = {"imagenet": make_sweep((2.0, 2.0))}
     names = run_cells("speed-up", "throughput-figure", "answers", throughput=mine, my_speed_up=None)
     out = capsys.readouterr().out

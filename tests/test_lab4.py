@@ -181,7 +181,7 @@ def test_a_recorded_run_of_two_gpus_stands_there_too(run_cells, capsys, tmp_path
     path = tmp_path / "data" / "reference" / "lab4.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(content))
-    monkeypatch.setattr("lab_utils.timing.references.checkout", lambda: tmp_path)
+    monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
     run_cells("cited")
     out = capsys.readouterr().out
     assert "recorded on two GPUs: 2 × NVIDIA H200" in out and "nothing yet" not in out

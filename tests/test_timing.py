@@ -19,6 +19,7 @@ from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
 from torch import nn
 
+from course import reference
 from course.reference import save_reference
 from lab_common import LabError
 from lab_utils import machine, timing
@@ -526,14 +527,14 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
 @pytest.fixture
 def in_checkout(tmp_path, monkeypatch):
     """Reference runs go to an empty folder in place of the repository's own."""
-    module = importlib.import_module("lab_utils.timing.references")
+    module = importlib.import_module("course.reference")
     monkeypatch.setattr(module, "checkout", lambda: tmp_path)
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     return tmp_path
 
 
 def test_without_a_recorded_run_there_is_no_reference(in_checkout):
-    assert timing.reference("lab9") is None
+    assert reference.read("lab9") is None
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without a GPU")
@@ -541,7 +542,7 @@ def test_a_reference_run_needs_a_gpu(in_checkout):
     Records("lab9").add("sweep", 1)
     with pytest.raises(LabError, match="on a GPU, and this machine has none"):
         save_reference("lab9")
-    assert timing.reference("lab9") is None
+    assert reference.read("lab9") is None
 
 
 def test_a_reference_run_needs_records_of_this_machine(in_checkout):
@@ -562,7 +563,7 @@ def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_chec
     path = save_reference("lab9", allow_cpu=True)
     assert path == in_checkout / "data" / "reference" / "lab9.json"
     assert [file.name for file in path.parent.iterdir()] == ["lab9.json"]
-    run = timing.reference("lab9")
+    run = reference.read("lab9")
     found = {(record["kind"], record["settings"]["stem"]): record["result"] for record in run["records"]}
     fp32 = make_timing("fp32", 0.1)
     assert found == {("sweep", "cifar"): [2, fp32], ("sweep", "imagenet"): [1, fp32], ("memory", "cifar"): 3}
@@ -592,7 +593,7 @@ def test_a_reference_run_that_is_none_is_named(in_checkout, content):
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
     with pytest.raises(LabError) as caught:
-        timing.reference("lab9")
+        reference.read("lab9")
     assert_explains(caught.value, "lab9.json")
 
 
@@ -601,11 +602,11 @@ def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     path = save_reference("lab9", allow_cpu=True)
     path.write_text(path.read_text().replace('"settings"', '"setting"'))
     with pytest.raises(LabError):
-        timing.reference("lab9")
+        reference.read("lab9")
     path.unlink()
     make_odd_file(path, "a pipe")
     with pytest.raises(LabError):
-        timing.reference("lab9")
+        reference.read("lab9")
     path.unlink()
     path.mkdir()
     with pytest.raises(LabError) as caught:

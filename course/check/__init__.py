@@ -4,8 +4,9 @@ A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. 
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
 measure with it. An untouched stub, and an error in the learner's own code, stop it too, with a message of their own,
 and count as no answer. A second wrong answer gets a second, stronger hint. ``check.progress()`` draws where the
-learner stands, ``check.diff("1.1")`` sets the solution beside the learner's answer, ``check.claim`` says what a lab has
-shown, and ``check.calibration()`` sums up what ``check.keep_guess`` kept of guesses and findings.
+learner stands, ``check.diff("1.1")`` sets the solution beside the learner's answer, as ``check.show_diff`` sets any two
+functions, ``check.claim`` says what a lab has shown, and ``check.calibration()`` sums up what ``check.keep_guess`` kept
+of guesses and findings.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from course.check import attempts
 from course.check.claims import claim
 from course.check.guesses import calibration, keep_guess, read_guesses
 from course.check.hints import SECOND_HINTS
+from course.diff import show_diff
 from lab_common import LabError
 from lab_common.text import clean
 from lab_utils import machine
@@ -45,6 +47,7 @@ __all__ = [
     "keep_guess",
     "progress",
     "refusing",
+    "show_diff",
 ]
 LABS = range(15)
 # Each lab imports this module before its first bar.
@@ -200,7 +203,6 @@ def diff(number: str) -> HTML | None:
         LabError: There is no such exercise, no answer was checked yet, or the solutions are not here.
     """
     from course.check.solutions import find_solution
-    from lab_utils import plots
 
     solve = _find(number).solve or (lambda answer: find_solution(number))
     standing = attempts.read_standings().get(number, attempts.Standing())
@@ -211,4 +213,4 @@ def diff(number: str) -> HTML | None:
         attempts.note(number, "asked")
         print(f"{number} is not solved yet. Try once more; or ask again, and the solution stands beside your answer.")
         return None
-    return plots.show_diff(standing.answer, solve(standing.answer))
+    return show_diff(standing.answer, solve(standing.answer))

@@ -1,11 +1,10 @@
-"""One figure style for all labs, and the change between two functions as a coloured diff.
+"""One figure style for all labs.
 
 Every drawing function takes ``ax`` (a new figure where None) and returns the Axes, so that a notebook can add a title
 or a dashed line. Set-ups have the same colour in all labs.
 """
 
 from lab_utils.plots.batches import crossover, group, speed_up, throughput
-from lab_utils.plots.diff import show_diff
 from lab_utils.plots.figures import curves, image_grid, step_times
 from lab_utils.plots.nodes import scaling, timeline, utilisation
 from lab_utils.plots.style import COLOURS, mark_noise, use_style
@@ -18,7 +17,6 @@ __all__ = [
     "image_grid",
     "mark_noise",
     "scaling",
-    "show_diff",
     "speed_up",
     "step_times",
     "throughput",

@@ -3,7 +3,6 @@
 ``measure`` and ``interleave`` time a step (synchronised, warm-up dropped, spread kept), ``compare`` sets the results
 side by side, ``find_noise`` says when they are no finding, and ``Records`` keeps them under ``LAB_RUNS``; ``Timeline``
 records the phases of every step of a run.
-``reference`` is the run of named hardware that is set beside the learner's own numbers.
 """
 
 from lab_utils.timing.comparison import compare
@@ -12,7 +11,6 @@ from lab_utils.timing.memory import count_saved_bytes
 from lab_utils.timing.noise import find_noise, lie_apart
 from lab_utils.timing.others import find_others, read_usage
 from lab_utils.timing.records import Records, UnreadableWarning, list_skipped
-from lab_utils.timing.references import reference
 from lab_utils.timing.timeline import Timeline
 
 __all__ = [
@@ -29,6 +27,5 @@ __all__ = [
     "list_skipped",
     "measure",
     "read_usage",
-    "reference",
     "synchronize",
 ]
