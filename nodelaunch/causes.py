@@ -41,6 +41,12 @@ KNOWN = (
         "the node has fewer GPUs than processes, and each takes the GPU of its LOCAL_RANK",
         "nproc_per_node= at most the number of GPUs that each node has",
     ),
+    (
+        r"Duplicate GPU detected|Multiple Ranks are using the same GPU",
+        "two processes took the same GPU, and NCCL wants one for each",
+        "nproc_per_node= at most the number of GPUs that each node has; in the script: "
+        "torch.cuda.set_device(LOCAL_RANK)",
+    ),
     (r"out of memory|OutOfMemoryError", "the batch does not fit into the GPU's memory", "a smaller --batch-size"),
     (
         r"No module named",

@@ -76,7 +76,8 @@ def write_state(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
 def check_readable(path: Path) -> None:
     """Refuses at once what loading would refuse when it is needed; mapped, so that no tensor is read."""
     try:
-        torch.load(path, weights_only=True, mmap=True)
+        # On the CPU, where the file is only mapped: tensors of a GPU would be copied back to it.
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         raise refuse_state(_first_line(error)) from error
 

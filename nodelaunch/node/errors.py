@@ -74,8 +74,9 @@ FOLLOWED = re.compile(
 
 # Whose words they have to be: a script's own URLError, "Connection refused", is a cause.
 OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
-# Of a store that a script opens itself: a cause, though torch raises the same error.
-TAKEN = re.compile(r"EADDRINUSE|address already in use")
+# A cause, though torch raises the same error: of a store that a script opens itself, and of NCCL, which refuses two
+# ranks on one GPU, or has no memory.
+TAKEN = re.compile(r"EADDRINUSE|address already in use|ncclInvalidUsage|out of memory")
 
 
 def failed_as_consequence(message: str) -> bool:

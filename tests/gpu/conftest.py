@@ -1,0 +1,213 @@
+"""What the tests of the GPU paths share. It stands alone: on a GPU machine the files above it are not loaded."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import os
+import runpy
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# Before torch: as in all other tests, one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from pretend_cuda import CUDA, Pretence
+from torch import distributed
+from torch.overrides import TorchFunctionMode
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+NO_GPU = "NOT TESTED HERE: needs a GPU"
+SECONDS = 100  # for one test, where pytest-timeout is installed
+TOLD = ("init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "Event")
+
+# It knows the queries of the code alone, and says of each field what is there; with -lms it goes on until it is ended.
+SMI = """
+case $1 in
+--query-gpu=index,uuid,*) echo '0, GPU-1, 37, 1024, 81559'; [ "${3#-lms}" = "$3" ] || exec sleep 60;;
+--query-gpu=index,name,*) echo '0, NVIDIA H100 80GB HBM3, 1024, 81559, 580.65.06';;
+--query-gpu=index,memory.total) echo '0, 81559';;
+--query-gpu=driver_version,*) echo '580.65.06, P0, 1980, 2619, 1980, 2619, 1980, 700.00, 34, 81559';;
+--query-compute-apps=*) ;;
+*) echo "no such query: $1"; exit 2;;
+esac
+"""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Bounds each test, so that one that hangs on a GPU costs itself alone."""
+    if config.pluginmanager.has_plugin("timeout"):
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.timeout(SECONDS))
+
+
+class RealGpu:
+    """The first GPU, with the attributes of :class:`pretend_cuda.Pretence`; what is called is noted, and done."""
+
+    real, device = True, CUDA
+    rate = 0.0  # cycles of torch.cuda._sleep in a second
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        if not RealGpu.rate:
+            RealGpu.rate = self._measure_rate()
+
+    @staticmethod
+    def _measure_rate() -> float:
+        """Measures at the clocks of a GPU at work; an idle one is slower at first."""
+        torch.cuda._sleep(200_000_000)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(100_000_000)
+        end.record()
+        end.synchronize()
+        return 1e8 / (start.elapsed_time(end) / 1e3)
+
+    @contextlib.contextmanager
+    def installed(self, patch: pytest.MonkeyPatch) -> Iterator[RealGpu]:
+        """Puts a function that takes notes in the place of each that a test asks about."""
+        torch.cuda.empty_cache()  # what tests before left there would change the sizes of blocks
+        for name in TOLD:
+            patch.setattr(torch.cuda, name, self._tell(name, getattr(torch.cuda, name)))
+        begin, graph, replay = torch.autocast.__init__, torch.cuda.graph, torch.cuda.CUDAGraph.replay
+
+        def note_autocast(one, device_type, dtype=None, enabled=True, cache_enabled=None):
+            self.note("autocast", device_type, dtype, enabled)
+            begin(one, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+        @contextlib.contextmanager
+        def note_graph(*args, **options):
+            with graph(*args, **options):
+                self.note("graph begins")
+                yield
+                self.note("graph ends")
+
+        def note_replay(one):
+            self.note("replay")
+            replay(one)
+
+        patch.setattr(torch.autocast, "__init__", note_autocast)
+        patch.setattr(torch.cuda, "graph", note_graph)
+        patch.setattr(torch.cuda.CUDAGraph, "replay", note_replay)
+        with _Copies(self):
+            yield self
+
+    def _tell(self, name: str, function: Callable) -> Callable:
+        def run(*args: Any, **options: Any) -> Any:
+            self.note(name)
+            return function(*args, **options)
+
+        return run
+
+    def note(self, name: str, *details: object) -> None:
+        """Notes a call."""
+        self.calls.append((name, *details))
+
+    def launch(self, seconds: float) -> None:
+        """Queues work of about this length."""
+        torch.cuda._sleep(int(seconds * self.rate))
+
+    def least(self, seconds: float) -> float:
+        """The least that work of this length takes, the clocks being what they are."""
+        return 0.7 * seconds
+
+    @contextlib.contextmanager
+    def no_waits(self) -> Iterator[None]:
+        """In this block an operation that waits for the device raises."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+class _Copies(TorchFunctionMode):
+    """Notes copies between the devices: where to, whether from page-locked memory, and whether without waiting."""
+
+    def __init__(self, gpu: RealGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        options = kwargs or {}
+        if func not in (torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.cpu, torch.Tensor.cuda):
+            return func(*args, **options)
+        source = args[1] if func is torch.Tensor.copy_ else args[0]
+        result = func(*args, **options)
+        if result.device.type != source.device.type:
+            self._gpu.note("copy", result.device.type, source.is_pinned(), bool(options.get("non_blocking")))
+        return result
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpu | Pretence]:
+    """The first GPU; on a CPU a pretended one, which proves that the calls are right, and nothing of the numbers."""
+    with (RealGpu() if torch.cuda.is_available() else Pretence()).installed(monkeypatch) as device:
+        yield device
+
+
+@pytest.fixture
+def real_gpu() -> Iterator[torch.device]:
+    """The first GPU, for a test that proves nothing without one."""
+    if not torch.cuda.is_available():
+        pytest.skip(NO_GPU)
+    yield CUDA
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Records and jobs of the test's own; and what a test sets for all of torch is as before."""
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
+    for name in ("LAB_SCALE", "LAB_ROUNDS"):
+        monkeypatch.delenv(name, raising=False)
+    conv, product = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+    before = conv.fp32_precision, product.fp32_precision
+    yield
+    conv.fp32_precision, product.fp32_precision = before
+
+
+@pytest.fixture
+def smi(gpu: RealGpu | Pretence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine's ``nvidia-smi``; beside a pretended GPU a program that answers as one of an H100 does."""
+    if gpu.real and not shutil.which("nvidia-smi"):
+        pytest.skip("NOT TESTED HERE: needs nvidia-smi")
+    if not gpu.real:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{SMI}", encoding="utf-8")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def group(gpu: RealGpu | Pretence) -> Iterator[None]:
+    """A process group of this process alone, as the scripts that measure make one."""
+    backend, device = ("cpu:gloo,cuda:nccl", gpu.device) if gpu.real else ("gloo", None)
+    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1, device_id=device)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
+def define(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Defines the functions and classes of a notebook's cells, or runs the cells; returns all names."""
+
+    def run(notebook: str, *cells: str, whole: bool = False, **names: object) -> dict[str, Any]:
+        content = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text(encoding="utf-8"))
+        sources = {cell["id"]: "".join(cell["source"]) for cell in content["cells"]}
+        tree = ast.parse("\n\n".join(sources[cell] for cell in cells))
+        if not whole:
+            tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef | ast.ClassDef)]
+        path = tmp_path / "cells.py"
+        path.write_text(ast.unparse(tree), encoding="utf-8")
+        return runpy.run_path(str(path), init_globals=names)
+
+    return run

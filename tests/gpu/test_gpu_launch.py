@@ -1,0 +1,132 @@
+"""The launcher on a machine with a GPU, without a job: what it finds there, and what NCCL's words mean to it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from lab_utils import models
+from nodelaunch import local_nodes
+from nodelaunch.causes import look_up
+from nodelaunch.node import worker
+from nodelaunch.node.errors import failed_as_consequence
+from nodelaunch.node.facts import find_gpus, find_versions
+from nodelaunch.node.sampler import Gpus
+from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
+from nodelaunch.preflight.verdicts import Wanted
+
+pytestmark = pytest.mark.gpu
+# In the form of verl-project/verl#161. The last line is NCCL's own, there that of 2.20.5; the other one is in 2.30.7.
+NCCL = "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, {}\n{}"
+TWO_RANKS = (
+    "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000",
+    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
+)
+USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n{}"
+GONE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+
+
+@pytest.mark.parametrize("words", TWO_RANKS)
+def test_two_ranks_on_one_gpu_are_a_cause_and_told_in_words(words):
+    message = NCCL.format(
+        "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.20.5", USAGE.format(words)
+    )
+    assert not failed_as_consequence(message)
+    cause, fix = look_up(message)
+    assert "same GPU" in cause and "nproc_per_node" in fix
+
+
+def test_nccls_word_of_a_rank_that_is_gone_is_a_consequence():
+    assert failed_as_consequence(NCCL.format("remote process exited or there was a network error", GONE))
+
+
+def test_a_gpu_is_enough_for_one_process_and_not_for_more(gpu, smi):
+    """With more processes than GPUs all of them use the CPU, and the preflight says so."""
+    (node,) = local_nodes(1)
+    facts = {node.name: {"gpus": find_gpus(), "versions": find_versions()}}
+    count = len(facts[node.name]["gpus"]["gpus"])
+    assert count >= torch.cuda.device_count() >= 1
+    for processes, hidden in ((1, False), (count + 1, True)):
+        wanted = Wanted(processes=processes)
+        offers = find_offers({node.name: node}, facts, wanted)
+        assert must_hide(offers, wanted) is hidden
+        first = judge_gpus(offers, facts, wanted)[0]
+        words = "not every process has a GPU: all of them will use the CPU and gloo" if hidden else ""
+        assert first.check == "GPUs" and first.state in ("ok", "note") and words in first.found
+        assert not hidden or "NCCL needs a GPU for each process" in first.cause
+
+
+def test_the_sampler_reads_how_busy_the_gpu_is(gpu, smi):
+    gpus = Gpus(0.1)
+    try:
+        end = time.monotonic() + 20
+        while not gpus.latest and time.monotonic() < end:
+            time.sleep(0.02)
+        first = gpus.latest[0]
+        assert first["index"] == 0 and 0 <= first["busy"] <= 1
+        assert 0 <= first["memory"] <= first["memory_total"]
+    finally:
+        gpus.close()
+
+
+def test_a_rank_that_waits_for_its_gpu_does_not_look_busy(gpu, monkeypatch):
+    """Waiting for a GPU takes CPU time, which must not hide that the rank hangs."""
+    if gpu.real:
+        torch.zeros(1, device=gpu.device)
+    else:
+        assert worker._read_clock(threading.main_thread().ident) > 0
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert worker._read_clock(threading.main_thread().ident) == 0.0
+
+
+def test_the_device_of_a_rank_is_found_and_cuda_not_started(real_gpu):
+    ask = "import torch; from nodelaunch.node.agreement import find_device"
+    ask += "; print(find_device(), torch.cuda.is_initialized())"
+    root = worker.__file__.partition("/nodelaunch/")[0]
+    said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, cwd=root)
+    assert said.stdout.split() == ["GPU", "False"], said.stderr
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_connects_one_rank(real_gpu, backend):
+    """As the scripts of labs 4 and 5 do, with the device named."""
+    store = distributed.HashStore()
+    distributed.init_process_group(backend, store=store, rank=0, world_size=1, device_id=real_gpu)
+    try:
+        numbers = torch.arange(4.0, device=real_gpu)
+        distributed.all_reduce(numbers)
+        distributed.broadcast(numbers, src=0)
+        distributed.barrier()
+        box = [{"epoch": 3}]
+        distributed.broadcast_object_list(box)
+        assert numbers.tolist() == [0.0, 1.0, 2.0, 3.0] and box == [{"epoch": 3}]
+        if "gloo" in backend:
+            here = torch.ones(1)
+            distributed.all_reduce(here)
+            assert here.item() == 1
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_ddp_over_nccl_leaves_the_gradients_of_the_bare_network(real_gpu):
+    store = distributed.HashStore()
+    distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=real_gpu)
+    try:
+        net = models.build("tiny").double().eval().to(real_gpu)
+        images, labels = torch.randn(8, 3, 32, 32, device=real_gpu).double(), torch.arange(8, device=real_gpu)
+        found = []
+        for model in (net, DistributedDataParallel(net, device_ids=[0])):
+            net.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            found.append(torch.cat([one.grad.flatten() for one in net.parameters()]))
+        assert torch.allclose(*found, atol=1e-10)
+    finally:
+        distributed.destroy_process_group()

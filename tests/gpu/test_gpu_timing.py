@@ -1,0 +1,194 @@
+"""What ``lab_utils.timing`` does on a GPU: when it waits, what it counts, and what becomes of a lack of memory."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from lab_utils import timing
+from lab_utils.timing.timeline import Timeline
+
+pytestmark = pytest.mark.gpu
+AROUND = ("init", "reset_peak_memory_stats", "synchronize", "step", "max_memory_allocated")
+# What torch, cuDNN and cuBLAS say where memory ran out.
+LACKS = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB.",
+    "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "GET was unable to find an engine to execute this computation",
+)
+
+
+def take(gpu, size):
+    """So many bytes of the device."""
+    return torch.empty(size, dtype=torch.uint8, device=gpu.device)
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0", torch.device("cuda", 0)])
+def test_synchronize_waits_for_the_device(gpu, name):
+    start = time.perf_counter()
+    gpu.launch(0.02)
+    timing.synchronize(name)
+    assert time.perf_counter() - start >= gpu.least(0.02)
+
+
+def test_for_a_cpu_synchronize_does_nothing(gpu):
+    timing.synchronize("cpu")
+    assert ("synchronize",) not in gpu.calls
+
+
+def test_the_calls_around_a_step_are_in_order(gpu):
+    """The counters are reset before the clock starts, and the device is waited for on both sides of the step."""
+    gpu.calls.clear()
+    timing.measure(lambda: gpu.note("step"), repeats=1, warmup=0, device=gpu.device)
+    names = [name for name, *_ in gpu.calls if name in AROUND]
+    assert names == ["init", "reset_peak_memory_stats", "synchronize", "step", "synchronize", "max_memory_allocated"]
+
+
+def test_a_steps_seconds_are_those_of_its_work(gpu):
+    queued = []
+
+    def step():
+        start = time.perf_counter()
+        gpu.launch(0.02)
+        queued.append(time.perf_counter() - start)
+
+    one = timing.measure(step, repeats=4, warmup=1, device=gpu.device)
+    assert min(one.seconds) >= gpu.least(0.02)
+    assert min(queued) < 0.01, "the work was done at once: the test proves nothing"
+
+
+def test_work_that_was_queued_before_does_not_count(gpu):
+    seconds = []
+    for _ in range(3):
+        gpu.launch(0.05)
+        seconds += timing.measure(lambda: None, repeats=1, warmup=0, device=gpu.device).seconds
+    assert min(seconds) < gpu.least(0.05) / 2
+
+
+def test_events_and_the_clock_agree(gpu):
+    by_events = []
+    for _ in range(4):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        gpu.launch(0.03)
+        end.record()
+        end.synchronize()
+        by_events.append(start.elapsed_time(end) / 1e3)
+    by_clock = timing.measure(lambda: gpu.launch(0.03), repeats=6, warmup=1, device=gpu.device).seconds
+    assert min(by_events) >= gpu.least(0.03)
+    assert 0.8 * min(by_events) < min(by_clock) < min(by_events) + 0.05
+
+
+def test_each_set_up_has_its_own_peak_memory(gpu):
+    held = take(gpu, 2**20)
+    sizes = {"large": 2**23, "small": 2**21}
+    steps = {name: lambda size=size: take(gpu, size) for name, size in sizes.items()}
+    large, small = timing.interleave(steps, repeats=2, warmup=1, device=gpu.device)
+    assert large.peak_bytes - small.peak_bytes == 2**23 - 2**21
+    assert small.peak_bytes == torch.cuda.memory_allocated() + 2**21 >= held.nbytes + 2**21
+    assert (large.device, large.out_of_memory) == ("cuda:0", False)
+
+
+def test_a_set_up_without_memory_has_no_seconds_and_the_next_goes_on(gpu):
+    """What it had taken is free again, and it is not tried again."""
+    tried = []
+
+    def huge():
+        tried.append(take(gpu, 2**20).nbytes)
+        held = take(gpu, 2**20)
+        return held, take(gpu, 2**47)
+
+    before = torch.cuda.memory_allocated()
+    steps = {"huge": huge, "fits": lambda: take(gpu, 2**20)}
+    lost, fits = timing.interleave(steps, repeats=3, warmup=1, device=gpu.device)
+    assert lost.out_of_memory and math.isnan(lost.median) and lost.peak_bytes is None
+    assert len(fits.seconds) == 3 and fits.peak_bytes == before + 2**20
+    assert len(tried) == 1
+    assert torch.cuda.memory_allocated() == before, "the exception still holds the frames of the step"
+    assert ("empty_cache",) in gpu.calls
+
+
+@pytest.mark.parametrize("words", LACKS)
+def test_a_lack_of_memory_is_known_by_the_librarys_words(gpu, words, monkeypatch):
+    monkeypatch.setattr("gc.collect", lambda: 0)  # nothing holds memory here, and it takes a while
+
+    def step():
+        raise RuntimeError(words)
+
+    lost, fits = timing.interleave({"lost": step, "fits": int}, repeats=1, warmup=0, device=gpu.device)
+    assert lost.out_of_memory and not fits.out_of_memory
+
+
+def test_another_error_of_the_device_is_raised(gpu):
+    def step():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        timing.interleave({"broken": step}, repeats=1, warmup=0, device=gpu.device)
+
+
+def test_a_convolution_without_room_is_a_lack_of_memory(real_gpu, record_property):
+    """Of whatever library's words: its output may fit, and its workspace or the gradients of its input do not."""
+    net, whole = nn.Conv2d(64, 64, 3, padding=1).to(real_gpu), torch.cuda.get_device_properties(real_gpu).total_memory
+    images = torch.randn(2**11, 64, 32, 32, device=real_gpu, requires_grad=True)
+    said = []
+
+    def step():
+        try:
+            net(images).sum().backward()
+        except RuntimeError as error:
+            said.append(f"{type(error).__name__}: {error}"[:300])
+            raise
+
+    for spare in (2**16, 2**22, 2**26):
+        torch.cuda.empty_cache()
+        limit = torch.cuda.memory_reserved() + images.nbytes + spare
+        torch.cuda.set_per_process_memory_fraction(limit / whole)
+        try:
+            assert timing.measure(step, repeats=1, warmup=0, device=real_gpu).out_of_memory, said
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    record_property("said", " | ".join(said))
+    assert len(said) == 3
+    assert not timing.measure(step, repeats=1, device=real_gpu).out_of_memory
+
+
+def test_among_ranks_a_lack_of_memory_is_an_error(gpu, group):
+    """The others would wait for the rank that goes on without its step."""
+    with pytest.raises(torch.OutOfMemoryError):
+        timing.interleave({"huge": lambda: take(gpu, 2**47)}, repeats=1, warmup=0, device=gpu.device)
+
+
+def test_among_ranks_the_slowest_one_is_kept(gpu, group):
+    one = timing.measure(lambda: take(gpu, 2**20), repeats=2, warmup=1, device=gpu.device)
+    assert one.rank == 0 and len(one.seconds) == 2 and one.peak_bytes >= 2**20
+
+
+def test_a_phase_of_a_timeline_is_as_long_as_its_work(gpu):
+    timeline = Timeline(gpu.device)
+    for name, seconds in (("forward", 0.02), ("backward", 0.04)):
+        with timeline.phase(name):
+            gpu.launch(seconds)
+    forward, backward = timeline.as_rows()
+    assert forward["end"] - forward["start"] >= gpu.least(0.02)
+    assert backward["end"] - backward["start"] >= gpu.least(0.04)
+    assert forward["end"] <= backward["start"]
+
+
+def test_a_timeline_that_is_off_waits_for_nothing(gpu):
+    timeline = Timeline(gpu.device, enabled=False)
+    with timeline.phase("forward"):
+        gpu.launch(0.02)
+    assert not timeline.as_rows() and ("synchronize",) not in gpu.calls
+
+
+def test_saved_bytes_are_counted_on_the_device(gpu):
+    net, images = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(5, 12)
+    on_cpu = timing.count_saved_bytes(lambda: net(images), net)
+    net, images = net.to(gpu.device), images.to(gpu.device)
+    assert timing.count_saved_bytes(lambda: net(images), net) == on_cpu == 4 * 5 * (12 + 8)
