@@ -1,0 +1,147 @@
+"""The claims about batches: packed ones against what else makes them, and against one pass over the memory.
+
+All in CPU seconds of one thread, in turn, and over the same augmentation: a shift of up to four pixels, a mirror, the
+normalisation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.claims import Claim
+from lab_utils import data, load_torchvision, timing
+from lab_utils.data.batches import PADDING, augment
+
+BATCH = 64
+# Images of a pass: slow ways get few, so that no pass takes longer than a second or two.
+SLOW, FAST = 1500, 9600
+# Larger than the caches of most processors, as the images of CINIC-10 are, and the batches of an epoch.
+PASS, ONE_PASS = 20_000, "one pass over the memory"
+
+
+class OneByOne(Dataset):
+    """torchvision's transforms on images that are tensors in memory: what many write who have packed their images."""
+
+    def __init__(self, dataset: data.Dataset) -> None:
+        load_torchvision()
+        from torchvision.transforms import v2
+
+        self._split = dataset.train
+        self._mean, self._std = mean, std = dataset.mean, dataset.std
+        moves = [v2.RandomCrop(32, padding=PADDING), v2.RandomHorizontalFlip()]
+        self._transform = v2.Compose([*moves, v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std)])
+
+    def __len__(self) -> int:
+        return len(self._split)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._transform(self._split.images[index]), int(self._split.labels[index])
+
+
+class ManyAtOnce(OneByOne):
+    """The same images through ``__getitems__``, which a DataLoader calls once for a batch: gathered and augmented."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.tensor(indices)
+        shifts = torch.randint(0, 2 * PADDING + 1, (len(chosen), 2))
+        mirrored = (torch.rand(len(chosen)) < 0.5).nonzero().flatten()
+        images = augment(self._split.images.index_select(0, chosen), shifts, mirrored)
+        mean, std = (torch.tensor(numbers).view(1, 3, 1, 1) for numbers in (self._mean, self._std))
+        return images.to(torch.float32).div_(255).sub_(mean).div_(std), self._split.labels[chosen]
+
+
+def check_all(folder: Path) -> list[Claim]:
+    """Measures all claims of this module."""
+    dataset = data.load()
+    sizes = {"train": SLOW, "valid": 200, "test": 200}
+    part = replace(dataset, **{name: take_some(getattr(dataset, name), size) for name, size in sizes.items()})
+    files, packed = data.export(part, folder), dataset.batches("train", BATCH)
+    one_by_one = DataLoader(OneByOne(part), BATCH, shuffle=True)
+    at_once = DataLoader(ManyAtOnce(dataset), BATCH, shuffle=True, collate_fn=lambda batch: batch)
+    ways = {
+        "ImageFolder + DataLoader": (data.classic_loader(files, "train", BATCH), SLOW),
+        "torchvision v2 on tensors + DataLoader": (one_by_one, SLOW),
+        "__getitems__ + DataLoader": (at_once, FAST),
+        "packed batches": (packed, FAST),
+    }
+    if (dali := find_dali(files / "train", dataset)) is not None:
+        ways["NVIDIA DALI, on the CPU"] = (dali, SLOW)
+    rates = measure_rates(ways)
+    ours, slowest = rates["packed batches"], next(iter(ways))
+    times, others = ours / rates[slowest], [name for name in ways if name not in ("packed batches", slowest)]
+    text = f"packed batches against {slowest} ({dataset.name}, images per CPU second)"
+    claims = [Claim(text, f"{times:.1f} times", "at least 30 times", times >= 30, rates)]
+    claims += [Claim(f"packed batches against {other}", f"{ours / rates[other]:.1f} times") for other in others]
+    if dali is None:
+        claims.append(Claim("packed batches against NVIDIA DALI", "it is not installed here", holds=None))
+    text = f"packed batches against one pass over {PASS:,} images, read as bytes, written as float32 (CPU seconds)"
+    times = rates[ONE_PASS] / ours
+    return [*claims, Claim(text, f"{times:.2f} times ({ours:,.0f} images per second)", "at most 2 times", times <= 2)]
+
+
+def measure_rates(ways: dict[str, tuple[Iterable, int]]) -> dict[str, float]:
+    """Returns images per CPU second of each way to make batches, and of ``ONE_PASS``: the median of seven rounds."""
+    images = torch.randint(0, 256, (PASS, 3, 32, 32), dtype=torch.uint8)
+    floats = torch.zeros(PASS, 3, 32, 32)
+    steps: dict[str, Callable[[], object]] = {ONE_PASS: lambda: floats.copy_(images)}
+    counts = {ONE_PASS: PASS}
+    for name, (batches, most) in ways.items():
+        count = -(-most // BATCH)
+        steps[name] = lambda batches=batches, count=count: drain(itertools.islice(batches, count))
+        counts[name] = sum(len(labels) for _, labels in itertools.islice(batches, count))
+    timings = timing.interleave(steps, repeats=7, warmup=1, device="cpu")
+    return {one.name: counts[one.name] / statistics.median(one.cpu_seconds) for one in timings}
+
+
+def find_dali(folder: Path, dataset: data.Dataset) -> Iterable | None:
+    """Returns NVIDIA DALI's batches of the images in a folder, made on the CPU; None where it is not installed.
+
+    FFCV is not compared: it has to be compiled with OpenCV and libjpeg-turbo, which its installation does not bring.
+    """
+    try:
+        from nvidia.dali import fn, pipeline_def, types
+        from nvidia.dali.plugin.pytorch import DALIGenericIterator
+    except ImportError:
+        return None
+
+    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=1)
+    def make_batches() -> tuple[object, object]:
+        files, labels = fn.readers.file(file_root=str(folder), random_shuffle=True, name="images")
+        shifts = fn.random.uniform(values=list(range(-PADDING, PADDING + 1)), shape=(2,), dtype=types.INT32)
+        images = fn.decoders.image(files, device="cpu")
+        images = fn.slice(images, start=shifts, shape=(32, 32), axes=(0, 1), out_of_bounds_policy="pad")
+        mean, std = ([255 * number for number in numbers] for numbers in (dataset.mean, dataset.std))
+        flips = fn.random.coin_flip(dtype=types.INT32)
+        return fn.crop_mirror_normalize(images, mirror=flips, mean=mean, std=std, output_layout="CHW"), labels
+
+    iterator = DALIGenericIterator(make_batches(), ["images", "labels"], reader_name="images", auto_reset=True)
+    return _Pairs(iterator)
+
+
+class _Pairs:
+    """DALI's batches as pairs of images and labels."""
+
+    def __init__(self, batches: Iterable) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return ((batch[0]["images"], batch[0]["labels"]) for batch in self._batches)
+
+
+def take_some(split: data.Split, size: int) -> data.Split:
+    """Returns images of a split chosen at random, so that every class is among them whatever the split's order."""
+    chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:size]
+    return data.Split(split.images[chosen], split.labels[chosen])
+
+
+def drain(batches: Iterator) -> None:
+    """Takes all there is."""
+    for _ in batches:
+        pass
