@@ -1,0 +1,175 @@
+"""What the benchmark's result says: its goals judged in words, its table, its figure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.claims import Claim
+from benchmarks.gpu.worker import ARMS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PEER_TIMES = {128: 4.0, 1024: 2.0}  # the best eager AMP peer's, by batch
+COMPILED_TIMES, ROOFLINE_SHARE = 1.1, 0.55
+ROUNDS = 5
+
+
+def list_rates(result: dict[str, Any], stem: str, batch: int, group: str) -> dict[str, float]:
+    """Returns images per second at the median, by arm, of those timed in all rounds of one interleaved group."""
+    return {
+        one["arm"]: batch / statistics.median(one["seconds"])
+        for one in result["measurements"]
+        if (one["stem"], one["batch"], one["group"]) == (stem, batch, group) and len(one["seconds"]) >= ROUNDS
+    }
+
+
+def find_best(rates: dict[str, float], **wanted: bool) -> tuple[float, str] | None:
+    """Returns rate and name of the fastest arm that has the attributes of ``wanted``; None where there is none."""
+    fitting = [(rate, arm) for arm, rate in rates.items() if all(getattr(ARMS[arm], k) == v for k, v in wanted.items())]
+    return max(fitting, default=None)
+
+
+def list_groups(result: dict[str, Any], stem: str, batch: int) -> list[str]:
+    """Returns the groups of a batch size, in the order in which they were measured."""
+    found = [one["group"] for one in result["measurements"] if (one["stem"], one["batch"]) == (stem, batch)]
+    return list(dict.fromkeys(found))
+
+
+def compare_best(result: dict[str, Any], stem: str, batch: int, peer: dict[str, bool]) -> tuple[float, str] | None:
+    """Returns how many times as fast as the best peer of a kind our best arm is, and says so in words.
+
+    Both from one interleaved group; of several groups, that with the higher ratio. None where there is no such pair.
+    """
+    pairs = []
+    for group in list_groups(result, stem, batch):
+        rates = list_rates(result, stem, batch, group)
+        ours, other = find_best(rates, ours=True), find_best(rates, ours=False, **peer)
+        if ours and other:
+            words = f"{ours[1]} {ours[0]:,.0f} against {other[1]} {other[0]:,.0f} images/s"
+            pairs.append((ours[0] / other[0], words))
+    return max(pairs, default=None)
+
+
+def judge(result: dict[str, Any], stem: str = "imagenet") -> list[Claim]:
+    """Returns the goals of the benchmark for one stem, each with what was measured and whether it is met.
+
+    Args:
+        result: What ``benchmarks.gpu.speed`` writes.
+        stem: Of the network.
+    """
+    claims = []
+    for batch, times in PEER_TIMES.items():
+        pair = compare_best(result, stem, batch, {"amp": True, "compiled": False})
+        text = f"ours against the best eager AMP peer, batch {batch:,}"
+        claims.append(_claim(text, pair, times, f"at least {times:g} times"))
+    for batch in PEER_TIMES:
+        pair = compare_best(result, stem, batch, {"compiled": True})
+        text = f"ours against the best compiled peer, batch {batch:,}"
+        claims.append(_claim(text, pair, COMPILED_TIMES, f"at least {COMPILED_TIMES:g} times"))
+    limit = result.get("roofline", {}).get(stem, {}).get("1024", {}).get("fused")
+    rates = [list_rates(result, stem, 1024, group) for group in list_groups(result, stem, 1024)]
+    best = max((one for one in (find_best(some, ours=True) for some in rates) if one), default=None)
+    share = None
+    if limit and best:
+        share = best[0] / limit, f"{best[1]} {best[0]:,.0f} of {limit:,.0f} images/s"
+    text = "ours against the computed roofline (fused), batch 1,024"
+    claims.append(_claim(text, share, ROOFLINE_SHARE, f"at least {ROOFLINE_SHARE:.0%}", percent=True))
+    return claims
+
+
+def _claim(text: str, found: tuple[float, str] | None, least: float, bound: str, *, percent: bool = False) -> Claim:
+    if found is None:
+        return Claim(text, "", bound, None)
+    value, words = found
+    return Claim(text, f"{value:.0%} ({words})" if percent else f"{value:.2f} times ({words})", bound, value >= least)
+
+
+def list_rows(result: dict[str, Any], stem: str) -> dict[str, dict[int, dict[str, Any]]]:
+    """Returns each timed arm's measurement by batch size: of those in several groups, the last one's."""
+    rows: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in ARMS}
+    for one in result["measurements"]:
+        if one["stem"] == stem and len(one["seconds"]) >= ROUNDS:
+            rows[one["arm"]][one["batch"]] = one
+    return {arm: row for arm, row in rows.items() if row}
+
+
+def write_table(result: dict[str, Any], stem: str = "imagenet") -> str:
+    """Returns a Markdown table: an arm each row, images per second and their spread for each batch size.
+
+    The spread is half of what lies between the slowest and the fastest round, in per cent of the median.
+    """
+    rows = list_rows(result, stem)
+    batches = sorted({batch for row in rows.values() for batch in row})
+    lines = [["images/s at batch", *(f"{batch:,}" for batch in batches), "peak memory", "losses off by"]]
+    lines.append(["---", *("--:" for _ in batches), "--:", "--:"])
+    for arm, row in rows.items():
+        cells = [f"{'ours: ' if ARMS[arm].ours else ''}{arm}"]
+        for batch in batches:
+            cells.append(_write_cell(batch, row[batch]["seconds"]) if batch in row else "")
+        largest = row[max(row)]
+        peak, off = largest.get("peak_bytes"), largest.get("fidelity")
+        cells += [f"{peak / 2**30:.1f} GiB" if peak else "", "" if off is None else f"{off:.2%}"]
+        lines.append(cells)
+    roofline = result.get("roofline", {}).get(stem, {})
+    if roofline:
+        known = (roofline.get(str(batch), {}).get("fused") for batch in batches)
+        lines.append(["computed roofline", *(f"{rate:,.0f}" if rate else "" for rate in known), "", ""])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _write_cell(batch: int, seconds: list[float]) -> str:
+    middle = statistics.median(seconds)
+    return f"{batch / middle:,.0f} ± {(max(seconds) - min(seconds)) / 2 / middle:.1%}"
+
+
+def draw(result: dict[str, Any], stem: str = "imagenet", ax: Axes | None = None) -> Axes:
+    """Draws images per second as bars by batch size, with the slowest and the fastest round; peers are grey.
+
+    Args:
+        result: What ``benchmarks.gpu.speed`` writes.
+        stem: Of the network.
+        ax: Where to draw; a new figure where None.
+
+    Returns:
+        The Axes.
+    """
+    from matplotlib import colormaps
+
+    from lab_utils.plots.style import new_axes
+
+    rows = list_rows(result, stem)
+    batches = sorted({batch for row in rows.values() for batch in row})
+    ax = ax or new_axes(figsize=(11, 5))
+    arms = sorted(rows, key=lambda arm: ARMS[arm].ours)
+    width = 0.86 / max(1, len(arms))
+    ours = [arm for arm in arms if ARMS[arm].ours]
+    for index, arm in enumerate(arms):
+        mine = ARMS[arm].ours
+        place = (ours.index(arm) + 1) / len(ours) if mine else 0.25 + 0.4 * index / max(1, len(arms) - len(ours))
+        colour = colormaps["viridis"](0.9 * place) if mine else colormaps["Greys"](place)
+        found = [(at, batch, rows[arm][batch]["seconds"]) for at, batch in enumerate(batches) if batch in rows[arm]]
+        middle = [batch / statistics.median(seconds) for _, batch, seconds in found]
+        low = [rate - batch / max(seconds) for rate, (_, batch, seconds) in zip(middle, found, strict=True)]
+        high = [batch / min(seconds) - rate for rate, (_, batch, seconds) in zip(middle, found, strict=True)]
+        places = [at - 0.43 + (index + 0.5) * width for at, *_ in found]
+        label = f"ours: {arm}" if mine else arm
+        ax.bar(places, middle, width, color=colour, yerr=(low, high), capsize=2, label=label)
+    _draw_roofline(ax, result.get("roofline", {}).get(stem, {}), batches)
+    ax.set_xticks(range(len(batches)), [f"{batch:,}" for batch in batches])
+    ax.set_xlabel("batch size")
+    ax.set_ylabel("images per second")
+    ax.yaxis.set_major_formatter("{x:,.0f}")
+    ax.set_title(f"{result['key']['net']}, {stem} stem, 32×32, training steps: {result['key']['machine']}")
+    ax.legend(fontsize=8, ncols=1, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return ax
+
+
+def _draw_roofline(ax: Axes, roofline: dict[str, dict[str, float]], batches: Iterable[int]) -> None:
+    label = "roofline, fused"
+    for at, batch in enumerate(batches):
+        if rate := roofline.get(str(batch), {}).get("fused"):
+            ax.hlines(rate, at - 0.45, at + 0.45, color="#D55E00", linestyle="--", label=label)
+            label = None
