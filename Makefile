@@ -138,13 +138,18 @@ student: setup
 notebooks: setup
 	@$(PY) tests/harness/run_notebooks.py --save notebooks/*.ipynb
 
-## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU; LAB=4: two)
+## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU; LAB=0, or LAB=4, 5 with two)
 .PHONY: reference
 reference: LAB ?= 1
 reference: setup
 	@rm -rf runs/reference
-	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) tests/harness/run_notebooks.py notebooks/0$(LAB)_*.ipynb
+	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) -m benchmarks.gpu.notebooks --out runs/reference/notebooks.json $(LAB)
 	@LAB_RUNS=runs/reference $(PY) -m course.reference lab$(LAB)
+
+## gpu: on a machine with a GPU, in 9 minutes: tests, labs 0, 1, 4, 5, reference runs, speed (ARGS=--dry rehearses on a CPU)
+.PHONY: gpu
+gpu: setup
+	@$(PY) -m benchmarks.gpu $(ARGS)
 
 ## bench: measure the performance claims that a maintainer has to defend
 .PHONY: bench
