@@ -62,7 +62,8 @@ def write_table(claims: Iterable[Claim], readme: Path, caption: str) -> None:
         ValueError: The README has no two lines that say where they stand.
     """
     lines = ["| what | measured | bound |", "|---|---|---|"]
-    lines += [f"| {claim.text} | {claim.measured} | {claim.bound} |" for claim in claims]
+    kept = {True: "", False: ": **not kept**", None: ""}
+    lines += [f"| {claim.text} | {claim.measured} | {claim.bound}{kept[claim.holds]} |" for claim in claims]
     text = readme.read_text(encoding="utf-8")
     block = "\n".join((BEGIN, caption, "", *lines, END))
     changed, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)

@@ -493,7 +493,7 @@ def test_a_notebook_that_takes_more_memory_than_it_says_fails_at_its_last_cell(t
 
 
 def test_the_picture_of_the_readme_is_a_stored_figure_of_lab_1(root):
-    (picture,) = re.findall(r"!\[[^\]]+\]\((\S+\.png)\)", (root / "README.md").read_text(encoding="utf-8"))
+    (picture,) = re.findall(r"!\[[^\]]+\]\((\S+lab1\S+\.png)\)", (root / "README.md").read_text(encoding="utf-8"))
     notebook = nbformat.read(root / "notebooks" / "01_mixed_precision.ipynb", as_version=4)
     outputs = (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", []))
     figures = [base64.b64decode(data["image/png"]) for data in outputs if "image/png" in data]
