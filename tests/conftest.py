@@ -28,10 +28,11 @@ from course.pocket_slurm import PocketSlurm, find_missing_packages
 from nodelaunch import TorchrunJob
 from nodelaunch.state import JobState
 
-# A shell that starts us in the background has interrupts ignored, which all our children would inherit; some tests
-# interrupt them.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts us in the background has interrupts ignored, and nohup hang-ups, which all our children would
+# inherit; some tests send them.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 def _need(missing: str, what: str) -> None:
