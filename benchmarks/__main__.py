@@ -1,4 +1,4 @@
-"""Defends the claims about speed: ``make bench``, or ``python -m benchmarks``; it takes about fifteen minutes.
+"""Defends the claims about speed: ``make bench``, or ``python -m benchmarks``; it takes about ten minutes.
 
 Most claims are a ratio or a difference of CPU seconds, measured in one interleaved run on one thread, so that they mean
 the same on a busy machine and on a quiet one; those about launches and kernels are wall-clock seconds. The exit status

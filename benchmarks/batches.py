@@ -105,7 +105,7 @@ def measure_rates(ways: dict[str, tuple[Iterable, int]]) -> dict[str, float]:
 def find_dali(folder: Path, dataset: data.Dataset) -> Iterable | None:
     """Returns NVIDIA DALI's batches of the images in a folder, made on the CPU; None where it is not installed.
 
-    FFCV is not compared: it has to be compiled with OpenCV and libjpeg-turbo, which its installation does not bring.
+    FFCV is not compared: its installation compiles it, and ends where the machine has no OpenCV to build with.
     """
     try:
         from nvidia.dali import fn, pipeline_def, types

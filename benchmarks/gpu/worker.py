@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu.arms import LR, OURS, REFERENCE, Arm, Batch, Setup, Training, find_blocks
 from benchmarks.gpu.peers import PEERS
 from lab_utils.timing import synchronize
-from lab_utils.timing.measure import _is_out_of_memory
+from lab_utils.timing.measure import is_out_of_memory
 
 ARMS: dict[str, Arm] = {**OURS, **PEERS, "reference": REFERENCE}
 POOL = 4  # batches on the device, which steps take in turn
@@ -207,7 +207,7 @@ def answer(worker: Worker, name: str, arguments: dict[str, Any]) -> dict[str, ob
     try:
         return getattr(worker, name)(**arguments)
     except Exception as error:
-        short = isinstance(error, RuntimeError) and _is_out_of_memory(error)
+        short = isinstance(error, RuntimeError) and is_out_of_memory(error)
         words = "out of memory" if short else f"{type(error).__name__}: {error}".strip()[:600]
     # Only here has the exception let go of the frames that hold the step's tensors.
     with contextlib.suppress(RuntimeError):  # after some errors CUDA can do nothing any more

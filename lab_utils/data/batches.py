@@ -139,12 +139,9 @@ def augment(images: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) 
     moved = runs.index_select(0, torch.arange(count, device=images.device) * size + rows * width + columns)
     inside = _find_inside(height, width, images.device).index_select(0, rows * (2 * PADDING + 1) + columns)
     moved = moved.view(count, channels, -1).mul_(inside).view(images.shape)
-    if images.is_cuda:
-        return moved.index_copy_(0, mirrored, moved.index_select(0, mirrored).flip(3))
-    # torch turns bytes round one by one on a CPU, which took as long as all the rest: here eight at a time.
-    pixels, places = moved.numpy(), mirrored.numpy()
-    words = pixels[places].view(np.uint64)
-    pixels[places] = np.ascontiguousarray(words[..., ::-1]).byteswap(inplace=True).view(np.uint8)
+    flipped = moved.index_select(0, mirrored).flip(3)
+    # Eight pixels at a time: on a CPU, to put single bytes back took longer than all the rest.
+    moved.view(torch.int64).index_copy_(0, mirrored, flipped.view(torch.int64))
     return moved
 
 

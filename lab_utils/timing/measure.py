@@ -243,7 +243,7 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
         synchronize(device)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     except RuntimeError as error:
-        if not (survive and _is_out_of_memory(error)):
+        if not (survive and is_out_of_memory(error)):
             raise
     else:
         return seconds, cpu_seconds, torch.cuda.max_memory_allocated(device) if cuda else 0
@@ -253,7 +253,7 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
     return None
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: RuntimeError) -> bool:
     """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words.
 
     cuDNN's engines are the algorithms of a convolution. Where the workspace of each is refused for lack of memory,

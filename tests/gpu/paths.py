@@ -60,17 +60,17 @@ PATHS = (
     ),
     GpuPath(
         "out of memory in words of cuDNN and cuBLAS",
-        f"{MEASURE}: _is_out_of_memory",
+        f"{MEASURE}: is_out_of_memory",
         "timing: a_lack_of_memory_is_known_by_the_librarys_words",
     ),
     GpuPath(
         "another error is no lack of memory",
-        f"{MEASURE}: _is_out_of_memory",
+        f"{MEASURE}: is_out_of_memory",
         "timing: another_error_of_the_device_is_raised",
     ),
     GpuPath(
         "a convolution that runs out of memory",
-        f"{MEASURE}: _is_out_of_memory",
+        f"{MEASURE}: is_out_of_memory",
         "timing: a_convolution_without_room_is_a_lack_of_memory",
     ),
     GpuPath("out of memory among ranks", f"{MEASURE}: _sample", "timing: among_ranks_a_lack_of_memory_is_an_error"),
