@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -6,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from lab_common import LabError
 from lab_utils.data import Split
-from lab_utils.data.batches import Batches, augment
+from lab_utils.data.batches import Batches
 
 TOTAL = 103  # no world size and no batch size below divides it
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3)
@@ -99,16 +101,43 @@ def test_an_image_looks_the_same_for_any_batch_size_and_world_size():
     assert not torch.equal(read_pixels(1, 8, epoch=1), expected)
 
 
-def test_augment_does_what_a_plain_loop_does():
-    generator = torch.Generator().manual_seed(0)
-    shifts = torch.randint(0, 9, (TOTAL, 2), generator=generator)
-    mirrored = torch.rand(TOTAL, generator=generator) < 0.5
-    found = augment(IMAGES, shifts, mirrored.nonzero().flatten()).numpy()
-    for index in range(TOTAL):
-        padded = np.pad(IMAGES[index].numpy(), ((0, 0), (4, 4), (4, 4)))
-        row, column = shifts[index].tolist()
-        expected = padded[:, row : row + 32, column : column + 32]
-        assert np.array_equal(found[index], expected[:, :, ::-1] if mirrored[index] else expected)
+def test_each_image_is_moved_and_mirrored_as_a_plain_loop_does():
+    # With these, a normalised pixel is the pixel.
+    batches = Batches(IMAGES, LABELS, 8, mean=(0, 0, 0), std=(1 / 255,) * 3)
+    found = {index: set() for index in range(TOTAL)}
+    for epoch in range(3):
+        batches.set_epoch(epoch)
+        for images, labels in batches:
+            for image, index in zip(images.numpy(), labels.tolist(), strict=True):
+                found[index] |= {place for place, moved in list_moved(index) if np.array_equal(image, moved)}
+    assert {index: len(places) for index, places in found.items() if not 1 <= len(places) <= 3} == {}
+    rows, columns, mirrored = (
+        set(each) for each in zip(*(place for of in found.values() for place in of), strict=True)
+    )
+    assert rows == columns == set(range(9)) and mirrored == {False, True}
+
+
+def list_moved(index):
+    """Yields ((row, column, mirrored), image) of all that an image can become, made one by one."""
+    padded = np.pad(IMAGES[index].numpy(), ((0, 0), (4, 4), (4, 4)))
+    for row, column in itertools.product(range(9), range(9)):
+        cut = padded[:, row : row + 32, column : column + 32]
+        yield (row, column, False), cut
+        yield (row, column, True), cut[:, :, ::-1]
+
+
+def test_the_first_and_the_last_image_are_never_moved_over_their_end():
+    for count in (1, 2):
+        batches = Batches(IMAGES[:count], LABELS[:count], 1, mean=(0, 0, 0), std=(1 / 255,) * 3)
+        for epoch in range(20):
+            batches.set_epoch(epoch)
+            for images, labels in batches:
+                index = int(labels)
+                places = [place for place, moved in list_moved(index) if np.array_equal(images[0].numpy(), moved)]
+                assert len(places) == 1
+                row, column, _ = places[0]
+                assert index or min(row, column) >= 4
+                assert index < count - 1 or max(row, column) <= 4
 
 
 def test_shifts_and_mirrors_of_an_epoch_cover_all_there_are():

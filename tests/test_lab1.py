@@ -1,13 +1,12 @@
 """Parts of lab 1 that this machine does not reach by itself: a GPU's remedies, a lesser CPU, and a reference run."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
 from matplotlib import pyplot as plt
 
-from lab_utils import models, timing
+from lab_utils import models
 from lab_utils.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -121,21 +120,9 @@ def test_the_tracker_counts_what_is_alive_and_lets_go_of_what_is_not(run_cells):
     assert 12_000 <= tracker.peak < 12_100
 
 
-def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_and_date(
-    run_cells, capsys, tmp_path, monkeypatch
-):
-    records = timing.Records("lab1", tmp_path)
-    records.add("throughput", make_sweep((0.5, 1.0, 2.0), baseline="tf32"), stem="imagenet")
-    content = {
-        "lab": "lab1",
-        "machine": {"label": "NVIDIA H200", "torch": "2.14.1"},
-        "when": "2026-12-01T10:00:00+00:00",
-        "records": [json.loads(line) for line in records.path.read_text().splitlines()],
-    }
-    path = tmp_path / "data" / "reference" / "lab1.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(content))
-    monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
+def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_and_date(run_cells, capsys, record_run):
+    sweep = make_sweep((0.5, 1.0, 2.0), baseline="tf32")
+    record_run("lab1", "NVIDIA H200", "throughput", stem=[("imagenet", sweep)])
     mine = {"imagenet": make_sweep((2.0, 2.0))}
     names = run_cells("speed-up", "throughput-figure", "answers", throughput=mine, my_speed_up=None)
     out = capsys.readouterr().out

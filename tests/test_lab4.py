@@ -12,7 +12,7 @@ from torch import nn
 
 import nodelaunch as launch
 from course.check.guesses import read_guesses
-from lab_utils import models, plots, timing
+from lab_utils import models, plots
 from lab_utils.timing import Timing
 from nodelaunch import GpuUsage, Usage
 
@@ -169,19 +169,8 @@ def test_what_others_published_stands_there_with_its_source(run_cells, capsys, r
     assert list(seconds.values()) == [run["seconds"] for run in cited]
 
 
-def test_a_recorded_run_of_two_gpus_stands_there_too(run_cells, capsys, tmp_path, monkeypatch, root):
-    records = timing.Records("lab4", tmp_path)
-    records.add("set-ups", FOUND, arguments=["--device", "cuda"])
-    content = {
-        "lab": "lab4",
-        "machine": {"label": "2 × NVIDIA H200", "torch": "2.14.1"},
-        "when": "2026-12-01T10:00:00+00:00",
-        "records": [json.loads(line) for line in records.path.read_text().splitlines()],
-    }
-    path = tmp_path / "data" / "reference" / "lab4.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(content))
-    monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
+def test_a_recorded_run_of_two_gpus_stands_there_too(run_cells, capsys, record_run):
+    record_run("lab4", "2 × NVIDIA H200", "set-ups", arguments=[(["--device", "cuda"], FOUND)])
     run_cells("cited")
     out = capsys.readouterr().out
     assert "recorded on two GPUs: 2 × NVIDIA H200" in out and "nothing yet" not in out

@@ -120,6 +120,22 @@ def test_lab_5_says_so_and_no_bar_is_cut_off(run_cells_of, capsys, more, monkeyp
     assert ax.get_legend().get_window_extent().x0 >= ax.get_window_extent().x1, "the legend lies on the bars"
 
 
+def test_bars_of_a_recorded_run_stand_beside_those_of_lab_5(run_cells_of, record_run, monkeypatch):
+    others = {"compute": 1.0, "apart": 2.0, "ddp": 2.0}
+    mine, theirs = (make_measured({"alone": alone} | others) for alone in (2.0, 1.0))
+    record_run("lab5", "2 × NVIDIA H200", "buckets", net=[("resnet152", theirs)])
+    nodes = [type("Node", (), {"name": name}) for name in ("node0", "node1")]
+    monkeypatch.setattr("lab_utils.timing.Records.once", lambda *_, **__: mine)
+    names = {"my_speed_up": {"cifar": 1.8, "imagenet": 1.5}, "DEVICE": "cpu", "FULL": False}
+    monkeypatch.setattr("nodelaunch.choose_nodes", lambda: nodes)
+    found = run_cells_of("05_ddp_two_nodes", "measure", "scaling-table", "scaling-figure", **names)
+    assert "recorded: 2 × NVIDIA H200, torch 2.14.1, 2026-12-01" in found["ax"].get_title(loc="left")
+    # Two nodes whose step is as long as one's are twice as fast in weak scaling; where it is twice as long, as fast.
+    by_case = {case: values for case, values in found["relative"].items() if "cifar" in case}
+    assert list(by_case.values()) == [[1, 1.0, 2.0], [1, 0.5, 1.0]]
+    assert "recorded" in list(by_case)[1] and not found["ax"].figure.canvas.draw()
+
+
 @pytest.mark.system  # the loops would stand beside other tests' measurements
 @pytest.mark.parametrize(
     ("notebook", "cells"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lab_common import LabError
 
@@ -21,6 +19,7 @@ class Batches:
     4.2 of He et al. (arXiv:1512.03385). Order, shifts and mirrors are drawn for the whole epoch, by image, from (seed,
     epoch): an image looks the same whatever the batch size and on whichever rank it lands. The border that a shift lets
     in is black, because the image is padded before it is normalised, as torchvision's RandomCrop does on a PIL image.
+    The first image of a split is never moved down or right, and its last never up or left.
 
     Call :meth:`set_epoch` before each epoch; without it every epoch has the order of the first.
 
@@ -62,10 +61,13 @@ class Batches:
                 cause="drop_last leaves out the last batch, and here it is the only one",
                 fix="take a smaller batch_size, or drop_last=False",
             )
-        # One multiplication and one addition a pixel: (value / 255 - mean) / std, with the constants folded.
-        self._scale = torch.tensor([1 / (255 * s) for s in std], device=self._device).view(1, 3, 1, 1)
-        self._offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=self._device)
-        self._offset = self._offset.view(1, 3, 1, 1)
+        # One multiplication and one addition a pixel: (value / 255 - mean) / std, with the constants folded, and as
+        # large as an image, since to repeat one number over each channel took longer.
+        scale = torch.tensor([1 / (255 * s) for s in std]).view(1, 3, 1, 1)
+        offset = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)]).view(1, 3, 1, 1)
+        shape = (1, *images.shape[1:])
+        self._scale, self._offset = (one.expand(shape).contiguous().to(self._device) for one in (scale, offset))
+        self._inside = _find_inside(*images.shape[2:]).to(self._device)
 
     def __len__(self) -> int:
         return -(-self.images // self.batch_size)
@@ -88,25 +90,47 @@ class Batches:
             self.images = per_rank // self.batch_size * self.batch_size
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        total = len(self._images)
-        order = torch.arange(total)
+        if not self.images:
+            return
+        total, (channels, height, width) = len(self._images), self._images.shape[1:]
+        size = channels * height * width
+        order, starts = torch.arange(total), torch.arange(total) * size
         if self._train:
             generator = torch.Generator().manual_seed(_mix(self._seed, self._epoch))
             order = torch.randperm(total, generator=generator)
             shifts = torch.randint(0, 2 * PADDING + 1, (total, 2), generator=generator)
             mirrored = torch.rand(total, generator=generator) < 0.5
+            # There is nothing to read before the first image and behind the last.
+            shifts[0].clamp_(min=PADDING)
+            shifts[-1].clamp_(max=PADDING)
+            rows, columns = shifts.unbind(1)
+            starts += (rows - PADDING) * width + columns - PADDING
+            places = rows * (2 * PADDING + 1) + columns
+        # A moved image is the same run of bytes from an earlier or later start, so that to gather images moves them.
+        runs = self._images.flatten().unfold(0, size, 1)
+        for chosen in self._share(order).split(self.batch_size):
+            self.chosen = chosen
+            images = self._upload(runs, starts.index_select(0, chosen)).view(-1, channels, height, width)
+            if self._train:
+                # Which ones is found on the CPU: a GPU would have to be waited for.
+                flipped = mirrored.index_select(0, chosen).nonzero().flatten()
+                self._finish(images, self._send(places.index_select(0, chosen)), self._send(flipped))
+            images = images.to(torch.float32)
+            yield torch.addcmul(self._offset, images, self._scale, out=images), self._upload(self._labels, chosen)
+
+    def _share(self, order: torch.Tensor) -> torch.Tensor:
+        """Takes this rank's images out of the epoch's order, in turn with the other ranks."""
         order = order[self._start :]
         if self._pad:
             order = order.repeat(self._world_size)[: -(-len(order) // self._world_size) * self._world_size]
-        mine = order[self._rank :: self._world_size][: self.images]
-        for chosen in mine.split(self.batch_size) if self.images else ():
-            self.chosen = chosen
-            images = self._upload(self._images, chosen)
-            if self._train:
-                flipped = mirrored[chosen].nonzero().flatten()  # found on the CPU: a GPU would have to be waited for
-                images = augment(images, self._send(shifts[chosen]), self._send(flipped))
-            images = images.to(torch.float32).mul_(self._scale).add_(self._offset)
-            yield images, self._upload(self._labels, chosen)
+        return order[self._rank :: self._world_size][: self.images]
+
+    def _finish(self, images: torch.Tensor, places: torch.Tensor, flipped: torch.Tensor) -> None:
+        """Blackens what came from beyond an image's border, of the next row or image, and mirrors some images."""
+        images.flatten(2).mul_(self._inside.index_select(0, places))
+        mirrored = images.index_select(0, flipped).flip(3)
+        # Eight pixels at a time: on a CPU, to put single bytes back took longer than all the rest.
+        images.view(torch.int64).index_copy_(0, flipped, mirrored.view(torch.int64))
 
     def _upload(self, source: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Gathers rows straight into page-locked memory where a GPU will fetch them from it without waiting."""
@@ -119,38 +143,11 @@ class Batches:
         return tensor.to(self._device, non_blocking=True)
 
 
-def augment(images: torch.Tensor, shifts: torch.Tensor, mirrored: torch.Tensor) -> torch.Tensor:
-    """Moves each image of a batch within a black border and mirrors some, without a loop over the images.
-
-    Args:
-        images: uint8 (B, 3, H, W), W a multiple of 8.
-        shifts: int64 (B, 2): row and column, 0..8, at which to cut the image out of its padded self; 4 changes nothing.
-        mirrored: int64 (M,): positions of the images to flip left to right, after the cut.
-
-    Returns:
-        uint8 (B, 3, H, W).
-    """
-    count, channels, height, width = images.shape
-    size, reach = channels * height * width, PADDING * (width + 1)
-    # A moved image is the same run of bytes from an earlier or later start, which is copied much faster than windows of
-    # padded images; what comes from beyond a border, of the next row or image, is then blackened.
-    runs = F.pad(images.flatten(), (reach, reach)).unfold(0, size, 1)
-    rows, columns = shifts.unbind(1)
-    moved = runs.index_select(0, torch.arange(count, device=images.device) * size + rows * width + columns)
-    inside = _find_inside(height, width, images.device).index_select(0, rows * (2 * PADDING + 1) + columns)
-    moved = moved.view(count, channels, -1).mul_(inside).view(images.shape)
-    flipped = moved.index_select(0, mirrored).flip(3)
-    # Eight pixels at a time: on a CPU, to put single bytes back took longer than all the rest.
-    moved.view(torch.int64).index_copy_(0, mirrored, flipped.view(torch.int64))
-    return moved
-
-
-@functools.cache
-def _find_inside(height: int, width: int, device: torch.device) -> torch.Tensor:
+def _find_inside(height: int, width: int) -> torch.Tensor:
     """For each shift, row by row, 1 where a moved image's pixel comes from the image: uint8 (81, 1, H * W)."""
     places = [torch.arange(2 * PADDING + 1)[:, None] - PADDING + torch.arange(length) for length in (height, width)]
     rows, columns = ((place >= 0) & (place < place.shape[1]) for place in places)
-    return (rows[:, None, :, None] & columns[None, :, None, :]).view(-1, 1, height * width).to(device, torch.uint8)
+    return (rows[:, None, :, None] & columns[None, :, None, :]).view(-1, 1, height * width).to(torch.uint8)
 
 
 def _mix(seed: int, epoch: int) -> int:

@@ -86,14 +86,15 @@ PATHS = (
         "lab_utils/timing/memory.py: count_saved_bytes",
         "timing: saved_bytes_are_counted_on_the_device",
     ),
-    GpuPath("batches on the device", f"{BATCHES}: __iter__", "data: batches_are_on_the_device_and_those_of_a_cpu"),
+    GpuPath(
+        "batches on the device, augmented", f"{BATCHES}: __iter__", "data: batches_are_on_the_device_and_those_of_a_cpu"
+    ),
     GpuPath(
         "copies from page-locked memory",
         f"{BATCHES}: _upload",
         "data: images_and_labels_come_from_pinned_memory_without_waiting",
     ),
     GpuPath("no waiting for a batch", f"{BATCHES}: __iter__", "data: nothing_waits_for_a_batch"),
-    GpuPath("augmentation", f"{BATCHES}: augment", "data: an_augmented_batch_is_made_where_its_images_are"),
     GpuPath(
         "page-locked buffers used again",
         f"{BATCHES}: _upload",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lab_utils.data.batches import Batches, augment
+from lab_utils.data.batches import Batches
 
 pytestmark = pytest.mark.gpu
 
@@ -44,13 +44,6 @@ def test_nothing_waits_for_a_batch(gpu, train):
     next(waiting)  # one-time work
     with gpu.no_waits():
         assert len(list(waiting)) == 3
-
-
-def test_an_augmented_batch_is_made_where_its_images_are(gpu):
-    images = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
-    shifts, mirrored = torch.tensor([[4, 4], [0, 8], [2, 3], [8, 0]]), torch.tensor([1, 3])
-    there = augment(*(one.to(gpu.device) for one in (images, shifts, mirrored)))
-    assert there.device == gpu.device and torch.equal(there.cpu(), augment(images, shifts, mirrored))
 
 
 def test_pinned_memory_is_not_used_again_before_it_was_read(real_gpu):
