@@ -129,7 +129,7 @@ RELEASE := -e '/^(<!--|\#) BEGIN: not in a release/,/^(<!--|\#) END: not in a re
 student: setup
 	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
 	@mkdir -p "$(STUDENT)"
-	@git ls-files -z ':!tests' ':!benchmarks' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' ':!CONTRIBUTING.md' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
+	@git ls-files -z ':!tests' ':!benchmarks' ':!website' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' ':!CONTRIBUTING.md' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
 	@for file in README.md SECURITY.md Makefile; do sed -E $(RELEASE) $$file | cat -s >"$(STUDENT)/$$file"; done
 	@$(PY) -m course.workspace --workspace "$(STUDENT)/notebooks"
 
@@ -155,6 +155,12 @@ gpu: setup
 .PHONY: bench
 bench: setup
 	@$(PY) -m benchmarks
+
+## site: the course as a web site, in runs/site/html (no lab is run; ARGS=--solutions shows the solutions, for teachers)
+.PHONY: site
+site: setup
+	@$(PY) setup_engine.py sphinx
+	@.engines/sphinx/bin/python -m website $(ARGS)
 
 ## lint: check style and formatting
 .PHONY: lint

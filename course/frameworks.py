@@ -56,6 +56,7 @@ FRAMEWORKS = {
     ),
     "tensorflow": Framework("TensorFlow", size="1.4 GB", time="a minute"),
     "jax": Framework("JAX", size="530 MB", time="half a minute"),
+    "sphinx": Framework("Sphinx", size="70 MB", time="half a minute"),  # for `make site`, and for no lab
 }
 # What an environment is made for, and what is wrong with it where that has changed.
 CHANGES = {

@@ -243,6 +243,12 @@ def jax() -> Path:
 
 
 @pytest.fixture(scope="session")
+def sphinx() -> Path:
+    """The Python of Sphinx's own environment."""
+    return find_engine("sphinx")
+
+
+@pytest.fixture(scope="session")
 def tensorflow() -> Path:
     """The Python of TensorFlow's own environment."""
     return find_engine("tensorflow")

@@ -189,7 +189,7 @@ def test_no_page_and_no_target_of_the_release_names_what_was_left_out(release, r
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
     gone = {name.split("/")[0] + "/" * ("/" in name) for name in listed} - {f"{p.name}/" for p in release.iterdir()}
     gone -= {path.name for path in release.iterdir()}
-    assert {"tests/", "hosting/", "benchmarks/", "CONTRIBUTING.md"} <= gone
+    assert {"tests/", "hosting/", "benchmarks/", "website/", "CONTRIBUTING.md"} <= gone
     for page in [release / "Makefile", *release.glob("*.md"), *release.glob("data/*.md")]:
         text = page.read_text()
         assert {name for name in gone if re.search(rf"(?<![\w/]){re.escape(name)}", text)} == set(), page.name

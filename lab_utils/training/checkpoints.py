@@ -57,7 +57,7 @@ class Checkpoints:
 
         Args:
             step: Number of steps taken, from 0.
-            state: Tensors, numbers, strings, and dictionaries, lists and tuples of them, such as ``state_dict()``s.
+            state: Tensors, numbers, strings, and dictionaries, lists and tuples of them, as of ``state_dict()``.
 
         Returns:
             The file, complete and on disk.

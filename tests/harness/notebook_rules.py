@@ -166,6 +166,11 @@ def find_output_faults(notebook) -> list[str]:
             faults.append(f"{name_cell(cell)}: {'an error' if failed else 'tagged raises-exception, without an error'}")
         if any(output.get("name") == "stderr" for output in cell.outputs):
             faults.append(f"{name_cell(cell)}: output on stderr")
+        figure = any("image/png" in output.get("data", {}) for output in cell.outputs)
+        if figure and not 60 <= len(cell.metadata.get("alt", "")) <= 330:
+            faults.append(
+                f"{name_cell(cell)}: a figure without 'alt' in the cell's metadata, its text of 60 to 330 letters"
+            )
         for text in texts_of(cell.outputs):
             faults += [f"{name_cell(cell)}: absolute path in the output"] if ABSOLUTE.search(text) else []
             if ADDRESS.search(text) and "nbval-ignore-output" not in tags(cell):

@@ -1,0 +1,230 @@
+"""The web site: what becomes of a notebook, the slides, links that lead nowhere; and the whole of it in a browser."""
+
+import functools
+import http.server
+import subprocess
+import threading
+
+import nbformat
+import pytest
+from harness.browser import Browser
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from website.links import find_broken
+from website.pages import REST, make_page, split_readme, write_contents, write_sources
+from website.slides import read_slide, write_slides
+
+PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+SOLVED = "def double(x):\n    ### BEGIN SOLUTION\n    return 2 * x\n    ### END SOLUTION"
+
+
+@pytest.fixture
+def notebooks(root):
+    return sorted((root / "notebooks").glob("[0-9]*.ipynb"))
+
+
+def make_lab(**changes):
+    """A small notebook with all that a lab has; ``changes`` replace the sources of cells by their id."""
+    figure = new_output("display_data", {"image/png": PNG, "text/plain": "<Figure>"})
+    cells = [
+        new_markdown_cell(
+            "# Lab 9 · Doubling\n\n**How fast is\nit?**\n\n| | |\n|---|---|\n| **You need** | a CPU |", id="title"
+        ),
+        new_code_cell(SOLVED, id="solved", outputs=[new_output("stream", text="✔ right")], execution_count=1),
+        new_markdown_cell("## Predict\n\nA hint. **Guess: how fast** is `2 * x`? Write it down.", id="predict"),
+        new_code_cell("guess = None", id="guess"),
+        new_markdown_cell("Was it so?", id="read"),
+        new_code_cell(
+            "plot()", id="plot", outputs=[figure], execution_count=2, metadata={"alt": "Bars, and a <guess>."}
+        ),
+        new_markdown_cell(
+            "## What you saw\n\n* One\n  thing: `a < b`.\n* [Two](x.md).\n* Three.\n* Four.\n\n## Further reading",
+            id="end",
+        ),
+    ]
+    for cell in cells:
+        cell.source = changes.get(cell.id, cell.source)
+    return new_notebook(cells=cells)
+
+
+def test_a_page_has_stubs_and_no_output_of_what_a_solution_printed():
+    lab = make_lab()
+    page = {cell.id: cell for cell in make_page(lab, "09_doubling.ipynb").cells}
+    assert "2 * x" not in page["solved"].source and "YOUR CODE HERE" in page["solved"].source
+    assert page["solved"].outputs == [] and page["plot"].outputs == lab.cells[5].outputs
+    assert page["plot"].metadata == {"mystnb": {"image": {"alt": "Bars, and a <guess>."}}}
+    title = page["title"].source
+    assert (
+        title.startswith("# Lab 9 · Doubling\n\n```{admonition} Run it yourself\n") and "`09_doubling.ipynb`" in title
+    )
+    assert "stubs" in title and title.endswith("| a CPU |")
+    assert lab.cells[5].metadata == {"alt": "Bars, and a <guess>."}, "the notebook itself stays as it is"
+
+
+def test_a_teachers_page_has_the_solutions_and_what_they_printed():
+    page = {cell.id: cell for cell in make_page(make_lab(), "09_doubling.ipynb", solutions=True).cells}
+    assert "2 * x" in page["solved"].source and page["solved"].outputs[0].text == "✔ right"
+    assert "solutions are shown" in page["title"].source
+
+
+def test_each_lab_has_a_slide(notebooks):
+    for path in notebooks:
+        slide = read_slide(nbformat.read(path, as_version=4))
+        assert len(slide["findings"]) == 3 and slide["ask"] and slide["alt"], path.name
+        assert slide["question"].endswith("?") and slide["title"].startswith("Lab "), path.name
+
+
+def test_a_slide_is_question_figure_three_findings_and_what_to_ask():
+    slide = read_slide(make_lab())
+    assert slide["question"] == "How fast is it?" and slide["figure"] == PNG
+    assert slide["findings"] == ["One thing: `a < b`.", "[Two](x.md).", "Three."]
+    assert slide["ask"] == ["How fast is `2 * x`?"], "not the question of the cell after it"
+    html = write_slides([make_lab()])
+    assert "One thing: <code>a &lt; b</code>." in html and "<li>Two.</li>" in html and "x.md" not in html
+    assert 'alt="Bars, and a &lt;guess&gt;."' in html and f"base64,{PNG}" in html
+    evil = write_slides([make_lab(end="## What you saw\n\n* <script>alert(1)</script>\n* B.\n* C.")])
+    assert "<script" not in evil
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"title": "# Lab"}, {"end": "## The end"}, {"predict": "## Measure"}, {"predict": "## Predict\n\nNothing."}],
+)
+def test_a_lab_without_one_of_them_has_no_slide(changes):
+    with pytest.raises(ValueError):
+        read_slide(make_lab(**changes))
+
+
+def test_the_readme_is_divided_into_start_and_guide():
+    start, guide = split_readme(f"# Labs\n<!-- BEGIN: x -->\nHello.\n<!-- in\ntwo lines -->\n\n{REST}\n\nRead.\n")
+    assert start == "# Labs\nHello.\n\n" and guide == f"# Working with the labs\n\n{REST}\n\nRead.\n"
+    contents = write_contents(["00_start_here"])
+    assert "notebooks/00_start_here\n" in contents and "api/nodelaunch" in contents and "hosting/README" in contents
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path):
+    (tmp_path / "labs").mkdir()
+    (tmp_path / "a b.png").write_bytes(b"")
+    (tmp_path / "labs" / "one.html").write_text('<h2 id="here">x</h2><a name="old"></a>')
+    good = '<a href="labs/one.html#here"></a><a href="labs/one.html#old"></a><img src="a%20b.png"><a href="#">top</a>'
+    good += '<a href="https://pytorch.org">x</a><a href="mailto:a@b.org">x</a><img src="data:image/png;base64,AA">'
+    page = tmp_path / "index.html"
+    page.write_text(good)
+    assert find_broken(tmp_path) == []
+    bad = [
+        "labs/two.html",
+        "labs/one.html#there",
+        "../outside.png",
+        "labs/",
+        "http://cdn.example.org/x.js",
+        "//x.org/y.css",
+    ]
+    tags = [f'<a href="{link}"></a>' for link in bad[:4]]
+    tags += [f'<script src="{bad[4]}"></script>', f'<link rel="stylesheet" href="{bad[5]}">']
+    page.write_text(good + "".join(tags))
+    assert find_broken(tmp_path) == [f"index.html: {link}" for link in bad]
+
+
+@pytest.mark.parametrize("solutions", [False, True])
+def test_all_pages_are_written_and_solutions_only_where_they_are_wanted(root, tmp_path, solutions):
+    folder = tmp_path / "sources"
+    (folder / "notebooks").mkdir(parents=True)
+    (folder / "notebooks" / "old.ipynb").touch()
+    write_sources(root, folder, solutions=solutions)
+    labs, scripts = (sorted((folder / "notebooks").glob(pattern)) for pattern in ("*.ipynb", "scripts/*.py"))
+    assert len(labs) >= 15 and len(scripts) > 20
+    texts = [path.read_text(encoding="utf-8") for path in (*labs, *scripts)]
+    assert any("### BEGIN SOLUTION" in text for text in texts) == solutions
+    assert any("# YOUR CODE HERE" in text for text in texts) != solutions
+    assert {"index.md", "guide.md", "slides.md", "conf.py", "SECURITY.md"} <= {path.name for path in folder.iterdir()}
+    assert "automodule:: lab_utils.timing" in (folder / "api" / "lab_utils.md").read_text()
+
+
+# The site as `make site` makes it.
+
+
+@pytest.fixture(scope="module")
+def site(sphinx, root, tmp_path_factory):
+    """The folder of the finished pages."""
+    into = tmp_path_factory.mktemp("site")
+    command = [sphinx, "-m", "website", f"--into={into}"]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return into / "html"
+
+
+@pytest.fixture(scope="module")
+def address(site, tmp_path_factory):
+    """Where a server has the site, below a path of its own."""
+    top = tmp_path_factory.mktemp("server")
+    (top / "courses").mkdir()
+    (top / "courses" / "labs").symlink_to(site)
+    handler = functools.partial(_Quiet, directory=str(top))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/courses/labs"
+        server.shutdown()
+        thread.join()
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        """Says nothing."""
+
+
+def show(browser, address, width=1400, theme="light"):
+    page = browser.open(address)
+    page.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 500)
+    page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}])
+    page.wait_for("document.readyState === 'complete'")
+    return page
+
+
+CHECK = """axe.run(document, {resultTypes: ['violations']}).then(found => found.violations.map(
+    one => one.id + ': ' + one.nodes.slice(0, 2).map(node => node.html.slice(0, 200)).join(' ')))"""
+
+
+@pytest.mark.system
+def test_the_pages_are_accessible_and_fit_a_phone(site, address, sphinx, chromium, tmp_path):
+    (axe,) = sphinx.parent.parent.glob("lib/python*/site-packages/axe_core_python/axe.min.js")
+    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
+    assert len(pages) > 20
+    few = ["index.html", "notebooks/05_ddp_two_nodes.html", "api/nodelaunch.html", "slides/labs.html"]
+    shown = [(name, 390, "light") for name in pages]
+    shown += [(name, width, theme) for name in few for width, theme in ((1400, "light"), (390, "dark"))]
+    faults = []
+    with Browser(tmp_path / "browser") as browser:
+        for name, width, theme in shown:
+            page = show(browser, f"{address}/{name}", width, theme)
+            wide, seen = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
+            page.evaluate(axe.read_text(encoding="utf-8") + "; 1")
+            found = page.evaluate(CHECK, timeout=120) + [f"{wide} pixels wide"] * (wide > seen)
+            faults += [f"{name}, {width} wide, {theme}: {fault}" for fault in found]
+            page.close()
+    assert not faults, "\n".join(["", *faults])
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("served", [True, False], ids=["server", "file"])
+def test_the_search_finds_a_page_without_a_network(site, address, chromium, tmp_path, served):
+    base = address if served else site.as_uri()
+    flags = ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+    with Browser(tmp_path / "browser", flags=flags) as browser:
+        page = show(browser, f"{base}/search.html?q=preemption")
+        links = "[...document.querySelectorAll('#search-results li a')].map(a => a.getAttribute('href'))"
+        page.wait_for(f"{links}.length > 0")
+        assert any("13_schedulers" in link for link in page.evaluate(links))
+        page.close()
+
+
+@pytest.mark.system
+def test_figures_tables_and_stubs_stand_on_a_labs_page(site, address, chromium, tmp_path, keep):
+    with Browser(tmp_path / "browser") as browser:
+        page = show(browser, f"{address}/notebooks/05_ddp_two_nodes.html")
+        images = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.alt.length])")
+        assert len(images) > 6 and all(drawn and alt > 20 for drawn, alt in images)
+        text = page.evaluate("document.body.innerText")
+        assert "Run it yourself" in text and "YOUR CODE HERE" in text and "BEGIN SOLUTION" not in text
+        keep(page, "site")
+        page.close()
