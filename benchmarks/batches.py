@@ -20,11 +20,13 @@ from benchmarks.claims import Claim
 from lab_utils import data, load_torchvision, timing
 from lab_utils.data.batches import PADDING
 
-BATCH = 64
+BATCH = 128  # lab 0's; a smaller one, as in other labs, costs more per image
+SMALL = 64
 # Images of a pass: slow ways get few, so that no pass takes longer than a second or two.
 SLOW, FAST = 1500, 9600
 # Larger than the caches of most processors, as the images of CINIC-10 are, and the batches of an epoch.
 PASS, ONE_PASS = 20_000, "one pass over the memory"
+SMALL_ONES = f"packed batches of {SMALL}"
 
 
 class OneByOne(Dataset):
@@ -73,13 +75,18 @@ def check_all(folder: Path) -> list[Claim]:
         "torchvision v2 on tensors + DataLoader": (one_by_one, SLOW),
         "__getitems__ + DataLoader": (at_once, FAST),
         "packed batches": (packed, FAST),
+        SMALL_ONES: (dataset.batches("train", SMALL), FAST),
     }
     if (dali := find_dali(files / "train", dataset)) is not None:
         ways["NVIDIA DALI, on the CPU"] = (dali, SLOW)
     rates = measure_rates(ways)
+    small = rates[ONE_PASS] / rates.pop(SMALL_ONES)
     ours, slowest = rates["packed batches"], next(iter(ways))
-    times, others = ours / rates[slowest], [name for name in ways if name not in ("packed batches", slowest)]
-    text = f"packed batches against {slowest} ({dataset.name}, images per CPU second)"
+    times, others = (
+        ours / rates[slowest],
+        [name for name in ways if name not in ("packed batches", SMALL_ONES, slowest)],
+    )
+    text = f"packed batches of {BATCH} against {slowest} ({dataset.name}, images per CPU second)"
     claims = [Claim(text, f"{times:.1f} times", "at least 30 times", times >= 30, rates)]
     for other in others:
         name = other.replace("__getitems__", "`__getitems__`")  # which would be bold in Markdown
@@ -88,7 +95,8 @@ def check_all(folder: Path) -> list[Claim]:
         claims.append(Claim("packed batches against NVIDIA DALI", "it is not installed here", holds=None))
     text = f"packed batches against one pass over {PASS:,} images, read as bytes, written as float32 (CPU seconds)"
     times = rates[ONE_PASS] / ours
-    return [*claims, Claim(text, f"{times:.2f} times ({ours:,.0f} images per second)", "at most 2 times", times <= 2)]
+    claims.append(Claim(text, f"{times:.2f} times ({ours:,.0f} images per second)", "at most 2 times", times <= 2))
+    return [*claims, Claim(f"the same in batches of {SMALL}", f"{small:.2f} times")]
 
 
 def measure_rates(ways: dict[str, tuple[Iterable, int]]) -> dict[str, float]:
