@@ -61,6 +61,13 @@ def test_a_page_has_stubs_and_no_output_of_what_a_solution_printed():
     assert lab.cells[5].metadata == {"alt": "Bars, and a <guess>."}, "the notebook itself stays as it is"
 
 
+def test_a_live_page_is_not_looked_for_by_the_site():
+    lab = make_lab()
+    lab.cells[5].outputs.append(new_output("display_data", {"text/html": '<object data="http://127.0.0.1:6006/">'}))
+    figure, live = make_page(lab, "09_doubling.ipynb").cells[5].outputs
+    assert figure == lab.cells[5].outputs[0] and live.data == {"text/plain": "(Here the lab shows a live page.)"}
+
+
 def test_a_teachers_page_has_the_solutions_and_what_they_printed():
     page = {cell.id: cell for cell in make_page(make_lab(), "09_doubling.ipynb", solutions=True).cells}
     assert "2 * x" in page["solved"].source and page["solved"].outputs[0].text == "✔ right"
@@ -121,6 +128,7 @@ def test_links_that_lead_nowhere_are_found(tmp_path):
     ]
     tags = [f'<a href="{link}"></a>' for link in bad[:4]]
     tags += [f'<script src="{bad[4]}"></script>', f'<link rel="stylesheet" href="{bad[5]}">']
+    bad, tags = [*bad, "http://127.0.0.1:6006/"], [*tags, '<object data="http://127.0.0.1:6006/"></object>']
     page.write_text(good + "".join(tags))
     assert find_broken(tmp_path) == [f"index.html: {link}" for link in bad]
 

@@ -22,10 +22,9 @@ from website.slides import write_slides
 
 # As large as a course's pages may be, so that they can be put on a memory stick or on any free host.
 MOST_BYTES = 20_000_000
-# What the theme leaves open for those who use a keyboard or a screen reader: code that scrolls takes the focus, and
-# each part of a page has a name and a rank of its own.
+# What the theme leaves open for those who use a screen reader: each part of a page has a name and a rank of its own.
 MENDED = {
-    "<pre>": '<pre tabindex="0">',
+    '<div id="search-results">': '<h1>Search</h1><div id="search-results">',
     '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
     '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="All pages">',
     '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="This page">',

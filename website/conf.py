@@ -19,6 +19,7 @@ add_module_names = False
 html_theme = "furo"
 html_static_path = ["static"]
 html_css_files = ["labs.css"]
+html_js_files = ["labs.js"]
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src", "iframe": "src"}
+LINKS = {"a": "href", "link": "href", "img": "src", "script": "src", "source": "src", "iframe": "src", "object": "data"}
 
 
 class _Page(HTMLParser):

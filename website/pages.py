@@ -41,6 +41,8 @@ will show other figures. {solutions}
 ```
 """
 
+# What an output shows of a server that ran beside the lab, such as TensorBoard.
+LIVE = re.compile(r"https?://(127\.0\.0\.1|localhost)\b")
 SLIDES = """# Slides
 
 For teachers: one page a lab, with its question, a figure, what it finds, and what to ask the class. The pages are made
@@ -91,7 +93,7 @@ def make_page(notebook: NotebookNode, name: str, *, solutions: bool = False) -> 
     page = copy.deepcopy(notebook) if solutions else make_stub(notebook, name=name)
     for cell, before in zip(page.cells, notebook.cells, strict=True):
         if cell.cell_type == "code" and cell.source == before.source:
-            cell.outputs, cell.execution_count = before.outputs, before.execution_count
+            cell.outputs, cell.execution_count = [_freeze(output) for output in before.outputs], before.execution_count
         if alt := cell.metadata.pop("alt", None):
             cell.metadata["mystnb"] = {"image": {"alt": alt}}
     title = page.cells[0]
@@ -99,6 +101,13 @@ def make_page(notebook: NotebookNode, name: str, *, solutions: bool = False) -> 
     words = "The solutions are shown." if solutions else "The exercises have stubs here, as in your copy."
     title.source = f"{head}\n\n{RUN.format(name=name, solutions=words)}\n{rest.lstrip()}"
     return page
+
+
+def _freeze(output: NotebookNode) -> NotebookNode:
+    """Returns an output as it is, or words in the place of a live page."""
+    if LIVE.search(output.get("data", {}).get("text/html", "")):
+        return nbformat.v4.new_output("display_data", {"text/plain": "(Here the lab shows a live page.)"})
+    return output
 
 
 def split_readme(text: str) -> tuple[str, str]:
