@@ -25,7 +25,7 @@ SETTINGS = pytest.StashKey[dict[str, str]]()
 WATCH = pytest.StashKey()
 # The fixtures of what needs root, or packages that the lock does not have.
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
-SYSTEM |= {"lightning", "ray", "jax", "tensorflow", "horovod"}
+SYSTEM |= {"lightning", "ray", "jax", "tensorflow", "horovod", "sphinx"}
 # The longest: one process takes them, one after the other, so that two never measure beside each other.
 LABS = ("notebooks/01", "notebooks/04", "notebooks/05")
 # Takes the labs through a browser, and looks at no time: two processes share them.

@@ -28,7 +28,7 @@ from lab_common import LabError
 # What a checkout has to have before a framework's environment can be built in it.
 FILES = ("Makefile", "setup_venv.py", "setup_engine.py", "lab_common/__init__.py", "course/__init__.py")
 FILES += ("course/frameworks.py",)
-NAMES = "lightning, ray, horovod, tensorflow, jax"
+NAMES = "lightning, ray, horovod, tensorflow, jax, sphinx"
 
 
 # What the toy that has to be compiled does in the place of a compilation: it keeps what it was given, and calls the
