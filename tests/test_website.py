@@ -1,7 +1,9 @@
 """The web site: what becomes of a notebook, the slides, links that lead nowhere; and the whole of it in a browser."""
 
+import base64
 import functools
 import http.server
+import re
 import subprocess
 import threading
 
@@ -193,7 +195,6 @@ CHECK = """axe.run(document, {resultTypes: ['violations']}).then(found => found.
     one => one.id + ': ' + one.nodes.slice(0, 2).map(node => node.html.slice(0, 200)).join(' ')))"""
 
 
-@pytest.mark.system
 def test_the_pages_are_accessible_and_fit_a_phone(site, address, sphinx, chromium, tmp_path):
     (axe,) = sphinx.parent.parent.glob("lib/python*/site-packages/axe_core_python/axe.min.js")
     pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html"))
@@ -213,7 +214,6 @@ def test_the_pages_are_accessible_and_fit_a_phone(site, address, sphinx, chromiu
     assert not faults, "\n".join(["", *faults])
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("served", [True, False], ids=["server", "file"])
 def test_the_search_finds_a_page_without_a_network(site, address, chromium, tmp_path, served):
     base = address if served else site.as_uri()
@@ -226,7 +226,6 @@ def test_the_search_finds_a_page_without_a_network(site, address, chromium, tmp_
         page.close()
 
 
-@pytest.mark.system
 def test_figures_tables_and_stubs_stand_on_a_labs_page(site, address, chromium, tmp_path, keep):
     with Browser(tmp_path / "browser") as browser:
         page = show(browser, f"{address}/notebooks/05_ddp_two_nodes.html")
@@ -236,3 +235,11 @@ def test_figures_tables_and_stubs_stand_on_a_labs_page(site, address, chromium, 
         assert "Run it yourself" in text and "YOUR CODE HERE" in text and "BEGIN SOLUTION" not in text
         keep(page, "site")
         page.close()
+
+
+def test_each_slide_is_printed_on_a_page_of_its_own(address, notebooks, chromium, tmp_path):
+    with Browser(tmp_path / "browser") as browser:
+        page = show(browser, f"{address}/slides/labs.html")
+        printed = page.call("Page.printToPDF", timeout=60, preferCSSPageSize=True)["data"]
+        page.close()
+    assert len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed))) == len(notebooks)

@@ -26,7 +26,12 @@ h3 {{ font-size: 1rem; margin: .8rem 0 .2rem; }}
 img {{ max-width: 100%; max-height: 22rem; }} p {{ margin: .2rem 0; }} li {{ margin-bottom: .4rem; }}
 code {{ font-size: .92em; overflow-wrap: anywhere; }}
 @media (max-width: 50rem) {{ .halves {{ grid-template-columns: 1fr; }} }}
-@media print {{ section {{ border: 0; padding: 0; break-inside: avoid; }} header {{ display: none; }} }}
+@media print {{
+  body {{ font-size: 10pt; }} .question {{ font-size: 13pt; margin-bottom: 6mm; }} img {{ max-height: 110mm; }}
+  section {{ max-width: none; border: 0; padding: 0; break-inside: avoid; }}
+  section:last-of-type {{ break-after: auto; }}
+  .halves {{ grid-template-columns: 1fr 1fr; }} header {{ display: none; }}
+}}
 </style></head><body><main>
 <header><section><h1>Slides of the Distributed Training Labs</h1>
 <p>One page a lab, out of its notebook: the question, a figure of the stored run, what it finds, what to ask the class.

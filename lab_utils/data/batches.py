@@ -140,8 +140,7 @@ class Batches:
         return self._send(torch.index_select(source, 0, chosen, out=staging))
 
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
-        # On a CPU a batch is a few hundred microseconds of work, and to ask torch for nothing takes some of them.
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+        return tensor.to(self._device, non_blocking=True)
 
 
 def _find_inside(height: int, width: int) -> torch.Tensor:
