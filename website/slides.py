@@ -54,8 +54,8 @@ def read_slide(notebook: NotebookNode) -> dict[str, Any]:
 
     Returns:
         ``title``; ``question``, the bold sentence of the first cell; ``findings``, the first points of "What you saw";
-        ``ask``, the questions of the section "Predict"; ``figure``, a PNG in base64, the last one that shows guesses,
-        or else the last; and ``alt``, its text for who cannot see it.
+        ``ask``, the questions of the section "Predict"; ``figure``, that of the cell with the tag ``slide``, a PNG in
+        base64; and ``alt``, its text for who cannot see it.
 
     Raises:
         ValueError: One of them is not in the notebook.
@@ -72,12 +72,13 @@ def read_slide(notebook: NotebookNode) -> dict[str, Any]:
     figures = [
         (cell.metadata.get("alt", ""), output.data["image/png"])
         for cell in notebook.cells
-        for output in cell.get("outputs", ())
+        if "slide" in cell.metadata.get("tags", ())
+        for output in cell.outputs
         if "image/png" in output.get("data", {})
     ]
     if not (findings and questions and figures):
         raise ValueError(f"{title!r} has no finding, no question or no figure")
-    alt, png = ([figure for figure in figures if "guess" in figure[0]] or figures)[-1]
+    alt, png = figures[-1]
     slide = {"title": title, "question": _join(question), "alt": alt, "figure": "".join(png.split())}
     return slide | {"findings": [_join(finding) for finding in findings[:FINDINGS]], "ask": questions}
 

@@ -36,7 +36,7 @@ IMPORTS = {
 }
 # `lab` holds what the run took, whose outputs are stored: memory and seconds (tests/harness/run_notebooks.py).
 METADATA = {"kernelspec", "language_info", "lab"}
-TAGS = {"nbval-ignore-output", "raises-exception"}
+TAGS = {"nbval-ignore-output", "raises-exception", "slide"}
 SECTIONS = ("Predict", "What you saw", "If something went wrong", "Further reading")
 SECTIONS_OF_LAB_0 = SECTIONS[1:]
 # Where a machine's places begin; preceded by a letter it is the path of a web address.
