@@ -17,6 +17,7 @@ from course import check
 from course.check import NotYetError
 from course.exercises import ranks
 from course.exercises.lab10 import split_mlp, zero
+from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs")
 MB = 10**6
@@ -768,3 +769,30 @@ def test_no_rank_is_left(number, answer, tmp_path):
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(pids) == (5 if number == "10.3" else 2) and not any(map(psutil.pid_exists, pids))
     assert not dist.is_initialized()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Each rank comes to the group so much later than the one before; a collective waits half a second."""
+    start, seconds = dist.init_process_group, []
+
+    def start_late(*args, rank, **kwargs):
+        time.sleep(rank * sum(seconds))
+        return start(*args, rank=rank, **kwargs)
+
+    monkeypatch.setattr(dist, "init_process_group", start_late)
+    monkeypatch.setattr(ranks, "COLLECTIVE", 0.5)
+    return seconds
+
+
+def test_ranks_that_are_slow_to_start_are_waited_for(late, capsys):
+    late.append(1)
+    check.exercise("10.3", zero_of_the_lab)
+    assert "all weights equal" in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_find_each_other_are_no_fault_of_the_answer(late, monkeypatch):
+    late.append(10)
+    monkeypatch.setattr(ranks, "START", 0.5)
+    with pytest.raises(LabError, match="did not find each other"):
+        check.exercise("10.3", zero_of_the_lab)

@@ -83,7 +83,7 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
 
     Raises:
         NotYetError: The ranks waited for each other, or sent what does not fit together, or did not end.
-        LabError: A process group is open in this process.
+        LabError: A process group is open in this process, or the ranks did not find each other.
         Exception: An error of the answer, as the first rank reported it.
     """
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank of each check.
@@ -118,7 +118,7 @@ def fork_ranks(
     ranks: list[tuple[int, Connection]] = []
     said: list[Outcome | None] = [None] * count
     with tempfile.TemporaryDirectory(prefix="lab-ranks-") as folder:
-        group = {"world_size": count, "timeout": timedelta(seconds=timeout)}
+        group = {"world_size": count, "timeout": timeout}
         try:
             for rank in range(count):
                 ranks.append(_fork(rank, work, answer, limit, {**group, "store": f"{folder}/store"}))
@@ -177,14 +177,28 @@ def _run_rank(rank: int, work: Callable, answer: Callable | None, limit: float, 
         say(line=attempts.find_own(stack, answer), stuck=True)
 
     try:
-        store = dist.FileStore(group["store"], group["world_size"])
-        dist.init_process_group("gloo", rank=rank, **{**group, "store": store})
+        _join(rank, **group)
         threading.Thread(target=watch, daemon=True).start()
         say(value=work(rank))
     except BaseException as error:
         say(error=_copy_error(error), line=attempts.find_line(error, answer))
     # Until it is ended: a rank that is gone closes its connections, while another may still be opening them.
     time.sleep(START + limit)
+
+
+def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
+    """Makes the group; the ranks may be late for that, on a busy machine, and not for a collective."""
+    try:
+        files, start = dist.FileStore(store, world_size), timedelta(seconds=START)
+        dist.init_process_group("gloo", rank=rank, world_size=world_size, store=files, timeout=start)
+    except RuntimeError:
+        what, fix = (
+            "The ranks of this check did not find each other.",
+            "end what else runs here, then run the cell again",
+        )
+        raise LabError(what, where="this machine", fix=fix) from None
+    # `dist.set_timeout` does this from torch 2.14 on.
+    dist.group.WORLD._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout))
 
 
 def _copy_error(error: BaseException) -> Exception:
