@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness.notebook_rules import find_exercise_scripts, find_solutions
 
 # What JupyterLab shows in the place of an output that it cannot render.
 REFUSALS = ("Error displaying widget", "Loading widget...", "Error rendering", "Javascript Error:")
+CELL = 600.0  # seconds for one cell, however many a notebook has: tests run beside other work, too
 PROGRESS = "application/vnd.jupyter.widget-view+json"
 
 # What the tests say to JupyterLab's application, which the server's configuration exposes. A click on a menu would race
@@ -37,6 +39,8 @@ window.labs = {
   },
   get kernel() { return labs.panel.sessionContext.session?.kernel?.status; },
   get cells() { return labs.panel.content.widgets; },
+  // Another number as soon as another cell runs or has run.
+  get progress() { return labs.cells.reduce((sum, cell) => sum + (cell.model.executionCount ?? 0), 0); },
   // The cell that stopped "Run All", and the name of its error.
   get stop() {
     const find = cell => (cell.model.outputs?.toJSON() ?? []).find(output => output.output_type === 'error')?.ename;
@@ -126,7 +130,12 @@ def find_faint_texts(page: Page) -> list[str]:
 def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:
     page.wait_for("labs.kernel === 'idle'")
     page.evaluate(f"labs.start({command!r})")
-    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=900)
+    seen, end = None, 0.0
+    while not page.evaluate("labs.ended && labs.kernel === 'idle'"):
+        if (progress := page.evaluate("labs.progress")) != seen:
+            seen, end = progress, time.monotonic() + CELL
+        assert time.monotonic() < end, f"a cell did not end within {CELL:.0f} s"
+        time.sleep(0.2)
     page.evaluate("jupyterapp.commands.execute('docmanager:save')")
 
 
