@@ -1,0 +1,76 @@
+"""Runs laps and writes the leaderboard: ``python -m course.race lap scripts/race.py``, ``… board runs/race``."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import sys
+from pathlib import Path
+
+from course.race import judge
+from course.race.leagues import LEAGUES
+from lab_common import LabError, checkout, env_folder
+from nodelaunch import choose_nodes, local_nodes
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(prog="python -m course.race", description="Runs laps and writes the leaderboard.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    lap = commands.add_parser("lap", help="run a script as a lap", description="What follows the script is its own.")
+    rule = lap.add_mutually_exclusive_group()
+    rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
+    rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
+    lap.add_argument("--name", default=getpass.getuser(), help="who races")
+    lap.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: those of LAB_NODES, and one before")
+    lap.add_argument("--processes", type=int, default=1, help="on each node")
+    lap.add_argument("script", type=Path)
+    lap.add_argument("args", nargs=argparse.REMAINDER)
+    board = commands.add_parser("board", help="write the leaderboard of race folders")
+    board.add_argument("folders", nargs="+", type=Path, help="such as runs/race; or folders that hold several")
+    board.add_argument("--to", type=Path, default=env_folder("LAB_RUNS", "runs") / "race.html")
+    thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
+    thresholds.add_argument("league", choices=LEAGUES)
+    args = parser.parse_args()
+    try:
+        {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
+    except LabError as error:
+        sys.exit(str(error))
+
+
+def _run(args: argparse.Namespace) -> None:
+    nodes = choose_nodes()[:2] if args.nodes == 2 else local_nodes(1)
+    record = judge.run_lap(
+        args.script,
+        args.args,
+        nodes=nodes,
+        nproc_per_node=args.processes,
+        league=args.league,
+        within=args.within,
+        name=args.name,
+        compare=args.nodes == 2,
+    )
+    print(judge.tell(record))
+
+
+def _set_threshold(args: argparse.Namespace) -> None:
+    from course.race.baseline import measure_threshold
+
+    print(measure_threshold(args.league))
+
+
+def _write_board(args: argparse.Namespace) -> None:
+    from course.race.board import read_entries, write_board
+
+    entries, refused = read_entries(args.folders)
+    baseline = (checkout() / "notebooks" / "scripts" / "race.py").read_text()
+    write_board(entries, refused, args.to, baseline=baseline)
+    print(f"{len(entries)} entries, {len(refused)} refused: {args.to}")
+    for line in refused:
+        print(f"refused: {line}")
+    if refused:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

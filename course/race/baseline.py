@@ -1,0 +1,57 @@
+"""The plain baseline, and the thresholds that five laps of it set."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+from course.race.judge import LIMIT, run_lap
+from course.race.leagues import THRESHOLDS, read_thresholds
+from lab_common import checkout
+from lab_common.files import write_atomically
+from lab_utils import data
+
+SEEDS = 5
+# Images that the baseline trains on in each league, all epochs together.
+PASSES = {"sprint": 40_000, "distance": 120_000}
+SCRIPT = checkout() / "notebooks" / "scripts" / "race.py"
+
+
+def count_epochs(league: str, images: int) -> int:
+    """The epochs of the baseline on a data set with so many training images in a lap."""
+    return max(1, round(PASSES[league] / images))
+
+
+def measure_threshold(league: str, script: Path = SCRIPT) -> dict:
+    """Runs five laps of the baseline and writes the league's top-1 down: what the worst of them reaches, rounded down.
+
+    Returns:
+        The threshold, with the top-1 and the seconds of each lap, and the hardware.
+
+    Raises:
+        LabError: A lap failed.
+    """
+    dataset = data.load()
+    epochs = count_epochs(league, round(0.9 * len(dataset.train)))
+    laps = [
+        run_lap(script, ["--epochs", epochs, "--seed", seed], within=LIMIT, name="baseline", show=False)
+        for seed in range(SEEDS)
+    ]
+    found = {
+        "data": dataset.name,
+        "train": len(dataset.train),
+        "league": league,
+        "top1": math.floor(100 * min(lap["top1"] for lap in laps)) / 100,
+        "epochs": epochs,
+        "laps": [{"top1": lap["top1"], "seconds": round(lap["seconds"], 1)} for lap in laps],
+        "hardware": laps[0]["hardware"],
+        "torch": laps[0]["versions"]["torch"],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    same = ("data", "train", "league")
+    others = [one for one in read_thresholds() if [one[key] for key in same] != [found[key] for key in same]]
+    with write_atomically(THRESHOLDS) as file:
+        file.write((json.dumps([*others, found], indent=1) + "\n").encode())
+    return found

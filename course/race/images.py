@@ -1,0 +1,75 @@
+"""The images of a lap: a pack of its own for the script, and what the judge evaluates on.
+
+The script gets images of the split ``train`` alone, in a new order and with classes that are numbered anew: what
+somebody knew before, such as the weights of an earlier lap, gives the wrong numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from pathlib import Path
+
+import numpy as np
+
+from course.race.evaluate import Images
+from lab_common import LabError
+from lab_utils import data
+from lab_utils.data import shapes
+from lab_utils.data.sources import SHAPES_FINGERPRINT
+from lab_utils.data.write import write_pack
+
+# Of `train`; the script gets them as its `valid` and, the same ones, as its `test`.
+HELD_OUT = 0.1
+
+
+def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], dict[str, int]]:
+    """Writes the pack of a lap below ``root``, where ``data.load(root=root)`` finds it.
+
+    Returns:
+        The mapping (a label of the data set → the label in the lap), and the number of images of each split.
+
+    Raises:
+        LabError: The data set has too few images, or the pack cannot be written.
+    """
+    # The system's own random numbers: nobody can know them before.
+    rng = np.random.default_rng(secrets.randbits(128))
+    classes, labels = len(dataset.class_names), dataset.train.labels.numpy()
+    mapping, order = rng.permutation(classes), rng.permutation(len(labels))
+    # Of each class the same share, in an order that tells nothing.
+    each = [order[labels[order] == label] for label in range(classes)]
+    if min(map(len, each)) < 1 / HELD_OUT:
+        fix = f"use a data set with at least {1 / HELD_OUT:.0f} training images of each class"
+        raise LabError(f"{dataset.name} has too few images for a race.", where=dataset.pack, fix=fix)
+    held = rng.permutation(np.concatenate([part[: round(HELD_OUT * len(part))] for part in each]))
+    parts = {"train": order[~np.isin(order, held)], "valid": held, "test": held}
+    counts = {split: len(part) for split, part in parts.items()}
+    fingerprint = SHAPES_FINGERPRINT if dataset.name == "shapes10" else "of a lap of the race"
+    source = {"kind": "lap", "words": "one lap's share of the training images", "fingerprint": fingerprint}
+    names = tuple(f"class {number}" for number in range(classes))
+    statistics = dataset.mean, dataset.std
+    with write_pack(
+        root / "packed" / dataset.name, counts, class_names=names, source=source, mean_std=statistics
+    ) as draft:
+        for split, part in parts.items():
+            draft.images[split][:] = dataset.train.images.numpy()[part]
+            draft.labels[split][:] = mapping[labels[part]]
+    return mapping.tolist(), counts
+
+
+def choose_seed(dataset: data.Dataset) -> int | None:
+    """A new seed for what can be drawn; None for a data set that has its ``valid`` split once and for all."""
+    return secrets.randbits(63) if dataset.name == "shapes10" else None
+
+
+def find_images(dataset: data.Dataset, mapping: list[int], seed: int | None) -> Images:
+    """What the judge evaluates on: ``valid``; of shapes10 as many images that nobody has seen, drawn with ``seed``."""
+    images, labels = dataset.valid.images.numpy(), dataset.valid.labels.numpy()
+    if seed is not None:
+        images, labels = shapes.draw_images("valid", range(len(labels)), seed=seed)
+    return Images(images, np.array(mapping)[labels], dataset.mean, dataset.std, len(mapping))
+
+
+def hash_images(on: Images) -> str:
+    """SHA-256 over images and labels."""
+    return hashlib.sha256(np.ascontiguousarray(on.images).tobytes() + on.labels.tobytes()).hexdigest()

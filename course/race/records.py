@@ -1,0 +1,90 @@
+"""What a lap leaves behind: a folder with its record, its code and its weights; each record names the one before."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from lab_common import LabError, env_folder
+from lab_common.files import read_bounded, write_atomically
+from lab_common.text import clean
+
+FORMAT = 1
+RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
+RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 64 * 2**10
+
+
+def find_home() -> Path:
+    """The race folder: ``race`` in LAB_RUNS or ``runs``."""
+    return env_folder("LAB_RUNS", "runs") / "race"
+
+
+def hash_record(record: Mapping[str, Any]) -> str:
+    """SHA-256 over a record without its own hash."""
+    rest = {key: value for key, value in record.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def hash_file(path: Path, most: int) -> str:
+    """SHA-256 of a regular file of at most ``most`` bytes.
+
+    Raises:
+        OSError: It is none, or larger.
+    """
+    return hashlib.sha256(read_bounded(path, most, follow=False)).hexdigest()
+
+
+@contextlib.contextmanager
+def hold_race(home: Path) -> Iterator[None]:
+    """Holds a race folder for one lap: two at once would measure each other.
+
+    Raises:
+        LabError: Another lap runs, or the folder cannot be written.
+    """
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        lock = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        fix = "export LAB_RUNS=/another/folder"
+        raise LabError(f"No lap can be kept here: {error.strerror}.", where=clean(home), fix=fix) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        cause, fix = "two laps at once would slow each other", "wait for its end, or interrupt it"
+        raise LabError("Another lap is running.", where=clean(home), cause=cause, fix=fix) from None
+    finally:
+        os.close(lock)
+
+
+def read_laps(home: Path) -> list[dict[str, Any]]:
+    """All records of a race folder, oldest first; what cannot be read is left out."""
+    found = []
+    for path in home.glob(f"*/{RECORD}"):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            record = json.loads(read_bounded(path, RECORD_BYTES))
+            if isinstance(record, dict) and record.get("sha256") == hash_record(record):
+                found.append(record)
+    return sorted(found, key=lambda record: (str(record.get("began")), str(record.get("lap"))))
+
+
+def find_newest(home: Path) -> str:
+    """The hash of the record that no other one names; "" in a folder without laps."""
+    laps = read_laps(home)
+    named = {record["previous"] for record in laps}
+    ends = [record["sha256"] for record in laps if record["sha256"] not in named]
+    return ends[-1] if ends else ""
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the record of a lap, signed by its hash, and returns it."""
+    text = json.dumps({**record, "sha256": hash_record(record)}, indent=1)
+    with write_atomically(folder / RECORD) as file:
+        file.write(text.encode())
+    return json.loads(text)

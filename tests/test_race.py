@@ -1,0 +1,256 @@
+"""A lap of the race is run, timed and evaluated by the judge; what would win without training is refused."""
+
+import io
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from course import race
+from course.exercises.scripts import draw_shapes
+from course.race import evaluate, images, judge, leagues, records, sealed
+from lab_common import LabError, checkout
+from lab_utils import data, models
+from nodelaunch import JobError, local_nodes, ssh_nodes
+
+BASELINE = checkout() / "notebooks/scripts/race.py"
+COUNTS = {"train": 300, "valid": 60, "test": 20}
+SHORT = ["--epochs", 1, "--batch-size", 90]
+# Saves weights that nobody trained: argv[-1] is what --checkpoint names.
+UNTRAINED = """
+import os, sys, time
+from pathlib import Path
+import torch
+from lab_utils import models
+def save(seed=0):
+    torch.manual_seed(seed)
+    torch.save(models.build("tiny").state_dict(), sys.argv[-1])
+"""
+
+
+@pytest.fixture
+def home(runs, tmp_path, monkeypatch):
+    """Few images; their data folder."""
+    draw_shapes(tmp_path / "data/packed/shapes10", COUNTS)
+    monkeypatch.setenv("LAB_DATA", str(tmp_path / "data"))
+    return records.find_home()
+
+
+@pytest.fixture
+def quick(warm_python, warm_ranks, monkeypatch):
+    """Neither the ranks nor the evaluation have torch to import."""
+    monkeypatch.setattr(evaluate, "PROGRAM", (*warm_python, evaluate.__file__))
+
+
+@pytest.fixture
+def run(home, quick, write):
+    """Runs a script's text as a lap of 20 seconds."""
+    return lambda text, **more: race.run_lap(write("race.py", UNTRAINED + text), **{"within": 20, **more}, show=False)
+
+
+def test_a_lap_is_run_evaluated_and_recorded(home, warm_ranks, monkeypatch):
+    monkeypatch.setattr(
+        leagues, "read_thresholds", lambda: [{"data": "shapes10", "train": 300, "league": "sprint", "top1": 0.0}]
+    )
+    lap = race.run_lap(BASELINE, ["--epochs", 2, "--batch-size", 90], name="me", show=False)
+    folder = home / lap["lap"]
+    assert json.loads((folder / "record.json").read_text()) == lap and lap["sha256"] == records.hash_record(lap)
+    assert {path.name for path in folder.iterdir()} == {"record.json", "weights.pt", "code"}
+    assert (folder / "code/race.py").read_bytes() == BASELINE.read_bytes()
+    assert lap["reached"] and lap["threshold"] == 0.0 and lap["net"] == "tiny" and lap["data"]["train"] == 270
+    assert [when for when, _ in lap["curve"]] == sorted(when for when, _ in lap["curve"]) and len(lap["curve"]) == 2
+    assert lap["curve"][-1] == [lap["seconds"], lap["top1"]] == json.loads(json.dumps(lap["curve"]))[-1]
+    # By hand: the images come from the record's seed, their classes by its mapping.
+    net, seen = models.build("tiny"), data.load()
+    net.load_state_dict(torch.load(folder / "weights.pt"))
+    shown = images.find_images(seen, lap["data"]["mapping"], lap["data"]["seed"])
+    assert not np.array_equal(shown.images, seen.valid.images.numpy()) and len(shown.labels) == 60
+    normal = (torch.tensor(shown.images) / 255 - torch.tensor(seen.mean).view(3, 1, 1)) / torch.tensor(seen.std).view(
+        3, 1, 1
+    )
+    hits = (net.eval()(normal).argmax(1) == torch.tensor(shown.labels)).sum().item()
+    assert lap["top1"] == pytest.approx(hits / 60, abs=0.02) and images.hash_images(shown) == lap["data"]["sha256"]
+
+
+def test_each_lap_has_its_own_order_and_numbers_of_classes(home, tmp_path):
+    whole = data.load()
+    found = []
+    for name in "ab":
+        mapping, counts = images.draw_lap(whole, tmp_path / name)
+        lap = data.load(root=tmp_path / name)
+        assert counts == {"train": 270, "valid": 30, "test": 30} and set(lap.class_names) == {
+            f"class {i}" for i in range(10)
+        }
+        # All of `train` and nothing else, each with the number that its class has in this lap.
+        known = {
+            bytes(image): label
+            for image, label in zip(whole.train.images.numpy(), whole.train.labels.tolist(), strict=True)
+        }
+        parts = [
+            (bytes(image), label)
+            for part in (lap.train, lap.valid)
+            for image, label in zip(part.images.numpy(), part.labels.tolist(), strict=True)
+        ]
+        assert len({image for image, _ in parts}) == 300 and all(
+            mapping[known[image]] == label for image, label in parts
+        )
+        assert np.bincount(lap.valid.labels).tolist() == [3] * 10
+        found.append((mapping, lap.train.labels.tolist()))
+    assert found[0][0] != found[1][0] and found[0][1] != found[1][1]
+
+
+CHEATS = {
+    "weights from before": "torch.save(torch.load(OLD), sys.argv[-1])",
+    "linked": "os.link(OLD, sys.argv[-1])",
+    "renamed": "os.rename(OLD, sys.argv[-1])",
+    "copied by a program": "import subprocess; subprocess.run(['cp', OLD, sys.argv[-1]], check=True)",
+    "training on valid": "open(OLD.replace('old.pt', 'data/packed/shapes10/valid-images.npy')); save()",
+    "the whole data set": "from lab_utils import data; data.load(root=OLD.replace('old.pt', 'data')); save()",
+    "downloaded": "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1); save()",
+}
+
+
+@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
+def test_what_the_judge_did_not_give_cannot_be_had(cheat, home, run, tmp_path):
+    assert sealed.find_version(), "NOT TESTED HERE: this kernel has no Landlock"
+    torch.save(models.build("tiny").state_dict(), old := tmp_path / "old.pt")
+    with pytest.raises(LabError, match=r"PermissionError|cross-device|status 1"):
+        run(f"OLD = {str(old)!r}\n{cheat}")
+    assert records.read_laps(home) == [] and [path.name for path in home.iterdir()] == [".lock"]
+    assert old.exists()
+
+
+def test_the_judges_clock_is_the_only_one(run):
+    """Clocks that stand still, a saved file of last year, and a search for a seed before "the start" win nothing."""
+    lap = run(
+        "begin = time.monotonic()\n"
+        "time.time = time.monotonic = time.perf_counter = lambda: 0.0\n"
+        "for seed in range(3): models.build('tiny'); time.sleep(0.7)\n"
+        "save()\n"
+        "os.utime(sys.argv[-1], (1, 1))\n"
+    )
+    assert lap["seconds"] > 2.1
+
+
+def test_nobody_reports_an_accuracy_of_his_own(run):
+    lap = run(
+        "import nodelaunch; nodelaunch.report({'top1': 1.0, 'seconds': 0.1}); print('top-1: 1.0')\n"
+        "(Path(sys.argv[-1]).parents[2] / 'record.json').write_text('{}')\n"
+        "torch.save({'model': models.build('tiny').state_dict(), 'top1': 1.0}, sys.argv[-1])\n"
+    )
+    assert lap["top1"] < 0.6 and lap["seconds"] > 0.1
+
+
+def test_the_last_weights_count_and_not_the_best(run):
+    lap = run(
+        "save(); time.sleep(0.5); state = torch.load(sys.argv[-1])\n"
+        "weight, bias = list(state)[-2:]\n"
+        "state[weight] *= 0; state[bias] *= 0; state[bias][3] = 1\n"
+        "torch.save({'module.' + key: value for key, value in state.items()}, sys.argv[-1])\n"
+    )
+    assert len(lap["curve"]) == 2 and lap["top1"] == pytest.approx(0.1, abs=1e-6)
+
+
+def test_what_is_saved_after_the_end_does_not_count(run):
+    begin = time.monotonic()
+    lap = run("save(); time.sleep(60); save(1)", within=8)
+    assert len(lap["curve"]) == 1 and lap["seconds"] < 8 and time.monotonic() - begin < 40
+
+
+BAD = {
+    "nothing saved": ("pass", "saved no weights"),
+    "another network": ("torch.save(torch.nn.Linear(2, 2).state_dict(), sys.argv[-1])", "fit no network"),
+    "no weights": ("torch.save([1, 2], sys.argv[-1])", "no state_dict"),
+    "code in it": ("torch.save({'model': Path}, sys.argv[-1])", r"weights_only|Unsupported|WeightsUnpickler"),
+    "half a file": ("open(sys.argv[-1], 'wb').write(b'PK' + bytes(100))", "cannot be evaluated"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
+def test_a_lap_without_good_weights_is_none(text, words, home, run):
+    with pytest.raises(LabError, match=words):
+        run(text)
+    assert [path.name for path in home.iterdir()] == [".lock"]
+
+
+def test_a_script_that_fails_says_where(home, run):
+    with pytest.raises(JobError, match="ZeroDivisionError"):
+        run("1 / 0")
+    assert [path.name for path in home.iterdir()] == [".lock"]
+
+
+def test_code_is_text_and_short(home, write):
+    for content in (b"\xff\xfe weights", b"#" * 70_000):
+        path = write("race.py", "")
+        path.write_bytes(content)
+        with pytest.raises(LabError, match="64 KiB"):
+            race.run_lap(path, within=5)
+
+
+def test_two_laps_at_once_would_slow_each_other(home, run):
+    with records.hold_race(home), pytest.raises(LabError, match="Another lap is running"):
+        run("save()")
+
+
+def test_a_league_without_a_threshold_and_one_node_to_compare_are_refused(home):
+    with pytest.raises(LabError, match="No threshold is set for shapes10 with 300"):
+        race.run_lap(BASELINE)
+    with pytest.raises(LabError, match="no league 'marathon'"):
+        race.run_lap(BASELINE, league="marathon")
+    with pytest.raises(LabError, match="compared with itself"):
+        race.run_lap(BASELINE, compare=True)
+
+
+def test_each_record_names_the_one_before(home, run):
+    laps = [run("save()") for _ in range(3)]
+    assert [lap["previous"] for lap in laps] == ["", laps[0]["sha256"], laps[1]["sha256"]]
+    assert [lap["sha256"] for lap in records.read_laps(home)] == [lap["sha256"] for lap in laps]
+
+
+def test_two_nodes_are_compared_with_one(home, quick):
+    lap = race.run_lap(BASELINE, SHORT, nodes=local_nodes(2), within=60, compare=True, show=False)
+    assert lap["nodes"] == lap["processes"] == 2 and lap["class"].startswith("2 nodes on one machine, ")
+    assert lap["speed_up"] == lap["one_node"]["seconds"] / lap["seconds"] and lap["efficiency"] == lap["speed_up"] / 2
+    assert {node for _, node, _ in lap["usage"]} == {0, 1} and 0 < lap["busy"] <= 1
+
+
+def test_of_many_versions_some_are_kept_and_the_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(judge, "MOST_VERSIONS", 4)
+    stream = io.BytesIO(b"".join(b"1\n%d" % number for number in range(10)))
+    follower = judge._Follower(tmp_path)
+    follower.follow(SimpleNamespace(stdout=stream))
+    kept = [path.read_bytes() for _, path in follower.versions]
+    assert kept[-1] == b"9" and len(kept) <= 4 and sorted(kept) == kept
+    assert sorted(tmp_path.iterdir()) == [path for _, path in follower.versions]
+
+
+@pytest.mark.parametrize(
+    ("name", "stem"), [("tiny", "imagenet"), ("resnet18", "imagenet"), ("resnet18", "cifar"), ("resnet50", "cifar")]
+)
+def test_the_network_is_told_by_its_weights(name, stem):
+    with torch.device("meta"):
+        state = models.build(name, num_classes=7, stem=stem).state_dict()
+    assert evaluate.find_net(state, 7) == (name, stem)
+    with pytest.raises(ValueError, match="fit no network"):
+        evaluate.find_net(state, 8)
+
+
+@pytest.mark.system
+def test_a_lap_on_two_hosts_copies_its_data_and_leaves_nothing(hosts, home):
+    """Torchrun itself, over SSH."""
+    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
+    lap = race.run_lap(BASELINE, SHORT, nodes=nodes, within=300, compare=True, show=False)
+    assert lap["class"].startswith("2 nodes, ") and lap["speed_up"] and lap["sealed"] == bool(sealed.find_version())
+    assert {node for _, node, _ in lap["usage"]} == {0, 1}
+    for node in nodes:
+        assert node.popen(["ls", "/node/labs/race"]).communicate()[0] == b""
+    old = "/node/home/old.pt"
+    hosts.run_on("n1", ["sh", "-c", f"mkdir -p /node/home && echo weights > {old}"])
+    script = home.parent / "race.py"
+    script.write_text(f"open({old!r})")
+    with pytest.raises(LabError, match="PermissionError"):
+        race.run_lap(script, nodes=nodes[:1], within=60, show=False)
