@@ -12,12 +12,12 @@ import torch
 
 from course import race
 from course.exercises.scripts import draw_shapes
-from course.race import evaluate, images, judge, leagues, records, sealed
+from course.race import drive, evaluate, images, leagues, records, sealed
 from lab_common import LabError, checkout
 from lab_utils import data, models
 from nodelaunch import JobError, local_nodes, ssh_nodes
 
-BASELINE = checkout() / "notebooks/scripts/race.py"
+BASELINE = checkout() / "notebooks/scripts/race_baseline.py"
 COUNTS = {"train": 300, "valid": 60, "test": 20}
 SHORT = ["--epochs", 1, "--batch-size", 90]
 # Saves weights that nobody trained: argv[-1] is what --checkpoint names.
@@ -60,7 +60,7 @@ def test_a_lap_is_run_evaluated_and_recorded(home, warm_ranks, monkeypatch):
     folder = home / lap["lap"]
     assert json.loads((folder / "record.json").read_text()) == lap and lap["sha256"] == records.hash_record(lap)
     assert {path.name for path in folder.iterdir()} == {"record.json", "weights.pt", "code"}
-    assert (folder / "code/race.py").read_bytes() == BASELINE.read_bytes()
+    assert (folder / "code/race_baseline.py").read_bytes() == BASELINE.read_bytes()
     assert lap["reached"] and lap["threshold"] == 0.0 and lap["net"] == "tiny" and lap["data"]["train"] == 270
     assert [when for when, _ in lap["curve"]] == sorted(when for when, _ in lap["curve"]) and len(lap["curve"]) == 2
     assert lap["curve"][-1] == [lap["seconds"], lap["top1"]] == json.loads(json.dumps(lap["curve"]))[-1]
@@ -211,6 +211,14 @@ def test_each_record_names_the_one_before(home, run):
     assert [lap["sha256"] for lap in records.read_laps(home)] == [lap["sha256"] for lap in laps]
 
 
+def test_laps_that_are_there_are_not_run_again(home, quick, write):
+    script = write("race.py", UNTRAINED + "save()")
+    first = race.run_laps(script, count=2, within=20, show=False)
+    assert race.run_laps(script, count=2, within=20, show=False) == first == records.read_laps(home)
+    script.write_text(UNTRAINED + "save(1)")
+    assert len(race.run_laps(script, count=1, within=20, show=False)) == 1 and len(records.read_laps(home)) == 3
+
+
 def test_two_nodes_are_compared_with_one(home, quick):
     lap = race.run_lap(BASELINE, SHORT, nodes=local_nodes(2), within=60, compare=True, show=False)
     assert lap["nodes"] == lap["processes"] == 2 and lap["class"].startswith("2 nodes on one machine, ")
@@ -219,9 +227,9 @@ def test_two_nodes_are_compared_with_one(home, quick):
 
 
 def test_of_many_versions_some_are_kept_and_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(judge, "MOST_VERSIONS", 4)
+    monkeypatch.setattr(drive, "MOST_VERSIONS", 4)
     stream = io.BytesIO(b"".join(b"1\n%d" % number for number in range(10)))
-    follower = judge._Follower(tmp_path)
+    follower = drive._Follower(tmp_path)
     follower.follow(SimpleNamespace(stdout=stream))
     kept = [path.read_bytes() for _, path in follower.versions]
     assert kept[-1] == b"9" and len(kept) <= 4 and sorted(kept) == kept
@@ -250,7 +258,7 @@ def test_a_lap_on_two_hosts_copies_its_data_and_leaves_nothing(hosts, home):
         assert node.popen(["ls", "/node/labs/race"]).communicate()[0] == b""
     old = "/node/home/old.pt"
     hosts.run_on("n1", ["sh", "-c", f"mkdir -p /node/home && echo weights > {old}"])
-    script = home.parent / "race.py"
+    script = home.parent / "race_baseline.py"
     script.write_text(f"open({old!r})")
     with pytest.raises(LabError, match="PermissionError"):
         race.run_lap(script, nodes=nodes[:1], within=60, show=False)

@@ -63,7 +63,7 @@ def _write_board(args: argparse.Namespace) -> None:
     from course.race.board import read_entries, write_board
 
     entries, refused = read_entries(args.folders)
-    baseline = (checkout() / "notebooks" / "scripts" / "race.py").read_text()
+    baseline = (checkout() / "notebooks" / "scripts" / "race_baseline.py").read_text()
     write_board(entries, refused, args.to, baseline=baseline)
     print(f"{len(entries)} entries, {len(refused)} refused: {args.to}")
     for line in refused:

@@ -7,7 +7,8 @@ import math
 import time
 from pathlib import Path
 
-from course.race.judge import LIMIT, run_lap
+from course.race.drive import LIMIT
+from course.race.judge import run_lap
 from course.race.leagues import THRESHOLDS, read_thresholds
 from lab_common import checkout
 from lab_common.files import write_atomically
@@ -16,7 +17,7 @@ from lab_utils import data
 SEEDS = 5
 # Images that the baseline trains on in each league, all epochs together.
 PASSES = {"sprint": 40_000, "distance": 120_000}
-SCRIPT = checkout() / "notebooks" / "scripts" / "race.py"
+SCRIPT = checkout() / "notebooks" / "scripts" / "race_baseline.py"
 
 
 def count_epochs(league: str, images: int) -> int:

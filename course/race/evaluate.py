@@ -69,7 +69,8 @@ def evaluate(versions: Sequence[Path], on: Images) -> list[tuple[str, float] | s
         except (subprocess.SubprocessError, ValueError, IndexError) as error:
             cause = clean((getattr(error, "stderr", "") or str(error)).strip()[-300:], 300)
             what = "The saved weights could not be evaluated."
-            raise LabError(what, where=clean(versions[0]), cause=cause) from error
+            fix = "end what else runs on this machine, then run the lap again"
+            raise LabError(what, where=clean(versions[0]), cause=cause, fix=fix) from error
     return [one if isinstance(one, str) else tuple(one) for one in found]
 
 

@@ -31,17 +31,17 @@ def hash_record(record: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def hash_file(path: Path, most: int) -> str:
+def hash_file(path: Path, most: int = WEIGHTS_BYTES) -> str:
     """SHA-256 of a regular file of at most ``most`` bytes.
 
     Raises:
         OSError: It is none, or larger.
     """
-    return hashlib.sha256(read_bounded(path, most, follow=False)).hexdigest()
+    return hashlib.sha256(read_bounded(path, most)).hexdigest()
 
 
 @contextlib.contextmanager
-def hold_race(home: Path) -> Iterator[None]:
+def hold_race(home: Path) -> Iterator[Path]:
     """Holds a race folder for one lap: two at once would measure each other.
 
     Raises:
@@ -55,7 +55,7 @@ def hold_race(home: Path) -> Iterator[None]:
         raise LabError(f"No lap can be kept here: {error.strerror}.", where=clean(home), fix=fix) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield home
     except BlockingIOError:
         cause, fix = "two laps at once would slow each other", "wait for its end, or interrupt it"
         raise LabError("Another lap is running.", where=clean(home), cause=cause, fix=fix) from None

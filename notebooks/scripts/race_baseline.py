@@ -1,4 +1,4 @@
-"""The race's baseline, yours to change: torchrun --nproc-per-node=2 race.py --epochs 4 --checkpoint weights.pt."""
+"""The race's baseline: torchrun --nproc-per-node=2 race_baseline.py --epochs 4 --checkpoint weights.pt."""
 
 import argparse
 import os

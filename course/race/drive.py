@@ -1,0 +1,187 @@
+"""Runs the script once, on nodes that have the lap's images, and follows what it saves."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from course.race import records, saved, sealed
+from lab_common import LabError
+from lab_utils.data.pack import MANIFEST
+from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, watch
+from nodelaunch.backends.nodes import Node
+from nodelaunch.running import RunningJob
+
+RUN = "run"  # below a lap's folder: all that the script may read beside its code
+SAVED = "saved/weights.pt"  # below that, on the node of rank 0
+LIMIT = 3600.0  # seconds of a lap in any case
+MOST_VERSIONS = 40  # that are kept for the curve
+CURVE = 200  # samples of the devices that a record keeps, of each node
+PATIENCE = 20.0  # seconds for a program on a node that is asked to end or to answer
+
+
+@dataclass(frozen=True)
+class Lap:
+    """What is to run.
+
+    Attributes:
+        folder: The lap's, on this machine: ``code`` in it, and ``run/data`` with the images.
+        script: Its name in ``code``.
+        args: Its own arguments.
+        pack: The name of the pack with the images.
+        facts: Of each node, what ``sealed.describe`` said there.
+        nproc_per_node: Processes on each node.
+        within: Seconds after which the job is ended; None lets it end by itself.
+        show: Whether to print what the ranks print.
+    """
+
+    folder: Path
+    script: str
+    args: list[str]
+    pack: str
+    facts: list[dict[str, Any]]
+    nproc_per_node: int
+    within: float | None
+    show: bool
+
+
+@dataclass
+class _Follower:
+    """Collects the versions of the saved weights, each with the seconds at which it was seen."""
+
+    folder: Path
+    begin: float = 0.0
+    versions: list[tuple[float, Path]] = field(default_factory=list)
+    count: int = 0
+
+    def follow(self, process: subprocess.Popen) -> None:
+        """Reads until the program on the node ends."""
+        with contextlib.suppress(ValueError, OSError):  # the pipe was closed under us
+            while line := process.stdout.readline():
+                seconds, size = time.monotonic() - self.begin, int(line)
+                path = self.folder / f"{self.count:06d}.pt"
+                path.write_bytes(process.stdout.read(size))
+                self.versions.append((seconds, path))
+                self.count += 1
+                if len(self.versions) > MOST_VERSIONS:  # every second one goes; the newest stays
+                    for _, old in self.versions[-2::-2]:
+                        old.unlink()
+                    self.versions = self.versions[::-2][::-1]
+
+
+@dataclass(frozen=True)
+class Drive:
+    """What one run of the script left behind.
+
+    Attributes:
+        versions: Of the weights: seconds since the launch, and the file.
+        usage: Seconds since the launch, number of the node, busy share of its devices.
+        span: Seconds since the launch at which all ranks had started, and at which the last weights were seen.
+    """
+
+    versions: list[tuple[float, Path]]
+    usage: list[tuple[float, int, float]]
+    span: tuple[float, float]
+
+
+def start_module(node: Node, module: Any, *arguments: str) -> subprocess.Popen:
+    """Starts the program of a module that needs the standard library alone."""
+    return node.popen([node.python, "-c", Path(module.__file__).read_text(), *arguments])
+
+
+def drive(lap: Lap, nodes: list[Node]) -> Drive:
+    """Runs the script on nodes whose LAB_DATA is the lap's.
+
+    Raises:
+        JobError: The script failed.
+        LabError: It saved no weights.
+    """
+    # Beside the data, which is the only place that the script may read; a new one for each run.
+    head, versions = nodes[0], lap.folder / "versions" / str(len(nodes))
+    target = f"{Path(head.data).parent}/{len(nodes)}/{SAVED}"
+    versions.mkdir(parents=True)
+    job = _prepare(lap, nodes, target)
+    follower, process = _Follower(versions), start_module(head, saved, target)
+    try:
+        if process.stdout.readline() != b"ready\n":
+            fix = "see that the disk has room there, then run the lap again"
+            raise LabError("The saved weights cannot be followed.", where=f"{head.name}: {target}", fix=fix)
+        with watch(nodes) as seen:
+            watched = time.monotonic()
+            follower.begin = time.monotonic()
+            thread = threading.Thread(target=follower.follow, args=(process,), daemon=True)
+            thread.start()
+            joined = _wait(job.start(show=lap.show), None if lap.within is None else follower.begin + lap.within)
+            process.stdin.close()
+            thread.join(PATIENCE)
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            pipe.close()
+    kept = [one for one in follower.versions if lap.within is None or one[0] <= lap.within]
+    if not kept:
+        fix = "save the weights to the file that --checkpoint names, with torch.save(…)"
+        raise LabError("The script saved no weights.", where=lap.script, cause="a lap ends with them", fix=fix)
+    for node, fact in zip(nodes, lap.facts, strict=False):  # a container's share counts, where there is one
+        fact["cores"] = min([fact["cores"], *(one.cores for one in seen.samples if one.node == node.name)])
+    usage = _list_usage(seen, nodes, lap, watched - follower.begin)
+    return Drive(kept, usage, (joined, kept[-1][0]))
+
+
+def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
+    """The job, whose nodes have its data already: a lap's time has no copying in it."""
+    pack = f"packed/{lap.pack}"
+    where = DataFolder(lap.folder / RUN / "data" / pack, pack, MANIFEST, copy_data=True)
+    script, files = Path(sealed.__file__), sorted((lap.folder / records.CODE).iterdir())
+    options = {"nodes": nodes, "data": where, "limit": LIMIT, "rank_order": "nodes"}
+    if not all(node.here for node in nodes):
+        TorchrunJob(script, ["--describe"], **options, program=["python"]).run(show=False)
+    options |= {"nproc_per_node": lap.nproc_per_node, "files": files}
+    job = TorchrunJob(script, [lap.script, *lap.args, "--checkpoint", target], **options)
+    job.preflight()
+    return job
+
+
+def _wait(running: RunningJob, end: float | None) -> float:
+    """Waits for the end of a job, or ends it in time; returns when all ranks had started, in seconds."""
+    try:
+        result = running.wait(None if end is None else max(0.0, end - time.monotonic()))
+    except TimeoutError:
+        running.stop()
+        result = running.wait(check=False)
+    return result.seconds["joined"] or 0.0
+
+
+def _list_usage(seen: Watch, nodes: list[Node], lap: Lap, offset: float) -> list[tuple[float, int, float]]:
+    """Samples as (seconds since the launch, number of the node, busy share of the devices that the node's job has)."""
+    found = []
+    for number, (node, fact) in enumerate(zip(nodes, lap.facts, strict=False)):
+        samples = [one for one in seen.samples if one.node == node.name]
+        # By the node's own clock, which may be wrong: only differences count.
+        first = samples[0].time if samples else 0.0
+        shares = [(one.time - first + offset, number, _measure(one, node, fact, lap.nproc_per_node)) for one in samples]
+        step = max(1, len(shares) // CURVE)
+        found += [share for share in shares[::step] if share[2] is not None]
+    return sorted(found)
+
+
+def _measure(sample: Usage, node: Node, fact: dict[str, Any], processes: int) -> float | None:
+    if fact["gpus"]:
+        busy = sorted((gpu.busy for gpu in sample.gpus), reverse=True)[:processes]
+        return statistics.mean(busy) if busy else None
+    if sample.job_busy is None:
+        return None
+    # Nodes of one machine have a share of its cores each.
+    return min(1.0, sample.job_busy * sample.cores / count_cores(node, sample.cores))
+
+
+def count_cores(node: Node, cores: float) -> float:
+    """The cores that a node's job has: nodes of one machine have a share of it each."""
+    return max(1, int(cores) // node.together) if node.here else cores
