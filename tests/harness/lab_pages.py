@@ -17,7 +17,7 @@ from harness.notebook_rules import find_exercise_scripts, find_solutions
 
 # What JupyterLab shows in the place of an output that it cannot render.
 REFUSALS = ("Error displaying widget", "Loading widget...", "Error rendering", "Javascript Error:")
-CELL = 600.0  # seconds for one cell, however many a notebook has: tests run beside other work, too
+CELL = 600.0  # seconds without a new line or a new cell: tests run beside other work, too
 PROGRESS = "application/vnd.jupyter.widget-view+json"
 
 # What the tests say to JupyterLab's application, which the server's configuration exposes. A click on a menu would race
@@ -39,8 +39,12 @@ window.labs = {
   },
   get kernel() { return labs.panel.sessionContext.session?.kernel?.status; },
   get cells() { return labs.panel.content.widgets; },
-  // Another number as soon as another cell runs or has run.
-  get progress() { return labs.cells.reduce((sum, cell) => sum + (cell.model.executionCount ?? 0), 0); },
+  // Another text as soon as another cell runs, or has run, or has printed more.
+  get progress() {
+    const counts = labs.cells.map(cell => cell.model.executionCount);
+    const waiting = labs.cells.filter(cell => cell.model.outputs && cell.model.executionCount === null);
+    return `${counts} ${waiting.map(cell => JSON.stringify(cell.model.outputs.toJSON()).length)}`;
+  },
   // The cell that stopped "Run All", and the name of its error.
   get stop() {
     const find = cell => (cell.model.outputs?.toJSON() ?? []).find(output => output.output_type === 'error')?.ename;
@@ -134,7 +138,7 @@ def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:
     while not page.evaluate("labs.ended && labs.kernel === 'idle'"):
         if (progress := page.evaluate("labs.progress")) != seen:
             seen, end = progress, time.monotonic() + CELL
-        assert time.monotonic() < end, f"a cell did not end within {CELL:.0f} s"
+        assert time.monotonic() < end, f"a cell neither ended nor printed within {CELL:.0f} s"
         time.sleep(0.2)
     page.evaluate("jupyterapp.commands.execute('docmanager:save')")
 
