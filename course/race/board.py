@@ -1,0 +1,153 @@
+"""The leaderboard: laps of the same code are one entry, whose score is the median of all of them.
+
+Whoever runs the same code with many seeds and shows the best lap gains nothing: each lap counts, and no lap can be
+taken out of the middle of a race folder unseen, since each record names the one before. An entry with fewer than three
+laps is provisional and stands below the others. A change of the code, however small, begins a new entry; the page
+therefore also says how many laps and entries a name has.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from course.race.board_laps import Lap, read_laps
+from course.race.leagues import LEAGUES
+from course.report.pages import shorten
+from lab_common import LabError
+from lab_common.files import write_atomically
+
+LAPS = 3  # from which on an entry has a place
+
+
+@dataclass(frozen=True)
+class Entry:
+    """All laps of the same code, by the same name, on the same class of hardware.
+
+    Attributes:
+        laps: At least one, from the best to the worst.
+    """
+
+    laps: tuple[Lap, ...]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The record of the median lap: of two in the middle the better one."""
+        return self.laps[(len(self.laps) - 1) // 2].record
+
+    @property
+    def timed(self) -> bool:
+        """Whether the time to a threshold is the score; else it is the top-1 within a time."""
+        return self.record["threshold"] is not None
+
+    @property
+    def provisional(self) -> bool:
+        """Whether it has too few laps for a place."""
+        return len(self.laps) < LAPS
+
+    @property
+    def scores(self) -> list[float]:
+        """The score of each lap, the best first: seconds, infinite without the threshold; or top-1."""
+        return [score_lap(lap.record) for lap in self.laps]
+
+    @property
+    def score(self) -> float:
+        """The median over all laps: the luckiest of many, as with many seeds, moves it as little as any other one."""
+        return statistics.median(self.scores)
+
+    @property
+    def order(self) -> tuple:
+        """What entries of one table are sorted by."""
+        sign = 1 if self.timed else -1
+        seconds = self.median(lambda record: record["seconds"])
+        return self.provisional, sign * self.score, seconds, self.record["name"]
+
+    def median(self, get: Callable[[dict[str, Any]], float | None]) -> float | None:
+        """The median of a number over the laps that have it; None where none has."""
+        values = [value for lap in self.laps if (value := get(lap.record)) is not None]
+        return statistics.median(values) if values else None
+
+
+def score_lap(record: dict[str, Any]) -> float:
+    """Seconds to the threshold, infinitely many where it was not reached; or the top-1 within a time."""
+    if record["threshold"] is None:
+        return record["top1"]
+    return record["seconds"] if record["reached"] else math.inf
+
+
+def read_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
+    """Reads race folders, whoever wrote them.
+
+    Args:
+        folders: Race folders, or folders that hold several at most two levels below. Links in them are not followed,
+            and at most 500 laps are read.
+
+    Returns:
+        The entries, the best of a table first; and one line for each lap that is refused, which says why.
+    """
+    laps, refused = read_laps(folders)
+    return make_entries(laps), refused
+
+
+def make_entries(laps: Iterable[Lap]) -> list[Entry]:
+    """Groups laps by all that makes them comparable, and sorts them."""
+    groups = defaultdict(list)
+    for lap in laps:
+        groups[_find_key(lap.record)].append(lap)
+    entries: list[Entry] = []
+    for group in groups.values():
+        sign = 1 if group[0].record["threshold"] is not None else -1
+        group.sort(key=lambda lap: (sign * score_lap(lap.record), lap.record["seconds"], lap.label))
+        entries.append(Entry(tuple(group)))
+    return sorted(entries, key=_find_place)
+
+
+def _find_place(entry: Entry) -> tuple:
+    """Where an entry stands on the page: data set, league, class, then its place in this table."""
+    *size, league, threshold, within = find_section(entry.record)
+    rule = [*LEAGUES, ""].index(league), threshold or 0, within or 0
+    return *size, *rule, entry.record["class"], entry.order
+
+
+def find_section(record: dict[str, Any]) -> tuple:
+    """What laps need to have in common to stand in one section: data set, league, threshold, and time."""
+    data = record["data"]
+    size = data["name"], data["train"], data["valid"], data["classes"]
+    # Not the league's name alone: a record may name an easier threshold.
+    return *size, record["league"], record["threshold"], record["within"]
+
+
+def _find_key(record: dict[str, Any]) -> tuple:
+    """What laps of one entry have in common; section and class first."""
+    code = tuple(sorted(record["code"].items()))
+    start = record["script"], tuple(record["args"]), record["processes"]
+    return *find_section(record), record["class"], record["name"], code, start
+
+
+def write_board(entries: Sequence[Entry], refused: Sequence[str], path: Path, *, baseline: str) -> None:
+    """Writes the leaderboard as one page that needs no other file.
+
+    Args:
+        entries: As :func:`read_entries` returns them.
+        refused: One line for each lap that is not on the board.
+        path: The page; its folder is made.
+        baseline: The text of the script that each entry's script is compared with.
+
+    Raises:
+        LabError: The file cannot be written.
+    """
+    from course.race.board_page import make_board
+
+    page = make_board(entries, refused, baseline=baseline)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as file:
+            file.write(page.encode())
+    except OSError as error:
+        cause, fix = error.strerror or "", "give --to FILE in a folder that you may write to"
+        raise LabError("The leaderboard cannot be written.", where=shorten(path), cause=cause, fix=fix) from error

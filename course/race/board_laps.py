@@ -1,0 +1,180 @@
+"""Finds the laps in race folders, and refuses those whose files or whose place in the chain of laps are not whole."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from course.race.board_record import check_numbers, read_record
+from course.race.records import CODE, CODE_BYTES, RECORD, WEIGHTS, WEIGHTS_BYTES
+from course.report.pages import shorten
+from lab_common.files import read_bounded
+
+MOST_LAPS = 500
+# In one folder, and on one level below a folder that somebody names.
+MOST_FOLDERS = 1000
+LEVELS = 2
+MISSING, FORKED = "a lap before it is missing or was changed", "two laps name the same lap before them"
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A lap whose record, code and weights are whole.
+
+    Attributes:
+        label: Its race folder and its own, as they are shown.
+        record: What the judge wrote; types and ranges are checked, texts are as hostile as ever.
+        code: The text of each file of its code.
+    """
+
+    label: str
+    record: dict[str, Any]
+    code: dict[str, str]
+
+
+def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
+    """Reads all laps of race folders, or of folders that hold race folders at most two levels below.
+
+    Returns:
+        The laps, and one line for each that is refused, and for each folder that has no laps.
+    """
+    laps, refused, left, seen = [], [], MOST_LAPS, {}
+    races, names = _find_races(folders)
+    for folder in folders:
+        if not any(race.is_relative_to(_resolve(folder)) for race in races):
+            refused.append(f"{shorten(folder, 100)}: there are no laps in it")
+    for race, found in races.items():
+        if len(found) > left:
+            refused.append(f"{names[race]}: only {left} of its laps are read: {MOST_LAPS} is the most in all")
+        whole, lines = _read_race(names[race], found[:left])
+        left -= len(found[:left])
+        refused += lines
+        for lap in whole:
+            # Two laps never end with the same weights: order and labels of the images are drawn anew for each.
+            first = seen.setdefault(lap.record["weights"], lap)
+            if first is lap:
+                laps.append(lap)
+            else:
+                refused.append(f"{lap.label}: its weights are also those of {first.label}")
+    return laps, refused
+
+
+def _resolve(path: Path) -> Path:
+    # Path.resolve raises for links in a circle.
+    return Path(os.path.realpath(path))
+
+
+def _find_races(folders: Sequence[Path]) -> tuple[dict[Path, list[Path]], dict[Path, str]]:
+    """Each race folder once, with the folders of its laps; and how it is shown."""
+    roots = [_resolve(folder) for folder in folders]
+    races: dict[Path, list[Path]] = {}
+    for root in roots:
+        level = [root]
+        for _ in range(LEVELS + 1):
+            below: list[Path] = []
+            for folder in level:
+                inner = _list_folders(folder)
+                laps = [path for path in inner if os.path.lexists(path / RECORD)]
+                if laps:
+                    races[folder] = laps
+                else:
+                    below += inner[: MOST_FOLDERS - len(below)]
+            level = below
+    common = os.path.commonpath([root.parent for root in roots]) if roots else ""
+    return races, {race: shorten(os.path.relpath(race, common), 50) for race in races}
+
+
+def _list_folders(folder: Path) -> list[Path]:
+    """The folders in a folder by name, without links."""
+    try:
+        with os.scandir(folder) as found:
+            some = itertools.islice(found, MOST_FOLDERS)
+            return sorted(Path(one.path) for one in some if one.is_dir(follow_symlinks=False))
+    except (OSError, ValueError):
+        return []
+
+
+def _read_race(name: str, folders: Iterable[Path]) -> tuple[list[Lap], list[str]]:
+    """Reads the laps of one race folder; the lines say which are refused, and why."""
+    records, problems = {}, {}
+    for folder in folders:
+        try:
+            records[folder] = read_record(folder)
+        except (OSError, ValueError) as error:
+            problems[folder] = _tell(error)
+    broken = _check_chain(list(records.values()))
+    laps = []
+    for folder, record in records.items():
+        try:
+            if why := broken.get(record["sha256"]):
+                raise ValueError(why)
+            check_numbers(record)
+            label = f"{name}/{shorten(folder.name, 40)}"
+            laps.append(Lap(label, record, _read_files(folder, record)))
+        except (OSError, ValueError) as error:
+            problems[folder] = _tell(error)
+    return laps, [f"{name}/{shorten(folder.name, 40)}: {why}" for folder, why in sorted(problems.items())]
+
+
+def _tell(error: OSError | ValueError) -> str:
+    return shorten(f"its record: {error.strerror}" if isinstance(error, OSError) else error, 100)
+
+
+def _check_chain(records: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """Follows the chain of a race folder from its first lap.
+
+    Returns:
+        Why a record is not part of it, by the record's hash. Nothing is said of a lap that is taken away from the end:
+        no other one names it.
+    """
+    later = defaultdict(list)
+    for record in records:
+        later[record["previous"]].append(record["sha256"])
+    end = ""
+    while len(later[end]) == 1:
+        end = later.pop(end)[0]
+    reasons = dict.fromkeys(itertools.chain(*later.values()), MISSING)
+    forked = list(later[end])
+    while forked:
+        one = forked.pop()
+        reasons[one] = FORKED
+        forked += later.pop(one, [])
+    return reasons
+
+
+def _read_files(folder: Path, record: dict[str, Any]) -> dict[str, str]:
+    """Returns the code of a lap; it and the weights are those that the record names.
+
+    Raises:
+        ValueError: A file is another one, or cannot be read, or is no regular file.
+    """
+    code, left = {}, CODE_BYTES
+    if (folder / CODE).is_symlink():
+        raise ValueError("its code: the folder is a symbolic link")
+    for name, digest in record["code"].items():
+        shown = shorten(name, 40)
+        try:
+            content = read_bounded(folder / CODE / name, left, follow=False)
+            code[name] = content.decode()
+        except OSError as error:
+            large = f"its code has more than {CODE_BYTES // 1024} KiB"
+            raise ValueError(large if error.errno == errno.EFBIG else f"its {shown}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"its {shown} is no text") from error
+        left -= len(content)
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise ValueError(f"its {shown} is not the code that the record names")
+    try:
+        weights = read_bounded(folder / WEIGHTS, WEIGHTS_BYTES, follow=False)
+    except OSError as error:
+        raise ValueError(f"its weights: {error.strerror}") from error
+    if hashlib.sha256(weights).hexdigest() != record["weights"]:
+        raise ValueError("its weights are not those that the record names")
+    return code
