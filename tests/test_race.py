@@ -12,7 +12,9 @@ import torch
 
 from course import race
 from course.exercises.scripts import draw_shapes
+from course.race import __main__ as command
 from course.race import drive, evaluate, images, leagues, records, sealed
+from course.race.board import read_entries
 from lab_common import LabError, checkout
 from lab_utils import data, models
 from nodelaunch import JobError, local_nodes, ssh_nodes
@@ -219,6 +221,30 @@ def test_laps_that_are_there_are_not_run_again(home, quick, write):
     assert len(race.run_laps(script, count=1, within=20, show=False)) == 1 and len(records.read_laps(home)) == 3
 
 
+def sign(home, lap, **changes):
+    """Writes a record anew, with a right hash."""
+    records.write_record(home / lap["lap"], {**lap, **changes})
+
+
+def test_the_board_evaluates_again_what_a_record_claims(home, run):
+    lap = run("save()")
+    assert read_entries([home], evaluate=True)[1] == []
+    told = lap["data"]
+    forged = {
+        "top-1, the record says otherwise": {"top1": 0.9, "curve": [[lap["seconds"], 0.9]]},
+        "other images": {"data": {**told, "seed": 5}},
+        "not chosen by the judge": {"data": {**told, "seed": None}},
+        "nobody races on": {"data": {**told, "name": "cifar10"}},
+        "another one than here": {"data": {**told, "valid": 50}},
+        "the record says otherwise": {"net": "resnet18"},
+    }
+    for words, changes in forged.items():
+        sign(home, lap, **changes)
+        assert read_entries([home])[1] == [], "its hash is right"
+        entries, (line,) = read_entries([home], evaluate=True)
+        assert entries == [] and words in line
+
+
 def test_two_nodes_are_compared_with_one(home, quick):
     lap = race.run_lap(BASELINE, SHORT, nodes=local_nodes(2), within=60, compare=True, show=False)
     assert lap["nodes"] == lap["processes"] == 2 and lap["class"].startswith("2 nodes on one machine, ")
@@ -262,3 +288,22 @@ def test_a_lap_on_two_hosts_copies_its_data_and_leaves_nothing(hosts, home):
     script.write_text(f"open({old!r})")
     with pytest.raises(LabError, match="PermissionError"):
         race.run_lap(script, nodes=nodes[:1], within=60, show=False)
+
+
+def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, write, monkeypatch, capsys):
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["race", *map(str, arguments)])
+        command.main()
+        return capsys.readouterr().out
+
+    script = write("race.py", UNTRAINED + "assert sys.argv[1:3] == ['--epochs', '3']\nsave()")
+    assert "within 20 s: " in call("lap", "--within", 20, "--name", "me", script, "--epochs", 3)
+    assert "1 entries, 0 refused" in call("board", home, "--to", home.parent / "board.html", "--evaluate")
+    page = (home.parent / "board.html").read_text()
+    assert "<bdi>me</bdi>" in page and "Changes in" in page
+    next(home.glob("*/weights.pt")).write_bytes(b"others")
+    with pytest.raises(SystemExit) as ended:
+        call("board", home, "--to", home.parent / "board.html")
+    assert ended.value.code == 1 and "refused: race/" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="No threshold is set"):
+        call("lap", script)

@@ -29,6 +29,7 @@ def main() -> None:
     board = commands.add_parser("board", help="write the leaderboard of race folders")
     board.add_argument("folders", nargs="+", type=Path, help="such as runs/race; or folders that hold several")
     board.add_argument("--to", type=Path, default=env_folder("LAB_RUNS", "runs") / "race.html")
+    board.add_argument("--evaluate", action="store_true", help="evaluate all saved weights again")
     thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
     thresholds.add_argument("league", choices=LEAGUES)
     args = parser.parse_args()
@@ -62,7 +63,7 @@ def _set_threshold(args: argparse.Namespace) -> None:
 def _write_board(args: argparse.Namespace) -> None:
     from course.race.board import read_entries, write_board
 
-    entries, refused = read_entries(args.folders)
+    entries, refused = read_entries(args.folders, evaluate=args.evaluate)
     baseline = (checkout() / "notebooks" / "scripts" / "race_baseline.py").read_text()
     write_board(entries, refused, args.to, baseline=baseline)
     print(f"{len(entries)} entries, {len(refused)} refused: {args.to}")

@@ -16,7 +16,7 @@ from lab_utils import data
 
 SEEDS = 5
 # Images that the baseline trains on in each league, all epochs together.
-PASSES = {"sprint": 40_000, "distance": 120_000}
+PASSES = {"sprint": 20_000, "distance": 100_000}
 SCRIPT = checkout() / "notebooks" / "scripts" / "race_baseline.py"
 
 

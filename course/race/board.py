@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from course.race.board_laps import Lap, read_laps
+from course.race.images import evaluate_again
 from course.race.leagues import LEAGUES
+from course.race.records import WEIGHTS
 from course.report.pages import shorten
 from lab_common import LabError
 from lab_common.files import write_atomically
@@ -27,7 +29,7 @@ LAPS = 3  # from which on an entry has a place
 
 @dataclass(frozen=True)
 class Entry:
-    """All laps of the same code, by the same name, on the same class of hardware.
+    """All laps of the same code, by the same name, in one race folder, on the same class of hardware.
 
     Attributes:
         laps: At least one, from the best to the worst.
@@ -80,25 +82,29 @@ def score_lap(record: dict[str, Any]) -> float:
     return record["seconds"] if record["reached"] else math.inf
 
 
-def read_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
+def read_entries(folders: Sequence[Path], *, evaluate: bool = False) -> tuple[list[Entry], list[str]]:
     """Reads race folders, whoever wrote them.
 
     Args:
         folders: Race folders, or folders that hold several at most two levels below. Links in them are not followed,
             and at most 500 laps are read.
+        evaluate: Whether to evaluate all saved weights again, for which the data set has to be here.
 
     Returns:
         The entries, the best of a table first; and one line for each lap that is refused, which says why.
     """
     laps, refused = read_laps(folders)
-    return make_entries(laps), refused
+    wrong = {lap.label: why for lap in laps if evaluate and (why := evaluate_again(lap.record, lap.folder / WEIGHTS))}
+    refused += [f"{label}: {why}" for label, why in wrong.items()]
+    return make_entries(lap for lap in laps if lap.label not in wrong), refused
 
 
 def make_entries(laps: Iterable[Lap]) -> list[Entry]:
     """Groups laps by all that makes them comparable, and sorts them."""
     groups = defaultdict(list)
     for lap in laps:
-        groups[_find_key(lap.record)].append(lap)
+        # Of one race folder: else a stranger's bad laps could take another's name.
+        groups[_find_key(lap.record), lap.folder.parent].append(lap)
     entries: list[Entry] = []
     for group in groups.values():
         sign = 1 if group[0].record["threshold"] is not None else -1

@@ -29,11 +29,13 @@ class Lap:
     """A lap whose record, code and weights are whole.
 
     Attributes:
+        folder: Where it lies, in its race folder.
         label: Its race folder and its own, as they are shown.
         record: What the judge wrote; types and ranges are checked, texts are as hostile as ever.
         code: The text of each file of its code.
     """
 
+    folder: Path
     label: str
     record: dict[str, Any]
     code: dict[str, str]
@@ -45,7 +47,7 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
     Returns:
         The laps, and one line for each that is refused, and for each folder that has no laps.
     """
-    laps, refused, left, seen = [], [], MOST_LAPS, {}
+    laps, refused, left = [], [], MOST_LAPS
     races, names = _find_races(folders)
     for folder in folders:
         if not any(race.is_relative_to(_resolve(folder)) for race in races):
@@ -55,15 +57,18 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
             refused.append(f"{names[race]}: only {left} of its laps are read: {MOST_LAPS} is the most in all")
         whole, lines = _read_race(names[race], found[:left])
         left -= len(found[:left])
+        laps += whole
         refused += lines
-        for lap in whole:
-            # Two laps never end with the same weights: order and labels of the images are drawn anew for each.
-            first = seen.setdefault(lap.record["weights"], lap)
-            if first is lap:
-                laps.append(lap)
-            else:
-                refused.append(f"{lap.label}: its weights are also those of {first.label}")
-    return laps, refused
+    alike = defaultdict(list)
+    for lap in laps:
+        alike[lap.record["weights"]].append(lap)
+    # Two laps never end with the same weights: order and labels of the images are drawn anew for each. Who copied
+    # from whom, a hash does not tell.
+    for same in alike.values():
+        for lap in same if len(same) > 1 else ():
+            other = next(one for one in same if one is not lap)
+            refused.append(f"{lap.label}: its weights are also those of {other.label}")
+    return [lap for lap in laps if len(alike[lap.record["weights"]]) == 1], refused
 
 
 def _resolve(path: Path) -> Path:
@@ -117,7 +122,7 @@ def _read_race(name: str, folders: Iterable[Path]) -> tuple[list[Lap], list[str]
                 raise ValueError(why)
             check_numbers(record)
             label = f"{name}/{shorten(folder.name, 40)}"
-            laps.append(Lap(label, record, _read_files(folder, record)))
+            laps.append(Lap(folder, label, record, _read_files(folder, record)))
         except (OSError, ValueError) as error:
             problems[folder] = _tell(error)
     return laps, [f"{name}/{shorten(folder.name, 40)}: {why}" for folder, why in sorted(problems.items())]
