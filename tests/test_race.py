@@ -193,6 +193,13 @@ def test_code_is_text_and_short(home, write):
             race.run_lap(path, within=5)
 
 
+def test_what_a_killed_judge_left_is_taken_away(home, run):
+    (home / "1127-000000-abcdef" / "run" / "data").mkdir(parents=True)
+    (home / "mine").mkdir()
+    lap = run("save()")
+    assert {path.name for path in home.iterdir()} == {".lock", "mine", lap["lap"]}
+
+
 def test_two_laps_at_once_would_slow_each_other(home, run):
     with records.hold_race(home), pytest.raises(LabError, match="Another lap is running"):
         run("save()")

@@ -15,7 +15,7 @@ from course.workspace import FOLDERS, make_script_stub, make_stub
 
 # Pages that are files of the repository as they are; their links to one another hold in the copy.
 GUIDES = ("SECURITY.md", "CONTRIBUTING.md", "data/README.md", "hosting/README.md")
-GUIDES += ("hosting/hub/README.md", "hosting/kubernetes/README.md", "benchmarks/gpu/PATHS.md")
+GUIDES += ("hosting/RACE.md", "hosting/hub/README.md", "hosting/kubernetes/README.md", "benchmarks/gpu/PATHS.md")
 # What they link to besides.
 FILES = ("hosting/kubernetes/values.yaml",)
 # The first section of the README that is not on the start page.

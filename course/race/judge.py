@@ -140,6 +140,10 @@ def _check_nodes(nodes: list[Node], *, compare: bool) -> None:
 @contextlib.contextmanager
 def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
     """Makes a lap's folder; of a lap without a record nothing stays, and of any neither its images nor the versions."""
+    # No other lap runs: what has images and no record was left by a judge who was killed.
+    for left in home.glob(f"*/{RUN}"):
+        if not (left.parent / records.RECORD).exists():
+            shutil.rmtree(left.parent, ignore_errors=True)
     folder = home / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder.mkdir()
     try:
