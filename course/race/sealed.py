@@ -1,4 +1,4 @@
-"""Runs a learner's script as ``python script.py …`` does, while the kernel lets it read its own lap's files alone.
+"""Runs a learner's script as ``python script.py …`` does, while the kernel lets it use its own lap's files alone.
 
 This file runs on the nodes, by itself: it takes nothing but the standard library. Linux's Landlock (from 5.13 on) keeps
 the promise: a process gives up rights, which neither it nor what it starts can take back. So weights from before and
@@ -21,9 +21,12 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
-# Numbers of system calls, the same on all processors; of the right to read a file; of prctl's PR_SET_NO_NEW_PRIVS.
+# Numbers of system calls, the same on all processors, and of prctl's PR_SET_NO_NEW_PRIVS.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
-READ_FILE, PATH_BENEATH, VERSION, NO_NEW_PRIVS = 1 << 2, 1, 1, 38
+PATH_BENEATH, VERSION, NO_NEW_PRIVS = 1, 1, 38
+# Rights: to read a file; to write, remove and make what a folder holds; to cut a file short, from version 3 on. To move
+# or link a file into another folder is refused wherever nobody allows it.
+READ, WRITE, TRUNCATE = 1 << 2, 1 << 1 | sum(1 << bit for bit in range(4, 13)), 1 << 14
 # Where programs, their settings and devices lie.
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys", "/dev", "/run")
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TMPDIR")
@@ -36,8 +39,8 @@ def find_version() -> int:
     return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
 
 
-def seal(folders: list[str]) -> None:
-    """Gives up reading files outside of these folders, in this thread and all that it starts.
+def seal(readable: list[str], writable: list[str]) -> None:
+    """Gives up reading and writing files outside of these folders, in this thread and all that it starts.
 
     Raises:
         OSError: The kernel refuses.
@@ -50,13 +53,15 @@ def seal(folders: list[str]) -> None:
             raise OSError(number, f"Landlock: {os.strerror(number)}")
         return found
 
-    handled = ctypes.c_uint64(READ_FILE)
+    write = WRITE | (TRUNCATE if find_version() >= 3 else 0)
+    handled = ctypes.c_uint64(READ | write)
     rules = call(CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(8), 0)
-    for folder in filter(os.path.exists, folders):
-        beneath = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-        rule = READ_FILE.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
-        call(ADD_RULE, rules, PATH_BENEATH, rule, 0)
-        os.close(beneath)
+    for right, folders in ((READ, readable), (write, writable)):
+        for folder in filter(os.path.exists, folders):
+            beneath = os.open(folder, os.O_PATH | os.O_CLOEXEC)
+            rule = right.to_bytes(8, sys.byteorder) + beneath.to_bytes(4, sys.byteorder)
+            call(ADD_RULE, rules, PATH_BENEATH, rule, 0)
+            os.close(beneath)
     if libc.prctl(NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "no_new_privs was refused")
     call(RESTRICT_SELF, rules, 0)
@@ -105,8 +110,12 @@ def main() -> None:
     tempfile.tempdir = scratch
     lap = Path(os.environ["LAB_DATA"]).resolve().parent
     if find_version():
-        own = [str(lap), scratch, str(here.parent), os.environ["LAB_JOB_FOLDER"]]
-        seal([*own, sys.prefix, sys.base_prefix, *SYSTEM])
+        own = [str(lap), scratch, os.environ["LAB_JOB_FOLDER"]]
+        # What it logs, it may write below LAB_RUNS and into its working folder, where earlier laps may have been.
+        seal(
+            [*own, str(here.parent), sys.prefix, sys.base_prefix, *SYSTEM],
+            [*own, "/dev", "/proc", os.environ["LAB_RUNS"], "."],
+        )
     sys.addaudithook(refuse_network)
     runpy.run_path(str(script), run_name="__main__")
 
