@@ -14,7 +14,7 @@ import torch
 from course import race
 from course.exercises.scripts import draw_shapes
 from course.race import __main__ as command
-from course.race import drive, evaluate, images, leagues, records, sealed
+from course.race import baseline, drive, evaluate, images, leagues, records, sealed
 from course.race.board import read_entries
 from lab_common import LabError, checkout
 from lab_utils import data, models
@@ -320,3 +320,27 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, 
     assert ended.value.code == 1 and "refused: race/" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="No threshold is set"):
         call("lap", script)
+
+
+def test_thresholds_are_what_the_worst_of_five_laps_reached():
+    found = leagues.read_thresholds()
+    kinds = {(one["data"], one["train"], one["league"]) for one in found}
+    assert kinds == {
+        (*kind, league) for kind in (("shapes10", 10_000), ("cinic10", 1000)) for league in leagues.LEAGUES
+    }
+    for one in found:
+        laps = [lap["top1"] for lap in one["laps"]]
+        assert len(laps) == 5 and 0 <= min(laps) - one["top1"] < 0.01 and 1.5 * len(set(laps)) > 5
+        assert max(lap["seconds"] for lap in one["laps"]) < 600
+
+
+def test_a_threshold_is_measured_by_laps_of_the_baseline(home, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(baseline, "THRESHOLDS", tmp_path / "thresholds.json")
+    monkeypatch.setattr(baseline, "SEEDS", 2)
+    monkeypatch.setitem(baseline.PASSES, "sprint", 500)
+    found = baseline.measure_threshold("sprint")
+    assert found["epochs"] == 2 and len(found["laps"]) == 2 and found["train"] == 300
+    assert found["top1"] <= min(lap["top1"] for lap in found["laps"]) < found["top1"] + 0.01
+    kept = json.loads((tmp_path / "thresholds.json").read_text())
+    assert kept == [*leagues.read_thresholds(), found]
+    assert [lap["args"] for lap in records.read_laps(home)] == [["--epochs", "2", "--seed", str(n)] for n in (0, 1)]
