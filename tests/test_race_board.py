@@ -491,7 +491,7 @@ def test_odd_records_are_refused_in_little_time(race, show, kind):
 def test_odd_files_of_a_lap_are_refused(race, name, what, spoil):
     spoil(race.add() / name)
     [(_, why)] = refuse(race)
-    assert why.startswith(what) or (spoil is grow and why == "its code has more than 64 KiB")
+    assert why.startswith(what) or (spoil is grow and why == "its code has more than 16 KiB")
 
 
 def test_code_that_is_large_or_no_text_is_refused(race):
@@ -499,7 +499,7 @@ def test_code_that_is_large_or_no_text_is_refused(race):
     folder = race.add()
     (folder / "code" / "race.py").write_bytes(b"\xff")
     change(folder, code={"race.py": digest(b"\xff")})
-    assert refuse(race) == [(1, "its code has more than 64 KiB"), (2, "its race.py is no text")]
+    assert refuse(race) == [(1, "its code has more than 16 KiB"), (2, "its race.py is no text")]
 
 
 def test_links_are_not_followed(race, tmp_path):

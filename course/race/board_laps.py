@@ -62,8 +62,8 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
     alike = defaultdict(list)
     for lap in laps:
         alike[lap.record["weights"]].append(lap)
-    # Two laps never end with the same weights: order and labels of the images are drawn anew for each. Who copied
-    # from whom, a hash does not tell.
+    # Two laps that train do not end with the same weights: order and labels of the images are drawn anew for each.
+    # Who copied from whom, a hash does not tell.
     for same in alike.values():
         for lap in same if len(same) > 1 else ():
             other = next(one for one in same if one is not lap)

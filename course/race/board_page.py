@@ -27,8 +27,8 @@ NOTES = (
     "hardware.",
     "{star} is the bar of honour: the devices were busy for 95 % of the training or more.",
     "<strong>Hashes find changed files:</strong> the board refuses a lap that does not match its record, and all laps "
-    "after a missing one. Hashes cannot find laps that were left out at the end. Whoever writes a whole record anew is "
-    "found only when somebody runs that entry again.",
+    "after a missing one. Hashes cannot find laps that were left out at the end, failed, or were interrupted. Whoever "
+    "writes a whole record anew is found only when somebody runs that entry again.",
 )
 STAR = '<span class="honour"><span aria-hidden="true">★</span> 95 %</span>'
 

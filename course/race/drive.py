@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
+import hashlib
+import shutil
 import statistics
 import subprocess
 import threading
@@ -19,6 +20,8 @@ from nodelaunch.backends.nodes import Node
 from nodelaunch.running import RunningJob
 
 RUN = "run"  # below a lap's folder: all that the script may read beside its code
+VERSIONS = "versions"  # that the judge has received
+HIDDEN = "hidden"  # the code under names that nothing imports
 SAVED = "saved/weights.pt"  # below that, on the node of rank 0
 LIMIT = 3600.0  # seconds of a lap in any case
 MOST_VERSIONS = 40  # that are kept for the curve
@@ -53,26 +56,29 @@ class Lap:
 
 @dataclass
 class _Follower:
-    """Collects the versions of the saved weights, each with the seconds at which it was seen."""
+    """Collects the versions of the saved weights: the seconds at which each was seen, its file, and its SHA-256."""
 
     folder: Path
     begin: float = 0.0
-    versions: list[tuple[float, Path]] = field(default_factory=list)
+    versions: list[tuple[float, Path, str]] = field(default_factory=list)
     count: int = 0
+    error: Exception | None = None
 
     def follow(self, process: subprocess.Popen) -> None:
         """Reads until the program on the node ends."""
-        with contextlib.suppress(ValueError, OSError):  # the pipe was closed under us
+        try:
             while line := process.stdout.readline():
                 seconds, size = time.monotonic() - self.begin, int(line)
-                path = self.folder / f"{self.count:06d}.pt"
-                path.write_bytes(process.stdout.read(size))
-                self.versions.append((seconds, path))
+                path, content = self.folder / f"{self.count:06d}.pt", process.stdout.read(size)
+                path.write_bytes(content)
+                self.versions.append((seconds, path, hashlib.sha256(content).hexdigest()))
                 self.count += 1
                 if len(self.versions) > MOST_VERSIONS:  # every second one goes; the newest stays
-                    for _, old in self.versions[-2::-2]:
+                    for _, old, _ in self.versions[-2::-2]:
                         old.unlink()
                     self.versions = self.versions[::-2][::-1]
+        except (OSError, ValueError) as error:  # the disk is full, or the connection broke
+            self.error = error
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,19 @@ class Drive:
     """What one run of the script left behind.
 
     Attributes:
-        versions: Of the weights: seconds since the launch, and the file.
+        versions: Of the weights: seconds since the launch, the file, its SHA-256 as it came.
         usage: Seconds since the launch, number of the node, busy share of its devices.
         span: Seconds since the launch at which all ranks had started, and at which the last weights were seen.
     """
 
-    versions: list[tuple[float, Path]]
+    versions: list[tuple[float, Path, str]]
     usage: list[tuple[float, int, float]]
     span: tuple[float, float]
+
+
+def name_run(lap: str, nodes: int) -> str:
+    """The name of one run of a lap, in the names of the ranks' scratch folders."""
+    return f"{lap}-{nodes}"
 
 
 def start_module(node: Node, module: Any, *arguments: str) -> subprocess.Popen:
@@ -103,7 +114,7 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
         LabError: It saved no weights.
     """
     # Beside the data, which is the only place that the script may read; a new one for each run.
-    head, versions = nodes[0], lap.folder / "versions" / str(len(nodes))
+    head, versions = nodes[0], lap.folder / VERSIONS / str(len(nodes))
     target = f"{Path(head.data).parent}/{len(nodes)}/{SAVED}"
     versions.mkdir(parents=True)
     job = _prepare(lap, nodes, target)
@@ -125,10 +136,14 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
         process.wait()
         for pipe in (process.stdin, process.stdout, process.stderr):
             pipe.close()
+    if follower.error or thread.is_alive():
+        cause, fix = str(follower.error or "they did not come in time"), "free some space, then run the lap again"
+        raise LabError("Saved weights were lost.", where=versions, cause=cause, fix=fix)
     kept = [one for one in follower.versions if lap.within is None or one[0] <= lap.within]
     if not kept:
         fix = "save the weights to the file that --checkpoint names, with torch.save(…)"
-        raise LabError("The script saved no weights.", where=lap.script, cause="a lap ends with them", fix=fix)
+        when = "" if lap.within is None else f" within {lap.within:g} s"
+        raise LabError(f"The script saved no weights{when}.", where=lap.script, cause="a lap ends with them", fix=fix)
     for node, fact in zip(nodes, lap.facts, strict=False):  # a container's share counts, where there is one
         fact["cores"] = min([fact["cores"], *(one.cores for one in seen.samples if one.node == node.name)])
     usage = _list_usage(seen, nodes, lap, watched - follower.begin)
@@ -139,12 +154,18 @@ def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
     """The job, whose nodes have its data already: a lap's time has no copying in it."""
     pack = f"packed/{lap.pack}"
     where = DataFolder(lap.folder / RUN / "data" / pack, pack, MANIFEST, copy_data=True)
-    script, files = Path(sealed.__file__), sorted((lap.folder / records.CODE).iterdir())
+    script, files = Path(sealed.__file__), []
+    hidden = lap.folder / HIDDEN
+    hidden.mkdir(exist_ok=True)
+    for path in (lap.folder / records.CODE).iterdir():
+        files.append(Path(shutil.copy(path, hidden / f"{sealed.HIDDEN}{path.name}")))
     options = {"nodes": nodes, "data": where, "limit": LIMIT, "rank_order": "nodes"}
     if not all(node.here for node in nodes):
         TorchrunJob(script, ["--describe"], **options, program=["python"]).run(show=False)
     options |= {"nproc_per_node": lap.nproc_per_node, "files": files}
-    job = TorchrunJob(script, [lap.script, *lap.args, "--checkpoint", target], **options)
+    job = TorchrunJob(
+        script, [name_run(lap.folder.name, len(nodes)), lap.script, *lap.args, "--checkpoint", target], **options
+    )
     job.preflight()
     return job
 

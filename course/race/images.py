@@ -1,7 +1,8 @@
 """The images of a lap: a pack of its own for the script, and what the judge evaluates on.
 
-The script gets images of the split ``train`` alone, in a new order and with classes that are numbered anew: what
-somebody knew before, such as the weights of an earlier lap, gives the wrong numbers.
+The script gets images of the split ``train`` alone, in a new order and with classes that are numbered anew: weights of
+an earlier lap give the wrong numbers, until somebody compares them with the lap's own images. What keeps such weights
+away is the seal (:mod:`course.race.sealed`).
 """
 
 from __future__ import annotations

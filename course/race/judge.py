@@ -7,7 +7,10 @@ saved weights. Only afterwards it draws or opens the images on which it evaluate
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import json
+import re
 import secrets
 import shutil
 import statistics
@@ -19,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from course.race import images, records, sealed
-from course.race.drive import PATIENCE, RUN, Drive, Lap, count_cores, drive, start_module
+from course.race.board_record import check_numbers, read_record
+from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, count_cores, drive, start_module
 from course.race.evaluate import evaluate
 from course.race.leagues import find_threshold
 from lab_common import LabError
@@ -28,6 +32,8 @@ from lab_common.text import clean
 from lab_utils import data
 from nodelaunch import JobError, local_nodes
 from nodelaunch.backends.nodes import Node
+
+ARGUMENTS = 2000  # characters of all of them
 
 
 def run_lap(
@@ -54,25 +60,25 @@ def run_lap(
         league: ``sprint`` or ``distance``: reach its top-1 in the least time. Ignored with ``within``.
         within: Reach the most top-1 in so many seconds; the judge ends the job then.
         name: Who races.
-        files: What the script imports or reads beside itself, text; with it at most 64 KiB.
+        files: What the script imports or reads beside itself, text; with it at most 16 KiB.
         compare: Whether to run the script on the first node alone before, for speed-up and efficiency.
         show: Whether to print what the ranks print.
 
     Returns:
-        The record, as it is kept; its keys are told in the guide of the race.
+        The record, as it is kept; ``board_record.SCHEMA`` has its keys.
 
     Raises:
         JobError: The script failed.
         LabError: It saved no weights, or what it saved cannot be evaluated, or another lap runs.
     """
     nodes = list(nodes or local_nodes(1))
-    _check_nodes(nodes, compare=compare)
-    dataset = data.load()
+    _check(nodes, args, within=within, compare=compare)
+    texts, dataset = _read_code(script, files), data.load()
     threshold = None if within else find_threshold(dataset, league)
     rules = {"league": "" if within else league, "threshold": threshold, "within": within}
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     with records.hold_race(records.find_home()) as home, _open_folder(home, nodes) as folder:
-        code = _copy_code([Path(script), *map(Path, files)], folder / records.CODE)
+        code = _copy_code(texts, folder / records.CODE)
         mapping, counts = images.draw_lap(dataset, folder / RUN / "data")
         placed, facts = [_place(node, folder) for node in nodes], [_ask(node) for node in nodes]
         given = [str(one) for one in args]
@@ -95,7 +101,21 @@ def run_lap(
             "previous": records.find_newest(home),
         }
         record["device_seconds"] = record["seconds"] * record["devices"]
-        return records.write_record(folder, record)
+        return _keep(folder, record)
+
+
+def _keep(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """Writes the record, and reads it as the board will: one that it refuses would take all later laps with it."""
+    whole = records.write_record(folder, record)
+    try:
+        check_numbers(read_record(folder))
+    except (OSError, ValueError) as error:
+        (folder / records.RECORD).unlink()
+        fix = "look at the arguments and at the names of files, then run the lap again"
+        raise LabError(
+            "This lap has no place on a board.", where=record["script"], cause=str(error), fix=fix
+        ) from error
+    return whole
 
 
 def run_laps(
@@ -117,40 +137,52 @@ def run_laps(
         "args": [str(one) for one in args],
         "league": "" if options.get("within") else options.get("league", "sprint"),
         "within": options.get("within"),
-        "nodes": len(options.get("nodes") or [None]),
-        "code": {Path(path).name: records.hash_file(Path(path)) for path in [script, *options.get("files", ())]},
+        "nodes": (nodes := len(options.get("nodes") or [None])),
+        "processes": nodes * options.get("nproc_per_node", 1),
+        "code": {
+            path.name: hashlib.sha256(text).hexdigest() for path, text in _read_code(script, options.get("files"))
+        },
     }
+    images, alone = data.load(), bool(options.get("compare"))
     while True:
-        laps = records.read_laps(records.find_home())
-        found = [lap for lap in laps if all(lap[key] == value for key, value in wanted.items())]
+        laps = [lap for lap in records.read_laps(records.find_home()) if bool(lap.get("one_node")) == alone]
+        laps = [lap for lap in laps if lap["data"]["name"] == images.name and lap["data"]["valid"] == len(images.valid)]
+        found = [lap for lap in laps if all(lap.get(key) == value for key, value in wanted.items())]
         if len(found) >= count:
             return found
         run_lap(script, args, **options)
 
 
-def _check_nodes(nodes: list[Node], *, compare: bool) -> None:
-    """Refuses nodes that cannot race."""
+def _check(nodes: list[Node], args: Sequence[object], *, within: float | None, compare: bool) -> None:
+    """Refuses nodes that cannot race, and what no record holds."""
+    where = "run_lap(…)"
     if any(node.backend != "nodelaunch.backends.direct" for node in nodes):
         fix = "race on this machine, or on hosts: LAB_NODES=hostA,hostB"
-        raise LabError("The race cannot follow the saved weights on Slurm.", where="run_lap(nodes=…)", fix=fix)
+        raise LabError("The race cannot follow the saved weights on Slurm.", where=where, fix=fix)
     if compare and len(nodes) < 2:
-        raise LabError("One node cannot be compared with itself.", where="run_lap(compare=True)", fix="name two nodes")
+        raise LabError("One node cannot be compared with itself.", where=where, fix="name two nodes")
+    if within is not None and not 0 < within <= LIMIT:
+        raise LabError(f"A lap of {within:g} s is none.", where=where, fix=f"within= takes up to {LIMIT:.0f} seconds")
+    if isinstance(args, str) or sum(len(str(one)) for one in args) > ARGUMENTS or len(args) > 200:
+        cause = f"a record holds a list of up to 200 arguments, of {ARGUMENTS} characters in all"
+        raise LabError("These arguments cannot race.", where=where, cause=cause, fix='["--epochs", 4]')
 
 
 @contextlib.contextmanager
 def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
     """Makes a lap's folder; of a lap without a record nothing stays, and of any neither its images nor the versions."""
-    # No other lap runs: what has images and no record was left by a judge who was killed.
+    # No other lap runs: a folder of a lap with images was left by a judge who was killed.
     for left in home.glob(f"*/{RUN}"):
-        if not (left.parent / records.RECORD).exists():
-            shutil.rmtree(left.parent, ignore_errors=True)
+        if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", left.parent.name):
+            whole = (left.parent / records.RECORD).exists()
+            shutil.rmtree(left if whole else left.parent, ignore_errors=True)
     folder = home / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder.mkdir()
     try:
         yield folder
     finally:
         whole = (folder / records.RECORD).exists()
-        for path in [folder / RUN, folder / "versions"] if whole else [folder]:
+        for path in [folder / part for part in (RUN, VERSIONS, HIDDEN)] if whole else [folder]:
             shutil.rmtree(path, ignore_errors=True)
         for node in nodes:
             _clean(node, folder.name)
@@ -170,22 +202,41 @@ def _explain(error: JobError) -> LabError:
     )
 
 
-def _copy_code(paths: Sequence[Path], folder: Path) -> dict[str, str]:
-    """Copies the script and its files beside each other, so that what is kept is what runs; returns their hashes."""
-    folder.mkdir()
-    hashes, left = {}, records.CODE_BYTES
-    for path in paths:
+def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[tuple[Path, bytes]]:
+    """Reads the script and its files.
+
+    Raises:
+        LabError: One is not there, is no text, or has a name that no record holds; or they are too large in all.
+    """
+    found, left = [], records.CODE_BYTES
+    for path in (Path(script), *map(Path, files or ())):
+        cause, fix = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all", "leave other data out of it"
         try:
             content = read_bounded(path, left)
             content.decode()
-        except (OSError, ValueError) as error:
-            cause = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all"
-            where, fix = clean(path, 300), "leave weights and other data out of it"
-            raise LabError(f"{clean(path.name, 60)} cannot race.", where=where, cause=cause, fix=fix) from error
+            if not re.fullmatch(r"[\w.-]{1,60}", path.name, re.ASCII):
+                cause, fix = "its name has other characters than letters, digits and _.-", "rename it"
+                raise ValueError(cause)
+        except OSError as error:
+            cause = cause if error.errno == errno.EFBIG else error.strerror
+            raise LabError(
+                f"{clean(path.name, 60)} cannot race.", where=clean(path, 300), cause=cause, fix=fix
+            ) from error
+        except ValueError as error:
+            raise LabError(
+                f"{clean(path.name, 60)} cannot race.", where=clean(path, 300), cause=cause, fix=fix
+            ) from error
         left -= len(content)
+        found.append((path, content))
+    return found
+
+
+def _copy_code(code: list[tuple[Path, bytes]], folder: Path) -> dict[str, str]:
+    """Copies the script and its files beside each other, so that what is kept is what runs; returns their hashes."""
+    folder.mkdir()
+    for path, content in code:
         (folder / path.name).write_bytes(content)
-        hashes[path.name] = records.hash_file(folder / path.name)
-    return hashes
+    return {path.name: hashlib.sha256(content).hexdigest() for path, content in code}
 
 
 def _place(node: Node, folder: Path) -> Node:
@@ -211,10 +262,13 @@ def _ask(node: Node) -> dict[str, Any]:
 
 
 def _clean(node: Node, lap: str) -> None:
-    """Takes away what a lap left on another machine."""
-    if not node.here:
-        with contextlib.suppress(OSError, LabError, subprocess.SubprocessError):
-            node.popen(["rm", "-rf", "--", _find_folder(node, lap)]).communicate(timeout=PATIENCE)
+    """Takes away what a lap left on a node: the ranks' scratch folders, and on another machine its own."""
+    mine = [] if node.here else [_find_folder(node, lap)]
+    remove = "import glob, shutil, sys, tempfile\n"
+    remove += "for path in [*glob.glob(f'{tempfile.gettempdir()}/lap-{sys.argv[1]}-*'), *sys.argv[2:]]:\n"
+    remove += "    shutil.rmtree(path, ignore_errors=True)"
+    with contextlib.suppress(OSError, LabError, subprocess.SubprocessError):
+        node.popen([node.python, "-c", remove, lap, *mine]).communicate(timeout=PATIENCE)
 
 
 def _judge(
@@ -230,16 +284,20 @@ def _judge(
     """Evaluates what was saved, and keeps the last weights."""
     seed = images.choose_seed(dataset)
     on = images.find_images(dataset, mapping, seed)
-    found = [evaluate([path for _, path in drive.versions], on) for drive in drives]
+    for _, path, digest in (version for one in drives for version in one.versions):
+        if records.hash_file(path) != digest:
+            fix = "run the lap again"
+            raise LabError("Saved weights were changed after the judge saw them.", where=path, fix=fix)
+    found = [evaluate([path for _, path, _ in drive.versions], on) for drive in drives]
     ends = [answers[-1] for answers in found]
     for end in ends:
         if isinstance(end, str):
             fix = "torch.save(model.state_dict(), …), of a network of lab_utils.models"
             raise LabError("The last saved weights cannot be evaluated.", where=records.WEIGHTS, cause=end, fix=fix)
-    seconds, last = drives[-1].versions[-1]
+    seconds, last, digest = drives[-1].versions[-1]
     last.replace(folder / records.WEIGHTS)
     net, top1 = ends[-1]
-    curve = [(when, answer[1]) for (when, _), answer in zip(drives[-1].versions, found[-1], strict=True) if answer[1:]]
+    curve = [(when, answer[1]) for (when, *_), answer in zip(drives[-1].versions, found[-1], strict=True) if answer[1:]]
     alone = {"seconds": drives[0].versions[-1][0], "top1": ends[0][1]} if len(drives) > 1 else None
     speed_up = alone["seconds"] / seconds if alone else None
     return {
@@ -253,7 +311,7 @@ def _judge(
             "seed": seed,
             "mapping": mapping,
         },
-        "weights": records.hash_file(folder / records.WEIGHTS),
+        "weights": digest,
         "net": net,
         "seconds": seconds,
         "top1": top1,
@@ -299,9 +357,10 @@ def tell(record: dict[str, Any]) -> str:
     )
     end = "" if record["within"] else (", reached" if record["reached"] else ", NOT reached")
     busy = "" if record["busy"] is None else f", {record['busy']:.0%} busy"
+    seal = "sealed" if record["sealed"] else "NOT sealed: this kernel has no Landlock"
     lines = [
         f"{goal}{end}: {record['top1']:.1%} on {record['data']['valid']:,} images after {record['seconds']:.1f} s",
-        f"{record['class']}, {record['device_seconds']:.0f} device-seconds{busy}; lap {record['lap']}",
+        f"{record['class']}, {record['device_seconds']:.0f} device-seconds{busy}, {seal}; lap {record['lap']}",
     ]
     if record["speed_up"]:
         part = record["speed_up"] / record["nodes"]

@@ -17,7 +17,7 @@ from lab_common.text import clean
 
 FORMAT = 1
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
-RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 64 * 2**10
+RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
 
 
 def find_home() -> Path:
@@ -77,7 +77,7 @@ def read_laps(home: Path) -> list[dict[str, Any]]:
 def find_newest(home: Path) -> str:
     """The hash of the record that no other one names; "" in a folder without laps."""
     laps = read_laps(home)
-    named = {record["previous"] for record in laps}
+    named = {str(record.get("previous")) for record in laps}
     ends = [record["sha256"] for record in laps if record["sha256"] not in named]
     return ends[-1] if ends else ""
 

@@ -1,15 +1,16 @@
 """Runs a learner's script as ``python script.py …`` does, while the kernel lets it use its own lap's files alone.
 
 This file runs on the nodes, by itself: it takes nothing but the standard library. Linux's Landlock (from 5.13 on) keeps
-the promise: a process gives up rights, which neither it nor what it starts can take back. So weights from before and
-images of other splits stay closed, whatever the script does. Where there is no Landlock, the record says so.
+the promise: a process gives up rights, which neither it nor what it starts can take back. So files with weights from
+before and images of other splits stay closed. It is no wall around the script: what stands in its code, its arguments
+or its environment, in shared memory, or is sent by a program beside it, it can have. Without Landlock nothing is
+closed, and the record says so.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
 import os
@@ -29,6 +30,8 @@ PATH_BENEATH, VERSION, NO_NEW_PRIVS = 1, 1, 38
 READ, WRITE, TRUNCATE = 1 << 2, 1 << 1 | sum(1 << bit for bit in range(4, 13)), 1 << 14
 # Where programs, their settings and devices lie.
 SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/opt", "/proc", "/sys", "/dev", "/run")
+# Before the name of a file of the script: Python imports none whose name has a hyphen, also not before the seal.
+HIDDEN = "lap-"
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "MPLCONFIGDIR", "TMPDIR")
 
 
@@ -68,12 +71,16 @@ def seal(readable: list[str], writable: list[str]) -> None:
     os.close(rules)
 
 
-def refuse_network(event: str, arguments: tuple) -> None:
-    """An audit hook: a Python socket may reach this machine and the first node alone; torch's own sockets are free."""
-    if event == "socket.connect" and isinstance(arguments[1], tuple):
-        host = arguments[1][0]
-        if host not in ("localhost", "::1", os.environ.get("MASTER_ADDR")) and not host.startswith("127."):
-            raise PermissionError(f"a lap has no network beside its nodes: {host}")
+def refuse_network(first: str) -> None:
+    """Adds an audit hook: Python's sockets reach this machine and the first node alone. A reminder, no barrier."""
+
+    def hook(event: str, arguments: tuple) -> None:
+        if event in ("socket.connect", "socket.sendto") and isinstance(arguments[1], tuple):
+            host = arguments[1][0]
+            if type(host) is not str or (host not in ("localhost", "::1", first) and not host.startswith("127.")):
+                raise PermissionError(f"a lap has no network beside its nodes: {host}")
+
+    sys.addaudithook(hook)
 
 
 def describe() -> dict[str, object]:
@@ -97,27 +104,31 @@ def describe() -> dict[str, object]:
 
 
 def main() -> None:
-    """Runs the script that is named first, with the other arguments; ``--describe`` describes the node instead."""
+    """Runs the script of a lap: its name and the lap's id, then its arguments. ``--describe`` describes the node."""
     if sys.argv[1] == "--describe":
         print(json.dumps(describe()))
         return
-    here = Path(__file__).resolve().parent
-    script, sys.argv = here / sys.argv[1], sys.argv[1:]
-    # An empty folder for what libraries write, such as compiled kernels: those of an earlier lap are not found.
-    scratch = tempfile.mkdtemp(prefix="lap-")
-    atexit.register(shutil.rmtree, scratch, ignore_errors=True)
-    os.environ.update(dict.fromkeys(CACHES, scratch))
-    tempfile.tempdir = scratch
-    lap = Path(os.environ["LAB_DATA"]).resolve().parent
+    lap, name, *arguments = sys.argv[1:]
+    here, images = Path(__file__).resolve().parent, Path(os.environ["LAB_DATA"]).resolve().parent
+    # An empty folder for what libraries write, such as compiled kernels: those of an earlier lap are not found. The
+    # judge knows its name and takes it away.
+    scratch = Path(tempfile.gettempdir(), f"lap-{lap}-{os.environ['RANK']}")
+    scratch.mkdir(mode=0o700)
+    os.environ.update(dict.fromkeys(CACHES, str(scratch)))
+    tempfile.tempdir = str(scratch)
     if find_version():
-        own = [str(lap), scratch, os.environ["LAB_JOB_FOLDER"]]
+        own = [str(images), str(scratch), os.environ["LAB_JOB_FOLDER"]]
         # What it logs, it may write below LAB_RUNS and into its working folder, where earlier laps may have been.
-        seal(
-            [*own, str(here.parent), sys.prefix, sys.base_prefix, *SYSTEM],
-            [*own, "/dev", "/proc", os.environ["LAB_RUNS"], "."],
-        )
-    sys.addaudithook(refuse_network)
-    runpy.run_path(str(script), run_name="__main__")
+        logs = [os.environ["LAB_RUNS"], "."]
+        seal([*own, str(here.parent), sys.prefix, sys.base_prefix, *SYSTEM], [*own, "/dev", "/proc", *logs])
+    refuse_network(os.environ.get("MASTER_ADDR", "localhost"))
+    # Only now they get names under which Python could import them.
+    code = scratch / "code"
+    code.mkdir()
+    for path in here.glob(f"{HIDDEN}*"):
+        shutil.copy(path, code / path.name.removeprefix(HIDDEN))
+    sys.path[0], sys.argv = str(code), [name, *arguments]
+    runpy.run_path(str(code / name), run_name="__main__")
 
 
 if __name__ == "__main__":
