@@ -1,7 +1,7 @@
 """The leaderboard: laps of the same code are one entry, whose score is the median of all of them.
 
-Whoever runs the same code with many seeds and shows the best lap gains nothing: each lap that ended counts, and none can
-be taken out of the middle of a race folder unseen, since each record names the one before. A lap that failed or was
+Whoever runs the same code with many seeds and shows the best lap gains nothing: each lap that ended counts, and none
+can be taken out of the middle of a race folder unseen, since each record names the one before. A lap that failed or was
 interrupted has no record, and is not seen; nor is another race folder. An entry with fewer than three laps is
 provisional and stands below the others. A change of the code, however small, begins a new entry; the page therefore
 also says how many laps and entries a name has.
