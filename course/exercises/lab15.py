@@ -13,14 +13,14 @@ from course.check import Exercise, expect
 
 # A curve's seconds, and the epochs to predict.
 CURVES = (
-    ((6.0, 8.0), (2, 1, 0, 0.5, 5)),
+    ((7.0, 9.0), (2, 1, 0, 0.5, 5)),
     ((3.75, 5.75, 8.25), (3, 0, 1.25)),
     ((9.0, 11.5, 15.5, 18.0), (4, 0.625, 0, 8)),
 )
 # Seconds of each lap, and whether it reached the threshold.
 ENTRIES = (
-    ((12.0, True), (9.0, True), (10.0, True)),
-    ((9.0, True), (10.0, True), (13.0, True), (20.0, True)),
+    ((9.0, True), (14.0, True), (10.0, True)),
+    ((9.0, True), (10.0, True), (13.0, True), (21.0, True)),
     ((30.0, True), (8.0, False), (11.0, True)),
     ((8.0, False), (12.0, True), (7.5, False)),
     ((10.0, True), (8.0, False)),
