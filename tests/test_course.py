@@ -43,7 +43,7 @@ def test_every_exercise_becomes_an_answer_and_a_check(root):
             if cell.cell_type == "code"
         )
         numbers += checks
-    assert len(numbers) == len(set(numbers)) == 55
+    assert len(numbers) == len(set(numbers)) == 57
 
 
 def test_a_solution_without_a_check_is_refused():

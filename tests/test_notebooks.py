@@ -143,7 +143,7 @@ def test_faults_of_size_are_found():
 
 
 def test_labs_4_to_6_may_be_long_but_not_wide():
-    assert [lab for lab in range(15) if choose_limits(lab) == LIMITS_OF_LONG_LABS] == [4, 5, 6]
+    assert [lab for lab in range(16) if choose_limits(lab) == LIMITS_OF_LONG_LABS] == [4, 5, 6]
     long = notebook(code("x = 1\n" * 55 + f"{'y' * 100} = 1"), *[code("x = 1\n" * 14) for _ in range(30)])
     tall, wide = find_code_faults(long, LIMITS_OF_LONG_LABS)
     assert tall.endswith("56 lines of code; the limit is 55") and "a line of 104 characters" in wide

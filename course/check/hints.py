@@ -112,4 +112,7 @@ SECOND_HINTS = {
     "total += gradient; then weights -= lr * total / len(workers), in place",
     "14.4": "send to all, sent = {worker: 0, …}; for update in range(updates): worker = dist.recv(gradient), its age "
     "is update - sent[worker], one step in place, sent[worker] = update + 1, and a send to this worker alone",
+    "15.1": "times = [seconds for seconds, top1 in curve]; epoch = (times[-1] - times[0]) / (len(times) - 1); the "
+    "start-up is times[0] - epoch; return start-up + epochs * epoch",
+    "15.2": 'one line: statistics.median over lap["seconds"] if lap["reached"] else math.inf, for all laps',
 }
