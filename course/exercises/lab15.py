@@ -136,6 +136,6 @@ def _show(value: object) -> str:
 
 
 EXERCISES = {
-    "15.1": Exercise("Predict a lap", verify_predict_lap),
+    "15.1": Exercise("The seconds of a lap", verify_predict_lap),
     "15.2": Exercise("The score of an entry", verify_score),
 }
