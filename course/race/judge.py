@@ -144,6 +144,7 @@ def run_laps(
         },
     }
     images, alone = data.load(), bool(options.get("compare"))
+    wanted["threshold"] = find_threshold(images, wanted["league"]) if wanted["league"] else None
     while True:
         laps = [lap for lap in records.read_laps(records.find_home()) if bool(lap.get("one_node")) == alone]
         laps = [lap for lap in laps if lap["data"]["name"] == images.name and lap["data"]["valid"] == len(images.valid)]
