@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from harness.drawn import make_folder
 
 from course import race
 from course.exercises.scripts import draw_shapes
@@ -269,6 +270,21 @@ def test_a_league_without_a_threshold_and_one_node_to_compare_are_refused(home):
         race.run_lap(BASELINE, league="marathon")
     with pytest.raises(LabError, match="compared with itself"):
         race.run_lap(BASELINE, compare=True)
+
+
+def test_without_a_threshold_for_its_data_set_lab_15_races_on_shapes10(
+    home, quick, tmp_path, monkeypatch, capsys, run_cells_of
+):
+    make_folder(tmp_path / "data/cinic-drawn")
+    known = [{"data": "shapes10", "train": 300, "league": "sprint", "top1": 0.5}]
+    monkeypatch.setattr(leagues, "read_thresholds", lambda: known)
+    found = run_cells_of("15_race", "card")
+    assert data.load().name == "cinic10" and found["dataset"].name == "shapes10" and found["GOAL"] == 0.5
+    assert "This lab races on shapes10." in capsys.readouterr().out
+    lap = race.run_lap(BASELINE, SHORT, dataset="shapes10", show=False)
+    assert lap["data"]["name"] == "shapes10" and lap["threshold"] == 0.5
+    with pytest.raises(LabError, match="No threshold is set for cinic10"):
+        race.run_lap(BASELINE, SHORT, show=False)
 
 
 def test_each_record_names_the_one_before(home, run):

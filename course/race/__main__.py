@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from course.race import judge
+from course.race.images import NAMES
 from course.race.leagues import LEAGUES
 from lab_common import LabError, checkout, env_folder
 from nodelaunch import choose_nodes, local_nodes
@@ -24,6 +25,7 @@ def main() -> None:
     lap.add_argument("--name", default=getpass.getuser(), help="who races")
     lap.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: those of LAB_NODES, and one before")
     lap.add_argument("--processes", type=int, default=1, help="on each node")
+    lap.add_argument("--data", choices=NAMES, help="if not given, what is there")
     lap.add_argument("script", type=Path)
     lap.add_argument("args", nargs=argparse.REMAINDER)
     board = commands.add_parser("board", help="write the leaderboard of race folders")
@@ -48,6 +50,7 @@ def _run(args: argparse.Namespace) -> None:
         nproc_per_node=args.processes,
         league=args.league,
         within=args.within,
+        dataset=args.data,
         name=args.name,
         compare=args.nodes == 2,
     )

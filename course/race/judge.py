@@ -46,6 +46,7 @@ def run_lap(
     within: float | None = None,
     name: str = "",
     files: Sequence[str | Path] = (),
+    dataset: str | None = None,
     compare: bool = False,
     show: bool = True,
 ) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def run_lap(
         within: Reach the most top-1 in so many seconds; the judge ends the job then.
         name: Who races.
         files: What the script imports or reads beside itself, text; with it at most 16 KiB.
+        dataset: ``shapes10`` or ``cinic10``; None takes what is there, as ``data.load`` does.
         compare: Whether to run the script on the first node alone before, for speed-up and efficiency.
         show: Whether to print what the ranks print.
 
@@ -73,16 +75,16 @@ def run_lap(
     """
     nodes = list(nodes or local_nodes(1))
     _check(nodes, args, within=within, compare=compare)
-    texts, dataset = _read_code(script, files), data.load()
-    threshold = None if within else find_threshold(dataset, league)
+    texts, whole = _read_code(script, files), data.load(dataset)
+    threshold = None if within else find_threshold(whole, league)
     rules = {"league": "" if within else league, "threshold": threshold, "within": within}
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     with records.hold_race(records.find_home()) as home, _open_folder(home, nodes) as folder:
         code = _copy_code(texts, folder / records.CODE)
-        mapping, counts = images.draw_lap(dataset, folder / RUN / "data")
+        mapping, counts = images.draw_lap(whole, folder / RUN / "data")
         placed, facts = [_place(node, folder) for node in nodes], [_ask(node) for node in nodes]
         given = [str(one) for one in args]
-        lap = Lap(folder, Path(script).name, given, dataset.name, facts, nproc_per_node, within, show)
+        lap = Lap(folder, Path(script).name, given, whole.name, facts, nproc_per_node, within, show)
         try:
             drives = [drive(lap, part) for part in ([placed[:1], placed] if compare else [placed])]
         except JobError as error:
@@ -96,7 +98,7 @@ def run_lap(
             "args": lap.args,
             **rules,
             "code": code,
-            **_judge(folder, drives, dataset, mapping, counts, threshold=threshold, nodes=len(nodes)),
+            **_judge(folder, drives, whole, mapping, counts, threshold=threshold, nodes=len(nodes)),
             **_describe(nodes, facts, nproc_per_node, drives[-1]),
             "previous": records.find_newest(home),
         }
@@ -143,7 +145,7 @@ def run_laps(
             path.name: hashlib.sha256(text).hexdigest() for path, text in _read_code(script, options.get("files"))
         },
     }
-    images, alone = data.load(), bool(options.get("compare"))
+    images, alone = data.load(options.get("dataset")), bool(options.get("compare"))
     wanted["threshold"] = find_threshold(images, wanted["league"]) if wanted["league"] else None
     while True:
         laps = [lap for lap in records.read_laps(records.find_home()) if bool(lap.get("one_node")) == alone]
