@@ -24,6 +24,9 @@ from lab_utils import data, models
 from nodelaunch import JobError, local_nodes, ssh_nodes
 
 BASELINE = checkout() / "notebooks/scripts/race_baseline.py"
+needs_landlock = pytest.mark.skipif(
+    not sealed.find_version(), reason="NOT TESTED HERE: this kernel, or the container's profile, has no Landlock"
+)
 COUNTS = {"train": 300, "valid": 60, "test": 20}
 SHORT = ["--epochs", 1, "--batch-size", 90]
 # Saves weights that nobody trained: argv[-1] is what --checkpoint names.
@@ -120,20 +123,29 @@ CHEATS = {
     "copied by a program": "import subprocess; subprocess.run(['cp', OLD, sys.argv[-1]], check=True)",
     "training on valid": "open(OLD.replace('old.pt', 'data/packed/shapes10/valid-images.npy')); save()",
     "the whole data set": "from lab_utils import data; data.load(root=OLD.replace('old.pt', 'data')); save()",
+}
+DOWNLOADS = {
     "sent": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'give', ('192.0.2.1', 80)); save()",
     "downloaded": "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1); save()",
 }
 
 
+@needs_landlock
 @pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
 def test_what_the_judge_did_not_give_cannot_be_had(cheat, home, run, tmp_path):
-    assert sealed.find_version(), "NOT TESTED HERE: this kernel has no Landlock"
     torch.save(models.build("tiny").state_dict(), old := tmp_path / "old.pt")
     shutil.copy(old, tmp_path / "weights.pt")
     with pytest.raises(LabError, match=r"PermissionError|cross-device|status 1|saved no weights"):
         run(f"OLD, JUDGE = {str(old)!r}, {evaluate.__file__!r}\n{cheat}")
     assert records.read_laps(home) == [] and [path.name for path in home.iterdir()] == [".lock"]
     assert old.exists()
+
+
+@pytest.mark.parametrize("cheat", DOWNLOADS.values(), ids=DOWNLOADS)
+def test_pythons_sockets_reach_no_other_machine(cheat, home, run):
+    with pytest.raises(LabError, match="a lap has no network"):
+        run(cheat)
+    assert records.read_laps(home) == []
 
 
 def test_the_judges_clock_is_the_only_one(run):
@@ -227,6 +239,7 @@ def test_what_no_record_could_hold_is_refused_before_it_runs(home, write):
     assert not home.exists()
 
 
+@needs_landlock
 def test_a_name_that_torch_imports_is_not_imported_before_the_seal(home, runs, write):
     """torchrun itself, which is not sealed, has the folder of the script before all that is installed."""
     text = "from pathlib import Path\nPath(MARK).write_text('unsealed')\n".replace("MARK", repr(str(runs / "mark")))
@@ -366,8 +379,9 @@ def test_a_lap_on_two_hosts_copies_its_data_and_leaves_nothing(hosts, home):
     hosts.run_on("n1", ["sh", "-c", f"mkdir -p /node/home && echo weights > {old}"])
     script = home.parent / "race_baseline.py"
     script.write_text(f"open({old!r})")
-    with pytest.raises(LabError, match="PermissionError"):
-        race.run_lap(script, nodes=nodes[:1], within=60, show=False)
+    if lap["sealed"]:
+        with pytest.raises(LabError, match="PermissionError"):
+            race.run_lap(script, nodes=nodes[:1], within=60, show=False)
 
 
 def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, write, monkeypatch, capsys):

@@ -203,6 +203,7 @@ def _measure(sample: Usage, node: Node, fact: dict[str, Any], processes: int) ->
     return min(1.0, sample.job_busy * sample.cores / count_cores(node, sample.cores))
 
 
-def count_cores(node: Node, cores: float) -> float:
+def count_cores(node: Node, cores: float) -> int:
     """The cores that a node's job has: nodes of one machine have a share of it each."""
-    return max(1, int(cores) // node.together) if node.here else cores
+    # A container may have one and a half; devices are counted whole.
+    return max(1, int(cores) // (node.together if node.here else 1))

@@ -54,11 +54,12 @@ def hold_race(home: Path) -> Iterator[Path]:
         fix = "export LAB_RUNS=/another/folder"
         raise LabError(f"No lap can be kept here: {error.strerror}.", where=clean(home), fix=fix) from error
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            cause, fix = "two laps at once would slow each other", "wait for its end, or interrupt it"
+            raise LabError("Another lap is running.", where=clean(home), cause=cause, fix=fix) from None
         yield home
-    except BlockingIOError:
-        cause, fix = "two laps at once would slow each other", "wait for its end, or interrupt it"
-        raise LabError("Another lap is running.", where=clean(home), cause=cause, fix=fix) from None
     finally:
         os.close(lock)
 
@@ -83,7 +84,7 @@ def find_newest(home: Path) -> str:
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the record of a lap, signed by its hash, and returns it."""
+    """Writes the record of a lap, with its hash, and returns it."""
     text = json.dumps({**record, "sha256": hash_record(record)}, indent=1)
     with write_atomically(folder / RECORD) as file:
         file.write(text.encode())
