@@ -310,8 +310,11 @@ def test_laps_that_are_there_are_not_run_again(home, quick, write):
     script = write("race.py", UNTRAINED + "save()")
     first = race.run_laps(script, count=2, within=20, show=False)
     assert race.run_laps(script, count=2, within=20, show=False) == first == records.read_laps(home)
+    # With another number of processes it is another lap.
+    (other,) = race.run_laps(script, count=1, within=20, show=False, nproc_per_node=2)
+    assert other["processes"] == 2 and other not in first
     script.write_text(UNTRAINED + "save(1)")
-    assert len(race.run_laps(script, count=1, within=20, show=False)) == 1 and len(records.read_laps(home)) == 3
+    assert len(race.run_laps(script, count=1, within=20, show=False)) == 1 and len(records.read_laps(home)) == 4
 
 
 def sign(home, lap, **changes):
@@ -336,6 +339,19 @@ def test_the_board_evaluates_again_what_a_record_claims(home, run):
         assert read_entries([home])[1] == [], "its hash is right"
         entries, (line,) = read_entries([home], evaluate=True)
         assert entries == [] and words in line
+
+
+def test_cores_are_counted_whole():
+    here = local_nodes(2)[0]
+    there = SimpleNamespace(here=False)
+    assert [drive.count_cores(here, cores) for cores in (1, 3, 8.0)] == [1, 1, 4]
+    assert [drive.count_cores(there, cores) for cores in (0.5, 1.5, 2.0)] == [1, 1, 2]
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+def test_what_ddp_and_compile_put_before_names_is_taken_away(prefix, tmp_path):
+    torch.save({prefix + key: one for key, one in models.build("tiny").state_dict().items()}, tmp_path / "a.pt")
+    assert evaluate._read(tmp_path / "a.pt", 10)[0] == "tiny"
 
 
 def test_two_nodes_are_compared_with_one(home, quick):
@@ -392,7 +408,7 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, 
 
     script = write("race.py", UNTRAINED + "assert sys.argv[1:3] == ['--epochs', '3']\nsave()")
     assert "within 20 s: " in call("lap", "--within", 20, "--name", "me", script, "--epochs", 3)
-    assert "1 entries, 0 refused" in call("board", home, "--to", home.parent / "board.html", "--evaluate")
+    assert "entries: 1, refused: 0" in call("board", home, "--to", home.parent / "board.html", "--evaluate")
     page = (home.parent / "board.html").read_text()
     assert "<bdi>me</bdi>" in page and "Changes in" in page
     next(home.glob("*/weights.pt")).write_bytes(b"others")

@@ -7,10 +7,10 @@ import getpass
 import sys
 from pathlib import Path
 
-from course.race import judge
+from course.race import baseline, judge
 from course.race.images import NAMES
 from course.race.leagues import LEAGUES
-from lab_common import LabError, checkout, env_folder
+from lab_common import LabError, env_folder
 from nodelaunch import choose_nodes, local_nodes
 
 
@@ -58,18 +58,15 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def _set_threshold(args: argparse.Namespace) -> None:
-    from course.race.baseline import measure_threshold
-
-    print(measure_threshold(args.league))
+    print(baseline.measure_threshold(args.league))
 
 
 def _write_board(args: argparse.Namespace) -> None:
     from course.race.board import read_entries, write_board
 
     entries, refused = read_entries(args.folders, evaluate=args.evaluate)
-    baseline = (checkout() / "notebooks" / "scripts" / "race_baseline.py").read_text()
-    write_board(entries, refused, args.to, baseline=baseline)
-    print(f"{len(entries)} entries, {len(refused)} refused: {args.to}")
+    write_board(entries, refused, args.to, baseline=baseline.SCRIPT.read_text())
+    print(f"entries: {len(entries)}, refused: {len(refused)}; {args.to}")
     for line in refused:
         print(f"refused: {line}")
     if refused:

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from course.race.drive import LIMIT
+from course.race.images import HELD_OUT
 from course.race.judge import run_lap
 from course.race.leagues import THRESHOLDS, read_thresholds
 from lab_common import checkout
@@ -35,7 +36,7 @@ def measure_threshold(league: str, script: Path = SCRIPT) -> dict:
         LabError: A lap failed.
     """
     dataset = data.load()
-    epochs = count_epochs(league, round(0.9 * len(dataset.train)))
+    epochs = count_epochs(league, round((1 - HELD_OUT) * len(dataset.train)))
     laps = [
         run_lap(script, ["--epochs", epochs, "--seed", seed], within=LIMIT, name="baseline", show=False)
         for seed in range(SEEDS)

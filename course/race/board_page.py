@@ -53,7 +53,7 @@ def make_board(entries: Sequence[Entry], refused: Sequence[str], *, baseline: st
     if refused:
         lines = "".join(f"<li>{_isolate(line)}</li>" for line in refused)
         parts.append(f"<h2>Refused</h2><p>These laps do not count:</p><ul>{lines}</ul>")
-    return make_page("The race", parts).replace("</head>", f"{HEAD}</head>", 1)
+    return make_page("The race", parts, head=HEAD)
 
 
 def _isolate(text: object) -> str:

@@ -19,10 +19,9 @@ from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, watch
 from nodelaunch.backends.nodes import Node
 from nodelaunch.running import RunningJob
 
-RUN = "run"  # below a lap's folder: all that the script may read beside its code
-VERSIONS = "versions"  # that the judge has received
-HIDDEN = "hidden"  # the code under names that nothing imports
-SAVED = "saved/weights.pt"  # below that, on the node of rank 0
+# Below a lap's folder: all that the script may read beside its code; what the judge has received; the code under names
+# that nothing imports.
+RUN, VERSIONS, HIDDEN = "run", "versions", "hidden"
 LIMIT = 3600.0  # seconds of a lap in any case
 MOST_VERSIONS = 40  # that are kept for the curve
 CURVE = 200  # samples of the devices that a record keeps, of each node
@@ -96,11 +95,6 @@ class Drive:
     span: tuple[float, float]
 
 
-def name_run(lap: str, nodes: int) -> str:
-    """The name of one run of a lap, in the names of the ranks' scratch folders."""
-    return f"{lap}-{nodes}"
-
-
 def start_module(node: Node, module: Any, *arguments: str) -> subprocess.Popen:
     """Starts the program of a module that needs the standard library alone."""
     return node.popen([node.python, "-c", Path(module.__file__).read_text(), *arguments])
@@ -115,7 +109,7 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
     """
     # Beside the data, which is the only place that the script may read; a new one for each run.
     head, versions = nodes[0], lap.folder / VERSIONS / str(len(nodes))
-    target = f"{Path(head.data).parent}/{len(nodes)}/{SAVED}"
+    target = f"{Path(head.data).parent}/{len(nodes)}/saved/weights.pt"
     versions.mkdir(parents=True)
     job = _prepare(lap, nodes, target)
     follower, process = _Follower(versions), start_module(head, saved, target)
@@ -124,7 +118,6 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
             fix = "see that the disk has room there, then run the lap again"
             raise LabError("The saved weights cannot be followed.", where=f"{head.name}: {target}", fix=fix)
         with watch(nodes) as seen:
-            watched = time.monotonic()
             follower.begin = time.monotonic()
             thread = threading.Thread(target=follower.follow, args=(process,), daemon=True)
             thread.start()
@@ -146,8 +139,7 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
         raise LabError(f"The script saved no weights{when}.", where=lap.script, cause="a lap ends with them", fix=fix)
     for node, fact in zip(nodes, lap.facts, strict=False):  # a container's share counts, where there is one
         fact["cores"] = min([fact["cores"], *(one.cores for one in seen.samples if one.node == node.name)])
-    usage = _list_usage(seen, nodes, lap, watched - follower.begin)
-    return Drive(kept, usage, (joined, kept[-1][0]))
+    return Drive(kept, _list_usage(seen, nodes, lap), (joined, kept[-1][0]))
 
 
 def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
@@ -163,9 +155,8 @@ def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
     if not all(node.here for node in nodes):
         TorchrunJob(script, ["--describe"], **options, program=["python"]).run(show=False)
     options |= {"nproc_per_node": lap.nproc_per_node, "files": files}
-    job = TorchrunJob(
-        script, [name_run(lap.folder.name, len(nodes)), lap.script, *lap.args, "--checkpoint", target], **options
-    )
+    run = f"{lap.folder.name}-{len(nodes)}"  # in the names of the ranks' scratch folders
+    job = TorchrunJob(script, [run, lap.script, *lap.args, "--checkpoint", target], **options)
     job.preflight()
     return job
 
@@ -180,14 +171,14 @@ def _wait(running: RunningJob, end: float | None) -> float:
     return result.seconds["joined"] or 0.0
 
 
-def _list_usage(seen: Watch, nodes: list[Node], lap: Lap, offset: float) -> list[tuple[float, int, float]]:
+def _list_usage(seen: Watch, nodes: list[Node], lap: Lap) -> list[tuple[float, int, float]]:
     """Samples as (seconds since the launch, number of the node, busy share of the devices that the node's job has)."""
     found = []
     for number, (node, fact) in enumerate(zip(nodes, lap.facts, strict=False)):
         samples = [one for one in seen.samples if one.node == node.name]
-        # By the node's own clock, which may be wrong: only differences count.
+        # By the node's own clock, which may be wrong: only differences count. The watch begins at the launch.
         first = samples[0].time if samples else 0.0
-        shares = [(one.time - first + offset, number, _measure(one, node, fact, lap.nproc_per_node)) for one in samples]
+        shares = [(one.time - first, number, _measure(one, node, fact, lap.nproc_per_node)) for one in samples]
         step = max(1, len(shares) // CURVE)
         found += [share for share in shares[::step] if share[2] is not None]
     return sorted(found)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from lab_common import LabError
 from lab_common.text import clean
@@ -25,7 +26,7 @@ PROGRAM = (sys.executable, "-m", "course.race.evaluate")
 BATCH = 256
 SECONDS = 900.0  # for all versions of a lap
 # What wrappers put in front of a weight's name.
-WRAPPERS = ("module.", "_orig_mod.")
+WRAPPERS = ("module.", "_orig_mod.", "module.")
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _read(path: Path, num_classes: int) -> tuple[str, torch.nn.Module]:
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError("the file is no state_dict, and has none under 'model'")
     for prefix in WRAPPERS:
-        state = {str(name).removeprefix(prefix): value for name, value in state.items()}
+        consume_prefix_in_state_dict_if_present(state, prefix)
     name, stem = find_net(state, num_classes)
     net = models.build(name, num_classes=num_classes, stem=stem)
     net.load_state_dict({key: value.to(torch.get_default_dtype()) for key, value in state.items()})

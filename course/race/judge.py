@@ -1,7 +1,7 @@
 """Runs one lap: starts the script, takes the time, evaluates what it saved, and writes the record.
 
 Nothing that the script says counts. The judge's clock runs in the judge's process; it ends a lap when it sees the last
-saved weights. Only afterwards it draws or opens the images on which it evaluates them.
+saved weights. Only afterwards it draws or takes the images on which it evaluates them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def run_lap(
         try:
             drives = [drive(lap, part) for part in ([placed[:1], placed] if compare else [placed])]
         except JobError as error:
-            raise _explain(error) from error
+            _explain(error)
+            raise
         record = {
             "format": records.FORMAT,
             "lap": folder.name,
@@ -128,7 +129,7 @@ def run_laps(
     Args:
         script: As of :func:`run_lap`.
         args: Likewise.
-        count: Laps that there are to be; those of the same code, arguments, rules, nodes and name count.
+        count: Laps that there are to be; those of the same code, arguments, rules, images, nodes and name count.
         options: As of :func:`run_lap`.
 
     Raises:
@@ -145,12 +146,15 @@ def run_laps(
             path.name: hashlib.sha256(text).hexdigest() for path, text in _read_code(script, options.get("files"))
         },
     }
-    images, alone = data.load(options.get("dataset")), bool(options.get("compare"))
-    wanted["threshold"] = find_threshold(images, wanted["league"]) if wanted["league"] else None
+    whole, compare = data.load(options.get("dataset")), bool(options.get("compare"))
+    wanted["threshold"] = find_threshold(whole, wanted["league"]) if wanted["league"] else None
+
+    def suits(lap: dict[str, Any]) -> bool:
+        same = all(lap.get(key) == value for key, value in wanted.items()) and bool(lap["one_node"]) == compare
+        return same and (lap["data"]["name"], lap["data"]["valid"]) == (whole.name, len(whole.valid))
+
     while True:
-        laps = [lap for lap in records.read_laps(records.find_home()) if bool(lap.get("one_node")) == alone]
-        laps = [lap for lap in laps if lap["data"]["name"] == images.name and lap["data"]["valid"] == len(images.valid)]
-        found = [lap for lap in laps if all(lap.get(key) == value for key, value in wanted.items())]
+        found = [lap for lap in records.read_laps(records.find_home()) if suits(lap)]
         if len(found) >= count:
             return found
         run_lap(script, args, **options)
@@ -191,18 +195,17 @@ def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
             _clean(node, folder.name)
 
 
-def _explain(error: JobError) -> LabError:
-    """Says what it means that a script was refused a file; any other error stays what it is."""
+def _explain(error: JobError) -> None:
+    """Raises what it means that a script was refused a file; any other error stays what it is."""
     failure = error.result.failure
-    if "PermissionError" not in failure.message:
-        return error
-    return LabError(
-        f"The lap was stopped: {clean(failure.message, 300)}.",
-        where=failure.location,
-        cause="a lap reads the images that the judge gave it, its own code, and what is installed; nothing else",
-        fix="train with data.load() alone, and bring files of code by files=",
-        log=error.result.log,
-    )
+    if "PermissionError" in failure.message:
+        raise LabError(
+            f"The lap was stopped: {clean(failure.message, 300)}.",
+            where=failure.location,
+            cause="a lap reads the images that the judge gave it, its own code, and what is installed; nothing else",
+            fix="train with data.load() alone, and bring files of code by files=",
+            log=error.result.log,
+        ) from error
 
 
 def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[tuple[Path, bytes]]:
@@ -215,20 +218,16 @@ def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[t
     for path in (Path(script), *map(Path, files or ())):
         cause, fix = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all", "leave other data out of it"
         try:
-            content = read_bounded(path, left)
-            content.decode()
             if not re.fullmatch(r"[\w.-]{1,60}", path.name, re.ASCII):
                 cause, fix = "its name has other characters than letters, digits and _.-", "rename it"
                 raise ValueError(cause)
-        except OSError as error:
-            cause = cause if error.errno == errno.EFBIG else error.strerror
-            raise LabError(
-                f"{clean(path.name, 60)} cannot race.", where=clean(path, 300), cause=cause, fix=fix
-            ) from error
-        except ValueError as error:
-            raise LabError(
-                f"{clean(path.name, 60)} cannot race.", where=clean(path, 300), cause=cause, fix=fix
-            ) from error
+            content = read_bounded(path, left)
+            content.decode()
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EFBIG:
+                cause = error.strerror
+            what, where = f"{clean(path.name, 60)} cannot race.", clean(path, 300)
+            raise LabError(what, where=where, cause=cause, fix=fix) from error
         left -= len(content)
         found.append((path, content))
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 
 from lab_common import LabError
@@ -13,7 +12,6 @@ LEAGUES = ("sprint", "distance")
 THRESHOLDS = Path(__file__).with_name("thresholds.json")
 
 
-@cache
 def read_thresholds() -> list[dict]:
     """The thresholds that were set: data set, its number of training images, league, top-1, and from which laps."""
     return json.loads(THRESHOLDS.read_text())

@@ -55,9 +55,9 @@ def make_table(caption: str, rows: Iterable[Sequence], head: Sequence[str] = ())
     return "\n".join([*lines, "</table>"])
 
 
-def make_page(title: str, parts: Iterable[str]) -> str:
-    """Returns a page that needs no other file, of parts that are HTML."""
+def make_page(title: str, parts: Iterable[str], *, head: str = "") -> str:
+    """Returns a page that needs no other file, of parts that are HTML; ``head`` comes after its own style."""
     title = escape_line(title)
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>{head}'
     body = "\n".join([f"<h1>{title}</h1>", *parts])
     return f'<!doctype html>\n<html lang="en"><head>{head}</head><body><main>\n{body}\n</main></body></html>\n'
