@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 import time
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from harness.drawn import make_folder
 from course import race
 from course.exercises.scripts import draw_shapes
 from course.race import __main__ as command
-from course.race import baseline, drive, evaluate, images, leagues, records, sealed
+from course.race import baseline, drive, evaluate, images, judge, leagues, records, sealed
 from course.race.board import read_entries
 from lab_common import LabError, checkout
 from lab_utils import data, models
@@ -339,6 +340,16 @@ def test_the_board_evaluates_again_what_a_record_claims(home, run):
         assert read_entries([home])[1] == [], "its hash is right"
         entries, (line,) = read_entries([home], evaluate=True)
         assert entries == [] and words in line
+
+
+def test_a_node_names_its_gpus(tmp_path, monkeypatch):
+    (smi := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho $1 >&2; echo Tensor 3000; echo Tensor 3000\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert judge._ask(local_nodes(1)[0])["gpus"] == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = judge._ask(local_nodes(1)[0])
+    assert told["gpus"] == ["Tensor 3000"] * 2 and told["versions"]["torch"] == metadata.version("torch")
 
 
 def test_cores_are_counted_whole():

@@ -17,6 +17,7 @@ from lab_common import LabError
 from lab_utils.data.pack import MANIFEST
 from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, watch
 from nodelaunch.backends.nodes import Node
+from nodelaunch.preflight.client import make_program
 from nodelaunch.running import RunningJob
 
 # Below a lap's folder: all that the script may read beside its code; what the judge has received; the code under names
@@ -95,11 +96,6 @@ class Drive:
     span: tuple[float, float]
 
 
-def start_module(node: Node, module: Any, *arguments: str) -> subprocess.Popen:
-    """Starts the program of a module that needs the standard library alone."""
-    return node.popen([node.python, "-c", Path(module.__file__).read_text(), *arguments])
-
-
 def drive(lap: Lap, nodes: list[Node]) -> Drive:
     """Runs the script on nodes whose LAB_DATA is the lap's.
 
@@ -112,7 +108,7 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
     target = f"{Path(head.data).parent}/{len(nodes)}/saved/weights.pt"
     versions.mkdir(parents=True)
     job = _prepare(lap, nodes, target)
-    follower, process = _Follower(versions), start_module(head, saved, target)
+    follower, process = _Follower(versions), head.popen([head.python, "-c", make_program(saved), target])
     try:
         if process.stdout.readline() != b"ready\n":
             fix = "see that the disk has room there, then run the lap again"

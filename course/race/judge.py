@@ -23,15 +23,16 @@ from typing import Any
 
 from course.race import images, records, sealed
 from course.race.board_record import check_numbers, read_record
-from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, count_cores, drive, start_module
+from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, count_cores, drive
 from course.race.evaluate import evaluate
 from course.race.leagues import find_threshold
-from lab_common import LabError
+from lab_common import LabError, nvidia
 from lab_common.files import read_bounded
 from lab_common.text import clean
 from lab_utils import data
 from nodelaunch import JobError, local_nodes
 from nodelaunch.backends.nodes import Node
+from nodelaunch.preflight.client import make_program
 
 ARGUMENTS = 2000  # characters of all of them
 
@@ -253,7 +254,7 @@ def _find_folder(node: Node, lap: str) -> str:
 
 def _ask(node: Node) -> dict[str, Any]:
     """What a node is: the answer of ``sealed.describe`` there."""
-    process = start_module(node, sealed, "--describe")
+    process = node.popen([node.python, "-c", make_program(nvidia, sealed), "--describe"])
     try:
         out, _ = process.communicate(timeout=PATIENCE)
         return json.loads(out.splitlines()[-1])

@@ -1,10 +1,10 @@
 """Runs a learner's script as ``python script.py …`` does, while the kernel lets it use its own lap's files alone.
 
-This file runs on the nodes, by itself: it takes nothing but the standard library. Linux's Landlock (from 5.13 on) keeps
-the promise: a process gives up rights, which neither it nor what it starts can take back. So files with weights from
-before and images of other splits stay closed. It is no wall around the script: what stands in its code, its arguments
-or its environment, in shared memory, or is sent by a program beside it, it can have. Without Landlock nothing is
-closed, and the record says so.
+This file runs on the nodes: it takes the standard library and ``lab_common.nvidia`` alone. Linux's Landlock (from 5.13
+on) keeps the promise: a process gives up rights, which neither it nor what it starts can take back. So files with
+weights from before and images of other splits stay closed. It is no wall around the script: what stands in its code,
+its arguments or its environment, in shared memory, or is sent by a program beside it, it can have. Without Landlock
+nothing is closed, and the record says so.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -16,11 +16,13 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+
+from lab_common.nvidia import query_smi
 
 # Numbers of system calls, the same on all processors, and of prctl's PR_SET_NO_NEW_PRIVS.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
@@ -86,13 +88,11 @@ def refuse_network(first: str) -> None:
 def describe() -> dict[str, object]:
     """What the judge writes down of a node: the seal, the processor, cores, GPUs, and versions."""
     cpu, gpus = "", []
-    if (listed := Path("/proc/cpuinfo")).exists():
-        lines = listed.read_text(errors="replace").splitlines()
+    with suppress(OSError):  # not on macOS
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    if shutil.which("nvidia-smi"):
-        command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-        gpus = done.stdout.split("\n")[:-1] if done.returncode == 0 else []
+    with suppress(OSError):  # there is no nvidia-smi
+        gpus = [row[0] for row in query_smi("gpu=name")]
     can_ask = hasattr(os, "sched_getaffinity")
     return {
         "landlock": find_version(),
