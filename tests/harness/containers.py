@@ -287,6 +287,7 @@ def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]
         found.host("down")
         assert not found.started(), "down ends all containers"
         assert "prohibit" not in run("ip", "rule").stdout, "and takes away what the guard laid"
+        assert f"dport {port} " not in run("iptables", "-w", "-t", "nat", "-S").stdout, "and where the port led"
     finally:
         remove(podman)
 
@@ -305,6 +306,10 @@ def remove(podman: Podman) -> None:
         told.unlink()
     for family in ("-4", "-6"):
         run("ip", family, "rule", "flush", "pref", "5102", check=False)
+    # And the ports of this machine that were theirs: whatever serves at one of these next cannot be reached ("No route to
+    # host"), as a test of `make test` found. Netavark lays its rules anew for each container.
+    if not podman.call("ps", "-aq").stdout.strip():
+        run("iptables", "-w", "-t", "nat", "-F", "NETAVARK-HOSTPORT-DNAT", check=False)
 
 
 LOOK = """
