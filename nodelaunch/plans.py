@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from lab_common.cores import count_cores
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node.facts import find_gpus
 from nodelaunch.preflight import Preflight
@@ -76,8 +77,7 @@ def _share_cores(spec: JobSpec, node: Node) -> int | None:
             return wanted
     if not node.here:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (spec.nproc_per_node * node.together))
+    return max(1, int(count_cores()) // (spec.nproc_per_node * node.together))
 
 
 def _choose_env(spec: JobSpec, node: Node, *, hide_gpus: bool) -> dict[str, str]:

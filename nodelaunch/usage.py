@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lab_common import LabError, nvidia
+from lab_common import LabError, cores, nvidia
 from nodelaunch.node import sampler
 from nodelaunch.preflight.client import make_program
 
@@ -108,7 +108,7 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     if every < 0.05:
         raise LabError("Samples closer than 0.05 s measure nothing.", where=f"watch(every={every})", fix="every=0.5")
     seen = Watch()
-    source = make_program(nvidia, sampler)
+    source = make_program(cores, nvidia, sampler)
     running: list[tuple[subprocess.Popen, threading.Thread]] = []
     try:
         for index, node in enumerate(nodes):

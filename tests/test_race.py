@@ -1,5 +1,6 @@
 """A lap of the race is run, timed and evaluated by the judge; what would win without training is refused."""
 
+import contextlib
 import io
 import json
 import shutil
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from harness.drawn import make_folder
+from harness.drawn import list_all, make_folder
 
 from course import race
 from course.exercises.scripts import draw_shapes
@@ -40,6 +41,10 @@ def save(seed=0):
     torch.manual_seed(seed)
     torch.save(models.build("tiny").state_dict(), sys.argv[-1])
 """
+
+
+def interrupt(*arguments, **options):
+    raise KeyboardInterrupt
 
 
 @pytest.fixture
@@ -138,7 +143,8 @@ def test_what_the_judge_did_not_give_cannot_be_had(cheat, home, run, tmp_path):
     shutil.copy(old, tmp_path / "weights.pt")
     with pytest.raises(LabError, match=r"PermissionError|cross-device|status 1|saved no weights"):
         run(f"OLD, JUDGE = {str(old)!r}, {evaluate.__file__!r}\n{cheat}")
-    assert records.read_laps(home) == [] and [path.name for path in home.iterdir()] == [".lock"]
+    (lap,) = records.read_laps(home)
+    assert lap["failed"] and list_all(home / lap["lap"]) == ["code", "code/race.py", "record.json"]
     assert old.exists()
 
 
@@ -146,7 +152,7 @@ def test_what_the_judge_did_not_give_cannot_be_had(cheat, home, run, tmp_path):
 def test_pythons_sockets_reach_no_other_machine(cheat, home, run):
     with pytest.raises(LabError, match="a lap has no network"):
         run(cheat)
-    assert records.read_laps(home) == []
+    assert len(records.read_laps(home)) == 1
 
 
 def test_the_judges_clock_is_the_only_one(run):
@@ -197,16 +203,60 @@ BAD = {
 
 
 @pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
-def test_a_lap_without_good_weights_is_none(text, words, home, run):
-    with pytest.raises(LabError, match=words):
+def test_a_lap_without_good_weights_did_not_end(text, words, home, run):
+    with pytest.raises(LabError, match=words) as caught:
         run(text)
-    assert [path.name for path in home.iterdir()] == [".lock"]
+    (lap,) = records.read_laps(home)
+    assert lap["failed"] == caught.value.what and list_all(home / lap["lap"]) == ["code", "code/race.py", "record.json"]
 
 
-def test_a_script_that_fails_says_where(home, run):
+def test_a_lap_that_fails_or_is_interrupted_counts_as_endless(home, run, monkeypatch, capsys):
+    text = "save(time.time_ns() % 10**6)"
+    good = run(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "hash_images", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(text)
+    assert "did not end; it counts" in capsys.readouterr().out
     with pytest.raises(JobError, match="ZeroDivisionError"):
         run("1 / 0")
-    assert [path.name for path in home.iterdir()] == [".lock"]
+    other = run(text)
+    laps = records.read_laps(home)
+    assert [lap["failed"] == "" for lap in laps] == [True, False, False, True] and laps[1]["failed"] == "interrupted"
+    assert [lap["previous"] for lap in laps[1:]] == [lap["sha256"] for lap in laps[:-1]]
+    assert "ZeroDivisionError" in laps[2]["failed"] and laps[2]["top1"] is None
+    for lap in laps[1:3]:
+        assert lap["class"] == good["class"] and lap["data"]["valid"] == good["data"]["valid"]
+    entries, refused = read_entries([home], evaluate=True)
+    assert refused == [] and [len(entry.laps) for entry in entries] == [3, 1]
+    assert entries[0].scores == [*sorted([good["top1"], other["top1"]], reverse=True), 0.0] and not entries[1].ended
+
+
+def test_a_judge_who_is_killed_leaves_a_lap_that_counts(home, run, write, monkeypatch):
+    """As by `kill -9` on the judge just after the launch: nothing of the judge's own ending runs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(drive, "watch", interrupt)
+        for name in ("_count_failure", "_sweep"):
+            patch.setattr(judge, name, lambda *arguments: contextlib.nullcontext())
+        with pytest.raises(KeyboardInterrupt):
+            run("save()")
+    (left,) = home.glob("1*")
+    assert {path.name for path in left.iterdir()} == {"record.json", "code", "run", "versions", "hidden"}
+    lap = run("save()")
+    first, _ = records.read_laps(home)
+    assert first["failed"] == "the judge was ended before the lap" and lap["previous"] == first["sha256"]
+    assert list_all(left) == ["code", "code/race.py", "record.json"]
+    assert len(read_entries([home])[0][0].laps) == 2
+
+
+def test_what_is_wrong_before_the_launch_is_no_lap(home, run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(drive.TorchrunJob, "preflight", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run("save()")
+    with pytest.raises(LabError, match="no place on a board"):
+        run("save()", args=["x" * 1500])
+    assert list_all(home) == [".lock"]
 
 
 def test_code_is_text_and_short(home, write):
@@ -269,7 +319,7 @@ def test_weights_that_were_lost_or_changed_on_the_way_are_no_result(home, run, m
         )
         with pytest.raises(LabError, match="changed after the judge saw them"):
             run("save()")
-    assert [path.name for path in home.iterdir()] == [".lock"]
+    assert [bool(lap["failed"]) for lap in records.read_laps(home)] == [True, True]
 
 
 def test_two_laps_at_once_would_slow_each_other(home, run):
@@ -355,8 +405,8 @@ def test_a_node_names_its_gpus(tmp_path, monkeypatch):
 def test_cores_are_counted_whole():
     here = local_nodes(2)[0]
     there = SimpleNamespace(here=False)
-    assert [drive.count_cores(here, cores) for cores in (1, 3, 8.0)] == [1, 1, 4]
-    assert [drive.count_cores(there, cores) for cores in (0.5, 1.5, 2.0)] == [1, 1, 2]
+    assert [drive.share_cores(here, cores) for cores in (1, 3, 8.0)] == [1, 1, 4]
+    assert [drive.share_cores(there, cores) for cores in (0.5, 1.5, 2.0)] == [1, 1, 2]
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])

@@ -13,7 +13,7 @@ import pytest
 from harness.html_reader import read
 
 from course.race.board import read_entries, write_board
-from course.race.records import hash_record
+from course.race.records import NOTHING, hash_record
 from lab_common import LabError
 
 BASELINE = "import torch\n\nlr = 0.1\nprint(lr)\n"
@@ -28,7 +28,7 @@ def digest(content: bytes) -> str:
 def make_record(lap: str, code: dict[str, str], weights: bytes, **changes) -> dict:
     """A record without hash and predecessor; numbers that follow from others follow the changed ones."""
     record = {
-        "format": 1,
+        "format": 2,
         "lap": lap,
         "name": "Team red",
         "began": "2026-11-27 06:44:27 UTC",
@@ -48,6 +48,7 @@ def make_record(lap: str, code: dict[str, str], weights: bytes, **changes) -> di
             "mapping": [2, 0, 1],
         },
         "code": {name: digest(text.encode()) for name, text in code.items()},
+        "failed": "",
         "weights": digest(weights),
         "net": "tiny",
         "seconds": 40.0,
@@ -93,6 +94,15 @@ class Race:
             (folder / "code" / name).write_text(text)
         (folder / "weights.pt").write_bytes(weights)
         self.newest = write(folder, {"previous": self.newest} | make_record(lap, code, weights, **changes))
+        return folder
+
+    def add_failed(self, why: str = "interrupted", **changes) -> Path:
+        """Writes a lap that did not end."""
+        folder = self.add(**changes)
+        (folder / "weights.pt").unlink()
+        record = json.loads((folder / "record.json").read_text())
+        record |= {**NOTHING, "failed": why, "data": record["data"] | {"sha256": None, "seed": None}}
+        self.newest = write(folder, record)
         return folder
 
     def add_times(self, *seconds: float, **changes) -> list[Path]:
@@ -171,6 +181,60 @@ def test_a_lap_below_the_threshold_is_infinitely_slow(race, show):
     assert find_cells(page, "median seconds") == ["52.0", "not reached"]
     assert find_cells(page, "place") == ["1", "–"]
     assert find_cells(page, "top-1")[1] == "59.9 %"  # rounded down, else it would look like the threshold
+
+
+def test_a_lap_that_did_not_end_is_infinitely_slow_and_is_told(race, show):
+    race.add_times(30, 31, name="Careless")
+    race.add_failed("ZeroDivisionError", name="Careless")
+    race.add(seconds=20, name="Choosy")
+    for _ in range(2):
+        race.add_failed(name="Choosy")
+    race.add_failed(EVIL, name="Unfinished", code={"race.py": "1 / 0"})
+    entries, refused = read_entries([race.home])
+    assert refused == []
+    assert [entry.scores for entry in entries] == [[30, 31, math.inf], [20, math.inf, math.inf], [math.inf]]
+    assert [entry.shown for entry in entries[:2]] == ["median lap", "worst lap that ended"]
+    page = show(race.home)
+    assert find_names(page) == ["Careless", "Choosy"] and find_cells(page, "place") == ["1", "–"]
+    assert find_cells(page, "median seconds") == ["31.0", "not reached"]
+    assert find_cells(page, "laps") == ["3", "3"]
+    assert page.count("did not end: interrupted") == 2 and page.count("did not end: ZeroDivisionError") == 1
+    told = page.partition("Without a lap that ended")[2]
+    assert "<bdi>Unfinished</bdi>, 1 lap; " in told and "alert(1)" in told
+
+
+def test_within_a_time_a_lap_that_did_not_end_has_no_top1(race, show):
+    timed = {"league": "", "threshold": None, "within": 60.0}
+    race.add(**timed, top1=0.5)
+    race.add_failed(**timed)
+    race.add(**timed, top1=0.7)
+    page = show(race.home)
+    assert find_cells(page, "median top-1") == ["50.0 %"] and find_cells(page, "lowest to highest") == [
+        "0.0 % to 70.0 %"
+    ]
+
+
+def test_a_board_of_laps_that_did_not_end_has_no_tables(race, show):
+    race.add_failed()
+    page = show(race.home)
+    assert "<table" not in page and "<h3>" not in page and "no laps yet" not in page
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{key: make_record("", {}, b"")[key]} for key in NOTHING if key not in ("one_node", "speed_up", "efficiency")]
+    + [{"failed": 3}, {"failed": "x" * 301}, {"data": make_record("", {}, b"")["data"]}],
+    ids=lambda changes: next(iter(changes)) + str(len(str(changes))),
+)
+def test_a_lap_that_did_not_end_has_no_result(race, changes):
+    change(race.add_failed(), **changes)
+    assert refuse(race) == [(1, f"'{next(iter(changes))}' in its record is not valid (format 2)")]
+
+
+@pytest.mark.parametrize("key", ["league", "mapping", "script"])
+def test_of_a_lap_that_did_not_end_the_rest_has_to_fit(race, key):
+    race.add_failed(**CONTRADICTIONS[key])
+    assert refuse(race) == [(1, f"'{key}' in its record contradicts its other values")]
 
 
 def test_equal_scores_share_a_place(race, show):
@@ -406,7 +470,7 @@ INVALID = [
     {"one_node": {"seconds": 4.0}},
     {"speed_up": 10**400, "one_node": {"seconds": 72.0, "top1": 0.8}},
     {"data": []},
-    {"format": 2},
+    {"format": 1},
 ]
 
 
@@ -415,7 +479,7 @@ def test_types_ranges_and_lengths_are_checked(race, changes):
     first = next(iter(changes))
     folder = race.add()
     change(folder, **changes)
-    assert refuse(race) == [(1, f"'{first}' in its record is not valid (format 1)")]
+    assert refuse(race) == [(1, f"'{first}' in its record is not valid (format 2)")]
 
 
 def test_a_record_without_a_key_is_refused(race):
@@ -423,7 +487,7 @@ def test_a_record_without_a_key_is_refused(race):
     record = json.loads((folder / "record.json").read_text())
     del record["net"]
     write(folder, record)
-    assert refuse(race) == [(1, "keys are missing in its record (format 1)")]
+    assert refuse(race) == [(1, "keys are missing in its record (format 2)")]
 
 
 # Hostile files
@@ -464,7 +528,7 @@ ODD_FILES = {
     "huge": (grow, "its record: it has 1,048,576.0 MB, and 1 is the most"),
     "deep": (fill(b"[" * 200_000), "its record is nested too deeply"),
     "nan": (insert('"seconds": 40.0', '"seconds": NaN'), "its record is no valid JSON"),
-    "infinite": (insert('"seconds": 40.0', '"seconds": 1e999'), "'seconds' in its record is not valid (format 1)"),
+    "infinite": (insert('"seconds": 40.0', '"seconds": 1e999'), "'seconds' in its record is not valid (format 2)"),
     "long number": (insert('"seconds": 40.0', f'"seconds": {"9" * 5000}'), "its record is no valid JSON"),
     "no UTF-8": (fill(b'{"lap": "\xff\xfe"}'), "its record is no valid JSON"),
     "list": (fill(b"[]"), "its record is no JSON object"),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 import nodelaunch as launch
-from lab_common import LabError, nvidia
+from lab_common import LabError, cores, nvidia
 from nodelaunch import usage
 from nodelaunch.node import sampler
 from nodelaunch.preflight.client import make_program
@@ -238,12 +238,12 @@ def test_without_proc_it_is_the_load_average_and_says_so(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"), [("200000 100000\n", 2.0), ("max 100000\n", float("inf")), ("", float("inf"))]
+    ("text", "found"), [("200000 100000\n", 2.0), ("max 100000\n", float("inf")), ("", float("inf"))]
 )
-def test_a_container_s_quota_counts(tmp_path, text, cores):
+def test_a_container_s_quota_counts(tmp_path, text, found):
     (tmp_path / "cpu.max").write_text(text)
-    assert sampler.read_quota(tmp_path / "cpu.max") == cores
-    assert sampler.read_quota(tmp_path / "none") == float("inf")
+    assert cores.read_quota(tmp_path / "cpu.max") == found
+    assert cores.read_quota(tmp_path / "none") == float("inf")
 
 
 def test_an_interval_that_measures_nothing_is_refused():
@@ -252,7 +252,7 @@ def test_an_interval_that_measures_nothing_is_refused():
 
 
 def test_the_sampler_needs_the_standard_library_only():
-    program = make_program(nvidia, sampler)
+    program = make_program(cores, nvidia, sampler)
     ast.parse(program, feature_version=(3, 9))
     ends = "print({'lab_common', 'nodelaunch'} & {*sys.modules})"
     command = [sys.executable, "-I", "-S", "-c", f"{program}\n    {ends}\n", "9", "0", "/f"]

@@ -1,10 +1,10 @@
 """The leaderboard: laps of the same code are one entry, whose score is the median of all of them.
 
-Whoever runs the same code with many seeds and shows the best lap gains nothing: each lap that ended counts, and none
-can be taken out of the middle of a race folder unseen, since each record names the one before. A lap that failed or was
-interrupted has no record, and is not seen; nor is another race folder. An entry with fewer than three laps is
-provisional and stands below the others. A change of the code, however small, begins a new entry; the page therefore
-also says how many laps and entries a name has.
+Whoever runs the same code with many seeds and shows the best lap gains nothing: each lap counts, also one that failed
+or was interrupted, and none can be taken out of the middle of a race folder unseen, since each record names the one
+before. Another race folder is not seen. An entry with fewer than three laps is provisional and stands below the others.
+A change of the code, however small, begins a new entry; the page therefore also says how many laps and entries a name
+has.
 """
 
 from __future__ import annotations
@@ -40,8 +40,26 @@ class Entry:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The record of the median lap: of two in the middle the better one."""
-        return self.laps[(len(self.laps) - 1) // 2].record
+        """The record of the median lap, of two in the middle the better one; or of the worst one that ended."""
+        return self.laps[min(self._middle, max(self._ended, 1) - 1)].record
+
+    @property
+    def shown(self) -> str:
+        """Which lap :attr:`record` is."""
+        return "median lap" if self._middle < self._ended else "worst lap that ended"
+
+    @property
+    def _middle(self) -> int:
+        return (len(self.laps) - 1) // 2
+
+    @property
+    def _ended(self) -> int:
+        return sum(not lap.record["failed"] for lap in self.laps)
+
+    @property
+    def ended(self) -> bool:
+        """Whether any of its laps did."""
+        return self._ended > 0
 
     @property
     def timed(self) -> bool:
@@ -67,7 +85,7 @@ class Entry:
     def order(self) -> tuple:
         """What entries of one table are sorted by."""
         sign = 1 if self.timed else -1
-        seconds = self.median(lambda record: record["seconds"])
+        seconds = self.median(lambda record: record["seconds"]) or math.inf
         return self.provisional, sign * self.score, seconds, self.record["name"]
 
     def median(self, get: Callable[[dict[str, Any]], float | None]) -> float | None:
@@ -77,9 +95,9 @@ class Entry:
 
 
 def score_lap(record: dict[str, Any]) -> float:
-    """Seconds to the threshold, infinitely many where it was not reached; or the top-1 within a time."""
+    """Seconds to the threshold, infinitely many where it was not reached; or the top-1 within a time, if any."""
     if record["threshold"] is None:
-        return record["top1"]
+        return record["top1"] or 0.0
     return record["seconds"] if record["reached"] else math.inf
 
 
@@ -95,7 +113,8 @@ def read_entries(folders: Sequence[Path], *, evaluate: bool = False) -> tuple[li
         The entries, the best of a table first; and one line for each lap that is refused, which says why.
     """
     laps, refused = read_laps(folders)
-    wrong = {lap.label: why for lap in laps if evaluate and (why := evaluate_again(lap.record, lap.folder / WEIGHTS))}
+    ended = [lap for lap in laps if evaluate and not lap.record["failed"]]
+    wrong = {lap.label: why for lap in ended if (why := evaluate_again(lap.record, lap.folder / WEIGHTS))}
     refused += [f"{label}: {why}" for label, why in wrong.items()]
     return make_entries(lap for lap in laps if lap.label not in wrong), refused
 
@@ -109,7 +128,7 @@ def make_entries(laps: Iterable[Lap]) -> list[Entry]:
     entries: list[Entry] = []
     for group in groups.values():
         sign = 1 if group[0].record["threshold"] is not None else -1
-        group.sort(key=lambda lap: (sign * score_lap(lap.record), lap.record["seconds"], lap.label))
+        group.sort(key=lambda lap: (sign * score_lap(lap.record), lap.record["seconds"] or math.inf, lap.label))
         entries.append(Entry(tuple(group)))
     return sorted(entries, key=_find_place)
 

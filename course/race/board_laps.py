@@ -26,7 +26,7 @@ MISSING, FORKED = "a lap before it is missing or was changed", "two laps name th
 
 @dataclass(frozen=True)
 class Lap:
-    """A lap whose record, code and weights are whole.
+    """A lap whose record, code and weights are whole; one that did not end has no weights.
 
     Attributes:
         folder: Where it lies, in its race folder.
@@ -61,14 +61,14 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
         refused += lines
     alike = defaultdict(list)
     for lap in laps:
-        alike[lap.record["weights"]].append(lap)
+        alike[lap.record["weights"] or lap.label].append(lap)
     # Two laps that train do not end with the same weights: order and labels of the images are drawn anew for each.
     # Who copied from whom, a hash does not tell.
     for same in alike.values():
         for lap in same if len(same) > 1 else ():
             other = next(one for one in same if one is not lap)
             refused.append(f"{lap.label}: its weights are also those of {other.label}")
-    return [lap for lap in laps if len(alike[lap.record["weights"]]) == 1], refused
+    return [lap for lap in laps if len(alike[lap.record["weights"] or lap.label]) == 1], refused
 
 
 def _resolve(path: Path) -> Path:
@@ -176,6 +176,8 @@ def _read_files(folder: Path, record: dict[str, Any]) -> dict[str, str]:
         left -= len(content)
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError(f"its {shown} is not the code that the record names")
+    if record["failed"]:
+        return code
     try:
         weights = read_bounded(folder / WEIGHTS, WEIGHTS_BYTES, follow=False)
     except OSError as error:

@@ -21,13 +21,13 @@ MOST_NODES = 4  # whose utilisation is drawn
 PAGE_CHARACTERS = 24 * 2**20
 NOTES = (
     "The score of an entry is the <strong>median of all its laps</strong>: all laps of the same code with the same "
-    "arguments, by the same name. One lucky lap does not help. An entry with fewer than {laps} laps is provisional and "
-    "has no place.",
+    "arguments, by the same name. One lucky lap does not help. A lap that failed or was interrupted counts as one that "
+    "did not reach its goal. An entry with fewer than {laps} laps is provisional and has no place.",
     "Compare entries <strong>within one table only</strong>. Each table has one data set, one league, and one class of "
     "hardware.",
     "{star} is the bar of honour: the devices were busy for 95 % of the training or more.",
     "<strong>Hashes find changed files:</strong> the board refuses a lap that does not match its record, and all laps "
-    "after a missing one. Hashes cannot find laps that were left out at the end, failed, or were interrupted. Whoever "
+    "after a missing one. Hashes cannot find laps that were left out at the end. Whoever "
     "writes a whole record anew is found only when somebody runs that entry again.",
 )
 STAR = '<span class="honour"><span aria-hidden="true">★</span> 95 %</span>'
@@ -40,16 +40,22 @@ def make_board(entries: Sequence[Entry], refused: Sequence[str], *, baseline: st
     left = PAGE_CHARACTERS
     for _, section in itertools.groupby(entries, key=lambda entry: find_section(entry.record)):
         section = list(section)
-        parts += _tell_section(section[0])
+        if any(entry.ended for entry in section):
+            parts += _tell_section(section[0])
         for name, group in itertools.groupby(section, key=lambda entry: entry.record["class"]):
             group = list(group)
-            parts.append(f"<h3>{_isolate(name)}</h3>{_make_ranking(group)}")
-            for entry in group:
+            if not (ranked := [entry for entry in group if entry.ended]):
+                continue
+            parts.append(f"<h3>{_isolate(name)}</h3>{_make_ranking(ranked)}")
+            for entry in ranked:
                 details = _tell_details(entry, group, baseline) if left > 0 else ""
                 left -= len(details)
                 parts.append(details or f"<p>{_isolate(entry.record['name'])}: no details, the page is full.</p>")
     if not entries:
         parts.append("<p>There are no laps yet.</p>")
+    if failed := [entry for entry in entries if not entry.ended]:
+        lines = "".join(f"<li>{_tell_failure(entry)}</li>" for entry in failed)
+        parts.append(f"<h2>Without a lap that ended</h2><p>No lap of this code ended:</p><ul>{lines}</ul>")
     if refused:
         lines = "".join(f"<li>{_isolate(line)}</li>" for line in refused)
         parts.append(f"<h2>Refused</h2><p>These laps do not count:</p><ul>{lines}</ul>")
@@ -59,6 +65,12 @@ def make_board(entries: Sequence[Entry], refused: Sequence[str], *, baseline: st
 def _isolate(text: object) -> str:
     """Text of a stranger; what is written from right to left in it turns nothing around beside it."""
     return f"<bdi>{escape_line(text) or '(no name)'}</bdi>"
+
+
+def _tell_failure(entry: Entry) -> str:
+    lap, count = entry.laps[-1], len(entry.laps)
+    last = f"{_isolate(lap.label)}, {_isolate(lap.record['script'])}: {_isolate(lap.record['failed'])}"
+    return f"{_isolate(lap.record['name'])}, {count} {'lap' if count == 1 else 'laps'}; {last}"
 
 
 def _tell_section(entry: Entry) -> Iterator[str]:
@@ -193,20 +205,23 @@ def _make_laps(entry: Entry) -> str:
     rows = []
     for lap in entry.laps:
         record = lap.record
+        if record["failed"]:
+            rows.append((lap.label, "–", f"did not end: {record['failed']}", record["began"][:16]))
+            continue
         reached = "" if record["reached"] else ", not reached"
         rows.append((lap.label, f"{record['seconds']:.1f}", _percent(record["top1"]) + reached, record["began"][:16]))
     return make_table("Laps, the best first", rows, ["lap", "seconds", "top-1", "began (UTC)"])
 
 
 def _draw_figures(entry: Entry) -> str:
-    """Top-1 of all laps, and the utilisation of the median one."""
+    """Top-1 of all laps, and the utilisation of one."""
     record, threshold = entry.record, entry.record["threshold"]
-    others = [lap.record["curve"] for lap in entry.laps if lap.record is not record]
+    others = [lap.record["curve"] for lap in entry.laps if lap.record["curve"] and lap.record is not record]
     mark = "" if threshold is None else f"threshold {_round(threshold)}"
-    end = f"the median lap ends with {_percent(record['top1'])} after {record['seconds']:.1f} seconds"
+    end = f"the {entry.shown} ends with {_percent(record['top1'])} after {record['seconds']:.1f} seconds"
     alt = f"Top-1 over seconds; {end}.{f' Dashed line: {mark}.' if mark else ''}"
     curve = draw_shares([record["curve"]], others=others, mark=threshold, alt=alt, axis="top-1")
-    legend = draw_legend(["median lap" if others else "its lap"], others="other laps" * bool(others), mark=mark)
+    legend = draw_legend([entry.shown if others else "its lap"], others="other laps" * bool(others), mark=mark)
     figures = [f"<figure>{curve}{legend}<figcaption>Top-1 of the saved weights</figcaption></figure>"]
     nodes: dict[int, list] = defaultdict(list)
     for time, node, busy in sorted(record["usage"]):
@@ -216,7 +231,7 @@ def _draw_figures(entry: Entry) -> str:
         usage = draw_shares([nodes[node] for node in shown], mark=HONOUR, alt=alt, axis="busy")
         legend = draw_legend([f"node {node + 1}" for node in shown], mark="bar of honour 95 %")
         more = f" (the first {MOST_NODES} of {len(nodes)} nodes)" if len(nodes) > MOST_NODES else ""
-        caption = f"Utilisation of the devices, median lap{more}"
+        caption = f"Utilisation of the devices, {entry.shown}{more}"
         figures.append(f"<figure>{usage}{legend}<figcaption>{caption}</figcaption></figure>")
     return f'<div class="pair">{"".join(figures)}</div>'
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jsonschema
 
 from course.race.leagues import LEAGUES
-from course.race.records import FORMAT, RECORD, RECORD_BYTES, hash_record
+from course.race.records import FORMAT, NOTHING, RECORD, RECORD_BYTES, hash_record
 from lab_common.files import read_bounded
 
 Schema = dict[str, Any]
@@ -49,7 +49,17 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [{"type": "null"}, schema]}
 
 
-SCHEMA = _object(
+DATA = {
+    "name": _text(60),
+    "source": _text(500),
+    "train": _count(10**9),
+    "valid": _count(10**9),
+    "classes": _count(10_000),
+    "sha256": HASH,
+    "seed": _or_null(_count(2**64, least=0)),
+    "mapping": _list(10_000, _count(10_000, least=0)),
+}
+PROPERTIES = dict(
     format={"const": FORMAT},
     lap=FILE,
     name=_text(60),
@@ -59,18 +69,10 @@ SCHEMA = _object(
     league={"enum": [*LEAGUES, ""]},
     threshold=_or_null(SHARE),
     within=_or_null(SECONDS),
-    data=_object(
-        name=_text(60),
-        source=_text(500),
-        train=_count(10**9),
-        valid=_count(10**9),
-        classes=_count(10_000),
-        sha256=HASH,
-        seed=_or_null(_count(2**64, least=0)),
-        mapping=_list(10_000, _count(10_000, least=0)),
-    ),
+    data=_object(**DATA),
     code={"type": "object", "minProperties": 1, "maxProperties": 50, "propertyNames": FILE}
     | {"additionalProperties": HASH},
+    failed={"const": ""},
     weights=HASH,
     net=_text(100),
     seconds=SECONDS,
@@ -95,11 +97,14 @@ SCHEMA = _object(
     sha256=HASH,
     **{"class": _text(300)},
 )
+# Of a lap that did not end: nothing of what its end would tell.
+FAILED = PROPERTIES | {key: {"const": value} for key, value in NOTHING.items()}
+FAILED |= {"failed": _text(300), "data": _object(**DATA | {key: {"const": None} for key in ("sha256", "seed")})}
 
 
 @cache
-def _find_validator() -> jsonschema.protocols.Validator:
-    return jsonschema.Draft202012Validator(SCHEMA)
+def _find_validator(ended: bool) -> jsonschema.protocols.Validator:
+    return jsonschema.Draft202012Validator(_object(**PROPERTIES if ended else FAILED))
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         raise ValueError("its record is no valid JSON") from error
     if not isinstance(record, dict):
         raise ValueError("its record is no JSON object")
-    if error := next(_find_validator().iter_errors(record), None):
+    if error := next(_find_validator(not record.get("failed")).iter_errors(record), None):
         key = next((str(part) for part in error.absolute_path), "")
         what = f"{key!r} in its record is not valid" if key else "keys are missing in its record"
         raise ValueError(f"{what} (format {FORMAT})")
@@ -151,6 +156,10 @@ def _compare(record: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     within, nodes, data, curve = (record[key] for key in ("within", "nodes", "data", "curve"))
     times = [time for time, _ in curve]
     yield "league", bool(record["league"]) == (threshold is not None) == (within is None)
+    yield "mapping", sorted(data["mapping"]) == list(range(int(data["classes"])))
+    yield "script", record["script"] in record["code"]
+    if record["failed"]:
+        return
     yield "seconds", within is None or seconds <= within
     yield "reached", record["reached"] == (threshold is None or top1 >= threshold)
     yield "device_seconds", _agree(record["device_seconds"], seconds * record["devices"])
@@ -159,8 +168,6 @@ def _compare(record: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "efficiency", _agree(record["efficiency"], alone and alone["seconds"] / seconds / nodes)
     yield "curve", times == sorted(times) and curve[-1] == [seconds, top1]
     yield "usage", all(node < nodes for _, node, _ in record["usage"])
-    yield "mapping", sorted(data["mapping"]) == list(range(int(data["classes"])))
-    yield "script", record["script"] in record["code"]
 
 
 def _agree(said: float | None, found: float | None) -> bool:

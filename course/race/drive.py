@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ class Drive:
     span: tuple[float, float]
 
 
-def drive(lap: Lap, nodes: list[Node]) -> Drive:
-    """Runs the script on nodes whose LAB_DATA is the lap's.
+def drive(lap: Lap, nodes: list[Node], begin: Callable[[], None]) -> Drive:
+    """Runs the script on nodes whose LAB_DATA is the lap's; calls ``begin`` just before.
 
     Raises:
         JobError: The script failed.
@@ -113,6 +114,7 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
         if process.stdout.readline() != b"ready\n":
             fix = "see that the disk has room there, then run the lap again"
             raise LabError("The saved weights cannot be followed.", where=f"{head.name}: {target}", fix=fix)
+        begin()
         with watch(nodes) as seen:
             follower.begin = time.monotonic()
             thread = threading.Thread(target=follower.follow, args=(process,), daemon=True)
@@ -133,8 +135,6 @@ def drive(lap: Lap, nodes: list[Node]) -> Drive:
         fix = "save the weights to the file that --checkpoint names, with torch.save(…)"
         when = "" if lap.within is None else f" within {lap.within:g} s"
         raise LabError(f"The script saved no weights{when}.", where=lap.script, cause="a lap ends with them", fix=fix)
-    for node, fact in zip(nodes, lap.facts, strict=False):  # a container's share counts, where there is one
-        fact["cores"] = min([fact["cores"], *(one.cores for one in seen.samples if one.node == node.name)])
     return Drive(kept, _list_usage(seen, nodes, lap), (joined, kept[-1][0]))
 
 
@@ -153,7 +153,7 @@ def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
     options |= {"nproc_per_node": lap.nproc_per_node, "files": files}
     run = f"{lap.folder.name}-{len(nodes)}"  # in the names of the ranks' scratch folders
     job = TorchrunJob(script, [run, lap.script, *lap.args, "--checkpoint", target], **options)
-    job.preflight()
+    job.preflight().raise_if_red()
     return job
 
 
@@ -187,10 +187,10 @@ def _measure(sample: Usage, node: Node, fact: dict[str, Any], processes: int) ->
     if sample.job_busy is None:
         return None
     # Nodes of one machine have a share of its cores each.
-    return min(1.0, sample.job_busy * sample.cores / count_cores(node, sample.cores))
+    return min(1.0, sample.job_busy * sample.cores / share_cores(node, sample.cores))
 
 
-def count_cores(node: Node, cores: float) -> int:
+def share_cores(node: Node, cores: float) -> int:
     """The cores that a node's job has: nodes of one machine have a share of it each."""
     # A container may have one and a half; devices are counted whole.
     return max(1, int(cores) // (node.together if node.here else 1))

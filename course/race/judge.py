@@ -1,7 +1,8 @@
 """Runs one lap: starts the script, takes the time, evaluates what it saved, and writes the record.
 
 Nothing that the script says counts. The judge's clock runs in the judge's process; it ends a lap when it sees the last
-saved weights. Only afterwards it draws or takes the images on which it evaluates them.
+saved weights. Only afterwards it draws or takes the images on which it evaluates them. The record is there before the
+launch, as that of a lap that did not end: whoever ends a lap that goes badly, or the judge itself, has it counted.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from course.race import images, records, sealed
 from course.race.board_record import check_numbers, read_record
-from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, count_cores, drive
+from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, drive, share_cores
 from course.race.evaluate import evaluate
 from course.race.leagues import find_threshold
-from lab_common import LabError, nvidia
+from lab_common import LabError, cores, nvidia
 from lab_common.files import read_bounded
 from lab_common.text import clean
 from lab_utils import data
@@ -71,8 +73,9 @@ def run_lap(
         The record, as it is kept; ``board_record.SCHEMA`` has its keys.
 
     Raises:
-        JobError: The script failed.
-        LabError: It saved no weights, or what it saved cannot be evaluated, or another lap runs.
+        JobError: The script failed. Its record says so under ``failed``.
+        LabError: Likewise: it saved no weights, or what it saved cannot be evaluated. Or nothing was launched: another
+            lap runs, or the nodes are not ready.
     """
     nodes = list(nodes or local_nodes(1))
     _check(nodes, args, within=within, compare=compare)
@@ -86,11 +89,6 @@ def run_lap(
         placed, facts = [_place(node, folder) for node in nodes], [_ask(node) for node in nodes]
         given = [str(one) for one in args]
         lap = Lap(folder, Path(script).name, given, whole.name, facts, nproc_per_node, within, show)
-        try:
-            drives = [drive(lap, part) for part in ([placed[:1], placed] if compare else [placed])]
-        except JobError as error:
-            _explain(error)
-            raise
         record = {
             "format": records.FORMAT,
             "lap": folder.name,
@@ -100,37 +98,57 @@ def run_lap(
             "args": lap.args,
             **rules,
             "code": code,
-            **_judge(folder, drives, whole, mapping, counts, threshold=threshold, nodes=len(nodes)),
-            **_describe(nodes, facts, nproc_per_node, drives[-1]),
+            "failed": "the judge was ended before the lap",
+            **records.NOTHING,
+            "data": _describe_data(whole, mapping, counts),
+            **_describe(nodes, facts, nproc_per_node),
             "previous": records.find_newest(home),
         }
-        record["device_seconds"] = record["seconds"] * record["devices"]
-        return _keep(folder, record)
+        parts = [placed[:1], placed] if compare else [placed]
+        with _count_failure(folder, record):
+            drives = [drive(lap, part, partial(_keep, folder, record)) for part in parts]
+            return _keep(folder, record | _judge(record, folder, drives, whole) | {"failed": ""})
+
+
+@contextlib.contextmanager
+def _count_failure(folder: Path, record: dict[str, Any]) -> Iterator[None]:
+    """Writes down why a lap that was launched did not end."""
+    try:
+        yield
+    except BaseException as error:
+        why = getattr(error, "what", "") or ("interrupted" if isinstance(error, KeyboardInterrupt) else repr(error))
+        if (folder / records.RECORD).exists():
+            records.write_record(folder, record | {"failed": clean(why, 300)})
+            print(f"lap {folder.name} did not end; it counts")
+        if isinstance(error, JobError):
+            _explain(error)
+        raise
 
 
 def _keep(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
     """Writes the record, and reads it as the board will: one that it refuses would take all later laps with it."""
+    before = (folder / records.RECORD).exists()
     whole = records.write_record(folder, record)
     try:
         check_numbers(read_record(folder))
     except (OSError, ValueError) as error:
-        (folder / records.RECORD).unlink()
-        fix = "look at the arguments and at the names of files, then run the lap again"
-        raise LabError(
-            "This lap has no place on a board.", where=record["script"], cause=str(error), fix=fix
-        ) from error
+        if not before:
+            (folder / records.RECORD).unlink()
+        what, fix = "This lap has no place on a board.", "look at the arguments and at the names of files"
+        raise LabError(what, where=record["script"], cause=str(error), fix=fix) from error
     return whole
 
 
 def run_laps(
     script: str | Path, args: Sequence[object] = (), *, count: int = 3, **options: Any
 ) -> list[dict[str, Any]]:
-    """Runs a script until this race folder has so many laps of it, and returns their records, oldest first.
+    """Runs a script until so many laps of it have ended in this race folder, and returns their records, oldest first.
 
     Args:
         script: As of :func:`run_lap`.
         args: Likewise.
-        count: Laps that there are to be; those of the same code, arguments, rules, images, nodes and name count.
+        count: Laps that there are to be, beside those that did not end; those of the same code, arguments, rules,
+            images, nodes and name count.
         options: As of :func:`run_lap`.
 
     Raises:
@@ -152,6 +170,7 @@ def run_laps(
 
     def suits(lap: dict[str, Any]) -> bool:
         same = all(lap.get(key) == value for key, value in wanted.items()) and bool(lap["one_node"]) == compare
+        same = same and not lap["failed"]
         return same and (lap["data"]["name"], lap["data"]["valid"]) == (whole.name, len(whole.valid))
 
     while True:
@@ -182,18 +201,21 @@ def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
     # No other lap runs: a folder of a lap with images was left by a judge who was killed.
     for left in home.glob(f"*/{RUN}"):
         if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", left.parent.name):
-            whole = (left.parent / records.RECORD).exists()
-            shutil.rmtree(left if whole else left.parent, ignore_errors=True)
+            _sweep(left.parent)
     folder = home / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder.mkdir()
     try:
         yield folder
     finally:
-        whole = (folder / records.RECORD).exists()
-        for path in [folder / part for part in (RUN, VERSIONS, HIDDEN)] if whole else [folder]:
-            shutil.rmtree(path, ignore_errors=True)
+        _sweep(folder)
         for node in nodes:
             _clean(node, folder.name)
+
+
+def _sweep(folder: Path) -> None:
+    whole = (folder / records.RECORD).exists()
+    for path in [folder / part for part in (RUN, VERSIONS, HIDDEN)] if whole else [folder]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _explain(error: JobError) -> None:
@@ -254,7 +276,7 @@ def _find_folder(node: Node, lap: str) -> str:
 
 def _ask(node: Node) -> dict[str, Any]:
     """What a node is: the answer of ``sealed.describe`` there."""
-    process = node.popen([node.python, "-c", make_program(nvidia, sealed), "--describe"])
+    process = node.popen([node.python, "-c", make_program(cores, nvidia, sealed), "--describe"])
     try:
         out, _ = process.communicate(timeout=PATIENCE)
         return json.loads(out.splitlines()[-1])
@@ -274,19 +296,24 @@ def _clean(node: Node, lap: str) -> None:
         node.popen([node.python, "-c", remove, lap, *mine]).communicate(timeout=PATIENCE)
 
 
-def _judge(
-    folder: Path,
-    drives: list[Drive],
-    dataset: data.Dataset,
-    mapping: list[int],
-    counts: dict[str, int],
-    *,
-    threshold: float | None,
-    nodes: int,
-) -> dict[str, Any]:
-    """Evaluates what was saved, and keeps the last weights."""
+def _describe_data(dataset: data.Dataset, mapping: list[int], counts: dict[str, int]) -> dict[str, Any]:
+    """The images of a lap, before the judge has chosen its own."""
+    return {
+        "name": dataset.name,
+        "source": dataset.source,
+        "train": counts["train"],
+        "valid": len(dataset.valid),
+        "classes": len(dataset.class_names),
+        "sha256": None,
+        "seed": None,
+        "mapping": mapping,
+    }
+
+
+def _judge(record: dict[str, Any], folder: Path, drives: list[Drive], dataset: data.Dataset) -> dict[str, Any]:
+    """Evaluates what was saved, keeps the last weights, and returns what the record of the lap says of it."""
     seed = images.choose_seed(dataset)
-    on = images.find_images(dataset, mapping, seed)
+    on = images.find_images(dataset, record["data"]["mapping"], seed)
     for _, path, digest in (version for one in drives for version in one.versions):
         if records.hash_file(path) != digest:
             fix = "run the lap again"
@@ -304,50 +331,49 @@ def _judge(
     alone = {"seconds": drives[0].versions[-1][0], "top1": ends[0][1]} if len(drives) > 1 else None
     speed_up = alone["seconds"] / seconds if alone else None
     return {
-        "data": {
-            "name": dataset.name,
-            "source": dataset.source,
-            "train": counts["train"],
-            "valid": len(on.labels),
-            "classes": on.classes,
-            "sha256": images.hash_images(on),
-            "seed": seed,
-            "mapping": mapping,
-        },
+        "data": record["data"] | {"sha256": images.hash_images(on), "seed": seed},
         "weights": digest,
         "net": net,
         "seconds": seconds,
+        "device_seconds": seconds * record["devices"],
         "top1": top1,
-        "reached": threshold is None or top1 >= threshold,
+        "reached": record["threshold"] is None or top1 >= record["threshold"],
         "curve": [one for one in curve if not isinstance(one[1], str)],
         "one_node": alone,
         "speed_up": speed_up,
-        "efficiency": speed_up and speed_up / nodes,
+        "efficiency": speed_up and speed_up / record["nodes"],
+        **_measure_busy(drives[-1]),
     }
 
 
-def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int, drive: Drive) -> dict[str, Any]:
-    """Hardware, its class, and how busy it was while the script trained."""
+def _measure_busy(drive: Drive) -> dict[str, Any]:
+    """How busy the devices were, while the script trained and at each moment."""
+    begin, end = drive.span
+    busy = [share for when, _, share in drive.usage if begin <= when <= end]
+    return {
+        "busy": statistics.mean(busy) if busy else None,
+        "usage": [(round(when, 2), node, round(share, 3)) for when, node, share in drive.usage if when <= end],
+    }
+
+
+def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) -> dict[str, Any]:
+    """Hardware and its class, versions, and the seal."""
     count, first = len(nodes), facts[0]
-    cores = [count_cores(node, fact["cores"]) for node, fact in zip(nodes, facts, strict=True)]
+    shares = [share_cores(node, fact["cores"]) for node, fact in zip(nodes, facts, strict=True)]
     used = [gpu for fact in facts for gpu in fact["gpus"][:processes]]
     many = f"{count} nodes{' on one machine' if all(node.here for node in nodes) else ''}, " if count > 1 else ""
     if used:
         what = f"{many}{len(used)} GPU{'s' if len(used) > 1 else ''}: {', '.join(sorted(set(used)))}"
     else:
         each = " each" if count > 1 else ""
-        what = f"{many}{min(cores)} CPU core{'s' if min(cores) > 1 else ''}{each}"
-    begin, end = drive.span
-    busy = [share for when, _, share in drive.usage if begin <= when <= end]
+        what = f"{many}{min(shares)} CPU core{'s' if min(shares) > 1 else ''}{each}"
     return {
         "nodes": count,
         "processes": count * processes,
         "device": "cuda" if used else "cpu",
-        "hardware": ", ".join(used) if used else f"{sum(cores)} cores of {first['cpu']}",
+        "hardware": ", ".join(used) if used else f"{sum(shares)} cores of {first['cpu']}",
         "class": what,
-        "devices": len(used) or sum(cores),
-        "busy": statistics.mean(busy) if busy else None,
-        "usage": [(round(when, 2), node, round(share, 3)) for when, node, share in drive.usage if when <= end],
+        "devices": len(used) or sum(shares),
         "versions": first["versions"],
         "sealed": all(fact["landlock"] for fact in facts),
     }

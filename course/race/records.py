@@ -15,8 +15,12 @@ from lab_common import LabError, env_folder
 from lab_common.files import read_bounded, write_atomically
 from lab_common.text import clean
 
-FORMAT = 1
+FORMAT = 2
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
+# What a lap has that did not end.
+NOTHING = dict.fromkeys(
+    ("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up", "efficiency")
+) | {"reached": False, "curve": [], "usage": []}
 RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
 
 

@@ -1,6 +1,6 @@
 """Runs a learner's script as ``python script.py …`` does, while the kernel lets it use its own lap's files alone.
 
-This file runs on the nodes: it takes the standard library and ``lab_common.nvidia`` alone. Linux's Landlock (from 5.13
+This file runs on the nodes: it takes the standard library and ``lab_common`` alone. Linux's Landlock (from 5.13
 on) keeps the promise: a process gives up rights, which neither it nor what it starts can take back. So files with
 weights from before and images of other splits stay closed. It is no wall around the script: what stands in its code,
 its arguments or its environment, in shared memory, or is sent by a program beside it, it can have. Without Landlock
@@ -22,6 +22,7 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
+from lab_common.cores import count_cores
 from lab_common.nvidia import query_smi
 
 # Numbers of system calls, the same on all processors, and of prctl's PR_SET_NO_NEW_PRIVS.
@@ -93,11 +94,10 @@ def describe() -> dict[str, object]:
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     with suppress(OSError):  # there is no nvidia-smi
         gpus = [row[0] for row in query_smi("gpu=name")]
-    can_ask = hasattr(os, "sched_getaffinity")
     return {
         "landlock": find_version(),
         "cpu": cpu or "an unnamed processor",
-        "cores": len(os.sched_getaffinity(0)) if can_ask else os.cpu_count() or 1,
+        "cores": count_cores(),
         "gpus": gpus,
         "versions": {"python": sys.version.split()[0], "torch": metadata.version("torch")},
     }

@@ -1,6 +1,6 @@
 """Says, a line of JSON at a time, how busy this machine is.
 
-Sent to a node as text, behind ``lab_common/nvidia.py``: the standard library alone, Python 3.9.
+Sent to a node as text, behind ``lab_common``'s ``cores.py`` and ``nvidia.py``: the standard library alone, Python 3.9.
 
 ``python -c SOURCE EVERY NODE FOLDER`` prints until its standard input ends. NODE is the number that the launcher gave
 to the node, and FOLDER the node's folder, in which its jobs have theirs: the processes of jobs carry both in their
@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+from lab_common.cores import count_cores
 from lab_common.nvidia import PLAIN_ROWS, find_smi, split_row
 
 PROC = Path("/proc")
@@ -49,7 +50,7 @@ class Linux:
     def __init__(self, node: str, folder: str, proc: Path = PROC) -> None:
         self._proc, self._node, self._folder = proc, node, f"{folder.rstrip('/')}/"
         self._cores = sorted(os.sched_getaffinity(0))
-        self._limit = min(len(self._cores), read_quota())
+        self._limit = count_cores()
         self._ticks = os.sysconf("SC_CLK_TCK")
         self._before: tuple[float, float, dict[str, int]] = (time.monotonic(), 0.0, {})
         self._ours: dict[tuple[str, str, str], str | None] = {}
@@ -109,15 +110,6 @@ class Linux:
         if not ours or environment.get("LAB_NODE") != self._node:
             return None
         return environment.get("CUDA_VISIBLE_DEVICES", ALL)
-
-
-def read_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Returns how many cores a container may use, infinity where there is no limit."""
-    try:
-        quota, period = file.read_text().split()
-        return float(quota) / float(period)
-    except (OSError, ValueError):
-        return float("inf")
 
 
 def read_load() -> dict:

@@ -306,8 +306,8 @@ def remove(podman: Podman) -> None:
         told.unlink()
     for family in ("-4", "-6"):
         run("ip", family, "rule", "flush", "pref", "5102", check=False)
-    # And the ports of this machine that were theirs: whatever serves at one of these next cannot be reached ("No route to
-    # host"), as a test of `make test` found. Netavark lays its rules anew for each container.
+    # And where ports of this machine led: whatever serves at one of these next cannot be reached ("No route to host").
+    # Netavark lays its rules anew for each container.
     if not podman.call("ps", "-aq").stdout.strip():
         run("iptables", "-w", "-t", "nat", "-F", "NETAVARK-HOSTPORT-DNAT", check=False)
 
