@@ -70,7 +70,7 @@ def run_lap(
         show: Whether to print what the ranks print.
 
     Returns:
-        The record, as it is kept; ``board_record.SCHEMA`` has its keys.
+        The record, as it is kept; ``board_record.PROPERTIES`` has its keys.
 
     Raises:
         JobError: The script failed. Its record says so under ``failed``.
@@ -118,7 +118,8 @@ def _count_failure(folder: Path, record: dict[str, Any]) -> Iterator[None]:
     except BaseException as error:
         why = getattr(error, "what", "") or ("interrupted" if isinstance(error, KeyboardInterrupt) else repr(error))
         if (folder / records.RECORD).exists():
-            records.write_record(folder, record | {"failed": clean(why, 300)})
+            with contextlib.suppress(OSError):  # the disk is full: the record from before the launch stays
+                records.write_record(folder, record | {"failed": clean(why, 300)})
             print(f"lap {folder.name} did not end; it counts")
         if isinstance(error, JobError):
             _explain(error)
