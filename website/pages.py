@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+import html
 import importlib
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
 
-from course.workspace import FOLDERS, make_script_stub, make_stub
+from course.workspace import BEGIN, END, FOLDERS, make_script_stub, make_stub
 
 # Pages that are files of the repository as they are; their links to one another hold in the copy.
 GUIDES = ("SECURITY.md", "CONTRIBUTING.md", "data/README.md", "hosting/README.md")
@@ -43,6 +45,8 @@ will show other figures. {solutions}
 
 # What an output shows of a server that ran beside the lab, such as TensorBoard.
 LIVE = re.compile(r"https?://(127\.0\.0\.1|localhost)\b")
+# Characters of a solution's line, and of all of them, that give it away: "return total" may stand anywhere.
+SHORTEST, TELLING = 12, 30
 SLIDES = """# Slides
 
 For teachers: one page a lab, with its question, a figure, what it finds, and what to ask the class. The pages are made
@@ -64,8 +68,9 @@ def write_sources(root: Path, folder: Path, *, solutions: bool = False) -> None:
     for name in GUIDES + FILES:
         _write(folder / name, (root / name).read_text(encoding="utf-8"))
     notebooks = sorted((root / "notebooks").glob("[0-9]*.ipynb"))
+    solved = [] if solutions else find_solved(root / "notebooks")
     for path in notebooks:
-        page = make_page(nbformat.read(path, as_version=4), path.name, solutions=solutions)
+        page = make_page(nbformat.read(path, as_version=4), path.name, solutions=solutions, solved=solved)
         _write(folder / "notebooks" / path.name, nbformat.writes(page))
     for name in FOLDERS:
         shutil.copytree(
@@ -85,15 +90,38 @@ def write_sources(root: Path, folder: Path, *, solutions: bool = False) -> None:
     _write(folder / "index.md", start + write_contents([path.stem for path in notebooks]))
 
 
-def make_page(notebook: NotebookNode, name: str, *, solutions: bool = False) -> NotebookNode:
-    """Returns a notebook as a page: without solutions and without the outputs of the cells that had one.
+def find_solved(folder: Path) -> list[tuple[str, ...]]:
+    """Returns the lines of each solution in the notebooks and scripts of a folder, without those that are too short."""
+    texts = [path.read_text(encoding="utf-8") for path in folder.glob("scripts/*.py")]
+    for path in folder.glob("[0-9]*.ipynb"):
+        texts += [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    found = [
+        text.strip().splitlines() for text in texts for text in re.findall(f"{BEGIN}\n(.*?){END}", text, re.DOTALL)
+    ]
+    blocks = (tuple(line.strip() for line in lines if len(line.strip()) >= SHORTEST) for lines in found)
+    return [block for block in blocks if len("".join(block)) >= TELLING]
+
+
+def make_page(
+    notebook: NotebookNode, name: str, *, solutions: bool = False, solved: Sequence[tuple[str, ...]] = ()
+) -> NotebookNode:
+    """Returns a notebook as a page: without solutions, the outputs of their cells, and outputs that show a solution.
 
     A figure's text for who cannot see it, ``alt`` in its cell's metadata, goes to where myst-nb looks for it.
+
+    Args:
+        notebook: With its stored outputs.
+        name: Its file's.
+        solutions: Shows all.
+        solved: Solutions of all labs, as :func:`find_solved` returns them.
     """
     page = copy.deepcopy(notebook) if solutions else make_stub(notebook, name=name)
+    own = "\n".join(cell.source for cell in page.cells)  # lab 3 says what lab 2 asks for
+    solved = [block for block in solved if not _shows(own, block)]
     for cell, before in zip(page.cells, notebook.cells, strict=True):
         if cell.cell_type == "code" and cell.source == before.source:
-            cell.outputs, cell.execution_count = [_freeze(output) for output in before.outputs], before.execution_count
+            cell.outputs = [_freeze(output, solved) for output in before.outputs]
+            cell.execution_count = before.execution_count
         if alt := cell.metadata.pop("alt", None):
             cell.metadata["mystnb"] = {"image": {"alt": alt}}
     title = page.cells[0]
@@ -103,11 +131,24 @@ def make_page(notebook: NotebookNode, name: str, *, solutions: bool = False) -> 
     return page
 
 
-def _freeze(output: NotebookNode) -> NotebookNode:
-    """Returns an output as it is, or words in the place of a live page."""
-    if LIVE.search(output.get("data", {}).get("text/html", "")):
-        return nbformat.v4.new_output("display_data", {"text/plain": "(Here the lab shows a live page.)"})
+def _freeze(output: NotebookNode, solved: Sequence[tuple[str, ...]]) -> NotebookNode:
+    """Returns an output as it is, or words in the place of a live page or of somebody's answer."""
+    data = output.get("data", {})
+    page = data.get("text/html", "")
+    if LIVE.search(page):
+        return _say("(Here the lab shows a live page; pictures of it may follow.)")
+    text = "\n".join([output.get("text", ""), data.get("text/plain", ""), html.unescape(re.sub("<[^>]*>", "", page))])
+    if any(_shows(text, block) for block in solved):
+        return _say("(Here the lab shows lines of your own answer.)")
     return output
+
+
+def _shows(text: str, solution: Sequence[str]) -> bool:
+    return all(line in text for line in solution)
+
+
+def _say(words: str) -> NotebookNode:
+    return nbformat.v4.new_output("display_data", {"text/plain": words})
 
 
 def split_readme(text: str) -> tuple[str, str]:

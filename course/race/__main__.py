@@ -23,7 +23,13 @@ def main() -> None:
     rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
     rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
     lap.add_argument("--name", default=getpass.getuser(), help="who races")
-    lap.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: those of LAB_NODES, and one before")
+    lap.add_argument(
+        "--nodes",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2: on both nodes of LAB_NODES, after the first one alone",
+    )
     lap.add_argument("--processes", type=int, default=1, help="on each node")
     lap.add_argument("--data", choices=NAMES, help="if not given, what is there")
     lap.add_argument("script", type=Path)

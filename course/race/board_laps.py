@@ -8,16 +8,16 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from course.race.board_record import check_numbers, read_record
-from course.race.records import CODE, CODE_BYTES, RECORD, WEIGHTS, WEIGHTS_BYTES
+from course.race.records import CODE, CODE_BYTES, NOTHING, RECORD, WEIGHTS, WEIGHTS_BYTES
 from course.report.pages import shorten
 from lab_common.files import read_bounded
 
-MOST_LAPS = 500
+MOST_LAPS = 2000  # in all; each folder that somebody names has the same share
 # In one folder, and on one level below a folder that somebody names.
 MOST_FOLDERS = 1000
 LEVELS = 2
@@ -47,28 +47,45 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
     Returns:
         The laps, and one line for each that is refused, and for each folder that has no laps.
     """
-    laps, refused, left = [], [], MOST_LAPS
+    laps, refused = [], []
     races, names = _find_races(folders)
+    roots = dict.fromkeys(map(_resolve, folders))
+    left = dict.fromkeys(roots, MOST_LAPS // max(1, len(roots)))
     for folder in folders:
         if not any(race.is_relative_to(_resolve(folder)) for race in races):
             refused.append(f"{shorten(folder, 100)}: there are no laps in it")
     for race, found in races.items():
-        if len(found) > left:
-            refused.append(f"{names[race]}: only {left} of its laps are read: {MOST_LAPS} is the most in all")
-        whole, lines = _read_race(names[race], found[:left])
-        left -= len(found[:left])
+        root = next(root for root in roots if race.is_relative_to(root))
+        if len(found) > left[root]:
+            refused.append(f"{names[race]}: only {left[root]} of its laps are read: {MOST_LAPS} is the most in all")
+        whole, lines = _read_race(names[race], found[: left[root]])
+        left[root] -= len(found[: left[root]])
         laps += whole
         refused += lines
+    counted = []
     alike = defaultdict(list)
     for lap in laps:
         alike[lap.record["weights"] or lap.label].append(lap)
     # Two laps that train do not end with the same weights: order and labels of the images are drawn anew for each.
     # Who copied from whom, a hash does not tell.
-    for same in alike.values():
-        for lap in same if len(same) > 1 else ():
-            other = next(one for one in same if one is not lap)
-            refused.append(f"{lap.label}: its weights are also those of {other.label}")
-    return [lap for lap in laps if len(alike[lap.record["weights"] or lap.label]) == 1], refused
+    for lap in laps:
+        # A whole folder that was copied at two times has the very same records, and stands on the board twice.
+        same = alike[lap.record["weights"] or lap.label]
+        others = [one for one in same if one.record["sha256"] != lap.record["sha256"]]
+        if others:
+            why = f"its weights are also those of {others[0].label}"
+            refused.append(f"{lap.label}: {why}")
+            # Of another folder a stranger may have taken them; but nobody gets rid of laps of his own in this way.
+            if any(one.folder.parent == lap.folder.parent for one in others):
+                counted.append(_fail(lap, why))
+        else:
+            counted.append(lap)
+    return counted, refused
+
+
+def _fail(lap: Lap, why: str) -> Lap:
+    """A lap that counts as one that did not end: whoever could take it away by a changed file would choose his laps."""
+    return replace(lap, record=lap.record | NOTHING | {"failed": why})
 
 
 def _resolve(path: Path) -> Path:
@@ -121,10 +138,15 @@ def _read_race(name: str, folders: Iterable[Path]) -> tuple[list[Lap], list[str]
             if why := broken.get(record["sha256"]):
                 raise ValueError(why)
             check_numbers(record)
-            label = f"{name}/{shorten(folder.name, 40)}"
-            laps.append(Lap(folder, label, record, _read_files(folder, record)))
         except (OSError, ValueError) as error:
             problems[folder] = _tell(error)
+            continue
+        lap = Lap(folder, f"{name}/{shorten(folder.name, 40)}", record, {})
+        try:
+            laps.append(replace(lap, code=_read_files(folder, record)))
+        except (OSError, ValueError) as error:
+            problems[folder] = _tell(error)
+            laps.append(_fail(lap, problems[folder]))
     return laps, [f"{name}/{shorten(folder.name, 40)}: {why}" for folder, why in sorted(problems.items())]
 
 

@@ -58,7 +58,7 @@ def make_board(entries: Sequence[Entry], refused: Sequence[str], *, baseline: st
         parts.append(f"<h2>Without a lap that ended</h2><p>No lap of this code ended:</p><ul>{lines}</ul>")
     if refused:
         lines = "".join(f"<li>{_isolate(line)}</li>" for line in refused)
-        parts.append(f"<h2>Refused</h2><p>These laps do not count:</p><ul>{lines}</ul>")
+        parts.append(f"<h2>Refused</h2><p>These laps do not count, or as such that did not end:</p><ul>{lines}</ul>")
     return make_page("The race", parts, head=HEAD)
 
 

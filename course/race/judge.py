@@ -2,7 +2,7 @@
 
 Nothing that the script says counts. The judge's clock runs in the judge's process; it ends a lap when it sees the last
 saved weights. Only afterwards it draws or takes the images on which it evaluates them. The record is there before the
-launch, as that of a lap that did not end: whoever ends a lap that goes badly, or the judge itself, has it counted.
+launch, as that of a lap that did not end: a lap counts also if somebody ends it, or kills the judge.
 """
 
 from __future__ import annotations
@@ -199,10 +199,12 @@ def _check(nodes: list[Node], args: Sequence[object], *, within: float | None, c
 @contextlib.contextmanager
 def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
     """Makes a lap's folder; of a lap without a record nothing stays, and of any neither its images nor the versions."""
-    # No other lap runs: a folder of a lap with images was left by a judge who was killed.
-    for left in home.glob(f"*/{RUN}"):
-        if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", left.parent.name):
-            _sweep(left.parent)
+    for lap in home.iterdir():
+        if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", lap.name):
+            _open(lap)
+            # No other lap runs: a folder of a lap with images was left by a judge who was killed.
+            if (lap / RUN).exists():
+                _sweep(lap)
     folder = home / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder.mkdir()
     try:
@@ -213,7 +215,15 @@ def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
             _clean(node, folder.name)
 
 
+def _open(lap: Path) -> None:
+    """Takes back what a script can do to a lap's folder: Landlock leaves it the right to hide one by its mode."""
+    with contextlib.suppress(OSError):
+        lap.chmod(0o755)
+        (lap / records.RECORD).chmod(0o644)
+
+
 def _sweep(folder: Path) -> None:
+    _open(folder)
     whole = (folder / records.RECORD).exists()
     for path in [folder / part for part in (RUN, VERSIONS, HIDDEN)] if whole else [folder]:
         shutil.rmtree(path, ignore_errors=True)
@@ -367,7 +377,7 @@ def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) ->
         what = f"{many}{len(used)} GPU{'s' if len(used) > 1 else ''}: {', '.join(sorted(set(used)))}"
     else:
         each = " each" if count > 1 else ""
-        what = f"{many}{min(shares)} CPU core{'s' if min(shares) > 1 else ''}{each}"
+        what = f"{many}{min(shares)} CPU core{'s' if min(shares) > 1 else ''}{each}, {first['cpu']}"
     return {
         "nodes": count,
         "processes": count * processes,
@@ -387,7 +397,7 @@ def tell(record: dict[str, Any]) -> str:
     )
     end = "" if record["within"] else (", reached" if record["reached"] else ", NOT reached")
     busy = "" if record["busy"] is None else f", {record['busy']:.0%} busy"
-    seal = "sealed" if record["sealed"] else "NOT sealed: this kernel has no Landlock"
+    seal = "sealed" if record["sealed"] else "NOT sealed: there is no Landlock here"
     lines = [
         f"{goal}{end}: {record['top1']:.1%} on {record['data']['valid']:,} images after {record['seconds']:.1f} s",
         f"{record['class']}, {record['device_seconds']:.0f} device-seconds{busy}, {seal}; lap {record['lap']}",

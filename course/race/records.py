@@ -46,7 +46,7 @@ def hash_file(path: Path, most: int = WEIGHTS_BYTES) -> str:
 
 @contextlib.contextmanager
 def hold_race(home: Path) -> Iterator[Path]:
-    """Holds a race folder for one lap: two at once would measure each other.
+    """Holds a race folder for one lap: two at once would slow each other.
 
     Raises:
         LabError: Another lap runs, or the folder cannot be written.

@@ -1,10 +1,10 @@
 """Runs a learner's script as ``python script.py …`` does, while the kernel lets it use its own lap's files alone.
 
 This file runs on the nodes: it takes the standard library and ``lab_common`` alone. Linux's Landlock (from 5.13
-on) keeps the promise: a process gives up rights, which neither it nor what it starts can take back. So files with
-weights from before and images of other splits stay closed. It is no wall around the script: what stands in its code,
-its arguments or its environment, in shared memory, or is sent by a program beside it, it can have. Without Landlock
-nothing is closed, and the record says so.
+on, where it is switched on) keeps the promise: a process gives up rights, which neither it nor what it starts can take
+back. So the contents of the learner's files stay closed. It is no wall around the script: what stands in its code, its
+arguments or its environment, where the system and Python have their files, in names and attributes of files, in shared
+memory, or is sent by a program beside it, it can have. Without Landlock nothing is closed, and the record says so.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -12,6 +12,7 @@ https://docs.kernel.org/userspace-api/landlock.html
 from __future__ import annotations
 
 import ctypes
+import ipaddress
 import json
 import os
 import runpy
@@ -25,7 +26,7 @@ from pathlib import Path
 from lab_common.cores import count_cores
 from lab_common.nvidia import query_smi
 
-# Numbers of system calls, the same on all processors, and of prctl's PR_SET_NO_NEW_PRIVS.
+# Numbers of system calls, the same on x86 and on ARM, and of prctl's PR_SET_NO_NEW_PRIVS.
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 PATH_BENEATH, VERSION, NO_NEW_PRIVS = 1, 1, 38
 # Rights: to read a file; to write, remove and make what a folder holds; to cut a file short, from version 3 on. To move
@@ -74,13 +75,21 @@ def seal(readable: list[str], writable: list[str]) -> None:
     os.close(rules)
 
 
+def is_loopback(host: str) -> bool:
+    """Whether a host is an address of this machine's loopback; a name is none."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def refuse_network(first: str) -> None:
     """Adds an audit hook: Python's sockets reach this machine and the first node alone. A reminder, no barrier."""
 
     def hook(event: str, arguments: tuple) -> None:
-        if event in ("socket.connect", "socket.sendto") and isinstance(arguments[1], tuple):
+        if event in ("socket.connect", "socket.sendto", "socket.sendmsg") and isinstance(arguments[1], tuple):
             host = arguments[1][0]
-            if type(host) is not str or (host not in ("localhost", "::1", first) and not host.startswith("127.")):
+            if type(host) is not str or not (host in ("localhost", first) or is_loopback(host)):
                 raise PermissionError(f"a lap has no network beside its nodes: {host}")
 
     sys.addaudithook(hook)

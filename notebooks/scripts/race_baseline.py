@@ -15,7 +15,7 @@ from lab_utils import data, models
 
 
 def main():
-    """Trains, and saves the weights at the end: that is when the judge's clock stops."""
+    """Trains, and saves the weights after each epoch; the judge's clock stops at the last ones."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--net", default="tiny", choices=models.NAMES)
     parser.add_argument("--batch-size", type=int, default=64, help="images of a step, of all processes together")
