@@ -156,7 +156,7 @@ gpu: setup
 bench: setup
 	@$(PY) -m benchmarks
 
-## site: the course as a web site, in runs/site/html (no lab is run; ARGS=--solutions shows the solutions, for teachers)
+## site: the course as a web site, in runs/site/html (no lab is run; ARGS=--solutions: for teachers, in runs/site-solutions/html)
 .PHONY: site
 site: setup
 	@$(PY) setup_engine.py sphinx

@@ -6,14 +6,16 @@ import http.server
 import re
 import subprocess
 import threading
+from html import unescape
 
 import nbformat
 import pytest
 from harness.browser import Browser
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from course.workspace import make_stub
 from website.links import find_broken
-from website.pages import REST, make_page, split_readme, write_contents, write_sources
+from website.pages import REST, find_solved, make_page, split_readme, write_contents, write_sources
 from website.slides import read_slide, write_slides
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -67,6 +69,35 @@ def test_a_page_has_stubs_and_no_output_of_what_a_solution_printed():
     assert lab.cells[5].metadata["alt"] == "Bars, and a <guess>.", "the notebook itself stays as it is"
 
 
+def test_an_output_that_shows_a_solution_is_left_out(tmp_path):
+    """Cells after a stub print what stood in its place; what gives less than the whole away stays."""
+    lines = ["total = sum(count for count, _ in found)", "return total / max(1, len(found))"]
+    solved = "def mean(found):\n    ### BEGIN SOLUTION\n    " + "\n    ".join(lines) + "\n    ### END SOLUTION"
+    lab = make_lab(solved=solved)
+    nbformat.write(lab, tmp_path / "09_doubling.ipynb")
+    (tmp_path / "scripts").mkdir()
+    wrap = "model = DDP(model, device_ids=[0])"
+    (tmp_path / "scripts" / "train.py").write_text(f"### BEGIN SOLUTION\n{wrap}\n### END SOLUTION\n")
+    known = find_solved(tmp_path)
+    assert sorted(known) == [(wrap,), tuple(lines)]
+    diff = "".join(f"<span>+ <b>{line.partition(' ')[0]}</b> {line.partition(' ')[2]}</span>\n" for line in lines)
+    shown = [
+        new_output("stream", text=f"1 {lines[0]}\n2 {lines[1]}\n"),
+        new_output("display_data", {"text/html": diff}),
+        new_output("stream", text=f"+ {wrap}"),
+        new_output("stream", text=f"{lines[0]}\n"),
+    ]
+    lab.cells[5].outputs = shown
+    page = make_page(lab, "09_doubling.ipynb", solved=known)
+    texts = [output.get("text") or output.data["text/plain"] for output in page.cells[5].outputs]
+    assert texts == ["(Here the lab shows lines of your own answer.)"] * 3 + [f"{lines[0]}\n"]
+    assert make_page(lab, "09_doubling.ipynb", solutions=True).cells[5].outputs == shown
+    # A later lab that says in a cell of its own what this one asks for gives nothing away.
+    told = make_lab(solved="\n".join(lines))
+    told.cells[5].outputs = shown
+    assert make_page(told, "10_more.ipynb", solved=known).cells[5].outputs[:2] == shown[:2]
+
+
 def test_a_live_page_is_not_looked_for_by_the_site():
     lab = make_lab()
     lab.cells[5].outputs.append(new_output("display_data", {"text/html": '<object data="http://127.0.0.1:6006/">'}))
@@ -97,6 +128,16 @@ def test_a_slide_is_question_figure_three_findings_and_what_to_ask():
     assert 'alt="Bars, and a &lt;guess&gt;."' in html and f"base64,{PNG}" in html
     evil = write_slides([make_lab(end="## What you saw\n\n* <script>alert(1)</script>\n* B.\n* C.")])
     assert "<script" not in evil
+
+
+def test_a_lab_chooses_what_its_slide_says():
+    lab = make_lab()
+    lab.cells[-1].metadata["slide"] = {"findings": [3, 0], "ask": ["And `x`?"], "note": "Of *one* run."}
+    slide = read_slide(lab)
+    assert slide["findings"] == ["Four.", "One thing: `a < b`."] and slide["ask"] == ["And `x`?"]
+    html = write_slides([lab])
+    assert "<figcaption>Of <em>one</em> run.</figcaption>" in html and "And <code>x</code>?" in html
+    assert '"halves"' in html and "halves wide" not in html
 
 
 @pytest.mark.parametrize(
@@ -228,6 +269,19 @@ def test_the_search_finds_a_page_without_a_network(site, address, chromium, tmp_
         page.wait_for(f"{links}.length > 0")
         assert any("13_schedulers" in link for link in page.evaluate(links))
         page.close()
+
+
+def test_no_page_shows_a_solution(site, root):
+    """Neither in a cell nor in what a later cell prints."""
+    solved, pages = find_solved(root / "notebooks"), sorted((site / "notebooks").glob("*.html"))
+    assert len(solved) > 50 and len(pages) >= 16
+    for page in pages:
+        path = root / "notebooks" / f"{page.stem}.ipynb"
+        stub = make_stub(nbformat.read(path, as_version=4), name=path.name)
+        own = "\n".join(cell.source for cell in stub.cells)
+        text = unescape(re.sub("<[^>]*>", "", page.read_text(encoding="utf-8")))
+        for block in solved:
+            assert not all(line in text for line in block) or all(line in own for line in block), (page.name, block)
 
 
 def test_figures_tables_and_stubs_stand_on_a_labs_page(site, address, chromium, tmp_path, keep):

@@ -44,9 +44,11 @@ def main() -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m website", description=__doc__.partition("\n")[0])
     parser.add_argument("--solutions", action="store_true", help="show the exercises' solutions, for teachers")
-    parser.add_argument("--into", type=Path, metavar="FOLDER", default=Path("runs", "site"), help="default: runs/site")
+    where = "default: runs/site, with solutions runs/site-solutions"
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help=where)
     arguments = parser.parse_args()
-    start, root, into = time.monotonic(), checkout(), arguments.into.absolute()
+    usual = Path("runs", "site-solutions" if arguments.solutions else "site")
+    start, root, into = time.monotonic(), checkout(), (arguments.into or usual).absolute()
     sources, pages = into / "sources", into / "html"
     write_sources(root, sources, solutions=arguments.solutions)
     shutil.rmtree(pages, ignore_errors=True)

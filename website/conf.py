@@ -7,6 +7,9 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_co
 
 # The notebooks' stored outputs are shown; none is run here.
 nb_execution_mode = "off"
+nb_merge_streams = True
+# Blocks without a language are commands and tables.
+highlight_language = "none"
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"

@@ -36,9 +36,11 @@ MODULES = {
         "plan",
     ),
     "nodelaunch": (),
+    "lab_common": (),
 }
 RUN = """```{{admonition}} Run it yourself
-In a clone of the repository type `make lab`, and open `{name}`. What stands here was measured on one machine; yours
+Get the course's folder (by `git clone` and its address, or from your teacher), type `make lab` in it, and open
+`{name}`. What stands here was measured on one machine; yours
 will show other figures. {solutions}
 ```
 """
@@ -47,6 +49,11 @@ will show other figures. {solutions}
 LIVE = re.compile(r"https?://(127\.0\.0\.1|localhost)\b")
 # Characters of a solution's line, and of all of them, that give it away: "return total" may stand anywhere.
 SHORTEST, TELLING = 12, 30
+MORE = """## More
+
+[Working with the labs](guide.md) says how a lab works and what to do when something goes wrong. For teachers: the
+[slides](slides.md), [a class in containers](hosting/README.md), and [a race in 90 minutes](hosting/RACE.md).
+"""
 SLIDES = """# Slides
 
 For teachers: one page a lab, with its question, a figure, what it finds, and what to ask the class. The pages are made
@@ -87,7 +94,7 @@ def write_sources(root: Path, folder: Path, *, solutions: bool = False) -> None:
     start, guide = split_readme((root / "README.md").read_text(encoding="utf-8"))
     _write(folder / "guide.md", guide)
     _write(folder / "slides.md", SLIDES)
-    _write(folder / "index.md", start + write_contents([path.stem for path in notebooks]))
+    _write(folder / "index.md", start + MORE + write_contents([path.stem for path in notebooks]))
 
 
 def find_solved(folder: Path) -> list[tuple[str, ...]]:
@@ -136,7 +143,7 @@ def _freeze(output: NotebookNode, solved: Sequence[tuple[str, ...]]) -> Notebook
     data = output.get("data", {})
     page = data.get("text/html", "")
     if LIVE.search(page):
-        return _say("(Here the lab shows a live page; pictures of it may follow.)")
+        return _say("(Here the lab shows a live page.)")
     text = "\n".join([output.get("text", ""), data.get("text/plain", ""), html.unescape(re.sub("<[^>]*>", "", page))])
     if any(_shows(text, block) for block in solved):
         return _say("(Here the lab shows lines of your own answer.)")
@@ -154,6 +161,8 @@ def _say(words: str) -> NotebookNode:
 def split_readme(text: str) -> tuple[str, str]:
     """Returns the README's start, up to the first section of its guide, and that guide as a page of its own."""
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
+    # The picture of this very site, and the line below it.
+    text = re.sub(r"!\[[^\]]*\]\([^)]*figures/site\.png\)\n\n[^\n]*\n\n", "", text)
     start, rest = text.split(REST)
     return start, f"# Working with the labs\n\n{REST}{rest}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import re
+import struct
 from collections.abc import Iterable
 from html import escape
 from typing import Any
@@ -11,6 +13,7 @@ import mistune
 from nbformat import NotebookNode
 
 FINDINGS = 3
+WIDE = 1.8  # times its height: a figure that gets the whole width
 RENDER = mistune.create_markdown(escape=True)
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -22,12 +25,17 @@ section {{ max-width: 70rem; margin: 0 auto; padding: 1.5rem; break-after: page;
 h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.25rem; margin: 0 0 .3rem; }}
 h3 {{ font-size: 1rem; margin: .8rem 0 .2rem; }}
 .question {{ font-size: 1.35rem; margin: 0 0 1rem; }}
-.halves {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1.5rem; align-items: start; }}
-img {{ max-width: 100%; max-height: 22rem; }} p {{ margin: .2rem 0; }} li {{ margin-bottom: .4rem; }}
+.halves {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1rem 1.5rem; align-items: start; }}
+.wide figure {{ grid-column: 1 / -1; }}
+figure {{ margin: 0; }} figcaption {{ font-size: .9em; }}
+img {{ max-width: 100%; max-height: 24rem; background: white; }} p {{ margin: .2rem 0; }} li {{ margin-bottom: .4rem; }}
 code {{ font-size: .92em; overflow-wrap: anywhere; }}
 @media (max-width: 50rem) {{ .halves {{ grid-template-columns: 1fr; }} }}
+@media screen and (prefers-color-scheme: dark) {{
+  body {{ color: #e6e6e6; background: #131416; }} a {{ color: #8ab4f8; }}
+}}
 @media print {{
-  body {{ font-size: 10pt; }} .question {{ font-size: 13pt; margin-bottom: 6mm; }} img {{ max-height: 110mm; }}
+  body {{ font-size: 12pt; }} .question {{ font-size: 15pt; margin-bottom: 4mm; }} img {{ max-height: 95mm; }}
   section {{ max-width: none; border: 0; padding: 0; break-inside: avoid; }}
   section:last-of-type {{ break-after: auto; }}
   .halves {{ grid-template-columns: 1fr 1fr; }} header {{ display: none; }}
@@ -41,10 +49,10 @@ Print them, or save them as PDF, in landscape. <a href="../index.html">The labs<
 """
 SLIDE = """<section id="{id}"><h2>{title}</h2>
 <p class="question">{question}</p>
-<div class="halves"><img alt="{alt}" src="data:image/png;base64,{figure}">
+<div class="halves{wide}"><figure><img alt="{alt}" src="data:image/png;base64,{figure}">{note}</figure>
 <div><h3>What the lab finds</h3>
-<ul>{findings}</ul>
-<h3>Ask the class</h3>
+<ul>{findings}</ul></div>
+<div><h3>Ask the class</h3>
 <ul>{ask}</ul></div></div></section>
 """
 
@@ -53,14 +61,17 @@ def read_slide(notebook: NotebookNode) -> dict[str, Any]:
     """Returns what a lab's slide says.
 
     Returns:
-        ``title``; ``question``, the bold sentence of the first cell; ``findings``, the first points of "What you saw";
+        ``title``; ``question``, the bold sentence of the first cell; ``findings``, three points of "What you saw";
         ``ask``, the questions of the section "Predict"; ``figure``, that of the cell with the tag ``slide``, a PNG in
-        base64; and ``alt``, its text for who cannot see it.
+        base64; ``alt``, its text for who cannot see it; and ``note``, words below it, mostly "". The metadata ``slide``
+        of the cell "What you saw" may say which points (``findings``, their numbers from 0; else the first ones), what
+        to ``ask`` where the questions make no sense without their cell, and the ``note``.
 
     Raises:
         ValueError: One of them is not in the notebook.
     """
-    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    cells = [cell for cell in notebook.cells if cell.cell_type == "markdown"]
+    texts, given = [cell.source for cell in cells], cells[-1].metadata.get("slide", {})
     title = _find(r"\A# ([^\n]+)", texts[0])
     question = _find(r"^\*\*(.+?)\*\*", texts[0])
     seen = _find(r"^## What you saw\n(.*?)(?=^## |\Z)", texts[-1])
@@ -80,7 +91,9 @@ def read_slide(notebook: NotebookNode) -> dict[str, Any]:
         raise ValueError(f"{title!r} has no finding, no question or no figure")
     alt, png = figures[-1]
     slide = {"title": title, "question": _join(question), "alt": alt, "figure": "".join(png.split())}
-    return slide | {"findings": [_join(finding) for finding in findings[:FINDINGS]], "ask": questions}
+    chosen = [findings[number] for number in given["findings"]] if "findings" in given else findings[:FINDINGS]
+    slide["findings"] = [_join(finding) for finding in chosen]
+    return slide | {"ask": given.get("ask", questions), "note": given.get("note", "")}
 
 
 def _find(pattern: str, text: str) -> str:
@@ -99,6 +112,10 @@ def write_slides(notebooks: Iterable[NotebookNode]) -> str:
             name: "\n".join(f"<li>{_render(point)}</li>" for point in slide.pop(name)) for name in ("findings", "ask")
         }
         slide["question"] = _render(slide["question"])
+        slide["note"] = f"<figcaption>{_render(slide['note'])}</figcaption>" if slide["note"] else ""
+        # The first chunk of a PNG has width and height, as two numbers of four bytes from byte 16 on.
+        width, height = struct.unpack(">II", base64.b64decode(slide["figure"][:32])[16:24])
+        slide["wide"] = " wide" if width > WIDE * height else ""
         texts = {name: escape(slide[name]) for name in ("title", "alt")}
         slides.append(SLIDE.format(id=f"lab{number}", **(slide | points | texts)))
     return PAGE.format(slides="\n".join(slides))
