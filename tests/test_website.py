@@ -271,6 +271,23 @@ def test_the_search_finds_a_page_without_a_network(site, address, chromium, tmp_
         page.close()
 
 
+@pytest.mark.parametrize("menu", ["nav", "toc"])
+def test_the_menus_of_a_phone_are_opened_by_the_keyboard(address, chromium, tmp_path, menu):
+    with Browser(tmp_path / "browser") as browser:
+        page = show(browser, f"{address}/notebooks/05_ddp_two_nodes.html", width=390)
+        drawer = {"nav": "sidebar-drawer", "toc": "toc-drawer"}[menu]
+        left = f"document.querySelector('.{drawer}').getBoundingClientRect()"
+        inside = f"(b => b.left >= 0 && b.right <= innerWidth)({left})"
+        button = f"[...document.querySelectorAll('button.{menu}-overlay-icon')].find(b => b.offsetParent)"
+        assert page.evaluate(f"{button}.focus(); [document.activeElement.tagName, {inside}]") == ["BUTTON", False]
+        for kind in ("keyDown", "keyUp"):
+            page.call(
+                "Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r"
+            )
+        page.wait_for(inside)
+        page.close()
+
+
 def test_no_page_shows_a_solution(site, root):
     """Neither in a cell nor in what a later cell prints."""
     solved, pages = find_solved(root / "notebooks"), sorted((site / "notebooks").glob("*.html"))

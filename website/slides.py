@@ -26,19 +26,21 @@ h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.25rem; margin: 0 0 .3rem; }}
 h3 {{ font-size: 1rem; margin: .8rem 0 .2rem; }}
 .question {{ font-size: 1.35rem; margin: 0 0 1rem; }}
 .halves {{ display: grid; grid-template-columns: 1fr 1fr; gap: 1rem 1.5rem; align-items: start; }}
-.wide figure {{ grid-column: 1 / -1; }}
-figure {{ margin: 0; }} figcaption {{ font-size: .9em; }}
+figure {{ margin: 0; grid-row: 1 / span 2; }}
+.wide {{ grid-template-columns: 3fr 2fr; }}
+.wide figure {{ grid-row: 1; grid-column: 1 / -1; }} figcaption {{ font-size: .9em; }}
 img {{ max-width: 100%; max-height: 24rem; background: white; }} p {{ margin: .2rem 0; }} li {{ margin-bottom: .4rem; }}
 code {{ font-size: .92em; overflow-wrap: anywhere; }}
-@media (max-width: 50rem) {{ .halves {{ grid-template-columns: 1fr; }} }}
+@media (max-width: 50rem) {{ .halves, .wide {{ grid-template-columns: 1fr; }} figure {{ grid-row: auto; }} }}
 @media screen and (prefers-color-scheme: dark) {{
   body {{ color: #e6e6e6; background: #131416; }} a {{ color: #8ab4f8; }}
 }}
 @media print {{
-  body {{ font-size: 12pt; }} .question {{ font-size: 15pt; margin-bottom: 4mm; }} img {{ max-height: 95mm; }}
+  body {{ font-size: 11pt; }} .question {{ font-size: 14pt; margin-bottom: 4mm; }}
+  img {{ max-height: 76mm; }} li {{ margin-bottom: .2rem; }}
   section {{ max-width: none; border: 0; padding: 0; break-inside: avoid; }}
   section:last-of-type {{ break-after: auto; }}
-  .halves {{ grid-template-columns: 1fr 1fr; }} header {{ display: none; }}
+  .halves {{ grid-template-columns: 1fr 1fr; }} .wide {{ grid-template-columns: 3fr 2fr; }} header {{ display: none; }}
 }}
 </style></head><body><main>
 <header><section><h1>Slides of the Distributed Training Labs</h1>
