@@ -495,6 +495,9 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, 
     assert ended.value.code == 1 and "refused: race/" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="No threshold is set"):
         call("lap", script)
+    monkeypatch.setattr(judge, "run_lap", interrupt)
+    with pytest.raises(SystemExit, match="interrupted"):
+        call("lap", script)
 
 
 def test_thresholds_are_what_the_worst_of_five_laps_reached():

@@ -45,6 +45,8 @@ def main() -> None:
         {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
     except LabError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def _run(args: argparse.Namespace) -> None:
