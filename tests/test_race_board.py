@@ -386,6 +386,22 @@ def test_nobody_gets_rid_of_bad_laps_by_equal_weights(race):
     assert entry.scores == [30, 31, *[math.inf] * 3] and len(refused) == 3 and "are also those of race/" in refused[0]
 
 
+def test_nobody_gets_rid_of_a_bad_lap_by_a_copy_in_a_second_folder_of_his_own(tmp_path):
+    first, second = Race(tmp_path / "red" / "race"), Race(tmp_path / "red" / "other")
+    first.add_times(30, 31)
+    first.add(seconds=90, weights=b"bad")
+    second.add(seconds=90, weights=b"bad", name="Team gray")
+    red, _ = read_entries([tmp_path / "red"])[0]
+    assert red.scores == [30, 31, math.inf]
+    Race(tmp_path / "blue").add(seconds=1, weights=b"bad", name="Team blue")
+    red, _ = read_entries([tmp_path / "red", tmp_path / "blue"])[0]
+    assert red.scores == [30, 31, math.inf]
+    # Where only a stranger has them, none counts.
+    shutil.rmtree(second.home)
+    (red,), refused = read_entries([tmp_path / "red", tmp_path / "blue"])
+    assert red.scores == [30, 31] and len(refused) == 2
+
+
 def test_a_folder_that_was_copied_twice_stands_there_twice(race, tmp_path):
     race.add_times(30, 31, 32)
     shutil.copytree(race.home, tmp_path / "older")

@@ -49,14 +49,14 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
     """
     laps, refused = [], []
     races, names = _find_races(folders)
-    roots = dict.fromkeys(map(_resolve, folders))
+    roots = [*dict.fromkeys(map(_resolve, folders))]
+    owners = {race: next(root for root in roots if race.is_relative_to(root)) for race in races}
     left = dict.fromkeys(roots, MOST_LAPS // max(1, len(roots)))
     for folder in folders:
         if not any(race.is_relative_to(_resolve(folder)) for race in races):
             refused.append(f"{shorten(folder, 100)}: there are no laps in it")
     for race, found in races.items():
-        root = next(root for root in roots if race.is_relative_to(root))
-        if len(found) > left[root]:
+        if len(found) > left[root := owners[race]]:
             refused.append(f"{names[race]}: only {left[root]} of its laps are read: {MOST_LAPS} is the most in all")
         whole, lines = _read_race(names[race], found[: left[root]])
         left[root] -= len(found[: left[root]])
@@ -75,8 +75,8 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
         if others:
             why = f"its weights are also those of {others[0].label}"
             refused.append(f"{lap.label}: {why}")
-            # Of another folder a stranger may have taken them; but nobody gets rid of laps of his own in this way.
-            if any(one.folder.parent == lap.folder.parent for one in others):
+            # A stranger may have copied them into his folder; but nobody gets rid of laps of his own in this way.
+            if any(owners[one.folder.parent] == owners[lap.folder.parent] for one in others):
                 counted.append(_fail(lap, why))
         else:
             counted.append(lap)
