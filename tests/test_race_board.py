@@ -198,6 +198,7 @@ def test_a_lap_that_did_not_end_is_infinitely_slow_and_is_told(race, show):
     assert find_names(page) == ["Careless", "Choosy"] and find_cells(page, "place") == ["1", "–"]
     assert find_cells(page, "median seconds") == ["31.0", "not reached"]
     assert find_cells(page, "laps") == ["3", "3"]
+    assert 'points=""' not in page and page.count(">other laps<") == 1
     assert page.count("did not end: interrupted") == 2 and page.count("did not end: ZeroDivisionError") == 1
     told = page.partition("Without a lap that ended")[2]
     assert "<bdi>Unfinished</bdi>, 1 lap; " in told and "alert(1)" in told
