@@ -1,4 +1,4 @@
-"""Finds the laps in race folders, and refuses those whose files or whose place in the chain of laps are not whole."""
+"""Finds the laps in race folders, and refuses those whose record or whose place in the chain is not whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MISSING, FORKED = "a lap before it is missing or was changed", "two laps name th
 
 @dataclass(frozen=True)
 class Lap:
-    """A lap whose record, code and weights are whole; one that did not end has no weights.
+    """A lap whose record is whole; where its code or weights are not, it counts as one that did not end.
 
     Attributes:
         folder: Where it lies, in its race folder.

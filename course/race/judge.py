@@ -230,13 +230,13 @@ def _sweep(folder: Path) -> None:
 
 
 def _explain(error: JobError) -> None:
-    """Raises what it means that a script was refused a file; any other error stays what it is."""
+    """Raises what it means that a script was refused a file or a connection; any other error stays what it is."""
     failure = error.result.failure
     if "PermissionError" in failure.message:
         raise LabError(
             f"The lap was stopped: {clean(failure.message, 300)}.",
             where=failure.location,
-            cause="a lap reads the images that the judge gave it, its own code, and what is installed; nothing else",
+            cause="a lap reads its images, its code, and files of the system and Python; it reaches no other machine",
             fix="train with data.load() alone, and bring files of code by files=",
             log=error.result.log,
         ) from error
