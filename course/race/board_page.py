@@ -27,8 +27,8 @@ NOTES = (
     "hardware.",
     "{star} is the bar of honour: the devices were busy for 95 % of the training or more.",
     "<strong>Hashes find changed files:</strong> a lap whose files do not match its record counts as one that did not "
-    "end, and no lap counts after a missing one. Hashes cannot find a lap that was deleted before the next one. "
-    "Whoever writes a whole record anew is found when somebody runs that entry again, or by --evaluate.",
+    "end, and no lap counts after a missing one. Hashes cannot find a lap that was deleted before the next one, nor a "
+    "record that was written anew as a whole: run that entry again.",
 )
 STAR = '<span class="honour"><span aria-hidden="true">★</span> 95 %</span>'
 
