@@ -40,8 +40,8 @@ MODULES = {
 }
 RUN = """```{{admonition}} Run it yourself
 Get the course's folder (by `git clone` and its address, or from your teacher), type `make lab` in it, and open
-`{name}`. What was measured here was
-measured on one machine; yours will show other times. What others published is marked. {solutions}
+`{name}`. The lab's own figures are from one machine; yours will show other times. What others published is marked.
+{solutions}
 ```
 """
 
@@ -123,9 +123,8 @@ def make_page(
         solved: Solutions of all labs, as :func:`find_solved` returns them.
     """
     page = copy.deepcopy(notebook) if solutions else make_stub(notebook, name=name)
-    own = "\n".join(
-        cell.source for cell in page.cells
-    )  # labs 3 and 14 say what is asked for elsewhere, or in their own hint
+    # What the learner has in this lab anyway, such as lab 3, which says what lab 2 asks for, gives nothing away.
+    own = "\n".join(cell.source for cell in page.cells)
     solved = [block for block in solved if not _shows(own, block)]
     for cell, before in zip(page.cells, notebook.cells, strict=True):
         if cell.cell_type == "code" and cell.source == before.source:
