@@ -150,6 +150,23 @@ def test_what_the_judge_did_not_give_cannot_be_had(cheat, home, run, tmp_path):
     assert old.exists()
 
 
+@needs_landlock
+@pytest.mark.parametrize("left", ["saved/weights.pt", "../data/weights.pt"])
+def test_the_run_on_both_nodes_cannot_use_what_the_run_on_one_left(left, run):
+    text = f"""
+alone = os.environ["WORLD_SIZE"] == "1"
+kept = os.path.normpath(sys.argv[-1].partition("/run/")[0] + "/run/1/{left}")
+if alone:
+    save(1)
+    if kept != sys.argv[-1]:
+        import shutil; shutil.copy(sys.argv[-1], kept)
+elif os.environ["RANK"] == "0":
+    torch.save(torch.load(kept), sys.argv[-1])
+"""
+    with pytest.raises(LabError, match="PermissionError"):
+        run(text, nodes=local_nodes(2), compare=True, within=60)
+
+
 @pytest.mark.parametrize("cheat", DOWNLOADS.values(), ids=DOWNLOADS)
 def test_pythons_sockets_reach_no_other_machine(cheat, home, run):
     with pytest.raises(LabError, match="a lap has no network"):
@@ -173,7 +190,7 @@ def test_the_judges_clock_is_the_only_one(run):
 def test_nobody_reports_an_accuracy_of_his_own(run):
     lap = run(
         "import nodelaunch; nodelaunch.report({'top1': 1.0, 'seconds': 0.1}); print('top-1: 1.0')\n"
-        "(Path(sys.argv[-1]).parents[2] / 'record.json').write_text('{}')\n"
+        "(Path(sys.argv[-1]).parent / 'record.json').write_text('{}')\n"
         "torch.save({'model': models.build('tiny').state_dict(), 'top1': 1.0}, sys.argv[-1])\n"
     )
     assert lap["top1"] < 0.6 and lap["seconds"] > 0.1

@@ -118,7 +118,7 @@ def main() -> None:
         print(json.dumps(describe()))
         return
     lap, name, *arguments = sys.argv[1:]
-    here, images = Path(__file__).resolve().parent, Path(os.environ["LAB_DATA"]).resolve().parent
+    here, images = Path(__file__).resolve().parent, str(Path(os.environ["LAB_DATA"]).resolve())
     # An empty folder for what libraries write, such as compiled kernels: those of an earlier lap are not found. The
     # judge knows its name and takes it away.
     scratch = Path(tempfile.gettempdir(), f"lap-{lap}-{os.environ['RANK']}")
@@ -126,10 +126,11 @@ def main() -> None:
     os.environ.update(dict.fromkeys(CACHES, str(scratch)))
     tempfile.tempdir = str(scratch)
     if find_version():
-        own = [str(images), str(scratch), os.environ["LAB_JOB_FOLDER"]]
+        # Where this run saves, and not what the lap's run on one node saved: the last argument is the judge's.
+        own = [str(Path(arguments[-1]).resolve().parent), str(scratch), os.environ["LAB_JOB_FOLDER"]]
         # What it logs, it may write below LAB_RUNS and into its working folder, where earlier laps may have been.
         logs = [os.environ["LAB_RUNS"], "."]
-        seal([*own, str(here.parent), sys.prefix, sys.base_prefix, *SYSTEM], [*own, "/dev", "/proc", *logs])
+        seal([images, *own, str(here.parent), sys.prefix, sys.base_prefix, *SYSTEM], [*own, "/dev", "/proc", *logs])
     refuse_network(os.environ.get("MASTER_ADDR", "localhost"))
     # Only now they get names under which Python could import them.
     code = scratch / "code"
