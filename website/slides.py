@@ -36,8 +36,8 @@ code {{ font-size: .92em; overflow-wrap: anywhere; }}
   body {{ color: #e6e6e6; background: #131416; }} a {{ color: #8ab4f8; }}
 }}
 @media print {{
-  body {{ font-size: 11pt; }} .question {{ font-size: 14pt; margin-bottom: 4mm; }}
-  img {{ max-height: 76mm; }} li {{ margin-bottom: .2rem; }}
+  body {{ font-size: 10.5pt; }} .question {{ font-size: 14pt; margin-bottom: 3mm; }}
+  img {{ max-height: 66mm; }} li {{ margin-bottom: .2rem; }}
   section {{ max-width: none; border: 0; padding: 0; break-inside: avoid; }}
   section:last-of-type {{ break-after: auto; }}
   .halves {{ grid-template-columns: 1fr 1fr; }} .wide {{ grid-template-columns: 3fr 2fr; }} header {{ display: none; }}
