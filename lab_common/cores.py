@@ -1,21 +1,43 @@
-"""How many cores a program may use here. Standard library alone: it is also sent to nodes as text."""
+"""How many cores a program may use here. Standard library alone: it is also sent to nodes as text, for Python 3.9."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
 
 def count_cores() -> float:
     """Cores that this process may use; of a container with a quota its share, which need not be whole."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, read_quota())
+    quota = read_cpu_quota()
+    return cores if quota is None else min(cores, quota)
 
 
-def read_quota(file: Path = Path("/sys/fs/cgroup/cpu.max")) -> float:
-    """Returns how many cores a container may use, infinity where there is no limit."""
-    try:
-        quota, period = file.read_text().split()
-        return float(quota) / float(period)
-    except (OSError, ValueError):
-        return float("inf")
+def read_cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
+    """Returns the lowest processor quota of this process's control groups, in processors; None without one."""
+    found = [text.split() for text in read_cgroup_files(root, own, "", "cpu.max")]
+    # Version 1 has a file for each of the two numbers. Python 3.9's zip has no `strict`.
+    quotas, periods = (read_cgroup_files(root, own, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+    found += [[quota, period] for quota, period in zip(quotas, periods)]  # noqa: B905
+    pairs = (pair for pair in found if len(pair) == 2 and all(map(str.isdigit, pair)))
+    return min((int(quota) / int(period) for quota, period in pairs if int(period)), default=None)
+
+
+def read_cgroup_files(root: Path, own: Path, controller: str, name: str) -> list[str]:
+    """Returns the texts of a control file in this process's group and each group above it; controller "" is v2."""
+    groups = {Path()}
+    if own.exists():
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controller in controllers.split(","):
+                group = Path(path.lstrip("/"))
+                groups |= {group, *group.parents}
+    texts = []
+    for file in (root / controller / group / name for group in sorted(groups)):
+        try:
+            texts.append(file.read_text().strip())
+        except OSError:  # a container sees its own group as the root, and not the path that the host gives it
+            continue
+    return texts

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from course import environment
-from lab_common import LabError, nvidia
+from lab_common import LabError, cores, nvidia
 from lab_utils import machine
 from lab_utils.machine import facts
 
@@ -293,7 +293,7 @@ def test_a_container_s_limits_count(tmp_path):
         (tmp_path / "v2" / group).mkdir(parents=True, exist_ok=True)
         (tmp_path / "v2" / group / name).write_text(text + "\n")
     assert facts.read_memory_limit(tmp_path / "v2", own) == 8 * 2**30
-    assert facts.read_cpu_quota(tmp_path / "v2", own) == 1.5
+    assert cores.read_cpu_quota(tmp_path / "v2", own) == 1.5
     (tmp_path / "v1" / "memory" / "job").mkdir(parents=True)
     (tmp_path / "v1" / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert facts.read_memory_limit(tmp_path / "v1", own) is None
@@ -302,9 +302,9 @@ def test_a_container_s_limits_count(tmp_path):
     (tmp_path / "v1" / "cpu" / "cpu.cfs_quota_us").write_text("200000\n")
     (tmp_path / "v1" / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
     assert facts.read_memory_limit(tmp_path / "v1", own) == 4 * 2**30
-    assert facts.read_cpu_quota(tmp_path / "v1", own) == 2.0
+    assert cores.read_cpu_quota(tmp_path / "v1", own) == 2.0
     assert facts.read_memory_limit(tmp_path / "none", own) is None
-    assert facts.read_cpu_quota(tmp_path / "none", own) is None
+    assert cores.read_cpu_quota(tmp_path / "none", own) is None
 
 
 def test_the_lower_of_machine_and_container_counts(monkeypatch):
@@ -312,7 +312,7 @@ def test_the_lower_of_machine_and_container_counts(monkeypatch):
     assert facts.measure_memory() == 2**30
     monkeypatch.setattr(facts, "read_memory_limit", lambda: 2**59)
     assert 2**30 < facts.measure_memory() < 2**59
-    monkeypatch.setattr(facts, "read_cpu_quota", lambda: 0.5)
+    monkeypatch.setattr(cores, "read_cpu_quota", lambda: 0.5)
     assert facts.count_cores() == 1
 
 

@@ -237,13 +237,11 @@ def test_without_proc_it_is_the_load_average_and_says_so(monkeypatch):
     assert "load average" in seen.how
 
 
-@pytest.mark.parametrize(
-    ("text", "found"), [("200000 100000\n", 2.0), ("max 100000\n", float("inf")), ("", float("inf"))]
-)
+@pytest.mark.parametrize(("text", "found"), [("200000 100000\n", 2.0), ("max 100000\n", None), ("", None)])
 def test_a_container_s_quota_counts(tmp_path, text, found):
     (tmp_path / "cpu.max").write_text(text)
-    assert cores.read_quota(tmp_path / "cpu.max") == found
-    assert cores.read_quota(tmp_path / "none") == float("inf")
+    assert cores.read_cpu_quota(tmp_path, tmp_path / "none") == found
+    assert cores.read_cpu_quota(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_an_interval_that_measures_nothing_is_refused():

@@ -106,8 +106,7 @@ def read_entries(folders: Sequence[Path], *, evaluate: bool = False) -> tuple[li
 
     Args:
         folders: Race folders, or folders that hold several at most two levels below. Links in them are not followed,
-            and at most 2,000 laps are read, of each
-            folder that is named an equal share.
+            and at most 2,000 laps are read, the same number of each named folder.
         evaluate: Whether to evaluate all saved weights again, for which the data set has to be here.
 
     Returns:

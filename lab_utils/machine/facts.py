@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from lab_common import cores
 
 # The processor flags that decide how fast low precision is, spelled as Linux spells them: x86's, then Arm's.
 CPU_FEATURES = {
@@ -174,10 +175,7 @@ def _ask_sysctl() -> tuple[str, set[str]]:
 
 def count_cores() -> int:
     """Counts the logical processors that this process may use, at least 1; a container often has fewer."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = read_cpu_quota()
-    return max(1, cores if quota is None else min(cores, round(quota)))
+    return max(1, round(cores.count_cores()))
 
 
 def measure_memory() -> int:
@@ -188,43 +186,14 @@ def measure_memory() -> int:
     return total if limit is None else min(total, limit)
 
 
-def read_memory_limit(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def read_memory_limit(root: Path = cores.ROOT, own: Path = cores.OWN) -> int | None:
     """Returns the lowest memory limit of this process's control groups in bytes (v2 and v1); None without one."""
     found = [
-        *_read_cgroup_files(root, own, "", "memory.max"),
-        *_read_cgroup_files(root, own, "memory", "memory.limit_in_bytes"),
+        *cores.read_cgroup_files(root, own, "", "memory.max"),
+        *cores.read_cgroup_files(root, own, "memory", "memory.limit_in_bytes"),
     ]
     # v1 says "no limit" with a number near 2**63.
     return min((int(text) for text in found if text.isdigit() and int(text) < 2**60), default=None)
-
-
-def read_cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Returns the lowest processor quota of this process's control groups, in processors; None without one."""
-    found = [text.split() for text in _read_cgroup_files(root, own, "", "cpu.max")]
-    quotas = _read_cgroup_files(root, own, "cpu", "cpu.cfs_quota_us")
-    found += [
-        list(pair) for pair in zip(quotas, _read_cgroup_files(root, own, "cpu", "cpu.cfs_period_us"), strict=False)
-    ]
-    return min((int(q) / int(p) for q, p in found if q.isdigit() and int(p) > 0), default=None)
-
-
-def _read_cgroup_files(root: Path, own: Path, controller: str, name: str) -> list[str]:
-    """Returns the texts of a control file in this process's group and each group above it; controller "" is v2."""
-    groups = {Path()}
-    if own.exists():
-        for line in own.read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controller in controllers.split(","):
-                group = Path(path.lstrip("/"))
-                groups |= {group, *group.parents}
-    files = [root / controller / group / name for group in sorted(groups)]
-    texts = []
-    for file in files:
-        try:
-            texts.append(file.read_text().strip())
-        except OSError:  # a container sees its own group as the root, and not the path that the host gives it
-            continue
-    return texts
 
 
 def _read_version(package: str) -> str:
