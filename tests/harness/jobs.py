@@ -21,8 +21,8 @@ import pytest
 from nodelaunch import JobError, TorchrunJob
 from nodelaunch.state import JobState
 
-# Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault. DDP only where it is tried:
-# the first one of a process imports for a second.
+# Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault. DDP only where it is tried,
+# and once before the fault: the first one of a process imports for a second of a core.
 TROUBLE = """
 import os, signal, sys, time
 from datetime import timedelta
@@ -74,6 +74,7 @@ elif mode == "hang":
             time.sleep(1000)
     dist.all_reduce(value)
 elif mode == "model":
+    DDP(torch.nn.Linear(4, 4))
     fault()
     DDP(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 5 if faulty else 6)))
 elif mode == "uneven":
