@@ -428,6 +428,7 @@ def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1
         ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT}"], "the nodes are numbered from 0"),
         ([type_static(0, nodes=""), type_static(1)], "a job of its own, on one node"),
         ([type_static(0), type_static(1, nodes="--nnodes=1")], "a job of its own, on one node"),
+        ([type_static(node, nodes="--nnodes=1:2") for node in (0, 1)], "a job of its own, on one node"),
         ([type_static(0, nodes="--standalone"), type_static(1)], "it looks for no other"),
         ([type_static(0, meet=""), type_static(1)], "no other way to find it"),
         ([type_static(0), type_static(1, meet=MEET.replace("55", "56"))], "address and port are the first node's"),
@@ -540,6 +541,11 @@ def test_commands_run_as_they_were_typed(said, root):
         before = "env CUDA_VISIBLE_DEVICES= GLOO_SOCKET_IFNAME=lo"
         assert f"{before} {sys.executable} -m nodelaunch.node.agent --nnodes 2" in line
         assert SCRIPT in line
+
+
+def test_at_least_two_nodes_and_at_most_two_are_two(said):
+    said(EPOCH, ok=True)
+    check.exercise("5.2", lambda: [type_static(node, nodes="--nnodes=2:2") for node in (0, 1)])
 
 
 @pytest.mark.parametrize(

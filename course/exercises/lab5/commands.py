@@ -138,7 +138,7 @@ def _expect_size(parsed: Sequence[_Command]) -> None:
         if one.options.standalone:
             hint = "--standalone is for a job on one node: it looks for no other"
         expect(
-            size == f"--nnodes={NODES}",
+            size.removesuffix(f":{NODES}") == f"--nnodes={NODES}",  # 2:2 is the same: at least and at most two
             f"command {number + 1}: how many nodes the job has",
             yours=size if "nnodes" in one.given or one.options.standalone else "1, as nothing is said",
             expected=f"--nnodes={NODES}",
