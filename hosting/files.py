@@ -135,7 +135,7 @@ def _make_node(team: Team, settings: Settings, node: int, setup: Setup) -> dict:
         "container_name": name_container(settings, team, node),
         "labels": {"labs.image": setup.image_id},
         "hostname": f"node{node}",
-        "environment": {"LAB_TEAM": team.name} | make_environment(share, guarded=setup.guarded),
+        "environment": {"LAB_TEAM": team.name} | make_environment(share, nodes=settings.nodes, guarded=setup.guarded),
         "networks": {team.name: {"aliases": [f"node{node}"]}},
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
@@ -146,12 +146,19 @@ def _make_node(team: Team, settings: Settings, node: int, setup: Setup) -> dict:
     return made
 
 
-def make_environment(share: Share, *, guarded: bool) -> dict[str, str]:
-    """What a container is told of its share, and whether it waits for the guard."""
+def make_environment(share: Share, *, nodes: int = 1, guarded: bool) -> dict[str, str]:
+    """What a container is told of its share, and whether it waits for the guard.
+
+    A team's nodes have the same CPUs, so a job on all of them takes a part of the threads on each: threads that wait
+    for each other on too few CPUs are many times slower than one.
+    """
     # JupyterLab shows the memory beside its limit.
     told = {"MEM_LIMIT": str(share.memory)} | ({"LAB_GUARDED": "1"} if guarded else {})
+    threads = str(max(1, int(share.cpus) // nodes))
+    if nodes > 1:
+        told["LAB_NODE_THREADS"] = threads
     # PyTorch starts a thread for each CPU that it sees; here it sees more than it may use.
-    return told if share.cpuset else told | {"OMP_NUM_THREADS": str(max(1, int(share.cpus)))}
+    return told if share.cpuset else told | {"OMP_NUM_THREADS": threads}
 
 
 def _make_lab(team: Team, settings: Settings, setup: Setup) -> dict:

@@ -149,6 +149,13 @@ def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
     assert "[red]" not in said
 
 
+def test_a_job_on_both_nodes_takes_no_more_threads_than_they_have_cpus(hosted):
+    """Two threads of each of two ranks, which wait for each other on two CPUs, were eleven times slower than one."""
+    ask = "for node in node0 node1; do ssh $node nproc; done; nproc"
+    threads = [int(number) for number in hosted.podman.ask("labtest-red-node0", "sh", "-c", ask).split()]
+    assert threads == [max(1, os.cpu_count() // 2)] * 3
+
+
 def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
     """Lightning and Ray; the others have no place in the image, and a learner is told whom to ask."""
     find = "import sys; from course import frameworks; print(frameworks.find_python(sys.argv[1]))"

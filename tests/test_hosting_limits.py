@@ -56,10 +56,22 @@ def test_every_container_is_told_its_limits():
             assert made["mem_limit"] == made["memswap_limit"] == f"{share.memory}b" and share.memory > 8 * GIB
             assert made["shm_size"] == f"{share.shm}b" and made["pids_limit"] == 4096
             assert made["cpuset"] in ("0,1,2,3", "4,5,6,7") and "OMP_NUM_THREADS" not in made["environment"]
+            assert made["environment"]["LAB_NODE_THREADS"] == "2", "half of the four CPUs that both nodes have"
             assert made["logging"] == {"driver": "json-file", "options": {"max-size": "10m"}}
             assert made["environment"]["MEM_LIMIT"] == str(share.memory)
     front = base["services"]["front"]
     assert front["mem_limit"] and front["pids_limit"] and front["logging"]["options"]["max-size"]
+
+
+@pytest.mark.parametrize(("cpus", "nodes", "threads"), [("8", 1, "8"), ("8", 2, "4"), ("1.5", 2, "1"), (".5", 2, "1")])
+def test_threads_are_no_more_than_cpus_of_all_nodes_together(cpus, nodes, threads):
+    """Of teams that have no CPUs of their own."""
+    teams, told = make_teams(2), Settings(cpus=cpus, nodes=nodes)
+    setup = make_setup(teams, told)
+    made = [make_base(teams, told, "", setup)["services"]["t0-node0"]]
+    made += [make_nodes(teams, told, setup)["services"]["t0-node1"]] if nodes > 1 else []
+    assert {one["environment"]["OMP_NUM_THREADS"] for one in made} == {threads}
+    assert {one["environment"].get("LAB_NODE_THREADS") for one in made} == {threads if nodes > 1 else None}
 
 
 def test_what_is_told_goes_before_what_is_decided():
@@ -69,7 +81,8 @@ def test_what_is_told_goes_before_what_is_decided():
     (share,) = divide(MACHINE, teams, told)["t0"]
     assert (share.memory, share.shm, share.cpus, share.cpuset) == (6 * GIB, GIB, 1.5, "")
     made = make_base(teams, told, "", make_setup(teams, told))["services"]["t0-node0"]
-    assert made["cpus"] == 1.5 and "cpuset" not in made and made["environment"]["OMP_NUM_THREADS"] == "1"
+    assert made["cpus"] == 1.5 and "cpuset" not in made
+    assert made["environment"]["OMP_NUM_THREADS"] == "1" and "LAB_NODE_THREADS" not in made["environment"]
     assert [nodes[0].cpuset for nodes in divide(MACHINE, teams, Settings(cpus="3")).values()] == ["0,1,2", "3,4,5"]
     assert [nodes[0].cpuset for nodes in divide(MACHINE, teams, Settings(cpus="8")).values()] == ["", ""]
 

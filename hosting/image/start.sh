@@ -38,6 +38,7 @@ Host node0 node1
   UserKnownHostsFile /dev/null
   StrictHostKeyChecking yes
 EOF
+  # A job comes by ssh, and starts as many threads as nproc then says: its part of the CPUs that both nodes share.
   cat > "$ssh/sshd_config" <<EOF
 Port 2222
 HostKey $ssh/host
@@ -46,6 +47,7 @@ PasswordAuthentication no
 KbdInteractiveAuthentication no
 PidFile none
 Subsystem sftp internal-sftp
+${LAB_NODE_THREADS:+SetEnv OMP_NUM_THREADS=$LAB_NODE_THREADS}
 EOF
 }
 
