@@ -150,7 +150,7 @@ def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
 
 
 def test_a_job_on_both_nodes_takes_no_more_threads_than_they_have_cpus(hosted):
-    """Two threads of each of two ranks, which wait for each other on two busy CPUs, were eleven times slower than one."""
+    """Two threads each of two ranks, which wait for each other on two busy CPUs, were eleven times slower than one."""
     ask = "for node in node0 node1; do ssh $node nproc; done; nproc"
     threads = [int(number) for number in hosted.podman.ask("labtest-red-node0", "sh", "-c", ask).split()]
     assert threads == [max(1, os.cpu_count() // 2)] * 3

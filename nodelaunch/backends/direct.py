@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Link, Node, PipeLink
@@ -53,18 +55,30 @@ def start(
     spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Say, stop: threading.Event
 ) -> dict[str, Link]:
     """Starts a supervisor on each node, which runs the node's script."""
-    links = {}
+    pool, begun = ThreadPoolExecutor(1), {}
     try:
         for node, plan in zip(spec.nodes, plans, strict=True):
             if node.name in by_hand:
                 say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
             else:
-                links[node.name] = _start_node(node, plan)
+                # Not in this thread, which an interrupt would find with a process that nobody holds yet.
+                begun[node.name] = pool.submit(_start_node, node, plan)
+        return {name: started.result() for name, started in begun.items()}
     except BaseException:
-        for link in links.values():
-            link.stop()
+        for started in begun.values():
+            started.cancel()
+            started.add_done_callback(_let_end)
         raise
-    return links
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _let_end(started: Future[Link]) -> None:
+    """Ends a supervisor that nobody is going to follow, and waits for its end elsewhere: else it stays as a zombie."""
+    if not started.cancelled() and not started.exception():
+        link = started.result()
+        link.stop()
+        threading.Thread(target=lambda: deque(link.lines(), maxlen=0), daemon=True).start()
 
 
 def _start_node(node: Node, plan: Plan) -> Link:
