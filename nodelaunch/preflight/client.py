@@ -164,8 +164,13 @@ def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
         for client in clients.values():
             client.close()
         end = time.monotonic() + 0.5
-        for client in clients.values():
-            client.end(end - time.monotonic())
+        try:
+            for client in clients.values():
+                client.end(end - time.monotonic())
+        except BaseException:  # an interrupt: now at once, and all of them
+            for client in clients.values():
+                client.end(0.0)
+            raise
 
 
 def ask_all(tasks: Mapping[str, Callable[[], dict]], nodes: Mapping[str, Node], seconds: float) -> dict:
