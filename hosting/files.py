@@ -157,7 +157,7 @@ def make_environment(share: Share, *, nodes: int = 1, guarded: bool) -> dict[str
     threads = str(max(1, int(share.cpus) // nodes))
     if nodes > 1:
         told["LAB_NODE_THREADS"] = threads
-    # PyTorch starts a thread for each CPU that it sees; here it sees more than it may use.
+    # PyTorch starts a thread for each CPU that it sees; here it sees more than it may use. The launcher hands it on.
     return told if share.cpuset else told | {"OMP_NUM_THREADS": threads}
 
 

@@ -243,7 +243,7 @@ def test_an_interrupt_while_nodes_are_started_leaves_no_zombie(late, runs, tmp_p
             _thread.interrupt_main()
             time.sleep(0.5)
         link = start(node, plan)
-        begun.append(link._process.pid)
+        begun.append(link)  # held here: else Python itself may wait for it as it forgets the link
         return link
 
     monkeypatch.setattr(direct, "_start_node", start_node)
@@ -255,7 +255,8 @@ def test_an_interrupt_while_nodes_are_started_leaves_no_zombie(late, runs, tmp_p
     finally:
         signal.signal(signal.SIGINT, before)
     wait_for(lambda: len(begun) == 1 + late, seconds=10)
-    wait_for(lambda: not set(map(str, begun)) & set(list_children(os.getpid())), seconds=20)
+    pids = {str(link._process.pid) for link in begun}
+    wait_for(lambda: not pids & set(list_children(os.getpid())), seconds=20)
     assert_gone(job_id, 10)
 
 
