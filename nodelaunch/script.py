@@ -145,6 +145,8 @@ def write_environment(plan: Plan, place: Place) -> str:
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
 export PET_RDZV_ID={place.rendezvous_id}
+# The rank stands in front of each of its lines. torchrun has an option for it, too, but not yet in torch 2.11.
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${{rank}}] '
 """
     return f"""\
 # What nodelaunch has to know about the job.
@@ -280,7 +282,6 @@ def _list_torchrun(plan: Plan, place: Place) -> list[tuple[str, str]]:
         ("--monitor-interval=0.1", "seconds between two looks at the workers"),
         ('--log-dir="$job/logs"', "a folder for what each rank prints"),
         ("--tee=3", "which goes there and to the screen, errors too (1 + 2)"),
-        ("--log-line-prefix-template='[rank ${rank}] '", "with the rank in front"),
     ]
 
 
