@@ -56,39 +56,13 @@ BREAKOUTS = [
     os.fsdecode(b"\xff\xfe"), os.fsdecode(b"a\x80'b"), os.fsdecode(b"\xc3"),
 ]  # fmt: skip
 # Of `torchrun --help` in torch 2.11, the oldest that pyproject.toml allows.
-OF_THE_OLDEST_TORCHRUN = {
-    f"--{name}"
-    for name in [
-        "duplicate-stderr-filters",
-        "duplicate-stdout-filters",
-        "event-log-handler",
-        "local-addr",
-        "local-ranks-filter",
-        "log-dir",
-        "logs-specs",
-        "master-addr",
-        "master-port",
-        "max-restarts",
-        "monitor-interval",
-        "nnodes",
-        "no-python",
-        "node-rank",
-        "nproc-per-node",
-        "numa-binding",
-        "rdzv-backend",
-        "rdzv-conf",
-        "rdzv-endpoint",
-        "rdzv-id",
-        "redirects",
-        "role",
-        "run-path",
-        "signals-to-handle",
-        "standalone",
-        "start-method",
-        "tee",
-        "virtual-local-rank",
-    ]
-}
+OLDEST = """
+duplicate-stderr-filters duplicate-stdout-filters event-log-handler local-addr local-ranks-filter log-dir logs-specs
+master-addr master-port max-restarts monitor-interval nnodes no-python node-rank nproc-per-node numa-binding
+rdzv-backend rdzv-conf rdzv-endpoint rdzv-id redirects role run-path signals-to-handle standalone start-method tee
+virtual-local-rank
+"""
+OF_THE_OLDEST_TORCHRUN = {f"--{name}" for name in OLDEST.split()}
 STAND_IN = """#!/bin/sh
 printf '%s\\0' "$@" > "$LAB_JOB_FOLDER/argv"
 pwd -P > "$LAB_JOB_FOLDER/pwd"
