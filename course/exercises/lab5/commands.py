@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import shlex
 import sys
@@ -239,7 +240,8 @@ def _run(parsed: Sequence[_Command]) -> None:
             nodes=launch.local_nodes(NODES),
             program=["bash"],
             limit=SECONDS,
-            env={"CUDA_VISIBLE_DEVICES": ""},
+            # Where the packages are not installed, the learner's own shell has this, too.
+            env={"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         )
         result = job.run(check=False, show=False, force=True)
     found = [match.group() for line in result.lines if (match := EPOCH.search(line))]
