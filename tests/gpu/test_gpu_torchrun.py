@@ -96,4 +96,4 @@ def test_more_processes_than_gpus_use_the_cpu(real_gpu, tmp_path):
     script = tmp_path / "asking.py"
     script.write_text(ASKING, encoding="utf-8")
     found = run(script, processes=torch.cuda.device_count() + 1)
-    assert found.results == [False] * (torch.cuda.device_count() + 1)
+    assert list(found.results) == [False] * (torch.cuda.device_count() + 1)
