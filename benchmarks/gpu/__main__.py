@@ -79,11 +79,20 @@ class Step:
     after: Callable[[], None] = lambda: None
 
 
-def list_steps(out: Path, *, dry: bool) -> list[Step]:
-    """Returns the steps, the most valuable first; ``dry`` makes them small."""
+def list_steps(out: Path, *, dry: bool, before: dict[str, Any] | None = None) -> list[Step]:
+    """Returns the steps, the most valuable first; ``dry`` makes them small.
+
+    Args:
+        out: The folder of what they find.
+        dry: Whether it is the rehearsal.
+        before: An earlier content of ``gpu_tests.json``, of which only the tests that did not pass are run again.
+    """
     python, labs = sys.executable, [f"lab{lab}" for lab in (LABS[:1] if dry else LABS)]
     pytest = (python, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--confcutdir=tests/gpu", "tests/gpu")
     pytest += ("-p", "no:cacheprovider", f"--junitxml={out / 'tests.xml'}")
+    if before:
+        failed = {name.rpartition("::")[2] for name, outcome in before["tests"].items() if outcome == "failed"}
+        pytest += ("-k", " or ".join(sorted({name.partition("[")[0] for name in failed})))
     notebooks = (python, "-m", "benchmarks.gpu.notebooks", "--out", str(out / "notebooks.json"))
     notebooks += ("--dry" if dry else "--short", "--seconds", "{seconds}", *map(str, LABS))
     reference = (python, "-m", "course.reference", *labs, "--some", "--into", str(out / "reference"))
@@ -101,7 +110,7 @@ def list_steps(out: Path, *, dry: bool) -> list[Step]:
             code=(*PACKAGES, *own, "tests/gpu"),
             files=("tests/gpu/pytest.ini",),
             leaves=("tests.xml",),
-            after=lambda: keep_outcomes(out),
+            after=lambda: keep_outcomes(out, before),
         ),
         Step(
             "notebooks",
@@ -309,8 +318,19 @@ def tell_status(status: int | None, cap: float) -> str:
     return f"failed: {f'exit status {status}' if status > 0 else f'ended by signal {-status}'}"
 
 
-def keep_outcomes(out: Path) -> None:
+def find_outcomes(out: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """Returns an earlier ``gpu_tests.json`` of the same machine and torch, of which some tests failed; else {}."""
+    before = read_record(out / "reference" / "gpu_tests.json")
+    same = before.get("torch") == here["torch"] and before.get("machine", {}).get("label") == here["label"]
+    return before if same and "failed" in before["tests"].values() else {}
+
+
+def keep_outcomes(out: Path, before: dict[str, Any] | None = None) -> None:
     """Writes what came of each test as ``reference/gpu_tests.json``, from pytest's report in ``tests.xml``.
+
+    Args:
+        out: The folder.
+        before: An earlier content, whose tests stay where they were not run again; it then says which these are.
 
     Raises:
         LabError: There is no such report: pytest did not come so far.
@@ -329,6 +349,10 @@ def keep_outcomes(out: Path) -> None:
             tests[name], seconds[name] = outcome, float(case.get("time", 0))
     facts = read_record(out / "results.json")
     content = {"machine": facts["machine"], "when": facts["when"], "commit": facts["commit"]}
+    if before:
+        earlier = {key: before[key] for key in ("when", "commit")}
+        content |= {"again": sorted(tests), "earlier": [*before.get("earlier", []), earlier]}
+        tests, seconds = before["tests"] | tests, before["seconds"] | seconds
     content |= {"torch": facts["machine"]["torch"], "tests": tests, "seconds": seconds}
     (out / "reference").mkdir(exist_ok=True)
     write_json(out / "reference" / "gpu_tests.json", content)
@@ -384,6 +408,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="a rehearsal, on a CPU too, at the smallest size")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
     parser.add_argument("--fresh", action="store_true", help="run again what is done")
+    parser.add_argument("--failed", action="store_true", help="of the tests, run only those that failed before")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all together (9)")
     arguments = parser.parse_args(argv)
     out, root = arguments.out.resolve(), checkout()
@@ -399,7 +424,8 @@ def main(argv: list[str] | None = None) -> int:
         publish = (lambda: None) if arguments.dry else lambda: publish_references(out, root)
         fresh = arguments.only if arguments.fresh else ()
         run = Run(out, facts | {"dry": arguments.dry}, seconds=seconds, fresh=fresh, publish=publish)
-        steps = [step for step in list_steps(out, dry=arguments.dry) if step.name in arguments.only]
+        before = find_outcomes(out, facts["machine"]) if arguments.failed else None
+        steps = [step for step in list_steps(out, dry=arguments.dry, before=before) if step.name in arguments.only]
         run.run(steps, again=arguments.only if arguments.only != names else ())
     except LabError as error:
         print(error, file=sys.stderr)

@@ -52,7 +52,10 @@ class Shorter(NamedTuple):
 
 # On a GPU, whose time is counted in minutes. LAB_ROUNDS would shorten too, but calls what it shortens noise.
 SHORTER = {
-    1: [Shorter("setups", '"cifar": (16, 64, 256)}, 20', '"cifar": (16, 64, 256)}, 10', 2)],
+    1: [
+        Shorter("setups", '"cifar": (16, 64, 256)}, 20', '"cifar": (16, 64, 256)}, 10', 2),
+        Shorter("cards", "(0.8, 1)", "(0.8,)", 2),
+    ],
     4: [Shorter("rates", 'SCALE == "small" else 10', 'SCALE == "small" else 2', 5)],
 }
 # For the rehearsal on a CPU: three batches of 79, and few steps.
