@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,11 +76,27 @@ def test_a_signal_to_a_rank_is_still_the_ranks(script):
 # Ranks that end before they have said a word.
 
 EARLY = """
-import os, sys
+import os, sys, time
 own = [*sys.orig_argv, "-m", ""]
 if own[own.index("-m") + 1] == "nodelaunch.node.{part}" and os.environ["LAB_NODE"] == "1":
+    with open({fault!r}, "w") as file:
+        file.write(str(time.time()))
     {act}
 """
+
+
+@pytest.fixture
+def end_early(write, tmp_path):
+    """Returns a job of which a process of node 1, named by its module, ends by itself, and when it did so."""
+
+    def make(part: str, act: str) -> tuple[TorchrunJob, Callable[[], float]]:
+        fault = tmp_path / "fault"
+        site = write("own/sitecustomize.py", EARLY.format(part=part, act=act, fault=str(fault)))
+        path = {"PYTHONPATH": site.parent}
+        job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env=path)
+        return job, lambda: float(fault.read_text())
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -90,22 +107,18 @@ if own[own.index("-m") + 1] == "nodelaunch.node.{part}" and os.environ["LAB_NODE
         ("os._exit(3)", "exit", ["Rank 1 on node1", "exit status 3", "before the script began"]),
     ],
 )
-def test_a_rank_that_ends_before_its_first_word_is_named(write, act, kind, words):
-    site, begun = write("own/sitecustomize.py", EARLY.format(part="worker", act=act)), time.time()
-    path = {"PYTHONPATH": site.parent}
-    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env=path)
-    error = run_badly(job, Heard(), seconds=20, since=lambda: begun)
+def test_a_rank_that_ends_before_its_first_word_is_named(end_early, act, kind, words):
+    job, fault = end_early("worker", act)
+    error = run_badly(job, Heard(), seconds=10, since=fault)
     failure = error.result.failure
     assert (failure.kind, failure.rank, failure.node) == (kind, 1, "node1"), str(error)
     for word in words:
         assert word in str(error), str(error)
 
 
-def test_a_torchrun_that_is_killed_as_it_starts_is_named(write):
-    site = write("own/sitecustomize.py", EARLY.format(part="agent", act="os.kill(os.getpid(), 9)"))
-    path, begun = {"PYTHONPATH": site.parent}, time.time()
-    job = TorchrunJob(write("train.py", TROUBLE), ["ok"], nodes=local_nodes(2), env=path)
-    error = run_badly(job, Heard(), seconds=20, since=lambda: begun)
+def test_a_torchrun_that_is_killed_as_it_starts_is_named(end_early):
+    job, fault = end_early("agent", "os.kill(os.getpid(), 9)")
+    error = run_badly(job, Heard(), seconds=10, since=fault)
     assert "torchrun on node1 was ended by signal 9 (SIGKILL)" in error.what
 
 
