@@ -25,7 +25,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import batches, launch, loop, prediction, start
-from benchmarks.claims import Claim, print_table, save_claims, write_table
+from benchmarks.claims import Claim, print_table, save_claims, write_block, write_rows
 from lab_common import checkout
 from lab_common.files import write_atomically
 from lab_utils import machine
@@ -47,7 +47,7 @@ def keep(claims: Sequence[Claim], root: Path) -> None:
     facts = {"machine": asdict(here) | {"label": here.label}, "torch": torch.__version__}
     save_claims(claims, root / "data" / "reference" / "bench.json", when=now.isoformat(timespec="seconds"), **facts)
     caption = f"Written by `make bench` on {now:%d %B %Y}; {here.label}, torch {torch.__version__}."
-    write_table(claims, root / "README.md", caption)
+    write_block(root / "README.md", "make bench", f"{caption}\n\n{write_rows(claims)}")
     rates = next(claim.numbers for claim in claims if claim.numbers)
     with write_atomically(root / PICTURE) as file:
         draw_rates(rates).savefig(file, dpi=110, bbox_inches="tight", metadata={"Software": None})

@@ -11,8 +11,7 @@ from pathlib import Path
 from lab_common.files import write_atomically
 
 VERDICTS = {True: "ok", False: "BROKEN", None: "NOT MEASURED"}
-# Between these two lines of the README stands what was measured last.
-BEGIN, END = "<!-- BEGIN: make bench -->", "<!-- END: make bench -->"
+KEPT = {True: "", False: ": **not kept**", None: ""}
 
 
 @dataclass(frozen=True)
@@ -55,19 +54,23 @@ def save_claims(claims: Sequence[Claim], path: Path, **circumstances: object) ->
         file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
 
 
-def write_table(claims: Iterable[Claim], readme: Path, caption: str) -> None:
-    """Writes the claims into the README, in the place of those that stand there.
+def write_rows(claims: Iterable[Claim]) -> str:
+    """Returns the claims as a table in Markdown."""
+    rows = [f"| {claim.text} | {claim.measured} | {claim.bound}{KEPT[claim.holds]} |" for claim in claims]
+    return "\n".join(["| what | measured | bound |", "|---|---|---|", *rows])
+
+
+def write_block(readme: Path, command: str, text: str) -> None:
+    """Writes what a command measured into the README, in the place of what it measured before.
 
     Raises:
-        ValueError: The README has no two lines that say where they stand.
+        ValueError: The README has no two lines that say where it stands.
     """
-    lines = ["| what | measured | bound |", "|---|---|---|"]
-    kept = {True: "", False: ": **not kept**", None: ""}
-    lines += [f"| {claim.text} | {claim.measured} | {claim.bound}{kept[claim.holds]} |" for claim in claims]
-    text = readme.read_text(encoding="utf-8")
-    block = "\n".join((BEGIN, caption, "", *lines, END))
-    changed, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: block, text, flags=re.DOTALL)
+    begin, end = f"<!-- BEGIN: {command} -->", f"<!-- END: {command} -->"
+    block = "\n".join((begin, text, end))
+    before = readme.read_text(encoding="utf-8")
+    changed, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: block, before, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{readme.name} has no place for the table: the lines {BEGIN} and {END}")
+        raise ValueError(f"{readme.name} has no place for the table: the lines {begin} and {end}")
     with write_atomically(readme, mode=readme.stat().st_mode & 0o777) as file:
         file.write(changed.encode())

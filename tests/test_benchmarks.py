@@ -7,9 +7,10 @@ import torch
 
 from benchmarks import __main__ as bench
 from benchmarks import batches, loop
-from benchmarks.claims import BEGIN, END, Claim, print_table, write_table
+from benchmarks.claims import Claim, print_table, write_block
 
 RATES = {"ImageFolder + DataLoader": 2000.0, "packed batches": 200_000.0, batches.ONE_PASS: 600_000.0}
+BEGIN, END = "<!-- BEGIN: make bench -->", "<!-- END: make bench -->"
 CLAIMS = [
     Claim("packed batches against others", "100 times", "at least 30 times", True, RATES),
     Claim("a launch", "+9 s", "at most +0.2 s", False),
@@ -55,7 +56,7 @@ def test_a_readme_without_the_place_is_left_alone(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("# Labs\n")
     with pytest.raises(ValueError, match="no place for the table"):
-        write_table(CLAIMS, readme, "now")
+        write_block(readme, "make bench", "now")
     assert readme.read_text() == "# Labs\n"
 
 

@@ -336,6 +336,20 @@ def test_on_a_gpu_the_references_are_published(tmp_path, pretend, monkeypatch):
     ]
 
 
+def test_what_the_benchmark_found_is_published_and_told_in_the_readme(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr(runner, "run_capped", lambda command, **_: told.append(command[-1]))
+    out, root = tmp_path / "out", tmp_path / "checkout"
+    out.mkdir()
+    for groups in ([], [["imagenet", 1024, "eager"]]):
+        assert not told
+        (out / "speed.json").write_text(json.dumps({"groups": groups}))
+        runner.keep_speed(out)
+        runner.publish_references(out, root)
+    assert told == ["benchmarks.gpu.speed_report"]
+    assert json.loads((root / "data" / "reference" / "gpu_speed.json").read_text()) == {"groups": groups}
+
+
 def test_every_step_exists_and_its_sources_do_too():
     steps = runner.list_steps(checkout(), dry=False)
     assert [step.name for step in steps] == ["tests", "notebooks", "references", "speed"]

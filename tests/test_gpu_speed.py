@@ -508,6 +508,31 @@ def test_goals_are_judged_both_ways():
     assert [claim.holds for claim in speed_report.judge({"measurements": []})] == [None] * 5
 
 
+def test_the_readme_gets_what_was_measured_and_what_was_not(tmp_path):
+    result = make_result(eager_1024={"graph": 70_000, "timm AMP": 20_000})
+    top = [
+        {"name": "batch_norm_collect", "share": 0.4},
+        {"name": "sm90_xmma", "share": 0.1},
+        {"name": "x", "share": 0.2},
+    ]
+    profile = {"stem": "imagenet", "batch": 1024, "arm": "graph", "top": top, "milliseconds": 15.49, "calls": 2503.0}
+    result |= {"profiles": [profile], "when": "2026-12-01T10:00:00+00:00", "machine": {"label": "NVIDIA H200"}}
+    result["key"] |= {"versions": {"torch": "2.11.0"}}
+    (tmp_path / "data" / "reference").mkdir(parents=True)
+    (tmp_path / "data" / "reference" / "gpu_speed.json").write_text(json.dumps(result))
+    readme = tmp_path / "README.md"
+    readme.write_text("# Labs\n<!-- BEGIN: make gpu -->\nof before\n<!-- END: make gpu -->\n")
+    for _ in range(2):
+        speed_report.keep(tmp_path)
+    text = readme.read_text()
+    assert "of before" not in text and text.count("on 01 December 2026; NVIDIA H200, torch 2.11.0.") == 1
+    assert "| 3.50 times (graph 70,000 against timm AMP 20,000 images/s) | at least 2 times |" in text
+    assert "| 35% (graph 70,000 of 200,000 images/s) | at least 55%: **not kept** |" in text
+    assert "| ours: graph | 70,000 ± 2.5% |" in text
+    assert "takes 15.5 ms in 2,503 kernels; of these the 3 longest are 70%: batch normalisation 40%, others 20%" in text
+    assert "Not measured yet: ours against the best eager AMP peer, batch 128; ours against the best compiled" in text
+
+
 def test_table_and_figure(tmp_path):
     result = make_result(
         eager_128={"graph": 20_000, "timm AMP": 5_000}, eager_1024={"graph": 70_000}, rest_1024={"timm fp32": 30_000}

@@ -132,6 +132,7 @@ def list_steps(out: Path, *, dry: bool, before: dict[str, Any] | None = None) ->
             files=("benchmarks/gpu/speed.py",),
             leaves=("speed.json",),
             resumes=True,
+            after=lambda: keep_speed(out),
         ),
     ]
     # A rehearsal may be on a CPU that does much else, and has no GPU to give back.
@@ -372,8 +373,15 @@ def keep_notebooks(out: Path) -> None:
         shutil.copy(path, out / "reference" / "gpu" / path.name)
 
 
+def keep_speed(out: Path) -> None:
+    """Copies what the benchmark found to ``reference/``, once a group has been measured."""
+    if read_record(out / "speed.json").get("groups"):
+        (out / "reference").mkdir(exist_ok=True)
+        shutil.copy(out / "speed.json", out / "reference" / "gpu_speed.json")
+
+
 def publish_references(out: Path, root: Path) -> None:
-    """Copies what is under ``reference/`` to data/reference, and has the table of paths written from it."""
+    """Copies what is under ``reference/`` to data/reference, and has what is made from it written anew."""
     for path in sorted((out / "reference").rglob("*.json")):
         target = root / "data" / "reference" / path.relative_to(out / "reference")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -383,6 +391,8 @@ def publish_references(out: Path, root: Path) -> None:
         run_capped([sys.executable, "-m", "tests.gpu.paths"], seconds=60, log=out / "paths.log", cwd=root)
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(root / "benchmarks" / "gpu" / "PATHS.md", out / "PATHS.md")
+    if (out / "reference" / "gpu_speed.json").exists():
+        run_capped([sys.executable, "-m", "benchmarks.gpu.speed_report"], seconds=60, log=out / "speed.log", cwd=root)
 
 
 def print_facts(facts: dict[str, Any]) -> None:
@@ -424,8 +434,8 @@ def main(argv: list[str] | None = None) -> int:
         publish = (lambda: None) if arguments.dry else lambda: publish_references(out, root)
         fresh = arguments.only if arguments.fresh else ()
         run = Run(out, facts | {"dry": arguments.dry}, seconds=seconds, fresh=fresh, publish=publish)
-        before = find_outcomes(out, facts["machine"]) if arguments.failed else None
-        steps = [step for step in list_steps(out, dry=arguments.dry, before=before) if step.name in arguments.only]
+        before = {"before": find_outcomes(out, facts["machine"])} if arguments.failed else {}
+        steps = [step for step in list_steps(out, dry=arguments.dry, **before) if step.name in arguments.only]
         run.run(steps, again=arguments.only if arguments.only != names else ())
     except LabError as error:
         print(error, file=sys.stderr)

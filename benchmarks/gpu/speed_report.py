@@ -1,13 +1,20 @@
-"""What the benchmark's result says: its goals judged in words, its table, its figure."""
+"""What the benchmark's result says: its goals judged in words, its table, its figure.
+
+``python -m benchmarks.gpu.speed_report`` writes what ``data/reference/gpu_speed.json`` says into the README.
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.claims import Claim
+from benchmarks.claims import Claim, write_block, write_rows
 from benchmarks.gpu.worker import ARMS
+from lab_common import checkout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,6 +22,14 @@ if TYPE_CHECKING:
 PEER_TIMES = {128: 4.0, 1024: 2.0}  # the best eager AMP peer's, by batch
 COMPILED_TIMES, ROOFLINE_SHARE = 1.1, 0.55
 ROUNDS = 5
+# Parts of the names of CUDA kernels, and what such kernels do.
+KINDS = {
+    "batch_norm": "batch normalisation",
+    "xmma": "convolutions",
+    "gemm": "convolutions",
+    "elementwise": "sums, ReLU and copies",
+    "multi_tensor": "the optimizer",
+}
 
 
 def list_rates(result: dict[str, Any], stem: str, batch: int, group: str) -> dict[str, float]:
@@ -120,6 +135,42 @@ def write_table(result: dict[str, Any], stem: str = "imagenet") -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def describe_profile(profile: dict[str, Any]) -> str:
+    """Says in words what the kernels of a profile do that take the most time, with their shares of the step."""
+    shares: dict[str, float] = {}
+    for row in profile["top"]:
+        kind = next((words for part, words in KINDS.items() if part in row["name"]), "others")
+        shares[kind] = shares.get(kind, 0.0) + row["share"]
+    parts = [f"{kind} {share:.0%}" for kind, share in sorted(shares.items(), key=lambda one: -one[1])]
+    took = f"{profile['milliseconds']:.1f} ms in {profile['calls']:,.0f} kernels"
+    return (
+        f"A step of {profile['arm']} at batch {profile['batch']:,} takes {took}; of these the {len(profile['top'])} "
+        f"longest are {sum(shares.values()):.0%}: {', '.join(parts)}."
+    )
+
+
+def write_report(result: dict[str, Any], stem: str = "imagenet") -> str:
+    """Returns what was measured in Markdown: where and when, the goals that could be judged, all arms, a profile."""
+    here, when, claims = result["machine"], datetime.fromisoformat(result["when"]), judge(result, stem)
+    torch = result["key"]["versions"]["torch"]
+    parts = [
+        f"Written by `make gpu` on {when:%d %B %Y}; {here['label']}, torch {torch}. Training steps of "
+        f"{result['key']['net']}, {stem} stem, on random 32×32 images that are on the GPU, {ROUNDS} rounds in turn.",
+        write_rows(claim for claim in claims if claim.holds is not None),
+        write_table(result, stem),
+    ]
+    parts += [describe_profile(one) for one in result["profiles"] if one["stem"] == stem]
+    missing = [claim.text for claim in claims if claim.holds is None]
+    parts += [f"Not measured yet: {'; '.join(missing)}."] if missing else []
+    return "\n\n".join(parts)
+
+
+def keep(root: Path) -> None:
+    """Writes the report of ``data/reference/gpu_speed.json`` into the README of a checkout."""
+    result = json.loads((root / "data" / "reference" / "gpu_speed.json").read_bytes())
+    write_block(root / "README.md", "make gpu", write_report(result))
+
+
 def _write_cell(batch: int, seconds: list[float]) -> str:
     middle = statistics.median(seconds)
     return f"{batch / middle:,.0f} ± {(max(seconds) - min(seconds)) / 2 / middle:.1%}"
@@ -173,3 +224,7 @@ def _draw_roofline(ax: Axes, roofline: dict[str, dict[str, float]], batches: Ite
         if rate := roofline.get(str(batch), {}).get("fused"):
             ax.hlines(rate, at - 0.45, at + 0.45, color="#D55E00", linestyle="--", label=label)
             label = None
+
+
+if __name__ == "__main__":
+    keep(checkout())
