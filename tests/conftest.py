@@ -137,6 +137,12 @@ def run_cells_of(root: Path, tmp_path: Path) -> Callable[..., dict]:
 
 
 @pytest.fixture
+def no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the reference runs that have been recorded."""
+    monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
+
+
+@pytest.fixture
 def record_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Makes a checkout that has a reference run of a lab, with these results of a kind, each by its setting."""
 

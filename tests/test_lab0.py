@@ -37,7 +37,9 @@ def test_the_backward_pass_was_shorter_than_the_forward_pass(tables):
     assert both - forward < forward
 
 
-def test_a_recorded_run_of_a_step_has_a_figure_of_its_own_below_the_learners(run_cells_of, record_run, runs):
+def test_a_recorded_run_of_a_step_has_a_figure_of_its_own_below_the_learners(
+    no_reference, run_cells_of, record_run, runs
+):
     mine, theirs = (
         [Timing(name, (seconds,) * 3, images=batch) for name, seconds in (("forward", one), ("whole step", 3 * one))]
         for one, batch in ((0.2, 128), (0.01, 1024))
@@ -52,7 +54,9 @@ def test_a_recorded_run_of_a_step_has_a_figure_of_its_own_below_the_learners(run
     assert longest[0] / longest[1] == pytest.approx(20), "each has the times of its own run"
 
 
-def test_the_recorded_rates_of_devices_stand_below_the_learners(run_cells_of, record_run, runs, monkeypatch):
+def test_the_recorded_rates_of_devices_stand_below_the_learners(
+    no_reference, run_cells_of, record_run, runs, monkeypatch
+):
     tables = []
     monkeypatch.setattr(timing, "measure", lambda *_, **__: Timing("", (0.001,)))
     monkeypatch.setattr(pd.DataFrame, "round", lambda table, _: tables.append(table))

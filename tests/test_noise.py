@@ -66,7 +66,9 @@ def make_sweep(gains, spread=0.01, **more):
         (make_sweep([0.5, 0.9, 2.0], spread=0.4), [f"{gain} (not proven)" for gain in ("0.50", "0.90", "2.00")]),
     ],
 )
-def test_lab_1_claims_no_speed_up_and_keeps_no_guess_that_noise_can_explain(run_cells_of, capsys, sweep, words):
+def test_lab_1_claims_no_speed_up_and_keeps_no_guess_that_noise_can_explain(
+    no_reference, run_cells_of, capsys, sweep, words
+):
     cells = ("speed-up", "throughput-figure", "answers")
     names = run_cells_of("01_mixed_precision", *cells, throughput={"imagenet": sweep}, my_speed_up=2.0)
     out = capsys.readouterr().out
