@@ -394,26 +394,33 @@ def test_the_outcome_of_each_test_is_kept(tmp_path):
         runner.keep_outcomes(tmp_path)
 
 
-def test_the_tests_that_failed_are_run_again_alone(tmp_path):
+def test_the_tests_that_failed_are_run_again_alone(tmp_path, monkeypatch, capsys):
     """Only on the same machine and torch; what passed before stays, with the commit of then."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", "")
+    monkeypatch.delenv("PYTEST_ADDOPTS")
     (tmp_path / "results.json").write_text(json.dumps(FACTS))
     case = '<testsuite><testcase classname="test_a" name="test_{}" time="1">{}</testcase></testsuite>'
     bad = '<testcase classname="test_a" name="test_y[1]" time="1"><failure>no</failure></testcase>'
     (tmp_path / "tests.xml").write_text(case.format("x", "").replace("</testsuite>", f"{bad}</testsuite>"))
     runner.keep_outcomes(tmp_path)
-    before = runner.find_outcomes(tmp_path, FACTS["machine"])
-    assert runner.find_outcomes(tmp_path, FACTS["machine"] | {"torch": "2.12.0"}) == {}
-    command = runner.list_steps(tmp_path, dry=False, before=before)[0].command
-    assert command[-2:] == ("-k", "test_y") and "-k" not in runner.list_steps(tmp_path, dry=False)[0].command
+    assert runner.choose_failed(tmp_path, FACTS["machine"] | {"torch": "2.12.0"}) == {}
+    assert "PYTEST_ADDOPTS" not in os.environ
+    before = runner.choose_failed(tmp_path, FACTS["machine"])
+    assert os.environ["PYTEST_ADDOPTS"] == "-k 'test_y'"
 
     (tmp_path / "results.json").write_text(json.dumps(FACTS | {"commit": "a later one"}))
     (tmp_path / "tests.xml").write_text(case.format("y[1]", ""))
     runner.keep_outcomes(tmp_path, before)
     kept = json.loads((tmp_path / "reference" / "gpu_tests.json").read_text())
     assert kept["tests"] == {"test_a.py::test_x": "passed", "test_a.py::test_y[1]": "passed"}
-    assert kept["again"] == ["test_a.py::test_y[1]"] and kept["commit"] == "a later one"
-    assert kept["earlier"] == [{"when": FACTS["when"], "commit": FACTS["commit"]}]
-    assert runner.find_outcomes(tmp_path, FACTS["machine"]) == {}
+    assert kept["again"] == [{"when": FACTS["when"], "commit": "a later one", "tests": ["test_a.py::test_y[1]"]}]
+    assert (kept["when"], kept["commit"]) == (FACTS["when"], FACTS["commit"])
+    assert runner.choose_failed(tmp_path, FACTS["machine"]) == {}
+    said = capsys.readouterr().out.splitlines()
+    assert said[1:] == ["run again: test_a.py::test_y[1]", said[0]] and said[0].endswith("all are run")
+    (tmp_path / "tests.xml").write_text("<testsuites><testsuite/></testsuites>")
+    with pytest.raises(LabError, match="No test was run"):
+        runner.keep_outcomes(tmp_path, before)
 
 
 def test_a_record_that_is_too_large_for_the_repository_is_refused(tmp_path):

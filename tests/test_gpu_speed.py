@@ -516,7 +516,12 @@ def test_the_readme_gets_what_was_measured_and_what_was_not(tmp_path):
         {"name": "x", "share": 0.2},
     ]
     profile = {"stem": "imagenet", "batch": 1024, "arm": "graph", "top": top, "milliseconds": 15.49, "calls": 2503.0}
-    result |= {"profiles": [profile], "when": "2026-12-01T10:00:00+00:00", "machine": {"label": "NVIDIA H200"}}
+    result |= {
+        "profiles": [profile, {"stem": "imagenet", "error": "out of memory"}],
+        "when": "2026-12-01T10:00:00+00:00",
+        "machine": {"label": "NVIDIA H200"},
+    }
+    result["measurements"][1]["finite"] = False
     result["key"] |= {"versions": {"torch": "2.11.0"}}
     (tmp_path / "data" / "reference").mkdir(parents=True)
     (tmp_path / "data" / "reference" / "gpu_speed.json").write_text(json.dumps(result))
@@ -529,7 +534,9 @@ def test_the_readme_gets_what_was_measured_and_what_was_not(tmp_path):
     assert "| 3.50 times (graph 70,000 against timm AMP 20,000 images/s) | at least 2 times |" in text
     assert "| 35% (graph 70,000 of 200,000 images/s) | at least 55%: **not kept** |" in text
     assert "| ours: graph | 70,000 ± 2.5% |" in text
-    assert "takes 15.5 ms in 2,503 kernels; of these the 3 longest are 70%: batch normalisation 40%, others 20%" in text
+    assert "| timm AMP (its loss was not finite) | 20,000 ± 2.5% |" in text
+    assert "the 2,503 kernels of a step of graph at batch 1,024 take 15.5 ms. The 3 names" in text
+    assert "are 70% of it: batch normalisation 40%, others 20%, convolutions 10%." in text
     assert "Not measured yet: ours against the best eager AMP peer, batch 128; ours against the best compiled" in text
 
 

@@ -87,7 +87,7 @@ if own[own.index("-m") + 1] == "nodelaunch.node.{part}" and os.environ["LAB_NODE
 
 @pytest.fixture
 def end_early(write, tmp_path):
-    """Returns a job of which a process of node 1, named by its module, ends by itself, and when it did so."""
+    """Makes a job of which a process of node 1, named by its module, ends by itself; and tells when it did so."""
 
     def make(part: str, act: str) -> tuple[TorchrunJob, Callable[[], float]]:
         fault = tmp_path / "fault"

@@ -35,7 +35,8 @@ from lab_common.text import clean
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
 SOURCES = (".py", ".ipynb", ".ini")
-NOT_MEASURED = ("__main__.py", "notebooks.py")  # here: they do not change what the step "speed" finds
+# Of the files here: they do not change what the step "speed" finds.
+NOT_MEASURED = ("__main__.py", "notebooks.py", "speed_report.py")
 LAST_LINES = 12  # of a step's log, which are shown
 REFERENCE_BYTES = 250_000  # of a notebook's record in data/reference: four of them are less than 1 MB
 # Packages that some steps can use, and what is lost without them.
@@ -85,14 +86,11 @@ def list_steps(out: Path, *, dry: bool, before: dict[str, Any] | None = None) ->
     Args:
         out: The folder of what they find.
         dry: Whether it is the rehearsal.
-        before: An earlier content of ``gpu_tests.json``, of which only the tests that did not pass are run again.
+        before: An earlier content of ``gpu_tests.json``, to which the outcomes of the tests are added.
     """
     python, labs = sys.executable, [f"lab{lab}" for lab in (LABS[:1] if dry else LABS)]
     pytest = (python, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--confcutdir=tests/gpu", "tests/gpu")
     pytest += ("-p", "no:cacheprovider", f"--junitxml={out / 'tests.xml'}")
-    if before:
-        failed = {name.rpartition("::")[2] for name, outcome in before["tests"].items() if outcome == "failed"}
-        pytest += ("-k", " or ".join(sorted({name.partition("[")[0] for name in failed})))
     notebooks = (python, "-m", "benchmarks.gpu.notebooks", "--out", str(out / "notebooks.json"))
     notebooks += ("--dry" if dry else "--short", "--seconds", "{seconds}", *map(str, LABS))
     reference = (python, "-m", "course.reference", *labs, "--some", "--into", str(out / "reference"))
@@ -319,11 +317,23 @@ def tell_status(status: int | None, cap: float) -> str:
     return f"failed: {f'exit status {status}' if status > 0 else f'ended by signal {-status}'}"
 
 
-def find_outcomes(out: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """Returns an earlier ``gpu_tests.json`` of the same machine and torch, of which some tests failed; else {}."""
+def choose_failed(out: Path, here: dict[str, Any]) -> dict[str, Any]:
+    """Has pytest run those tests alone that failed before on this machine and torch, and says which.
+
+    Returns:
+        The earlier content of ``gpu_tests.json``; {} where no such test is known, and all are run.
+    """
     before = read_record(out / "reference" / "gpu_tests.json")
     same = before.get("torch") == here["torch"] and before.get("machine", {}).get("label") == here["label"]
-    return before if same and "failed" in before["tests"].values() else {}
+    failed = [name for name, outcome in before.get("tests", {}).items() if outcome == "failed"] if same else []
+    if not failed:
+        print("no test is known that failed here before: all are run")
+        return {}
+    print(f"run again: {', '.join(failed)}")
+    names = sorted({name.rpartition("::")[2].partition("[")[0] for name in failed})
+    # Not an argument: the step is the same, and what came of it counts for the next call.
+    os.environ["PYTEST_ADDOPTS"] = f"-k '{' or '.join(names)}'"
+    return before
 
 
 def keep_outcomes(out: Path, before: dict[str, Any] | None = None) -> None:
@@ -331,7 +341,8 @@ def keep_outcomes(out: Path, before: dict[str, Any] | None = None) -> None:
 
     Args:
         out: The folder.
-        before: An earlier content, whose tests stay where they were not run again; it then says which these are.
+        before: An earlier content. It stays, with its date and commit, but for what was run again, which is listed
+            with the date and commit of now.
 
     Raises:
         LabError: There is no such report: pytest did not come so far.
@@ -348,13 +359,18 @@ def keep_outcomes(out: Path, before: dict[str, Any] | None = None) -> None:
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         if tests.get(name) != "failed":
             tests[name], seconds[name] = outcome, float(case.get("time", 0))
+    if not cases:
+        fix = "run them all: python -m benchmarks.gpu --only tests"
+        raise LabError("No test was run.", where=out / "tests.xml", fix=fix, log=out / "tests.log")
     facts = read_record(out / "results.json")
     content = {"machine": facts["machine"], "when": facts["when"], "commit": facts["commit"]}
-    if before:
-        earlier = {key: before[key] for key in ("when", "commit")}
-        content |= {"again": sorted(tests), "earlier": [*before.get("earlier", []), earlier]}
-        tests, seconds = before["tests"] | tests, before["seconds"] | seconds
     content |= {"torch": facts["machine"]["torch"], "tests": tests, "seconds": seconds}
+    if before:
+        again = {"when": content["when"], "commit": content["commit"], "tests": sorted(tests)}
+        # A file that could not be read stands there as a test without a file.
+        known = {name: outcome for name, outcome in before["tests"].items() if not name.startswith(".py::")}
+        content = before | {"again": [*before.get("again", []), again]}
+        content |= {"tests": known | tests, "seconds": before["seconds"] | seconds}
     (out / "reference").mkdir(exist_ok=True)
     write_json(out / "reference" / "gpu_tests.json", content)
 
@@ -392,7 +408,9 @@ def publish_references(out: Path, root: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
             shutil.copy(root / "benchmarks" / "gpu" / "PATHS.md", out / "PATHS.md")
     if (out / "reference" / "gpu_speed.json").exists():
-        run_capped([sys.executable, "-m", "benchmarks.gpu.speed_report"], seconds=60, log=out / "speed.log", cwd=root)
+        log = out / "speed_report.log"
+        if run_capped([sys.executable, "-m", "benchmarks.gpu.speed_report"], seconds=60, log=log, cwd=root):
+            print(f"The README was not written: {log.name} says why.", flush=True)
 
 
 def print_facts(facts: dict[str, Any]) -> None:
@@ -418,7 +436,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="a rehearsal, on a CPU too, at the smallest size")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
     parser.add_argument("--fresh", action="store_true", help="run again what is done")
-    parser.add_argument("--failed", action="store_true", help="of the tests, run only those that failed before")
+    parser.add_argument("--failed", action="store_true", help="run those tests alone that failed before")
     parser.add_argument("--minutes", type=float, default=9.0, help="for all together (9)")
     arguments = parser.parse_args(argv)
     out, root = arguments.out.resolve(), checkout()
@@ -434,7 +452,7 @@ def main(argv: list[str] | None = None) -> int:
         publish = (lambda: None) if arguments.dry else lambda: publish_references(out, root)
         fresh = arguments.only if arguments.fresh else ()
         run = Run(out, facts | {"dry": arguments.dry}, seconds=seconds, fresh=fresh, publish=publish)
-        before = {"before": find_outcomes(out, facts["machine"])} if arguments.failed else {}
+        before = {"before": choose_failed(out, facts["machine"])} if arguments.failed else {}
         steps = [step for step in list_steps(out, dry=arguments.dry, **before) if step.name in arguments.only]
         run.run(steps, again=arguments.only if arguments.only != names else ())
     except LabError as error:

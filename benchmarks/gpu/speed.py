@@ -298,10 +298,10 @@ def make_key(here: dict[str, Any], setup: Setup, scale: Scale) -> dict[str, obje
     code = hashlib.sha256()
     folder = Path(__file__).parent
     for path in [*sorted(folder.glob("*.py")), checkout() / "lab_utils" / "models.py"]:
-        if path.stem in ("arms", "models", "peers", "roofline", "speed", "speed_report", "worker"):
+        if path.stem in ("arms", "models", "peers", "roofline", "speed", "worker"):
             code.update(path.read_bytes())
     gpu = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if here["gpus"] else None}
-    measured = {"net": setup.net, "scale": asdict(scale), "code": code.hexdigest()[:16]}
+    measured = {"net": setup.net, "scale": asdict(scale), "rounds": ROUNDS, "code": code.hexdigest()[:16]}
     return {"machine": here["label"], "python": here["python"], **gpu, "versions": versions} | measured
 
 

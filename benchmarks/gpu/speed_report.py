@@ -121,7 +121,8 @@ def write_table(result: dict[str, Any], stem: str = "imagenet") -> str:
     lines = [["images/s at batch", *(f"{batch:,}" for batch in batches), "peak memory", "losses off by"]]
     lines.append(["---", *("--:" for _ in batches), "--:", "--:"])
     for arm, row in rows.items():
-        cells = [f"{'ours: ' if ARMS[arm].ours else ''}{arm}"]
+        finite = all(one.get("finite", True) for one in row.values())
+        cells = [f"{'ours: ' if ARMS[arm].ours else ''}{arm}{'' if finite else ' (its loss was not finite)'}"]
         for batch in batches:
             cells.append(_write_cell(batch, row[batch]["seconds"]) if batch in row else "")
         largest = row[max(row)]
@@ -142,10 +143,10 @@ def describe_profile(profile: dict[str, Any]) -> str:
         kind = next((words for part, words in KINDS.items() if part in row["name"]), "others")
         shares[kind] = shares.get(kind, 0.0) + row["share"]
     parts = [f"{kind} {share:.0%}" for kind, share in sorted(shares.items(), key=lambda one: -one[1])]
-    took = f"{profile['milliseconds']:.1f} ms in {profile['calls']:,.0f} kernels"
     return (
-        f"A step of {profile['arm']} at batch {profile['batch']:,} takes {took}; of these the {len(profile['top'])} "
-        f"longest are {sum(shares.values()):.0%}: {', '.join(parts)}."
+        f"Under the profiler, the {profile['calls']:,.0f} kernels of a step of {profile['arm']} at batch "
+        f"{profile['batch']:,} take {profile['milliseconds']:.1f} ms. The {len(profile['top'])} names of kernels that "
+        f"take the most are {sum(shares.values()):.0%} of it: {', '.join(parts)}."
     )
 
 
@@ -154,12 +155,13 @@ def write_report(result: dict[str, Any], stem: str = "imagenet") -> str:
     here, when, claims = result["machine"], datetime.fromisoformat(result["when"]), judge(result, stem)
     torch = result["key"]["versions"]["torch"]
     parts = [
-        f"Written by `make gpu` on {when:%d %B %Y}; {here['label']}, torch {torch}. Training steps of "
-        f"{result['key']['net']}, {stem} stem, on random 32×32 images that are on the GPU, {ROUNDS} rounds in turn.",
+        f"Measured on {when:%d %B %Y}; {here['label']}, torch {torch}. Training steps of {result['key']['net']}, "
+        f"{stem} stem, on random 32×32 images that are on the GPU: medians of {ROUNDS} rounds in turn, ± half of their "
+        "range. *losses off by*: the largest distance from those of float32 in 30 steps.",
         write_rows(claim for claim in claims if claim.holds is not None),
         write_table(result, stem),
     ]
-    parts += [describe_profile(one) for one in result["profiles"] if one["stem"] == stem]
+    parts += [describe_profile(one) for one in result["profiles"] if one["stem"] == stem and "top" in one]
     missing = [claim.text for claim in claims if claim.holds is None]
     parts += [f"Not measured yet: {'; '.join(missing)}."] if missing else []
     return "\n\n".join(parts)

@@ -133,7 +133,7 @@ def speed_up(
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(batches), [str(batch) for batch in sorted(batches)])
     ax.set(xlabel="batch size in images", ylabel=f"{candidate}: times the images/s of {baseline}", ylim=(0, None))
-    ax.set_ylim(top=1.05 * ax.get_ylim()[1])  # the margin of before was that of a narrower range
+    ax.set_ylim(top=1.05 * ax.get_ylim()[1])  # room above the highest point
     ax.legend()
     return ax
 

@@ -304,6 +304,8 @@ def make_table(outcomes: Mapping[str, Any]) -> str:
     if results:
         label, torch, when = outcomes["machine"]["label"], outcomes["torch"], outcomes["when"][:10]
         run = f"{passed} of them passed on {label}, torch {torch}, on {when}."
+        again = {name for one in outcomes.get("again", ()) for name in one["tests"]}
+        run += f" {len(again)} tests were run again alone, at a later commit." if again else ""
     lines = [
         "# The paths of a GPU",
         "",

@@ -104,7 +104,7 @@ def test_a_set_up_without_memory_has_no_seconds_and_the_next_goes_on(gpu):
         held = take(gpu, 2**20)
         return held, take(gpu, 2**47)
 
-    gc.collect()  # of earlier tests, or it would be freed meanwhile
+    gc.collect()  # or what earlier tests left would be freed meanwhile
     before = torch.cuda.memory_allocated()
     steps = {"huge": huge, "fits": lambda: take(gpu, 2**20)}
     lost, fits = timing.interleave(steps, repeats=3, warmup=1, device=gpu.device)

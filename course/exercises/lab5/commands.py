@@ -240,7 +240,7 @@ def _run(parsed: Sequence[_Command]) -> None:
             nodes=launch.local_nodes(NODES),
             program=["bash"],
             limit=SECONDS,
-            # Where the packages are not installed, the learner's own shell has this, too.
+            # Where the packages are not installed, the learner's shell finds them by PYTHONPATH.
             env={"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
         )
         result = job.run(check=False, show=False, force=True)
