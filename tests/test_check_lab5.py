@@ -543,6 +543,17 @@ def test_commands_run_as_they_were_typed(said, root):
         assert SCRIPT in line
 
 
+def test_commands_find_the_packages_where_the_shell_does(said, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/where/the/packages/are")
+    said(EPOCH, ok=True)
+    found, run = [], commands.launch.TorchrunJob.run
+    monkeypatch.setattr(
+        commands.launch.TorchrunJob, "run", lambda job, **more: (found.append(job.spec.env), run(job, **more))[1]
+    )
+    check.exercise("5.2", lambda: RIGHT_COMMANDS)
+    assert found[0]["PYTHONPATH"] == "/where/the/packages/are" and found[0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_at_least_two_nodes_and_at_most_two_are_two(said):
     said(EPOCH, ok=True)
     check.exercise("5.2", lambda: [type_static(node, nodes="--nnodes=2:2") for node in (0, 1)])

@@ -311,7 +311,7 @@ def make_table(outcomes: Mapping[str, Any]) -> str:
         "",
         "`python -m tests.gpu.paths` writes this file; nothing in it is written by hand.",
         "",
-        f"There are {len(rows)} paths. {run} {rehearsed} are rehearsed in each run of the tests, mostly",
+        f"There are {len(rows)} paths. {run} {rehearsed} paths are rehearsed in each run of the tests, mostly",
         "on a pretended GPU: that proves which calls are made, in which order and on which device, and nothing else.",
         "What takes two GPUs is not here: `tests/test_lab4.py` tests it where there are two.",
         "",
