@@ -297,7 +297,7 @@ def pretend(monkeypatch):
         here = FACTS["machine"] | {"gpus": [{}] * gpus, "torchvision": "", "cuda": "", "cudnn": 1, "nccl": ""}
         facts = FACTS | {"machine": here | {"driver": None}, "missing": ["nvcc: none"], "changed": True}
         monkeypatch.setattr(runner, "describe_here", lambda root: facts)
-        monkeypatch.setattr(runner, "list_steps", lambda out, dry: list(steps))
+        monkeypatch.setattr(runner, "list_steps", lambda out, dry, before=None: list(steps))
         return runner.main(["--out", str(out), *arguments])
 
     return run
@@ -311,6 +311,24 @@ def test_the_exit_status_is_1_where_a_step_failed(tmp_path, pretend, capsys):
     assert pretend(tmp_path, good, bad) == 1
     assert pretend(tmp_path, good, bad) == 1, "an earlier failure is one, too"
     assert pretend(tmp_path, good, bad, arguments=("--dry", "--only", "one")) == 0
+
+
+def test_the_command_runs_the_failed_tests_again(tmp_path, pretend, monkeypatch):
+    monkeypatch.setenv("PYTEST_ADDOPTS", "")
+    (tmp_path / "reference").mkdir()
+    known = {
+        "machine": FACTS["machine"],
+        "torch": "2.11.0",
+        "tests": {"a.py::test_x": "passed", "a.py::test_y": "failed"},
+    }
+    (tmp_path / "reference" / "gpu_tests.json").write_text(json.dumps(known))
+    step, log = (
+        make_step("import os, sys; sys.exit(repr(os.environ['PYTEST_ADDOPTS']))", "tests"),
+        tmp_path / "tests.log",
+    )
+    assert pretend(tmp_path, step) == 1 and log.read_text() == "''\n"
+    assert pretend(tmp_path, step, arguments=("--dry", "--failed")) == 1
+    assert "test_y" in log.read_text() and "test_x" not in log.read_text()
 
 
 def test_without_a_gpu_there_is_one_message(tmp_path, pretend, capsys):

@@ -454,7 +454,8 @@ def main(argv: list[str] | None = None) -> int:
         run = Run(out, facts | {"dry": arguments.dry}, seconds=seconds, fresh=fresh, publish=publish)
         before = {"before": choose_failed(out, facts["machine"])} if arguments.failed else {}
         steps = [step for step in list_steps(out, dry=arguments.dry, **before) if step.name in arguments.only]
-        run.run(steps, again=arguments.only if arguments.only != names else ())
+        again = arguments.only if arguments.only != names else ["tests"] if arguments.failed else []
+        run.run(steps, again=again)
     except LabError as error:
         print(error, file=sys.stderr)
         return 1
