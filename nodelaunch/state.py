@@ -72,7 +72,8 @@ class JobState:
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}
         self.errors: list[dict] = []  # of the present attempt, each with the node's name
-        self.restarts: list[list[dict]] = []  # the errors of earlier attempts
+        self.restarts: list[list[dict]] = []  # the errors of earlier attempts, of each a list, which may be empty
+        self._begun: set[int] = set()  # the ranks that have started in the present attempt
         self.stacks: dict[int, str] = {}
         self.done: dict[int, float] = {}
         self.memory: dict[int, int] = {}
@@ -167,13 +168,23 @@ class JobState:
 
     def _read_worker(self, part: NodeState, event: dict) -> None:
         rank = event["rank"]
-        if rank in self.ranks and self.ranks[rank].pid != event["pid"] and self.errors:
-            # A new attempt: what went wrong before was mended by starting anew.
-            self.restarts.append(self.errors)
-            self.errors, self.waited = [], {}
+        if rank in self.ranks and self.ranks[rank].pid != event["pid"]:
+            self._begin_anew(rank)
+        self._begun.add(rank)
         self.done.pop(rank, None)
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
         self.pids[part.name, event["pid"]] = rank
         part.ranks.add(rank)
         part.joined = len(part.ranks) >= event["processes"]
+
+    def _begin_anew(self, rank: int) -> None:
+        """A rank has started anew: what it said before belongs to an earlier attempt, and was mended."""
+        if rank in self._begun:  # the first of all ranks, of which torchrun starts none alone
+            self.restarts.append(self.errors)
+            self.errors, self.waited, self._begun = [], {}, set()
+            return
+        # Of another node, which is heard later: what the others have said since is of this attempt.
+        self.restarts[-1] += [error for error in self.errors if error["rank"] == rank]
+        self.errors = [error for error in self.errors if error["rank"] != rank]
+        self.waited.pop(rank, None)

@@ -22,6 +22,31 @@ def hear_error(state, rank, message):
     hear(state, "ab"[rank], "error", rank=rank, **facts)
 
 
+def hear_start(state, rank, pid):
+    hear(state, "ab"[rank], "worker", rank=rank, pid=pid, host="ab"[rank], local_rank=0, node=rank, processes=1)
+
+
+def test_a_rank_that_fails_anew_before_another_is_heard_to_start_is_still_named(state):
+    hear_error(state, 1, "OSError: once")
+    hear_start(state, 0, 70)
+    hear_error(state, 0, "OSError: twice")
+    hear_start(state, 1, 71)  # of another node, whose lines come when they come
+    assert diagnose(state).what == "Rank 0 on a failed first: OSError: twice"
+    assert [[error["rank"] for error in errors] for errors in state.restarts] == [[1]]
+
+
+def test_what_a_rank_said_before_it_was_started_anew_is_of_no_attempt_of_its_own(state):
+    hear_error(state, 0, "OSError: once")
+    hear_start(state, 0, 70)
+    hear_error(state, 1, LOST)
+    hear_start(state, 1, 71)
+    assert state.errors == []
+    assert [[error["rank"] for error in errors] for errors in state.restarts] == [[0, 1]]
+    hear_start(state, 1, 72)
+    hear_start(state, 0, 73)
+    assert state.restarts[1:] == [[]], "started anew without an error: the other node had left"
+
+
 def test_a_node_that_is_gone_is_named_before_the_rank_that_misses_it(state):
     hear_error(state, 0, LOST)
     state.nodes["b"].gone = True
