@@ -126,7 +126,7 @@ class RunningJob:
             results=tuple(state.results.get(rank) for rank in range(size)),
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
-            restarts=tuple(find_first(errors) for errors in state.restarts if errors),
+            restarts=tuple(find_first(errors) for errors in state.restarts),
             seconds=self._seconds,
             memory=state.memory,
             folder=self.folder,

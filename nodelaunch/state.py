@@ -71,16 +71,31 @@ class JobState:
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}
-        self.errors: list[dict] = []  # of the present attempt, each with the node's name
-        self.restarts: list[list[dict]] = []  # the errors of earlier attempts, of each a list, which may be empty
-        self._begun: set[int] = set()  # the ranks that have started in the present attempt
+        self._attempts: list[str] = []  # in the order in which they were heard of, by what the workers call them
+        self._last: dict[int, int] = {}  # rank -> number of the attempt in which it was last heard to start
+        self._errors: list[dict] = []  # of all attempts, each with its number and the node's name
         self.stacks: dict[int, str] = {}
         self.done: dict[int, float] = {}
         self.memory: dict[int, int] = {}
         self.tails: dict[int, deque[str]] = {}  # of each rank, its last lines that are not empty
         self.waited: dict[int, str] = {}  # by rank, what NCCL's watchdog said of a collective in which it waited
-        self.pids: dict[tuple[str, int], int] = {}  # of all attempts: node and pid -> rank
+        self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
         self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
+
+    @property
+    def errors(self) -> list[dict]:
+        """Those of the present attempt."""
+        return [error for error in self._errors if error["attempt"] == self._present]
+
+    @property
+    def restarts(self) -> list[list[dict]]:
+        """The errors of each earlier attempt that had some."""
+        earlier = [[error for error in self._errors if error["attempt"] == one] for one in range(self._present)]
+        return [errors for errors in earlier if errors]
+
+    @property
+    def _present(self) -> int:
+        return max(0, len(self._attempts) - 1)
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""
@@ -129,8 +144,9 @@ class JobState:
     def _read_exit(self, part: NodeState, *, code: int, pid: int, rank: int | None = None) -> None:
         """Notes a worker that ended without a word of its own: killed, or by os._exit."""
         silent = (part.name, pid) not in self.pids
-        rank = self.pids.get((part.name, pid), rank)
-        if rank is None or any(error["rank"] == rank for error in self.errors):
+        # Where lines wait, this may come when the rank has long been started anew.
+        rank, attempt = self.pids.get((part.name, pid), (rank, self._present))
+        if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
             return
         if self.waited and code == -signal.SIGTERM:  # torchrun ends the others when the watchdog has aborted one
             return
@@ -140,7 +156,10 @@ class JobState:
         message = self.waited.get(rank, message) if code == -signal.SIGABRT else message
         kind = "exit" if code >= 0 else "signal"
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
-        self.errors.append({**facts, "node": part.name, "at": time.monotonic(), "silent": silent})
+        self._add_error(part, facts, attempt, silent=silent)
+
+    def _add_error(self, part: NodeState, facts: dict, attempt: int, **more: object) -> None:
+        self._errors.append({**facts, "node": part.name, "attempt": attempt, "at": time.monotonic(), **more})
 
     def _read_event(self, part: NodeState, event: dict) -> None:
         kind = event["event"]
@@ -152,10 +171,12 @@ class JobState:
             self._read_worker(part, event)
         elif kind in ("error", "hang"):
             # torchrun's word on the exit of the same rank says less, and may have come first.
-            silent = [error for error in self.errors if error["rank"] == event["rank"] and error["kind"] in SILENT]
-            self.errors = [error for error in self.errors if error not in silent]
-            facts = {"kind": "hang", "message": "", "location": "", **event, "node": part.name}
-            self.errors.append({**facts, "at": silent[0]["at"] if silent else time.monotonic()})
+            who = event["rank"], self._last.get(event["rank"], self._present)
+            same = [error for error in self._errors if (error["rank"], error["attempt"]) == who]
+            silent = [error for error in same if error["kind"] in SILENT]
+            self._errors = [error for error in self._errors if error not in silent]
+            facts = {"kind": "hang", "message": "", "location": "", **event}
+            self._add_error(part, facts, who[1], **({"at": silent[0]["at"]} if silent else {}))
         elif kind == "result":
             self.results[event["rank"]] = event["value"]
         elif kind == "done":
@@ -167,24 +188,20 @@ class JobState:
             self.memory |= {int(rank): size for rank, size in event["memory"].items()}
 
     def _read_worker(self, part: NodeState, event: dict) -> None:
-        rank = event["rank"]
-        if rank in self.ranks and self.ranks[rank].pid != event["pid"]:
-            self._begin_anew(rank)
-        self._begun.add(rank)
+        rank, name = event["rank"], event.get("attempt", "")
+        if name not in self._attempts:
+            # All ranks are started anew; what went wrong before was mended. Nodes are heard when they are heard: an
+            # error is of the attempt in which its own rank was last heard to start.
+            self._attempts.append(name)
+            self.waited = {}
+        attempt = self._attempts.index(name)
+        if self._last.setdefault(rank, attempt) != attempt:
+            self._last[rank] = attempt
+            self.waited.pop(rank, None)
+            self.tails.pop(rank, None)
         self.done.pop(rank, None)
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
-        self.pids[part.name, event["pid"]] = rank
+        self.pids[part.name, event["pid"]] = rank, attempt
         part.ranks.add(rank)
         part.joined = len(part.ranks) >= event["processes"]
-
-    def _begin_anew(self, rank: int) -> None:
-        """A rank has started anew: what it said before belongs to an earlier attempt, and was mended."""
-        if rank in self._begun:  # the first of all ranks, of which torchrun starts none alone
-            self.restarts.append(self.errors)
-            self.errors, self.waited, self._begun = [], {}, set()
-            return
-        # Of another node, which is heard later: what the others have said since is of this attempt.
-        self.restarts[-1] += [error for error in self.errors if error["rank"] == rank]
-        self.errors = [error for error in self.errors if error["rank"] != rank]
-        self.waited.pop(rank, None)

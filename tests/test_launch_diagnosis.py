@@ -22,29 +22,77 @@ def hear_error(state, rank, message):
     hear(state, "ab"[rank], "error", rank=rank, **facts)
 
 
-def hear_start(state, rank, pid):
-    hear(state, "ab"[rank], "worker", rank=rank, pid=pid, host="ab"[rank], local_rank=0, node=rank, processes=1)
+def hear_start(state, rank, attempt):
+    """Has a rank start in an attempt; its pid ends in the rank."""
+    who = {"rank": rank, "pid": 10 * attempt + rank, "host": "ab"[rank], "local_rank": 0, "node": rank}
+    hear(state, "ab"[rank], "worker", **who, processes=1, attempt=f"port {attempt}")
 
 
-def test_a_rank_that_fails_anew_before_another_is_heard_to_start_is_still_named(state):
-    hear_error(state, 1, "OSError: once")
-    hear_start(state, 0, 70)
-    hear_error(state, 0, "OSError: twice")
-    hear_start(state, 1, 71)  # of another node, whose lines come when they come
-    assert diagnose(state).what == "Rank 0 on a failed first: OSError: twice"
-    assert [[error["rank"] for error in errors] for errors in state.restarts] == [[1]]
+@pytest.fixture
+def restarted():
+    """Two nodes whose ranks have started in a job that may start them anew."""
+    made = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    for rank in (0, 1):
+        hear_start(made, rank, 1)
+    return made
 
 
-def test_what_a_rank_said_before_it_was_started_anew_is_of_no_attempt_of_its_own(state):
-    hear_error(state, 0, "OSError: once")
-    hear_start(state, 0, 70)
-    hear_error(state, 1, LOST)
-    hear_start(state, 1, 71)
-    assert state.errors == []
-    assert [[error["rank"] for error in errors] for errors in state.restarts] == [[0, 1]]
-    hear_start(state, 1, 72)
-    hear_start(state, 0, 73)
-    assert state.restarts[1:] == [[]], "started anew without an error: the other node had left"
+def list_restarts(state):
+    return [[error["rank"] for error in errors] for errors in state.restarts]
+
+
+def test_a_rank_that_fails_anew_before_another_is_heard_to_start_is_still_named(restarted):
+    hear_error(restarted, 1, "OSError: once")
+    hear_start(restarted, 0, 2)
+    hear_error(restarted, 0, "OSError: twice")
+    hear_start(restarted, 1, 2)  # of another node, whose lines come when they come
+    assert diagnose(restarted).what == "Rank 0 on a failed first: OSError: twice"
+    assert list_restarts(restarted) == [[1]]
+
+
+def test_a_node_that_is_heard_a_whole_attempt_late_hides_no_failure():
+    late = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    for attempt in (1, 2):
+        hear_start(late, 0, attempt)
+        hear_error(late, 0, f"OSError: {attempt}")
+    for attempt in (1, 2):
+        hear_start(late, 1, attempt)
+    assert diagnose(late).what == "Rank 0 on a failed first: OSError: 2" and list_restarts(late) == [[0]]
+
+
+def test_a_rank_that_missed_an_attempt_counts_in_the_next(restarted):
+    hear_error(restarted, 1, "OSError: once")
+    hear_start(restarted, 0, 2)
+    hear_start(restarted, 1, 3)
+    hear_error(restarted, 1, "OSError: thrice")
+    hear_start(restarted, 0, 3)
+    assert diagnose(restarted).what == "Rank 1 on b failed first: OSError: thrice"
+
+
+def test_what_is_heard_late_of_an_attempt_is_no_failure_of_the_next(restarted):
+    """Of node b, whose lines wait: an error, torchrun's word on the exit, and what the rank had printed."""
+    hear_start(restarted, 0, 2)
+    hear_error(restarted, 1, LOST)
+    restarted.read("b", b"[rank 1] Traceback (most recent call last):\n")
+    restarted.read("b", b"[rank 1] ValueError: mended\n")
+    hear_start(restarted, 1, 2)
+    restarted.read("a", b"E1127 failed (exitcode: -9) local_rank: 0 (pid: 10) of binary: python\n")
+    assert restarted.errors == [] and list_restarts(restarted) == [[1, 0]]
+    restarted.read("b", b"E1127 failed (exitcode: 1) local_rank: 0 (pid: 21) of binary: python\n")
+    assert "mended" not in str(diagnose(restarted)) and diagnose(restarted).rank == 1
+
+
+def test_ranks_that_are_started_anew_without_a_failure_are_no_restart_to_tell(restarted):
+    """torchrun does so where another node meets anew."""
+    for rank in (1, 0):
+        hear_start(restarted, rank, 2)
+    assert restarted.restarts == [] and restarted.errors == []
+
+
+def test_without_restarts_a_rank_that_says_twice_who_it_is_hides_no_failure(state):
+    hear_error(state, 0, "OSError: bad")
+    hear(state, "b", "worker", rank=1, pid=99, host="b", local_rank=0, node=1, processes=1, attempt="")
+    assert diagnose(state).what == "Rank 0 on a failed first: OSError: bad" and state.restarts == []
 
 
 def test_a_node_that_is_gone_is_named_before_the_rank_that_misses_it(state):
@@ -108,8 +156,9 @@ def test_a_rank_that_is_blamed_by_another_is_named_with_its_own_node(state):
     hear_error(state, 0, WAITED)
     ended = diagnose(state)
     assert (ended.kind, ended.rank, ended.node) == ("exit", 1, "b")
-    state.done.clear()
-    state.errors.clear()
+
+
+def test_a_rank_whose_peer_is_gone_is_named_with_the_peers_node(state):
     hear_error(state, 0, LOST)
     lost = diagnose(state)
     assert (lost.kind, lost.rank, lost.node) == ("lost", 1, "b")
