@@ -207,7 +207,8 @@ class TorchrunJob:
             self._backend.copy(spec, launch, bundle, found, force=force, say=say)
             starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
             addresses = [plan.address or "" for plan in plans]
-            state = JobState([node.name for node in spec.nodes], addresses, starter)
+            names = [node.name for node in spec.nodes]
+            state = JobState(names, addresses, starter, restarts=spec.max_restarts > 0)
             for name in by_hand:
                 state.nodes[name].by_hand = True
             links = self._backend.start(spec, plans, by_hand=by_hand, say=say, stop=stop)

@@ -64,14 +64,23 @@ class NodeState:
 
 
 class JobState:
-    """Everything that was heard of a job; ``starter`` is what starts its ranks on each node, in words."""
+    """Everything that was heard of a job.
 
-    def __init__(self, names: list[str], addresses: list[str], starter: str = "torchrun") -> None:
-        self.starter = starter
+    Args:
+        names: Of its nodes.
+        addresses: Of its nodes.
+        starter: What starts its ranks on each node, in words.
+        restarts: Whether ranks may be started anew.
+    """
+
+    def __init__(
+        self, names: list[str], addresses: list[str], starter: str = "torchrun", *, restarts: bool = True
+    ) -> None:
+        self.starter, self._restarts = starter, restarts
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}
-        self._attempts: list[str] = []  # in the order in which they were heard of, by what the workers call them
+        self._ports: list[str | None] = []  # where the ranks of each attempt meet, in the order of their being heard
         self._last: dict[int, int] = {}  # rank -> number of the attempt in which it was last heard to start
         self._errors: list[dict] = []  # of all attempts, each with its number and the node's name
         self.stacks: dict[int, str] = {}
@@ -84,7 +93,7 @@ class JobState:
 
     @property
     def errors(self) -> list[dict]:
-        """Those of the present attempt."""
+        """Those of the attempt that was heard of last."""
         return [error for error in self._errors if error["attempt"] == self._present]
 
     @property
@@ -95,7 +104,7 @@ class JobState:
 
     @property
     def _present(self) -> int:
-        return max(0, len(self._attempts) - 1)
+        return max(0, len(self._ports) - 1)
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""
@@ -188,13 +197,7 @@ class JobState:
             self.memory |= {int(rank): size for rank, size in event["memory"].items()}
 
     def _read_worker(self, part: NodeState, event: dict) -> None:
-        rank, name = event["rank"], event.get("attempt", "")
-        if name not in self._attempts:
-            # All ranks are started anew; what went wrong before was mended. Nodes are heard when they are heard: an
-            # error is of the attempt in which its own rank was last heard to start.
-            self._attempts.append(name)
-            self.waited = {}
-        attempt = self._attempts.index(name)
+        rank, attempt = event["rank"], self._find_attempt(event)
         if self._last.setdefault(rank, attempt) != attempt:
             self._last[rank] = attempt
             self.waited.pop(rank, None)
@@ -205,3 +208,22 @@ class JobState:
         self.pids[part.name, event["pid"]] = rank, attempt
         part.ranks.add(rank)
         part.joined = len(part.ranks) >= event["processes"]
+
+    def _find_attempt(self, event: dict) -> int:
+        """The number of the attempt in which a rank says that it has started.
+
+        What went wrong before was mended. Which attempt that was cannot be told from the order in which the lines of
+        several nodes come. Torch's TORCHELASTIC_RESTART_COUNT does not tell it: it counts what failed on its own node
+        (tried with torch 2.14). Each attempt has a free port of its own, drawn at random; seldom it is one of before.
+        """
+        last = self._last.get(event["rank"], -1)
+        if not self._restarts:
+            return 0
+        if last >= 0 and self.ranks[event["rank"]].pid == event["pid"]:
+            return last
+        port = event.get("port")
+        later = [number for number, one in enumerate(self._ports) if number > last and one == port]
+        if not later:
+            self._ports.append(port)
+            self.waited = {}
+        return later[0] if later else self._present

@@ -22,10 +22,10 @@ def hear_error(state, rank, message):
     hear(state, "ab"[rank], "error", rank=rank, **facts)
 
 
-def hear_start(state, rank, attempt):
+def hear_start(state, rank, attempt, port=""):
     """Has a rank start in an attempt; its pid ends in the rank."""
     who = {"rank": rank, "pid": 10 * attempt + rank, "host": "ab"[rank], "local_rank": 0, "node": rank}
-    hear(state, "ab"[rank], "worker", **who, processes=1, attempt=f"port {attempt}")
+    hear(state, "ab"[rank], "worker", **who, processes=1, port=port or str(attempt))
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_rank_that_missed_an_attempt_counts_in_the_next(restarted):
 
 
 def test_what_is_heard_late_of_an_attempt_is_no_failure_of_the_next(restarted):
-    """Of node b, whose lines wait: an error, torchrun's word on the exit, and what the rank had printed."""
+    """An error, what the rank had printed, and torchrun's word on an exit: lines may wait on their node."""
     hear_start(restarted, 0, 2)
     hear_error(restarted, 1, LOST)
     restarted.read("b", b"[rank 1] Traceback (most recent call last):\n")
@@ -89,9 +89,22 @@ def test_ranks_that_are_started_anew_without_a_failure_are_no_restart_to_tell(re
     assert restarted.restarts == [] and restarted.errors == []
 
 
-def test_without_restarts_a_rank_that_says_twice_who_it_is_hides_no_failure(state):
-    hear_error(state, 0, "OSError: bad")
-    hear(state, "b", "worker", rank=1, pid=99, host="b", local_rank=0, node=1, processes=1, attempt="")
+@pytest.mark.parametrize("ports", ["111", "121"])
+def test_a_port_that_an_earlier_attempt_had_mixes_none(ports):
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    for attempt, port in enumerate(ports, 1):
+        hear_start(state, 0, attempt, port)
+        hear_error(state, 0, f"OSError: {attempt}")
+        hear_start(state, 1, attempt, port)
+    assert diagnose(state).what == "Rank 0 on a failed first: OSError: 3" and list_restarts(state) == [[0], [0]]
+
+
+def test_without_restarts_a_rank_that_says_twice_who_it_is_hides_no_failure():
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"], restarts=False)
+    for rank, attempt in ((0, 1), (1, 1), (1, 2)):
+        hear_start(state, rank, attempt)
+        if not rank:
+            hear_error(state, 0, "OSError: bad")
     assert diagnose(state).what == "Rank 0 on a failed first: OSError: bad" and state.restarts == []
 
 

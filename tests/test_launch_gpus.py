@@ -299,7 +299,7 @@ def test_an_abort_after_a_restart_is_not_taken_for_the_watchdog_s(state):
     hear_abort(state)
     for rank, node in enumerate("ab"):
         who = {"rank": rank, "pid": 67 + rank, "host": node, "local_rank": 0, "node": rank}
-        hear(state, node, "worker", **who, processes=1, attempt="2")
+        hear(state, node, "worker", **who, processes=1, port="2")
     assert find_first(state.restarts[0]).startswith("rank 0 on a: torch.distributed.DistBackendError: Watchdog caught")
     state.read("a", b"E1121 failed (exitcode: -6) local_rank: 0 (pid: 67) of binary: python\n")
     assert "Rank 0 on a was killed by signal 6" in diagnose(state).what

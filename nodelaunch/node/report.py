@@ -70,13 +70,9 @@ class Events:
             os.close(descriptor)
 
     def introduce(self, *, pid: int, local_rank: int, processes: int) -> None:
-        """Says who this rank is, and in which attempt; ``processes`` is how many the node has."""
+        """Says who this rank is, and at which port it meets the others; ``processes`` is how many the node has."""
         who = {"pid": pid, "host": socket.gethostname(), "local_rank": local_rank, "processes": processes}
-        # Where workers may be started anew, torch has all ranks meet at a port that is new for each attempt (see
-        # script.py). Its TORCHELASTIC_RESTART_COUNT is another on each node: it counts what failed there.
-        fresh = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
-        attempt = os.environ.get("MASTER_PORT", "") if fresh else ""
-        self.write("worker", node=int(os.environ["LAB_NODE"]), **who, attempt=attempt)
+        self.write("worker", node=int(os.environ["LAB_NODE"]), **who, port=os.environ.get("MASTER_PORT"))
 
 
 def open_output(folder: Path, rank: int) -> int | None:
