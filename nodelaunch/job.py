@@ -215,7 +215,8 @@ class TorchrunJob:
         finally:
             self._preflight = None
         seconds = {"preflight": found.seconds}
-        return RunningJob(spec, launch, links=links, state=state, seconds=seconds, started=started, say=say, stop=stop)
+        more = {"started": started, "say": say, "stop": stop, "claim": found.claim}
+        return RunningJob(spec, launch, links=links, state=state, seconds=seconds, **more)
 
     def _check(self, *, force: bool, say: Say) -> Preflight:
         """The preflight that counts.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from nodelaunch.backends.nodes import Link
 from nodelaunch.diagnosis import diagnose, find_first
 from nodelaunch.node.processes import stop_job
+from nodelaunch.preflight import Claim
 from nodelaunch.result import JobError, JobResult
 from nodelaunch.run import END_SECONDS, Run
 from nodelaunch.spec import JobSpec, Launch
@@ -37,11 +38,13 @@ class RunningJob:
         started: float,
         say: Callable[[str], None],
         stop: threading.Event,
+        claim: Claim | None,
     ) -> None:
         self.id, self.folder = launch.id, launch.folder
         # `seconds` has what the preflight took; `started` is when the launch began.
         self._spec, self._state, self._seconds, self._stop = spec, state, seconds, stop
         self._started, self._over = started, threading.Event()
+        self._claim = claim  # torchrun listens at the port some seconds after the preflight, on a busy machine
         self._result: JobResult | None = None
         self._error: BaseException | None = None
         self._run = Run(

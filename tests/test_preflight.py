@@ -1,6 +1,7 @@
 """The preflight: real probes on nodes of this machine, judged facts, and two hosts with a network between them."""
 
 import ast
+import gc
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lab_common import LabError
-from nodelaunch import DataFolder
+from nodelaunch import DataFolder, TorchrunJob
 from nodelaunch import __main__ as launch_main
 from nodelaunch.__main__ import main
 from nodelaunch.backends.local import LocalNode, local_nodes
@@ -565,6 +566,42 @@ def test_only_who_knows_the_token_is_the_node(start):
 def test_the_rendezvous_port_is_none_that_the_system_gives_to_outgoing_connections(first, monkeypatch):
     monkeypatch.setattr(probe, "read", lambda path: f"{first}\t60999\n")
     assert all(1024 < probe.find_free_port() < first for _ in range(20))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED HERE: only Linux has abstract names")
+def test_two_preflights_at_once_choose_two_ports(monkeypatch):
+    monkeypatch.setattr(probe, "FREE_PORTS", (19000, 19001))
+    monkeypatch.setattr(probe, "CLAIMS", claims := [])
+    try:
+        assert {probe.find_free_port(), probe.find_free_port()} == {19000, 19001}
+        assert probe.find_free_port() in (19000, 19001), "where all are claimed, one that is free is tried"
+    finally:
+        for socket_ in claims:
+            socket_.close()
+
+
+def is_claimed(port):
+    if (holder := probe.claim(port, "job")) is not None:
+        holder.close()
+    return holder is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED HERE: only Linux has abstract names")
+def test_a_port_is_claimed_from_the_preflight_to_the_end_of_the_job(runs, tmp_path):
+    (script := tmp_path / "wait.py").write_text("import time; time.sleep(1)")
+    job = TorchrunJob(script, nodes=local_nodes(2), program=["python"])
+    port = job.preflight().port
+    assert is_claimed(port)
+    running = job.start(show=False)
+    gc.collect()
+    assert is_claimed(port), "the preflight is gone, and torchrun may not listen yet"
+    running.wait()
+    del running
+    end = time.monotonic() + 5
+    while is_claimed(port) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    assert not is_claimed(port)
 
 
 def test_the_rendezvous_port_can_be_taken_at_once_afterwards(pair):

@@ -25,6 +25,8 @@ MARK = "\x1e"  # before each answer, so that what a login script prints is not t
 LIFETIME = 30.0
 # Below the ports that Linux gives to outgoing connections, and above those of services.
 FREE_PORTS = (20000, 32767)
+# What this probe claims, for as long as it runs.
+CLAIMS = []
 
 
 def listen(request):
@@ -46,11 +48,41 @@ def listen(request):
 
 
 def find_free_port():
-    """A port that nobody holds and that the system does not give to outgoing connections."""
+    """A port that nobody holds or claims and that the system does not give to outgoing connections."""
     low = int((read("/proc/sys/net/ipv4/ip_local_port_range").split() or [FREE_PORTS[1] + 1])[0])
     last = min(FREE_PORTS[1], low - 1)
     tries = [random.randint(min(FREE_PORTS[0], last), last) for _ in range(100)]
-    return next((port for port in tries if find_trouble(port) is None), tries[0])
+    free = [port for port in tries if find_trouble(port) is None]
+    for port in free:
+        # Two names, so that a launcher can claim its own before its probe ends and gives up the other.
+        asked = claim(port, "preflight")
+        job = asked and claim(port, "job")
+        if job:
+            job.close()
+            CLAIMS.append(asked)
+            return port
+        if asked:
+            asked.close()
+    return [*free, *tries][0]
+
+
+def claim(port, part):
+    """Claims a port at which nothing listens yet: of several jobs that start at once on a machine, each needs its own.
+
+    The claim is a name in Linux's abstract namespace of sockets (unix(7)), which there is once for each namespace of
+    networks, as ports are. It ends when the socket is closed, in any case with the process.
+
+    Returns:
+        The socket; None where another process claims the port. Elsewhere than on Linux it claims nothing.
+    """
+    holder = socket.socket(socket.AF_UNIX)
+    if sys.platform.startswith("linux"):
+        try:
+            holder.bind(f"\0nodelaunch-{part}-{port}")
+        except OSError:
+            holder.close()
+            return None
+    return holder
 
 
 def find_trouble(port):

@@ -6,10 +6,12 @@ import functools
 import os
 import random
 import secrets
+import socket
 import textwrap
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lab_common import LabError
 from lab_common.markup import escape
@@ -18,6 +20,7 @@ from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
 from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
+from nodelaunch.node.probe import claim
 from nodelaunch.preflight import routes, table
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
@@ -29,6 +32,17 @@ CLOCK_ALLOWED = 2.0
 
 # How long torchrun takes at most to end when its supervisor was killed.
 DYING_SECONDS = 3.0
+
+
+class Claim:
+    """Keeps other launchers of this machine from a port, until nothing refers to it any more.
+
+    Args:
+        holder: What :func:`nodelaunch.node.probe.claim` returned.
+    """
+
+    def __init__(self, holder: socket.socket) -> None:
+        weakref.finalize(self, holder.close)
 
 
 @dataclass(frozen=True, repr=False)
@@ -43,6 +57,7 @@ class Preflight:
         seconds: How long it took.
         offsets: Per node, how far its clock is ahead of the launcher's, in seconds.
         hide_gpus: Whether all nodes have to use the CPU, since not every process has a GPU.
+        claim: On the port, where it was picked and node 0 is this machine.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -52,6 +67,7 @@ class Preflight:
     seconds: float
     offsets: Mapping[str, float]
     hide_gpus: bool = False
+    claim: Claim | None = field(default=None, compare=False)
 
     @property
     def reds(self) -> tuple[Verdict, ...]:
@@ -141,6 +157,9 @@ def check_nodes(
         together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
         network = routes.Network(by_name, {name: answer["facts"] for name, answer in answers.items()}, together)
         network, late = _explore(network, clients, port, waits)
+        # While the probe still claims it: else another launcher could choose it in between.
+        picked = None if port else network.listening.get(network.head, {}).get("chosen")
+        holder = claim(picked, "job") if picked and by_name[network.head].here else None
     chosen = {name: address for name in answers if (address := routes.choose_address(network, name))}
     verdicts = [judge_error(name, error) for name, error in {**errors, **late}.items()]
     verdicts += routes.judge_names(network, chosen)
@@ -166,6 +185,7 @@ def check_nodes(
         seconds=time.monotonic() - start,
         offsets={name: answer["offset"] for name, answer in answers.items()},
         hide_gpus=must_hide(offers, wanted),
+        claim=holder and Claim(holder),
     )
 
 
