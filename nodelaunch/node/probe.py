@@ -52,8 +52,10 @@ def find_free_port():
     low = int((read("/proc/sys/net/ipv4/ip_local_port_range").split() or [FREE_PORTS[1] + 1])[0])
     last = min(FREE_PORTS[1], low - 1)
     tries = [random.randint(min(FREE_PORTS[0], last), last) for _ in range(100)]
-    free = [port for port in tries if find_trouble(port) is None]
-    for port in free:
+    claimed = []
+    for port in tries:
+        if find_trouble(port) is not None:
+            continue
         # Two names, so that a launcher can claim its own before its probe ends and gives up the other.
         asked = claim(port, "preflight")
         job = asked and claim(port, "job")
@@ -63,7 +65,8 @@ def find_free_port():
             return port
         if asked:
             asked.close()
-    return [*free, *tries][0]
+        claimed.append(port)
+    return [*claimed, *tries][0]
 
 
 def claim(port, part):
