@@ -117,6 +117,7 @@ class RunningJob:
         try:
             run.follow()
         finally:
+            self._claim = None
             failed = bool(run.reason or state.errors)  # else a node that was started by hand is about to end
             parts = [(node, state.nodes[node.name]) for node in self._spec.nodes]
             if any(node.here and not part.ended and (failed or not part.by_hand) for node, part in parts):

@@ -562,22 +562,26 @@ def test_only_who_knows_the_token_is_the_node(start):
     assert probe.reach("127.0.0.1", int(silent), "secret", 0.3) == "stranger"
 
 
+@pytest.fixture
+def claims(monkeypatch):
+    """What a probe claims in this process; given up afterwards."""
+    monkeypatch.setattr(probe, "CLAIMS", made := [])
+    yield made
+    for holder in made:
+        holder.close()
+
+
 @pytest.mark.parametrize("first", [32768, 20010, 1500])
-def test_the_rendezvous_port_is_none_that_the_system_gives_to_outgoing_connections(first, monkeypatch):
+def test_the_rendezvous_port_is_none_that_the_system_gives_to_outgoing_connections(first, claims, monkeypatch):
     monkeypatch.setattr(probe, "read", lambda path: f"{first}\t60999\n")
     assert all(1024 < probe.find_free_port() < first for _ in range(20))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT TESTED HERE: only Linux has abstract names")
-def test_two_preflights_at_once_choose_two_ports(monkeypatch):
+def test_two_preflights_at_once_choose_two_ports(claims, monkeypatch):
     monkeypatch.setattr(probe, "FREE_PORTS", (19000, 19001))
-    monkeypatch.setattr(probe, "CLAIMS", claims := [])
-    try:
-        assert {probe.find_free_port(), probe.find_free_port()} == {19000, 19001}
-        assert probe.find_free_port() in (19000, 19001), "where all are claimed, one that is free is tried"
-    finally:
-        for socket_ in claims:
-            socket_.close()
+    assert {probe.find_free_port(), probe.find_free_port()} == {19000, 19001}
+    assert probe.find_free_port() in (19000, 19001), "where all are claimed, one that is free is tried"
 
 
 def is_claimed(port):
@@ -596,7 +600,6 @@ def test_a_port_is_claimed_from_the_preflight_to_the_end_of_the_job(runs, tmp_pa
     gc.collect()
     assert is_claimed(port), "the preflight is gone, and torchrun may not listen yet"
     running.wait()
-    del running
     end = time.monotonic() + 5
     while is_claimed(port) and time.monotonic() < end:
         gc.collect()
