@@ -22,8 +22,8 @@ SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
 # A job may print faster than a notebook can show. What waits for longer than this, with so many lines behind it, goes
 # to the log only, until no more than a few wait: a failure, or a stop, must not have to wait behind it.
 LATE_SECONDS, MANY_LINES, FEW_LINES = 1.0, 100, 10
-# What waits for the launcher beyond this waits on its node.
-WAITING_LINES = 20_000
+# What waits for the launcher beyond this waits on its node, whose reader looks again after so long.
+WAITING_LINES, FULL_SECONDS = 20_000, 0.05
 # A supervisor that was stopped does not keep its limit; the launcher gives it this long.
 LIMIT_MARGIN = 2.0
 # Characters of each rank's output that a result holds: its first lines, and its last.
@@ -92,7 +92,8 @@ class Run:
     ) -> None:
         self._links, self._state, self._say, self._stop = links, state, say, stop
         self._join_timeout, self._limit, self._restarts, self._path = join_timeout, limit, restarts, log
-        self._queue: queue.Queue[tuple[str, bytes | None, float]] = queue.Queue(WAITING_LINES)
+        # Not queue.Queue: an interrupt that meets the launcher as it takes that one's lock leaves it locked for ever.
+        self._queue: queue.SimpleQueue[tuple[str, bytes | None, float]] = queue.SimpleQueue()
         self._unshown, self._cut = 0, False
         self._started = self._told = time.monotonic()
         self._failed: float | None = None
@@ -143,9 +144,10 @@ class Run:
         self._hand_on((node, None, time.monotonic()), over)
 
     def _hand_on(self, entry: tuple[str, bytes | None, float], over: threading.Event) -> None:
-        while not over.is_set():
-            with contextlib.suppress(queue.Full):
-                return self._queue.put(entry, timeout=0.5)
+        while self._queue.qsize() >= WAITING_LINES:
+            if over.wait(FULL_SECONDS):
+                return
+        self._queue.put(entry)
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(BEAT_SECONDS):

@@ -76,14 +76,21 @@ class RunningJob:
         """
         end = time.monotonic() + (timeout if timeout is not None else float("inf"))
         try:
-            while not self._over.wait(LOOK_SECONDS):
-                if time.monotonic() > end:
-                    raise TimeoutError(f"job {self.id} still runs after {timeout:g} s")
+            if not self._is_over_by(end):
+                raise TimeoutError(f"job {self.id} still runs after {timeout:g} s")
         except KeyboardInterrupt:
             self._stop.set()
-            self._over.wait(2 * END_SECONDS)
+            self._is_over_by(time.monotonic() + 2 * END_SECONDS)
             raise
         return self._tell(check=check)
+
+    def _is_over_by(self, end: float) -> bool:
+        # Not Event.wait(): an interrupt that meets it as it takes its lock leaves that locked for ever.
+        while not self._over.is_set():
+            if time.monotonic() > end:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return True
 
     def follow_in_background(self) -> None:
         """Follows the job in a thread, which keeps its lease and shows its lines."""

@@ -99,6 +99,71 @@ while True:
     except BaseException as error:
         say("failed", repr(error), *traceback.format_exc().splitlines())
 """
+# A launcher that is interrupted once at the n-th place at which Python can be, for each n until none is left: at a
+# line, as a function begins, or as it returns, also in the standard library. What starts its threads comes before these
+# places: there the standard library has the same fault, three times in a job. The supervisors are stand-ins.
+PLACES = """
+import faulthandler, itertools, sys, threading, time
+from pathlib import Path
+from types import SimpleNamespace
+import nodelaunch.run, nodelaunch.running
+from nodelaunch.state import JobState
+
+log = Path(sys.argv[2])
+STARTS = nodelaunch.run.Run._follow_lines.__code__, nodelaunch.running.RunningJob.wait.__code__
+
+class Supervisor:
+    def __init__(self):
+        self.asked = threading.Event()
+    def lines(self):
+        yield b'{"event": "started", "pid": 1}\\n'
+        yield b"[rank 0] hi\\n"
+        if sys.argv[1] == "wait":
+            self.asked.wait(0.2)
+    def beat(self):
+        pass
+    def stop(self):
+        self.asked.set()
+    kill = stop
+    def poll(self):
+        return 0
+    def explain(self):
+        return None
+
+def interrupt_at(number):
+    \"\"\"Returns a list, of which only the places that are left until the interrupt remain.\"\"\"
+    left, begun = list(range(number + 1)), []
+    def look(frame, event, arg):
+        begun[:] = begun or [1] * (frame.f_code in STARTS)
+        if begun:
+            left.pop()
+            if not left:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return look
+    sys.settrace(look)
+    return left
+
+spec = SimpleNamespace(join_timeout=60, limit=60, max_restarts=0, nproc_per_node=1, nodes=[])
+for number in itertools.count():
+    faulthandler.dump_traceback_later(20, exit=True)
+    job = nodelaunch.running.RunningJob(
+        spec, SimpleNamespace(id="", folder=log), links={"a": Supervisor()}, state=JobState(["a"], ["127.0.0.1"]),
+        seconds={}, started=time.monotonic(), say=lambda line: None, stop=threading.Event(), claim=None,
+    )
+    if sys.argv[1] == "wait":
+        job.follow_in_background()
+    try:
+        left = interrupt_at(number)
+        (job.wait if sys.argv[1] == "wait" else job.follow)(check=False)
+    except KeyboardInterrupt:
+        assert not left
+    finally:
+        sys.settrace(None)
+    if left:
+        break
+print(number)
+"""
 # When: after which line, and how many seconds after it at most. The first is the preflight, the copies and the meeting.
 MOMENTS = {
     "torchrun": (("id ", 3.5), ("connected", 0.8), ("saving", 0.1), ("ending", 1.2)),
@@ -275,3 +340,13 @@ def test_an_interrupt_while_probes_end_leaves_none(monkeypatch):
         check_nodes(local_nodes(2))
     assert len(set(ended)) == 2
     assert [probe._process.returncode is None for probe in set(ended)] == [False, False], "each was waited for"
+
+
+@pytest.mark.parametrize("who, least", [("follow", 300), ("wait", 20)])
+def test_an_interrupt_at_any_place_ends_the_launcher(who, least, tmp_path):
+    """No lock is left behind that the rest of the launcher then waits for, as those of queue.Queue and Event are."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", PLACES, who, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) > least
