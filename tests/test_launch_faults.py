@@ -25,7 +25,7 @@ from nodelaunch.diagnosis import diagnose
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.node.worker import _count_collectives
 from nodelaunch.preflight import check_nodes
-from nodelaunch.run import Run
+from nodelaunch.run import WAITING_LINES, Run
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -213,6 +213,29 @@ def test_a_full_disk_costs_the_log_and_not_the_job():
     assert state.results == {0: 7} and diagnose(state, run.reason) is None
     assert run.lines == ["[rank 0] hi", "[rank 0] ho"]
     assert sum("the log is not complete" in line for line in said) == 1
+
+
+def test_lines_beyond_a_bound_wait_on_their_node(tmp_path):
+    """While the launcher is busy with one line no more than the bound are read; afterwards all the others are."""
+    count, taken, busy = WAITING_LINES + 5_000, [], []
+
+    def talk():
+        for number in range(count):
+            taken.append(number)
+            yield b"[rank 0] hi\n"
+        yield from END
+
+    def show(line):
+        if not busy:
+            wait_for(lambda: len(taken) > WAITING_LINES, seconds=20)
+            time.sleep(0.3)
+            busy.append(len(taken))
+
+    link = FakeLink()
+    link.said = talk()
+    follow(link, tmp_path / "log", show)
+    assert WAITING_LINES < busy[0] <= WAITING_LINES + 3
+    assert (tmp_path / "log").read_bytes().count(b"[rank 0] hi\n") == count
 
 
 def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):

@@ -101,7 +101,7 @@ while True:
 """
 # A launcher that is interrupted once at the n-th place at which Python can be, for each n until none is left: at a
 # line, as a function begins, or as it returns, also in the standard library. What starts its threads comes before these
-# places: there the standard library has the same fault, three times in a job. The supervisors are stand-ins.
+# places: there the standard library has the same fault, once for each. The supervisors are stand-ins.
 PLACES = """
 import faulthandler, itertools, sys, threading, time
 from pathlib import Path
@@ -109,7 +109,7 @@ from types import SimpleNamespace
 import nodelaunch.run, nodelaunch.running
 from nodelaunch.state import JobState
 
-log = Path(sys.argv[2])
+folder = Path(sys.argv[2])
 STARTS = nodelaunch.run.Run._follow_lines.__code__, nodelaunch.running.RunningJob.wait.__code__
 
 class Supervisor:
@@ -148,7 +148,7 @@ spec = SimpleNamespace(join_timeout=60, limit=60, max_restarts=0, nproc_per_node
 for number in itertools.count():
     faulthandler.dump_traceback_later(20, exit=True)
     job = nodelaunch.running.RunningJob(
-        spec, SimpleNamespace(id="", folder=log), links={"a": Supervisor()}, state=JobState(["a"], ["127.0.0.1"]),
+        spec, SimpleNamespace(id="", folder=folder), links={"a": Supervisor()}, state=JobState(["a"], ["127.0.0.1"]),
         seconds={}, started=time.monotonic(), say=lambda line: None, stop=threading.Event(), claim=None,
     )
     if sys.argv[1] == "wait":
