@@ -26,7 +26,7 @@ from harness.lab_pages import (
     run_all,
     say_in_dialog,
 )
-from harness.lab_server import KERNEL, WANDB_KEY, Lab, start_lab
+from harness.lab_server import BRIEF, KERNEL, WANDB_KEY, Lab, start_lab
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from course import workspace
@@ -37,6 +37,8 @@ from course.report.__main__ import main as report
 ROOT = Path(__file__).resolve().parents[1]
 # Where hosts can be made, test_lab5.py takes lab 5 this way on two of them.
 NOTEBOOKS = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if path.stem[:2] != "05" or find_missing()]
+# The one that is run again also where LAB_BRIEF=1: it finds a server, jobs' folders and records of the evening before.
+AGAIN = "02_tensorboard"
 
 # What a cell's output shows.
 TEXT = "labs.cells[{}].outputArea.node.innerText"
@@ -177,7 +179,8 @@ def test_a_learner_meets_each_stub_solves_it_sees_all_and_runs_it_again(lab, ope
         expect_key_kept_secret(lab, path)
     page.close()
     lab.end_kernels()
-    lab.run_again(path.name)
+    if not BRIEF or path.stem == AGAIN:
+        lab.run_again(path.name)
 
 
 def expect_key_kept_secret(lab: Lab, path: Path) -> None:

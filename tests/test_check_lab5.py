@@ -5,7 +5,6 @@ import copy
 import re
 import secrets
 import shutil
-import socket
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from course.check import NotYetError, OpenError
 from course.exercises.lab5 import commands, ddp_script, precautions
 from course.workspace import make_script_stub
 from lab_common import LabError
+from nodelaunch.node.probe import find_free_port
 from nodelaunch.result import Failure, JobResult
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -574,9 +574,7 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
     monkeypatch.chdir(root / "notebooks")
     mark = f"LAB_TEST={secrets.token_hex(8)}"
     monkeypatch.setenv(*mark.split("="))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = f"--master-addr=127.0.0.1 --master-port={free.getsockname()[1]}"
+    meet = f"--master-addr=127.0.0.1 --master-port={find_free_port()}"
     with hear_listeners(mark) as heard:
         check.exercise(
             "5.2", lambda: [type_static(node, meet=meet, script=SCRIPT + " --batch-size 16") for node in (0, 1)]

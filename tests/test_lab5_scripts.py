@@ -8,7 +8,6 @@ import re
 import runpy
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from torch.utils.data import DataLoader
 import nodelaunch as launch
 from course.workspace import BEGIN, END, make_script_stub
 from lab_utils import data, machine, models, timing
+from nodelaunch.node.probe import find_free_port
 
 # 80 images, 5 steps of 16 an epoch.
 PER_CLASS = {"train": 8, "valid": 3, "test": 1}
@@ -66,9 +66,7 @@ def run(scripts, images, tmp_path_factory, warm_python):
         Returns what each reported and printed.
         """
         folder = tmp_path_factory.mktemp("job")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = find_free_port()
         command = [
             *warm_python,
             *([killing, kill_at, scripts / name] if kill_at else [scripts / "observed.py", *flags]),

@@ -15,6 +15,7 @@ import pytest
 
 from course import workspace
 from course.check import LABS
+from nodelaunch.node.probe import find_free_port
 
 # What the README names and no release brings: a set-up or a lab makes it, the reader has it, or it is an example.
 MADE_LATER = {".venv/", ".venv/bin/python", "workspace/", "runs/", "runs/nodes/", "code/", "jobs/", "work/"}
@@ -68,12 +69,6 @@ def find_named_files(text):
     modules = re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", "\n".join(code))
     links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
     return paths | {*links} | {module.replace(".", "/") for module in modules}
-
-
-def find_free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def wait_for(port, *, listening, seconds=20):

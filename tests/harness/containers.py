@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from hosting.files import Setup
 from hosting.limits import divide
 from hosting.settings import Settings
 from hosting.teams import Team
+from nodelaunch.node.probe import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 # Of a class without an engine.
@@ -272,9 +272,7 @@ def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]
     """Teams red and blue, brought up by one command; nothing of them is left at the end."""
     teams = folder / "teams.csv"
     teams.write_text("team,gpus\nred,\nblue,\n")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     remove(podman)
     usual = ["--port", port, "--image", IMAGE, "--front", FRONT, "--project", PROJECT, "--shm", "512m"]
     # All that there are: on a machine with few, a team that works would otherwise wait.

@@ -294,10 +294,12 @@ def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> object:
 
 
 def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """Sends a signal to processes that are there."""
-    assert pids
-    for pid in pids:
-        os.kill(pid, number)
+    """Sends a signal to processes that are there; whatever ends with the first of them has had enough."""
+    first, *others = pids
+    os.kill(first, number)
+    for pid in others:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], float]]:

@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -28,12 +29,15 @@ from harness import lab_pages
 from harness.browser import Browser, Page
 from harness.jobs import wait_for
 from harness.wandb_server import WandbServer
+from nodelaunch.node.probe import find_free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-of-the-tests"
 WANDB_KEY = "PLANTED" + "0123456789abcdef" * 3  # of the form that wandb asks for
 KEEP = "from lab_utils.timing import records as kept\nkept.find_noise = lambda timings: ''"
 LONG = 10.0  # seconds of a cell
+# Continuous integration has an hour and a half: it leaves out what takes longest of what is tried elsewhere, too.
+BRIEF = os.environ.get("LAB_BRIEF") == "1"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 
@@ -121,14 +125,17 @@ def find_listeners(url: str) -> list[str]:
         return [] if probe.connect_ex((host, int(port))) else [url]
 
 
-def make_environment(data: Path, home: Path, tracker: str) -> dict[str, str]:
+def make_environment(data: Path, home: Path, sockets: str, tracker: str) -> dict[str, str]:
     """What `make lab` inherits, as from a shell: Jupyter's and IPython's folders are the test's, and not the user's."""
     config = home / "config"
     config.mkdir(parents=True)
-    (config / "jupyter_lab_config.json").write_text(json.dumps({"LabApp": {"expose_app_in_browser": True}}))
+    # Jupyter chooses ports for a kernel some seconds before that listens there; on a busy machine another program may
+    # have one by then ("Address already in use"), and the kernel is dead.
+    settings = {"LabApp": {"expose_app_in_browser": True}, "KernelManager": {"transport": "ipc"}}
+    (config / "jupyter_lab_config.json").write_text(json.dumps(settings))
     ours = {"CI": "1", "LAB_DATA": data, "LAB_RUNS": home / "runs", "LAB_SCALE": "small", "OMP_NUM_THREADS": "1"}
     ours |= {"JUPYTER_TOKEN": TOKEN, "JUPYTER_CONFIG_DIR": config, "IPYTHONDIR": home / "ipython"}
-    ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": home / "runtime", "HOME": home / "user"}
+    ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": sockets, "HOME": home / "user"}
     # No test looks at times here.
     ours |= {"LAB_ROUNDS": "2", "WANDB_API_KEY": WANDB_KEY, "WANDB_BASE_URL": tracker}
     unwanted = re.compile(r"MAKEFLAGS|MAKELEVEL|MFLAGS|WANDB.*|.*proxy", re.IGNORECASE)
@@ -139,9 +146,7 @@ def make_environment(data: Path, home: Path, tracker: str) -> dict[str, str]:
 @contextmanager
 def serve(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[str]:
     """Runs `make lab` for a workspace and gives its address; ``home`` takes what it prints."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = find_free_port()
     with (home / "server.log").open("wb") as log:
         server = subprocess.Popen(
             ["make", "lab", f"LAB_PORT={port}", f"WORKSPACE={folder}"],
@@ -185,8 +190,10 @@ def start_lab(home: Path, data: Path) -> Iterator[Lab]:
     # As on a machine where the labs have run before: what nbval's kernels measured is not measured again.
     for records in Path(os.environ["LAB_RUNS"]).glob("lab*.jsonl"):
         shutil.copy(records, home / "runs")
-    with WandbServer() as tracker, Browser(home / "profile") as browser:
-        environment = make_environment(data, home, tracker.url)
+    # Of the kernels' sockets: a name in pytest's own folder would be too long for one.
+    sockets = tempfile.TemporaryDirectory(prefix="lab-")
+    with sockets, WandbServer() as tracker, Browser(home / "profile") as browser:
+        environment = make_environment(data, home, sockets.name, tracker.url)
         with serve(home / "workspace", home, environment) as url:
             yield Lab(url, home / "workspace", home / "runs", environment, browser, tracker)
 

@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import time
 from pathlib import Path
 
 from harness import warm
+from nodelaunch.node.probe import find_free_port
 from nodelaunch.result import Failure, JobResult, Rank
 
 SERVE = "import sys\nsys.path.insert(0, sys.argv[2])\nimport {modules}, warm\nwarm.serve(sys.argv[1])"
@@ -75,10 +75,7 @@ def _keep_store(agent_store):
         finally:
             del os.environ["TORCHELASTIC_USE_AGENT_STORE"], store
     else:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        yield port
+        yield find_free_port()
 
 
 def _start(job, command, rank, node, local, size, port, folder):
