@@ -63,7 +63,7 @@ host:
 ## test-hosting: build the teams' image and drive two teams in containers (needs root, podman, runc and mmdebstrap)
 .PHONY: test-hosting
 test-hosting: setup
-	@$(PY) -m pytest -n 0 -m hosting -rs tests $(ARGS)
+	@$(PY) -m pytest -n 0 -m hosting -rs tests/test_hosting*.py $(ARGS)
 
 ## drills: what goes wrong between nodes, and with more interrupts than `make test` has time for
 .PHONY: drills

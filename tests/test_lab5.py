@@ -9,7 +9,7 @@ import sys
 import nbformat
 from harness.jobs import list_processes
 from harness.lab_pages import find_faults, find_stubs, go_the_learner_s_way
-from harness.lab_server import start_lab
+from harness.lab_server import BRIEF, start_lab
 
 NAME = "05_ddp_two_nodes.ipynb"
 # What has to be in the output of a cell; each a regular expression.
@@ -82,7 +82,8 @@ def test_a_learner_meets_each_stub_solves_it_and_runs_the_lab_on_two_hosts_and_a
             lab.end_kernels()
             expect_said(lab.folder / NAME)
             expect_jobs(lab.runs, homes)
-            lab.run_again(NAME)
+            if not BRIEF:
+                lab.run_again(NAME)
     finally:
         for home in homes:
             shutil.rmtree(home, ignore_errors=True)
