@@ -23,8 +23,9 @@ from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
 MARK = "\x1e"  # before each answer, so that what a login script prints is not taken for one
 LIFETIME = 30.0
-# Below the ports that Linux gives to outgoing connections, and above those of services.
-FREE_PORTS = (20000, 32767)
+# Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs (sbatch.py),
+# which claim none.
+FREE_PORTS = (30000, 32767)
 # What this probe claims, for as long as it runs.
 CLAIMS = []
 

@@ -20,7 +20,7 @@ from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
 from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
-from nodelaunch.node.probe import claim
+from nodelaunch.node.probe import FREE_PORTS, claim
 from nodelaunch.preflight import routes, table
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
@@ -156,7 +156,7 @@ def check_nodes(
         machines = {answer["facts"].get("system", {}).get("machine") for answer in answers.values()}
         together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
         network = routes.Network(by_name, {name: answer["facts"] for name, answer in answers.items()}, together)
-        network, late = _explore(network, clients, port, waits)
+        network, late = _explore(network, clients, port, waits, start + timeout)
         # While the probe still claims it: else another launcher could choose it in between.
         picked = None if port else network.listening.get(network.head, {}).get("chosen")
         holder = claim(picked, "job") if picked and by_name[network.head].here else None
@@ -181,7 +181,7 @@ def check_nodes(
         verdicts=tuple(verdicts),
         addresses=chosen,
         interfaces=interfaces,
-        port=port or listening.get("chosen") or random.randint(20000, 32767),
+        port=port or listening.get("chosen") or random.randint(*FREE_PORTS),
         seconds=time.monotonic() - start,
         offsets={name: answer["offset"] for name, answer in answers.items()},
         hide_gpus=must_hide(offers, wanted),
@@ -228,16 +228,24 @@ def _find_jobs(client: ProbeClient, wanted: Wanted, end: float) -> dict[str, lis
 
 
 def _explore(
-    network: routes.Network, clients: Mapping[str, ProbeClient], port: int | None, waits: Mapping[str, float]
+    network: routes.Network,
+    clients: Mapping[str, ProbeClient],
+    port: int | None,
+    waits: Mapping[str, float],
+    end: float,
 ) -> tuple[routes.Network, dict[str, LabError]]:
-    """Has the nodes listen, and then each try all addresses of each other."""
+    """Has the nodes listen, and then each try all addresses of each other; may use what is left until ``end``."""
     names = list(network.facts)
+    # A connection that nothing answers is told of only when its time is over; 0.8 s are for the way there and back.
+    told = waits["connect"] + 0.8
+    listen = max(waits["listen"], end - time.monotonic() - told)
     tokens = {name: secrets.token_hex(16) for name in names}
     questions = {name: {"do": "listen", "addresses": routes.list_candidates(network, name)} for name in names}
     for name, question in questions.items():
         question |= {"token": tokens[name], "port": (port or 0) if name == network.head else None}
-    asked = {name: functools.partial(clients[name].ask, questions[name], waits["listen"]) for name in names}
-    listening, errors = _split(ask_all(asked, network.nodes, waits["listen"]))
+    asked = {name: functools.partial(clients[name].ask, questions[name], listen) for name in names}
+    listening, errors = _split(ask_all(asked, network.nodes, listen))
+    patience = max(told, end - time.monotonic())
     tasks = {}
     for name in listening:
         targets = {
@@ -249,8 +257,8 @@ def _explore(
         }
         hosts = [network.system(other).get("host", "") for other in listening if other != name]
         question = {"do": "connect", "targets": targets, "names": hosts, "seconds": waits["connect"]}
-        tasks[name] = functools.partial(clients[name].ask, question, waits["connect"] + 0.8)
-    answers, late = _split(ask_all(tasks, network.nodes, waits["connect"] + 0.8))
+        tasks[name] = functools.partial(clients[name].ask, question, patience)
+    answers, late = _split(ask_all(tasks, network.nodes, patience))
     reached = {name: answer["reached"] for name, answer in answers.items()}
     resolved = {name: answer.get("names", {}) for name, answer in answers.items()}
     explored = routes.Network(network.nodes, network.facts, network.one_machine, listening, reached, resolved)
