@@ -187,7 +187,8 @@ def start(
     except BaseException:
         job.end()
         raise
-    say(describe_queue(job.number))
+    if (queue := describe_queue(job.number)) != said:
+        say(queue)
     return {node.name: SlurmLink(node.name, index, job) for index, node in enumerate(spec.nodes)}
 
 
