@@ -225,7 +225,7 @@ class Supervisor:
             self._put(MARK.encode() + line)
 
     def _sample_memory(self) -> None:
-        for pid, rank in self._workers.items():
+        for pid, rank in list(self._workers.items()):  # a copy: another thread may hear of a worker meanwhile
             with contextlib.suppress(OSError, IndexError):  # gone, or a zombie, which has no memory
                 status = Path(f"/proc/{pid}/status").read_text()
                 peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
