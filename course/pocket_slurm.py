@@ -282,7 +282,7 @@ class PocketSlurm:
                 start_new_session=True,
             )
         self._children[role] = child
-        if role == "munged" and not _wait(lambda: _is_open(self.folder / "munge.sock"), END_SECONDS):
+        if role == "munged" and not _wait(lambda: _is_open(self.folder / "munge.sock"), READY_SECONDS):
             raise self._explain(role)
 
     def _wait_ready(self) -> None:
@@ -333,7 +333,8 @@ class PocketSlurm:
             for pid in self._list(role) if role == "step" else []:
                 with contextlib.suppress(psutil.Error):
                     for child in psutil.Process(pid).children(recursive=True):
-                        child.kill()
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            child.kill()
             for number in (signal.SIGTERM, signal.SIGKILL)[role == "step" :]:
                 self._signal(role, number)
                 if _wait(lambda role=role: not self._list(role), END_SECONDS):
