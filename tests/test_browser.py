@@ -287,7 +287,8 @@ def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_show
     enough.touch()
     page.call("Page.bringToFront")
     page.wait_for("labs.kernel === 'idle'")
-    assert sorted(run_cell(page, 1).splitlines()[-2:]) == [f"node{n}: [rank {n}] all steps done" for n in (0, 1)]
+    # Of one rank a step may stand behind the other's last line.
+    assert {f"node{n}: [rank {n}] all steps done" for n in (0, 1)} <= set(run_cell(page, 1).splitlines())
     assert_gone(job, 10.0)
 
 
@@ -416,7 +417,8 @@ SHOWN = (
     "from course import check\nfrom lab_utils import board, machine, plots\nmachine.card()",
     "def before(x):\n    return x + 1\ndef after(x):\n    y = x + 2\n    return y\ncheck.show_diff(before, after)",
     "import pandas as pd\npd.DataFrame({'images/s': [1.5, 2.5]}, index=['fp32', 'bf16'])",
-    "import tempfile\nended = board.start(tempfile.mkdtemp())\nended.stop()\nended.show(height=60)",
+    # At a port where no other test of the labs serves.
+    "import tempfile\nended = board.start(tempfile.mkdtemp(), port=0)\nended.stop()\nended.show(height=60)",
     "from nodelaunch.preflight import Preflight, Verdict\n"
     "found = [Verdict('node1', 'disk', state, 'so much room', 'cause', 'fix') for state in ('red', 'note', 'ok')]\n"
     "Preflight(tuple(found), {}, {}, 1, 0.1, {})",

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -100,10 +101,10 @@ def test_2_hosts_whose_own_names_stand_for_the_loopback(order, make, hosts):
 
 
 def test_7_a_node_that_never_starts(make):
-    heard = Heard()
-    start = time.time()
+    heard, begun = Heard(), []
+    heard.when["start by hand: "] = lambda line: begun.append(time.time())  # the time to join runs from here
     job = make("ok", join_timeout=7)
-    error = run_badly(job, heard, seconds=7 + 5, since=lambda: start, by_hand=["node1"])
+    error = run_badly(job, heard, seconds=7 + 5, since=lambda: begun[0], by_hand=["node1"])
     failure = error.result.failure
     assert (failure.kind, failure.node) == ("join", "node1")
     assert "node1" in error.what and "bash node" in error.fix
@@ -140,7 +141,7 @@ def test_4_a_firewall_that_was_not_there_at_the_preflight(make, hosts):
     assert job.preflight().ok
     hosts.drop("n2", "n1", new=True)
     start, heard = time.time(), Heard()
-    error = run_badly(job, heard, seconds=8 + 6, since=lambda: start, gone=6)
+    error = run_badly(job, heard, seconds=8 + 9, since=lambda: start, gone=6)
     assert error.result.failure.kind in ("join", "torchrun")
     assert error.what == "Not all nodes joined in time; missing: n1, n2.", "n1 was there, and waited for n2"
     assert "preflight" in error.fix
@@ -502,14 +503,17 @@ def ask(client, code):
 def kernel(monkeypatch):
     manager_module = pytest.importorskip("jupyter_client.manager")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    manager = manager_module.KernelManager(kernel_name="python3")
-    manager.start_kernel()
-    client = manager.client()
-    client.start_channels()
-    client.wait_for_ready(timeout=60)
-    yield manager, client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
+    # Sockets with names instead of ports, of which another program may have one before the kernel does.
+    with tempfile.TemporaryDirectory(prefix="kernel-") as folder:
+        own = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
+        manager = manager_module.KernelManager(kernel_name="python3", **own)
+        manager.start_kernel()
+        client = manager.client()
+        client.start_channels()
+        client.wait_for_ready(timeout=60)
+        yield manager, client
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,7 @@ class Page:
         while time.monotonic() < end:
             try:
                 value = self.evaluate(expression)
-            except ProtocolError as error:  # the page was just being loaded
+            except (ProtocolError, TimeoutError) as error:  # the page was just being loaded
                 value = error
             else:
                 if value:

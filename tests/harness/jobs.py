@@ -58,7 +58,7 @@ elif mode == "raise":
 elif mode == "kill":
     if faulty:
         held = hold_memory()
-        time.sleep(1)
+        time.sleep(3)  # the supervisor looks every half second
         fault()
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(value)

@@ -115,7 +115,7 @@ class Lab:
 def find_processes(runs: Path) -> list[str]:
     """The commands of the living processes that `make lab` started with this LAB_RUNS, kernels and jobs included."""
     found = (process.info for process in psutil.process_iter(["environ", "cmdline"]))
-    return [" ".join(one["cmdline"]) for one in found if (one["environ"] or {}).get("LAB_RUNS") == str(runs)]
+    return [" ".join(one["cmdline"] or ()) for one in found if (one["environ"] or {}).get("LAB_RUNS") == str(runs)]
 
 
 def find_listeners(url: str) -> list[str]:
@@ -167,7 +167,7 @@ def serve(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[str
         server.wait(60)
 
 
-def wait_for_server(address: str, server: subprocess.Popen, log: Path, seconds: float = 120.0) -> None:
+def wait_for_server(address: str, server: subprocess.Popen, log: Path, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while True:
         with suppress(OSError), urllib.request.urlopen(address, timeout=10):
