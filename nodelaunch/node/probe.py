@@ -52,7 +52,9 @@ def find_free_port():
     """A port that nobody holds or claims and that the system does not give to outgoing connections."""
     low = int((read("/proc/sys/net/ipv4/ip_local_port_range").split() or [FREE_PORTS[1] + 1])[0])
     last = min(FREE_PORTS[1], low - 1)
-    tries = [random.randint(min(FREE_PORTS[0], last), last) for _ in range(100)]
+    # As many to choose from where Linux was told to give lower ones.
+    first = max(1025, last - (FREE_PORTS[1] - FREE_PORTS[0]))
+    tries = [random.randint(min(first, last), last) for _ in range(100)]
     claimed = []
     for port in tries:
         if find_trouble(port) is not None:
