@@ -282,7 +282,7 @@ class PocketSlurm:
                 start_new_session=True,
             )
         self._children[role] = child
-        if role == "munged" and not _wait(lambda: _is_open(self.folder / "munge.sock"), READY_SECONDS):
+        if role == "munged" and not _wait(lambda: _is_open(self.folder / "munge.sock"), END_SECONDS):
             raise self._explain(role)
 
     def _wait_ready(self) -> None:

@@ -141,7 +141,7 @@ def test_4_a_firewall_that_was_not_there_at_the_preflight(make, hosts):
     assert job.preflight().ok
     hosts.drop("n2", "n1", new=True)
     start, heard = time.time(), Heard()
-    error = run_badly(job, heard, seconds=8 + 9, since=lambda: start, gone=6)
+    error = run_badly(job, heard, seconds=8 + 6, since=lambda: start, gone=6)
     assert error.result.failure.kind in ("join", "torchrun")
     assert error.what == "Not all nodes joined in time; missing: n1, n2.", "n1 was there, and waited for n2"
     assert "preflight" in error.fix

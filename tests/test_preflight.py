@@ -704,9 +704,7 @@ def time_check(nodes, **options) -> Preflight:
 
 @pytest.mark.drill
 def test_two_hosts_are_green_in_two_seconds(remote, hosts):
-    for _ in range(10):  # a busy machine needs some tries
-        if (found := time_check(remote)).seconds <= 2:
-            break
+    found = min((time_check(remote) for _ in range(3)), key=lambda found: found.seconds)
     assert found.ok, found
     assert found.seconds <= 2
     assert found.addresses == {node: hosts.address(node) for node in ("n1", "n2")}

@@ -326,7 +326,7 @@ writer = SummaryWriter(sys.argv[1], **json.loads(sys.argv[3]))
 for step in range(25):
     writer.add_scalar("step", step, step)
 print("logged", flush=True)
-time.sleep(600)
+time.sleep(60)
 """
 
 
@@ -334,32 +334,22 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("file", "options", "seconds", "kept"),
     [
-        ("its own file", {}, 60, 25),  # the labs' own case: each record is appended at once
+        ("its own file", {}, 1, 25),  # the labs' own case: each record is appended at once
         ("a file that waits", {}, 1, 0),
-        ("a file that waits", {"flush_secs": 1}, 60, 25),
+        ("a file that waits", {"flush_secs": 1}, 4, 25),
     ],
 )
 def test_a_killed_run_keeps_what_it_logged_with_the_default_settings(tmp_path, file, options, seconds, kept):
-    """By ``kill -9``, which no thread survives; only a file that waits for a flush needs another setting.
-
-    Within so many seconds: a busy machine may keep a thread from its file for some of them.
-    """
-    expected = [(step, step) for step in range(kept)]
-
-    def read_events():
-        log = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
-        events = log.Scalars("step") if "step" in log.Tags()["scalars"] else []
-        return [(event.step, event.value) for event in events]
-
+    """By ``kill -9``, which no thread survives; only a file that waits for a flush needs another setting."""
     command = [sys.executable, "-c", WRITE, str(tmp_path / "run"), file, json.dumps(options)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "logged\n"
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not (kept and read_events() == expected):
-            time.sleep(0.2)
+        time.sleep(seconds)
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
-    assert read_events() == expected
+    log = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
+    events = log.Scalars("step") if "step" in log.Tags()["scalars"] else []
+    assert [(event.step, event.value) for event in events] == [(step, step) for step in range(kept)]
 
 
 MAGIC = """
@@ -406,8 +396,8 @@ def test_what_the_magic_lacks_is_why_the_lab_has_its_own_start(logs, tmp_path, t
 
 
 def read_points(port, run, expected):
-    """Step and value of each point that TensorBoard serves, once they are the expected ones or 90 s are over."""
-    end, found = time.monotonic() + 90, None
+    """Step and value of each point that TensorBoard serves, once they are the expected ones or 30 s are over."""
+    end, found = time.monotonic() + 30, None
     while found != expected and time.monotonic() < end:
         try:
             points = ask(f"http://127.0.0.1:{port}/data/plugin/scalars/scalars?run={run}&tag=loss")

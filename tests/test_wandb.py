@@ -368,15 +368,14 @@ def test_a_killed_run_loses_at_most_the_last_second(root, tmp_path, kill_at):
                 script.kill()
                 killed = time.time()
     # The interval of a second, and what a busy machine adds before the interval's end is noticed.
-    safe = max((one["step"] for one in told if one["time"] < killed - 3.0), default=0)
+    safe = max((one["step"] for one in told if one["time"] < killed - 1.5), default=0)
     recorded = wandb_runs.read_run(wandb_runs.list_runs(tmp_path / "cut" / "wandb")[0])
     assert not recorded.finished
     assert [row["_step"] for row in recorded.rows] == list(range(1, len(recorded.rows) + 1))
     assert len(recorded.rows) >= safe
     board = EventAccumulator(str(tmp_path / "cut" / "TensorBoard"), size_guidance={"scalars": 0}).Reload()
     written = {event.step: event.value for event in board.Scalars("loss/train")} if board.Tags()["scalars"] else {}
-    # Of the last two steps some of the ten records may be on their way that its queue holds.
-    assert len(written) >= told[-1]["step"] - 2, "TensorBoard appends each record at once, whatever flush_secs is"
+    assert len(written) >= told[-1]["step"] - 1, "TensorBoard appends each record at once, whatever flush_secs is"
     for step in written.keys() & recorded.curve("loss/train").keys():
         assert written[step] == pytest.approx(recorded.curve("loss/train")[step], rel=1e-6)
     assert list((tmp_path / "home").iterdir()) == []
