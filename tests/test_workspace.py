@@ -374,16 +374,21 @@ def test_killed_at_any_moment_it_leaves_whole_files_and_the_next_run_mends(labs,
     chance, trial, killed, midway = random.Random(0), 0, 0, 0
     while trial < 8 or (min(killed, midway) < 3 and trial < 40):
         command = [sys.executable, "-c", code, "--notebooks", str(versions[trial % 2]), "--workspace", str(copy)]
+        before = set(copy.rglob(f"{workspace.TEMPORARY}*"))
         child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert child.stdout.readline() == "ready\n"
-        time.sleep(chance.uniform(0.0, duration))
+        if trial % 4 < 2:
+            time.sleep(chance.uniform(0.0, duration))
+        else:  # in the middle of a file for certain, however busy the machine is
+            while child.poll() is None and before.issuperset(copy.rglob(f"{workspace.TEMPORARY}*")):
+                time.sleep(0.0005)
         child.send_signal(signal.SIGKILL)
         hit = child.wait() == -signal.SIGKILL
         child.stdout.close()
         # On a busy disk one run says little of the next: wait less after one that was done before its blow.
         duration *= 1.0 if hit else 1 / 1.3
         trial, killed = trial + 1, killed + hit
-        midway += any(copy.rglob(f"{workspace.TEMPORARY}*"))
+        midway += not before.issuperset(copy.rglob(f"{workspace.TEMPORARY}*"))
         for path in [*copy.glob("01_lab.ipynb"), *copy.glob("figures/[0-9].png")]:
             whole = [labs.parent / f"whole{version}" / path.relative_to(copy) for version in range(2)]
             assert path.read_bytes() in [file.read_bytes() for file in whole], f"{path.name} is half a file"
