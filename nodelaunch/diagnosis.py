@@ -27,13 +27,12 @@ DEAD_MEMORY = (
 )
 
 
-def diagnose(state: JobState, reason: StopReason | None = None, limit: float = math.nan) -> Failure | None:
+def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | None:
     """Returns what failed first, or None where nothing did.
 
     Args:
         state: What was heard of the job.
         reason: Why the launcher ended the job, where it did.
-        limit: The job's time limit in seconds, told where the launcher ended the job at it.
     """
     errors = sorted((_add_traceback(state, error) for error in state.errors), key=lambda error: error["at"])
     if reason in (StopReason.STOPPED, StopReason.INTERRUPTED):
@@ -52,7 +51,7 @@ def diagnose(state: JobState, reason: StopReason | None = None, limit: float = m
         cause = "it had more to do, or a rank waited for something that never came"
         if silent:
             cause = f"the supervisor on {', '.join(silent)} was stopped (SIGSTOP), or that machine hangs"
-        what = _shorten(f"The job ran into its {limits[0] if limits else f'time limit of {limit:g} s'}.")
+        what = _shorten(f"The job ran into its {limits[0] if limits else f'time limit of {state.limit:g} s'}.")
         return Failure("limit", what, cause=cause, fix="a larger limit=, or less work")
     for part in state.nodes.values():
         if part.ended and part.ended["reason"] == StopReason.SILENCE and not reason:

@@ -206,7 +206,7 @@ class Run:
         """Whether the launcher has to end the job: nodes that do not come, or a failure that nothing will mend."""
         now = time.monotonic()
         if now - self._started > self._limit + LIMIT_MARGIN:
-            self.reason = StopReason.LIMIT
+            self.reason, self._state.limit = StopReason.LIMIT, self._limit
             return True
         if self.joined is None:
             if all(self._state.nodes[node].joined for node in self._links):

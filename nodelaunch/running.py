@@ -130,7 +130,7 @@ class RunningJob:
             if any(node.here and not part.ended and (failed or not part.by_hand) for node, part in parts):
                 stop_job({"id": self.id})  # elsewhere the guards of the nodes do it
         self._seconds |= {"joined": run.joined, "total": time.monotonic() - self._started}
-        failure = diagnose(state, run.reason, self._spec.limit)
+        failure = diagnose(state, run.reason)
         size = max([len(self._spec.nodes) * self._spec.nproc_per_node, *(rank + 1 for rank in state.ranks)])
         return JobResult(
             ok=failure is None,

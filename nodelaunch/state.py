@@ -90,6 +90,7 @@ class JobState:
         self.waited: dict[int, str] = {}  # by rank, what NCCL's watchdog said of a collective in which it waited
         self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
         self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
+        self.limit: float | None = None  # the job's, in seconds, where the launcher's own clock ended it
 
     @property
     def errors(self) -> list[dict]:

@@ -234,7 +234,7 @@ def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_
     run.follow()
     assert time.monotonic() - start < 1 + 2 + 5 + 2
     assert run.reason == StopReason.LIMIT and link.let_go.is_set()
-    failure = diagnose(state, run.reason, 1)
+    failure = diagnose(state, run.reason)
     assert failure.kind == "limit" and failure.what == "The job ran into its time limit of 1 s."
     assert "supervisor on a was stopped" in failure.cause
 
