@@ -25,7 +25,10 @@ import pytest
 from harness.browser import find_chromium
 from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
+from tensorboard.backend.event_processing import io_wrapper
+from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from torch.utils.tensorboard import SummaryWriter
 
 import nodelaunch as launch
@@ -456,6 +459,31 @@ def test_a_run_that_is_trained_again_replaces_its_old_curve(tmp_path):
                     writer.add_scalar("loss", value, step)
             expected = [(step, value) for step in range(3)]
             assert read_points(server.port, "run", expected) == expected
+
+
+def test_a_run_that_goes_while_the_server_looks_does_not_end_the_reading(logs, monkeypatch):
+    for owner, name in ((DirectoryWatcher, "Load"), (EventMultiplexer, "AddRun")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # given back after the test
+    runpy.run_path(board.SERVER)["drop_replaced_runs"]()
+    runs = EventMultiplexer()
+    runs.Reload()  # from now on a run is read as soon as it is found
+    find, gone = io_wrapper.GetLogdirSubdirectories, str(logs / "first")
+
+    def find_and_delete(path):
+        for folder in sorted(find(path)):
+            if folder == gone:
+                shutil.rmtree(folder)
+            yield folder
+
+    with monkeypatch.context() as moment:
+        moment.setattr(io_wrapper, "GetLogdirSubdirectories", find_and_delete)
+        runs.AddRunsFromDirectory(str(logs))
+    runs.Reload()
+    assert set(runs.Runs()) == {"second"}
+    with SummaryWriter(gone) as writer:
+        writer.add_scalar("loss", 1.0, 0)
+    runs.AddRunsFromDirectory(str(logs))
+    assert set(runs.Runs()) == {"first", "second"}
 
 
 def test_a_file_that_ends_in_the_middle_of_a_record_reads_back_up_to_there(logs):
