@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 from hosting import commands, hub
 from hosting.collect import collect
-from hosting.deployment import open_deployment, parse_settings, read_deployment
+from hosting.deployment import hold, make_private, open_deployment, parse_settings, read_deployment
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import check_guard, read_status, show_status
 from lab_common import LabError, checkout
 from lab_common.text import clean
+
+# One of these at a time.
+CHANGES = ("up", "down", "rotate", "reset", "restart")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -72,8 +77,25 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lets one command at a time change a class; two would write each other's tokens, and end each other's guard."""
+    make_private(folder)
+    try:
+        with hold(folder, "Another command is changing this class"):
+            yield
+    finally:
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # where it was made for this, and nothing came into it
+
+
 def run(chosen: argparse.Namespace) -> None:
     """Does what the command line says."""
+    with alone(chosen.state.resolve()) if chosen.command in CHANGES else contextlib.nullcontext():
+        _run(chosen)
+
+
+def _run(chosen: argparse.Namespace) -> None:
     folder, engine = chosen.state.resolve(), chosen.engine
     if chosen.command in ("up", "build"):
         given = {field.name: getattr(chosen, field.name, None) for field in fields(Settings)}
@@ -88,7 +110,7 @@ def run(chosen: argparse.Namespace) -> None:
     team = deployment.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
         say(show_status(read_status(deployment)))
-        say("\n".join(["", *commands.describe_bounds(deployment), *check_guard(deployment)]))
+        say("\n".join(["", *commands.describe_bounds(deployment, check_guard(deployment))]))
     elif chosen.command == "down":
         variant.down(deployment)
         say("all containers have ended; the teams' work stays in their volumes")
@@ -115,10 +137,20 @@ def say(text: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
+    chosen = parse_arguments(arguments)
     try:
-        run(parse_arguments(arguments))
+        run(chosen)
     except LabError as error:
         print(clean(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command again goes on from where it was", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written goes nowhere
+        return 1
+    except OSError as error:
+        print(clean(f"{error.filename or chosen.state}: {error.strerror or error}"), file=sys.stderr)
         return 1
     return 0
 

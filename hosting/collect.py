@@ -13,17 +13,18 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
-from hosting.deployment import Deployment
+from hosting.deployment import Deployment, hold
 from hosting.engine import LOG
 from hosting.files import HOME, LABS, PYTHON, name_container
 from hosting.teams import Team
 from lab_common import LabError
-from lab_common.text import clean
+from lab_common.text import clean_name
 
 REPORT, WORK, LEFT_OUT = "report.html", "work", "left-out.txt"
 CHUNK, LONGEST_FRAME = 1 << 20, 1 << 15
@@ -117,7 +118,7 @@ class Bounds:
     """What of one team is fetched.
 
     Attributes:
-        files: Their number.
+        files: Their number, and that of the folders that are made for them.
         largest: Bytes of one.
         total: Bytes of all.
         seconds: For all of it, the report included.
@@ -140,6 +141,7 @@ class Collected:
         left_out: What was left out and why, up to ``MOST_NAMED``.
         more: How many were left out beyond those.
         problem: Why it is not whole; "" where it is.
+        folders: How many were made for its files.
     """
 
     folder: Path
@@ -148,6 +150,7 @@ class Collected:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     more: int = 0
     problem: str = ""
+    folders: int = 0
 
     def describe(self) -> str:
         """One line: where it lies, and how much of it was left out."""
@@ -178,17 +181,20 @@ def collect(
             teams' folders are there, and of this one what came.
     """
     whole, failed, target = [], {}, target.resolve()
-    target.mkdir(parents=True, exist_ok=True)
-    for team in teams:
-        # A team may fill no more than half of what is free here.
-        free = shutil.disk_usage(target).free // 2
-        limits = bounds or Bounds()
-        limits = Bounds(limits.files, limits.largest, min(limits.total, free), limits.seconds)
-        one = _collect_team(deployment, team, target, limits)
-        if one.problem:
-            failed[team.name] = one.problem
-        else:
-            whole.append(one)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what, fix = "What is collected has no place.", "--into with another folder"
+        raise LabError(what, where=target, cause=error.strerror or "", fix=fix) from error
+    with hold(target, "Another `collect` writes there"):
+        for team in teams:
+            for left in target.glob(f".{team.name}.????????"):  # a collect that was killed
+                shutil.rmtree(left, ignore_errors=True)
+            one = _collect_team(deployment, team, target, find_room(target, bounds or Bounds()))
+            if one.problem:
+                failed[team.name] = one.problem
+            else:
+                whole.append(one)
     if failed:
         what = f"{len(failed)} of {len(teams)} teams could not be collected whole: {', '.join(failed)}."
         # A hub ends the containers that nobody uses; both variants work on the same volumes.
@@ -203,15 +209,26 @@ def collect(
     return whole
 
 
+def find_room(target: Path, bounds: Bounds) -> Bounds:
+    """The bounds, with no more than half of what is free here: of bytes, and of files where their number is bounded."""
+    free = os.statvfs(target)
+    files = min(bounds.files, free.f_favail // 4) if free.f_files else bounds.files  # each may need a folder
+    return replace(bounds, files=files, total=min(bounds.total, free.f_bavail * free.f_frsize // 2))
+
+
 def _collect_team(deployment: Deployment, team: Team, target: Path, bounds: Bounds) -> Collected:
     """Fetches one team's work; where nothing of it came, no folder is made."""
     status, said = deployment.ask(team, "true", timeout=20)
     if status:
-        return Collected(target / team.name, problem=said or "its container does not run")
+        problem = clean_name(said[-300:]) or "its container does not run"
+        return Collected(target / team.name, problem=problem)
     numbers = (bounds.largest, bounds.total, bounds.files, MOST_NAMED, int(bounds.seconds / 2))
     command = ["exec", "-w", LABS, name_container(deployment.settings, team, 0), *PYTHON, PACK]
-    # Only we can enter it until it has its name.
-    fresh = Path(tempfile.mkdtemp(prefix=f".{team.name}.", dir=target))
+    try:
+        # Only we can enter it until it has its name.
+        fresh = Path(tempfile.mkdtemp(prefix=f".{team.name}.", dir=target))
+    except OSError as error:
+        return Collected(target / team.name, problem=f"{target}: {error.strerror or error}")
     try:
         one = Collected(fresh)
         with deployment.engine.stream(
@@ -245,16 +262,17 @@ def receive(stream: BinaryIO, one: Collected, bounds: Bounds) -> None:
                 one.more += _check_size(values[0], 1 << 62)
                 break
             if kind == "failed":
-                one.problem = clean(_check_text(values[0]), 300) or "no report"
+                one.problem = clean_name(_check_text(values[0]), 300) or "no report"
             elif kind == "left":
                 one.leave_out(_check_text(values[0]), KINDS.get(_check_text(values[1]), "odd"))
             elif kind == "report" and not one.report:
                 size = _check_size(values[0], min(rest, bounds.largest))
                 _write_new(stream, size, one.folder / REPORT)
                 one.report = True
+                rest -= size
             elif kind == "file" and one.files < bounds.files:
                 size = _check_size(values[1], min(rest, bounds.largest))
-                _take_file(stream, _check_text(values[0]), size, one)
+                _take_file(stream, _check_text(values[0]), size, one, bounds.files)
                 rest -= size
             else:
                 raise ValueError("a frame that does not belong there")
@@ -263,16 +281,21 @@ def receive(stream: BinaryIO, one: Collected, bounds: Bounds) -> None:
         if not one.report:
             one.problem = one.problem or "no report came"
     except (ValueError, IndexError, RecursionError) as error:
-        one.problem = f"what its container sent was cut off or cannot be read: {clean(error, 200)}"
+        one.problem = f"what its container sent was cut off or cannot be read: {clean_name(error, 200)}"
 
 
-def _take_file(stream: BinaryIO, name: str, size: int, one: Collected) -> None:
+def _take_file(stream: BinaryIO, name: str, size: int, one: Collected, most: int) -> None:
     parts = name.split("/")
     if len(parts) > MOST_PARTS or any(part in ("", ".", "..") or "\0" in part for part in parts):
         one.leave_out(name, "an unsafe name")
         return _copy(stream, size, None)
     path = one.folder.joinpath(WORK, *map(_make_safe, parts))
+    fresh = list(takewhile(lambda folder: not os.path.lexists(folder), path.parents))
+    if one.folders + len(fresh) > most:
+        one.leave_out(name, KINDS["many"])
+        return _copy(stream, size, None)
     try:
+        one.folders += len(fresh)
         path.parent.mkdir(parents=True, exist_ok=True)
         return _write_new(stream, size, path, one)
     except OSError as error:
@@ -308,7 +331,7 @@ def _copy(stream: BinaryIO, size: int, file: BinaryIO | None) -> None:
 
 def _make_safe(part: str) -> str:
     """A part of a path that no terminal obeys, and no command takes for an option."""
-    part = clean(part).replace("\n", "\N{REPLACEMENT CHARACTER}")
+    part = clean_name(part)
     return f"_{part}" if part.startswith("-") else part
 
 

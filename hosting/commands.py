@@ -9,7 +9,7 @@ import re
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from hosting.limits import describe_limits, forget_shares
 from hosting.settings import Settings, save_settings
 from hosting.teams import Team
 from lab_common import LabError, checkout
+from lab_common.text import clean_name
 
 START_SECONDS = 180.0
 LOG_LINES = 40
@@ -77,7 +78,7 @@ def _wait_for(deployment: Deployment, team: Team, what: str, end: float, *comman
     while (answer := deployment.ask(team, *command, timeout=20))[0]:
         if time.monotonic() > end:
             container = name_container(deployment.settings, team, 0)
-            cause = answer[1].splitlines()[-1][:300] if answer[1] else "it is still starting"
+            cause = clean_name(answer[1].splitlines()[-1], 300) if answer[1] else "it is still starting"
             fix = f"python3 -m hosting logs {container}"
             raise LabError(what, where=container, cause=cause, fix=fix, log=deployment.engine.folder / LOG)
         time.sleep(0.5)
@@ -133,9 +134,16 @@ def guard(deployment: Deployment) -> None:
         stop_guard(deployment.engine, deployment.settings)
 
 
-def describe_bounds(deployment: Deployment) -> list[str]:
-    """What the teams are held to, in lines for a terminal."""
+def describe_bounds(deployment: Deployment, fault: Sequence[str] = ()) -> list[str]:
+    """What the teams are held to, in lines for a terminal.
+
+    Args:
+        deployment: Of these teams.
+        fault: What is wrong with the guard, in place of what it does.
+    """
     lines = describe_limits(deployment.shares, deployment.machine)
+    if fault:
+        return [*lines, *fault]
     if deployment.settings.guarded:
         return [*lines, "the cloud's metadata service: kept from the teams"]
     return [*lines, f"the cloud's metadata service: NOT kept from the teams, this engine may not; {REMEDY}"]
@@ -236,15 +244,23 @@ def down(deployment: Deployment) -> None:
 def end_bounds(deployment: Deployment) -> None:
     """Ends the guard and forgets the teams' shares, once their containers are gone."""
     stop_guard(deployment.engine, deployment.settings)
+    save_settings(replace(deployment.settings, guarded=False), deployment.folder)
     forget_shares(deployment.folder)
 
 
 def rotate(deployment: Deployment, team: Team) -> Path:
     """Starts a team's JupyterLab anew with the new token that ``read_deployment`` made; returns the new hand-out.
 
-    Its kernels end with it: that is what shuts out whoever had the old token.
+    Its kernels end with it, and what was started on the other node: that is what shuts out whoever had the old token.
     """
-    deployment.engine.run_compose(deployment.write(), "up", "-d", f"{team.name}-node0")
+    engine, others = deployment.engine, range(1, deployment.settings.nodes)
+    names = [name_container(deployment.settings, team, node) for node in others]
+    # Ended first: a program there can enter the new container by the nodes' own keys.
+    for name in names:
+        engine.run("stop", "-t", "2", name)
+    engine.run_compose(deployment.write(), "up", "-d", f"{team.name}-node0")
+    for name in names:
+        engine.run("start", name)
     return write_handout(deployment.folder, deployment.teams, deployment.tokens, deployment.settings)
 
 
@@ -262,7 +278,7 @@ def reset(deployment: Deployment, team: Team) -> str:
         raise LabError(
             f"The labs of team {team.name} were not reset.",
             where=kept,
-            cause=said[-300:],
+            cause=clean_name(said[-300:]),
             fix="python3 -m hosting status",
         )
     return kept
@@ -274,12 +290,14 @@ def read_logs(deployment: Deployment, container: str) -> str:
     Raises:
         LabError: There is no such container.
     """
-    asked = (
-        deployment.engine.ask("logs", "--tail", str(LOG_LINES), container) if _is_ours(deployment, container) else None
-    )
+    asked = None
+    for lines in (LOG_LINES, 4, 1) if _is_ours(deployment, container) else ():
+        asked = deployment.engine.ask("logs", "--tail", str(lines), container)
+        if asked.returncode >= 0:  # below: its lines are longer than what is read
+            break
     if not asked or asked.returncode:
         known = ", ".join(name_container(deployment.settings, team, 0) for team in deployment.teams)
-        cause = asked.stderr[-300:] if asked else "a typing error"
+        cause = clean_name(asked.stderr.strip()[-300:]) if asked else "a typing error"
         raise LabError(f"There is no log of {ascii(container)[:60]}.", cause=cause, fix=f"one of: {known}")
     return (asked.stdout + asked.stderr).rstrip()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
 from lab_common import LabError
+from lab_common.files import hold_lock
 
 
 @dataclass(frozen=True)
@@ -81,16 +85,27 @@ def read_deployment(
     """
     path = Path(settings.teams)
     teams = read_teams(path, share=settings.share_gpus)
+    _check_names(teams, settings)
     if starts and any(team.gpus for team in teams):
         check_gpus(teams, find_gpus(), path=path, share=settings.share_gpus)
     found = find_engine(folder, wanted=engine)
     machine = found.measure()
     if starts:
         check_shares(machine, teams, settings)
-    _make_private(folder)
+    make_private(folder)
     tokens = keep_tokens(folder, teams, renew=renew)
     shares = keep_shares(folder, machine, teams, settings, save=starts)
     return Deployment(folder, settings, teams, tokens, found, machine, shares)
+
+
+def _check_names(teams: list[Team], settings: Settings) -> None:
+    for team in teams:
+        if team.name.startswith(f"{settings.project}-"):
+            # To the front, the container of team red, labs-red-node0, and the service of a team labs-red are one name.
+            cause = f"{settings.project} is what the names of all containers begin with"
+            what = f"The name of team {team.name} can be taken for another team's container."
+            fix = f"a name that does not begin with {settings.project}-, or --project with another word"
+            raise LabError(what, where=settings.teams, cause=cause, fix=fix)
 
 
 def open_deployment(folder: Path, *, engine: str = "", renew: str = "") -> Deployment:
@@ -105,7 +120,34 @@ def open_deployment(folder: Path, *, engine: str = "", renew: str = "") -> Deplo
     return read_deployment(folder, settings, engine=engine, renew=renew, starts=bool(renew))
 
 
-def _make_private(folder: Path) -> None:
+@contextlib.contextmanager
+def hold(folder: Path, taken: str) -> Iterator[None]:
+    """Keeps a folder for one command at a time, where its file system has locks; it ends with the process.
+
+    Args:
+        folder: Which has to be there.
+        taken: What is told where another command has it.
+
+    Raises:
+        LabError: Another command has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            hold_lock(descriptor)
+        except BlockingIOError as error:
+            raise LabError(f"{taken}.", where=folder, cause="it has not ended yet", fix="wait for it to end") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def make_private(folder: Path) -> None:
+    """Makes the class's folder, for its owner alone.
+
+    Raises:
+        LabError: It cannot be made.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)

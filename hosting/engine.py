@@ -26,7 +26,7 @@ LOG_SECONDS = 5.0
 
 
 # What holds containers to their limits; an engine without root may have fewer of them.
-CONTROLLERS = frozenset({"memory", "cpu", "cpuset", "pids"})
+CONTROLLERS = frozenset({"memory", "swap", "cpu", "cpuset", "pids"})
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,11 @@ class Engine:
         # The engine counts those that it may use. They may be some in the middle.
         cpus = here if count in (None, len(here)) else range(count)
         if host:
-            limits = CONTROLLERS.intersection(host.get("cgroupControllers", CONTROLLERS))
+            named = set(host.get("cgroupControllers", CONTROLLERS))
+            limits = CONTROLLERS & (named | ({"swap"} if "memory" in named else set()))  # one controller has both
         else:
             words = {"MemoryLimit": "memory", "CpuCfsQuota": "cpu", "CPUSet": "cpuset", "PidsLimit": "pids"}
+            words |= {"SwapLimit": "swap"}
             limits = frozenset(name for word, name in words.items() if told.get(word, True))
         return Machine(memory or _measure_memory(), tuple(cpus), _measure_processes(), limits)
 

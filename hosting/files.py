@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -88,7 +89,9 @@ def write_tokens(folder: Path, tokens: Mapping[str, str]) -> None:
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for path in folder.iterdir():
-        if path.name not in tokens:
+        if path.is_dir():  # Docker makes one where a file that it is to mount is missing
+            shutil.rmtree(path)
+        elif path.name not in tokens:
             path.unlink()
     for name, token in tokens.items():
         write_changed(folder / name, token)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import time
 from collections.abc import Sequence
 
@@ -17,9 +18,13 @@ from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.teams import Team
 from lab_common import LabError
+from lab_common.text import clean_name
 
 PROGRAM = "/srv/labs/hosting/image/guard.sh"
 START_SECONDS = 20.0
+NETWORK = re.compile(r"[0-9a-fA-F:.]+/\d+")
+# What the program ends with where it may not change the routing.
+REFUSED = 3
 # The clouds' own way, which needs no rule on the machine.
 REMEDY = (
     "use the cloud's own setting: on AWS `aws ec2 modify-instance-metadata-options --http-tokens required"
@@ -33,9 +38,21 @@ def name_guard(settings: Settings) -> str:
 
 
 def can_guard(engine: Engine, settings: Settings) -> bool:
-    """Whether the engine's containers may change this machine's routing; the image has to be there."""
-    command = ["run", "--rm", *_make_options(settings, f"{name_guard(settings)}-trial"), "try"]
-    return engine.ask(*command, timeout=60).returncode == 0
+    """Whether the engine's containers may change this machine's routing; the image has to be there.
+
+    Raises:
+        LabError: They could before, and it cannot be found out now: a guard that runs must not end by an accident.
+    """
+    name = f"{name_guard(settings)}-trial-{secrets.token_hex(4)}"
+    tried = engine.ask("run", "--rm", *_make_options(settings, name), "try", timeout=60)
+    if tried.returncode == 124:
+        engine.ask("rm", "-f", name, timeout=60)
+    if tried.returncode not in (0, REFUSED) and settings.guarded:
+        what = "Whether the teams can be kept from the cloud's metadata service cannot be found out."
+        cause = clean_name((tried.stderr or tried.stdout).strip()[-300:]) or f"exit status {tried.returncode}"
+        fix = "python3 -m hosting up, once more; if it stays so, `down` first"
+        raise LabError(what, where=name, cause=cause, fix=fix)
+    return tried.returncode == 0
 
 
 def start_guard(engine: Engine, settings: Settings, teams: Sequence[Team], *, image_id: str) -> None:
@@ -46,12 +63,16 @@ def start_guard(engine: Engine, settings: Settings, teams: Sequence[Team], *, im
     """
     name, networks = name_guard(settings), find_networks(engine, settings, teams)
     told = hashlib.sha256(" ".join([image_id, *networks]).encode()).hexdigest()[:16]
-    shape = '{{.State.Running}} {{index .Config.Labels "labs.guard"}}'
-    if engine.ask("inspect", "-f", shape, name).stdout.split() == ["true", told]:
+    shape = '{{.State.Running}} {{index .Config.Labels "labs.guard"}} {{index .Config.Labels "labs.networks"}}'
+    found = engine.ask("inspect", "-f", shape, name).stdout.split()
+    if found[:2] == ["true", told]:
         return
-    stop_guard(engine, settings)
-    options = ["-d", "--restart=always", f"--label=labs.guard={told}"]
-    begun = engine.ask("run", *options, *_make_options(settings, name), *networks, timeout=60)
+    # Killed, it takes no rule away: the teams that run are guarded while another takes its place.
+    engine.ask("kill", "-s", "KILL", name, timeout=60)
+    engine.ask("rm", "-f", name, timeout=60)
+    options = ["-d", "--restart=always", f"--label=labs.guard={told}", f"--label=labs.networks={' '.join(networks)}"]
+    gone = [network for network in found if NETWORK.fullmatch(network) and network not in networks]
+    begun = engine.ask("run", *options, *_make_options(settings, name), *networks, "gone", *gone, timeout=60)
     end = time.monotonic() + START_SECONDS
     while begun.returncode or "guarded" not in (logs := engine.ask("logs", name)).stdout:
         if begun.returncode or time.monotonic() > end:
@@ -73,10 +94,21 @@ def is_guarded(engine: Engine, settings: Settings) -> bool:
 
 
 def find_networks(engine: Engine, settings: Settings, teams: Sequence[Team]) -> list[str]:
-    """The addresses of the teams' networks, as Docker or Podman names them, such as ``10.89.0.0/24``."""
-    names = [f"{settings.project}-{team.name}" for team in teams]
-    said = engine.ask("network", "inspect", *names).stdout
-    return sorted(set(re.findall(r'"[Ss]ubnet":\s*"([0-9a-fA-F:.]+/\d+)"', said)))
+    """The addresses of the teams' networks, as Docker or Podman names them, such as ``10.89.0.0/24``.
+
+    Raises:
+        LabError: The engine does not know one of the networks, or no address of it.
+    """
+    found = set()
+    for name in (f"{settings.project}-{team.name}" for team in teams):
+        asked = engine.ask("network", "inspect", name)
+        addresses = re.findall(rf'"[Ss]ubnet":\s*"({NETWORK.pattern})"', asked.stdout)
+        if not addresses:
+            what = "A team's network is not known, so its containers cannot be kept from the cloud's metadata service."
+            cause = clean_name(asked.stderr.strip()[-300:]) or "the engine names no address of it"
+            raise LabError(what, where=name, cause=cause, fix="python3 -m hosting down, then `up`")
+        found.update(addresses)
+    return sorted(found)
 
 
 def _make_options(settings: Settings, name: str) -> list[str]:

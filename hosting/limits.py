@@ -163,6 +163,9 @@ def keep_shares(
         read = json.loads((folder / NAME).read_text(encoding="utf-8"))
         if read["told"] == told:
             kept = {name: tuple(Share(**share) for share in nodes) for name, nodes in read["teams"].items()}
+            here = set(map(str, machine.cpus))
+            if not all(here.issuperset(_list_cpus(nodes)) for nodes in kept.values()):
+                kept = {}  # it was another machine, or had other CPUs
     shares = divide(machine, teams, settings, kept=kept)
     if save and shares != kept:
         found = {name: [asdict(share) for share in nodes] for name, nodes in shares.items()}
@@ -180,8 +183,10 @@ def limit(share: Share, machine: Machine) -> dict:
     """What Compose is told of a container's share, as far as the engine can hold it to it."""
     made: dict = {"shm_size": f"{share.shm}b", "logging": {"driver": "json-file", "options": {"max-size": LOG_SIZE}}}
     if "memory" in machine.limits:
-        # No swap beside it: training that swaps slows every team down.
-        made |= {"mem_limit": f"{share.memory}b", "memswap_limit": f"{share.memory}b"}
+        made["mem_limit"] = f"{share.memory}b"
+    if "swap" in machine.limits:
+        # None beside the memory: training that swaps slows every team down.
+        made["memswap_limit"] = f"{share.memory}b"
     if "pids" in machine.limits:
         made["pids_limit"] = share.processes
     if share.cpuset and "cpuset" in machine.limits:
@@ -203,7 +208,7 @@ def describe_limits(shares: Shares, machine: Machine) -> list[str]:
         f"limits of {', '.join(names)}: memory {memory}; {cpus}; {processes} processes in a container"
         for (memory, cpus, processes), names in groups.items()
     ]
-    missing = sorted({"memory", "cpu", "pids"} - set(machine.limits))
+    missing = sorted({"memory", "swap", "cpu", "pids"} - set(machine.limits))
     if missing:
         lines.append(f"NOT limited, because the engine cannot here: {', '.join(missing)}")
     total = sum(share.memory for nodes in shares.values() for share in nodes)

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, also after a crash; and reading what may not be the file that was meant."""
+"""Files that are there whole or not at all, also after a crash; locks; reading what may not be the file it seems."""
 
 from __future__ import annotations
 
@@ -45,6 +45,23 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def hold_lock(descriptor: int) -> bool:
+    """Locks an open file or folder for this process alone, and returns False where the file system has no locks.
+
+    Raises:
+        BlockingIOError: Another process holds it.
+    """
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # ENOLCK, EBADF, ENOTSUP: as some network file systems answer
+        return False
+    return True
 
 
 @contextlib.contextmanager

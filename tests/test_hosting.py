@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from harness.containers import MACHINE, make_setup
@@ -18,7 +19,7 @@ from harness.drawn import assert_explains
 from hosting import __main__ as hosting_main
 from hosting import commands, handout, teams
 from hosting.__main__ import main
-from hosting.deployment import Deployment, open_deployment, parse_settings, read_deployment
+from hosting.deployment import Deployment, hold, open_deployment, parse_settings, read_deployment
 from hosting.engine import Engine, find_engine
 from hosting.files import (
     BASE,
@@ -31,6 +32,7 @@ from hosting.files import (
     make_gpus,
     make_nodes,
     write_files,
+    write_tokens,
 )
 from hosting.settings import Settings, check_settings, load_settings, save_settings
 from hosting.status import Standing, read_status, show_status
@@ -458,7 +460,69 @@ def test_the_command_line_refuses_before_it_starts_anything(write, tmp_path, cap
     assert "read the teams' tokens" in capsys.readouterr().err
     assert main([*state, "status"]) == 1
     assert "No class was started here" in capsys.readouterr().err
+    assert main([*state, "up", str(write("team,gpus\nred\nlabs-red\n"))]) == 1
+    assert "labs-red can be taken for another team's container" in capsys.readouterr().err
     assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("command", hosting_main.CHANGES)
+def test_one_command_at_a_time_changes_a_class(tmp_path, command, capsys):
+    state, team = tmp_path / "state", ["red"] * (command in ("rotate", "reset", "restart"))
+    state.mkdir()
+    (state / "kept").touch()
+    with hold(state, "It is taken"):
+        assert main(["--state", str(state), command, *team]) == 1
+    assert "Another command is changing this class" in capsys.readouterr().err
+    assert main(["--state", str(state), command, *team]) == 1
+    assert "Another command" not in capsys.readouterr().err, "it ended with the command that held it"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words", "status"),
+    [
+        (KeyboardInterrupt(), "interrupted", 130),
+        (PermissionError(13, "Permission denied", "/x/settings.json"), "/x/settings.json: Permission denied", 1),
+        (BrokenPipeError(32, "Broken pipe"), "", 1),
+    ],
+)
+def test_what_ends_a_command_from_outside_is_told_in_a_line(monkeypatch, capfd, fault, words, status):
+    def fail(chosen):
+        raise fault
+
+    monkeypatch.setattr("hosting.__main__.run", fail)
+    assert main(["status"]) == status
+    said = capfd.readouterr().err
+    assert words in said and said.count("\n") <= 1
+
+
+def test_a_folder_in_place_of_a_token_is_mended(tmp_path):
+    """Docker makes one where a file that it is to mount is missing."""
+    for name in ("red", "green"):
+        (tmp_path / "tokens" / name).mkdir(parents=True)
+    write_tokens(tmp_path / "tokens", {"red": "r" * 48})
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["red"]
+    assert (tmp_path / "tokens" / "red").read_text() == "r" * 48
+
+
+def test_a_new_token_ends_what_ran_on_both_nodes(two, tmp_path):
+    """A program on node1 can enter node0 by the keys of the nodes."""
+    program = tmp_path / "engine"
+    program.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
+    deployment = replace(two, tokens={"red": "r" * 48, "blue": "b" * 48}, shares=make_setup(two.teams).shares)
+    deployment = replace(deployment, engine=replace(two.engine, compose=(str(program), "compose")))
+    commands.rotate(deployment, two.teams[0])
+    said = (tmp_path / "asked").read_text().splitlines()
+    order = [line.rpartition(" up ")[2] or line for line in said if line.split()[0] in ("stop", "start", "compose")]
+    assert order[0] == "stop -t 2 labs-red-node1" and order[-1] == "start labs-red-node1"
+    assert order[1].endswith("-d red-node0") and len(order) == 3
+
+
+def test_a_team_cannot_hide_its_log_by_long_lines(two, tmp_path):
+    program = tmp_path / "engine"
+    program.write_text("""#!/bin/sh
+[ "$1" = logs ] && for line in $(seq $3); do head -c 200000 /dev/zero | tr '\\0' x; echo; done
+""")
+    assert len(commands.read_logs(two, "labs-red-node0").splitlines()) == 4
 
 
 def test_it_runs_without_the_packages_of_the_labs(root):

