@@ -51,6 +51,8 @@ def is_usable() -> bool:
 def clear(folder: Path) -> None:
     """Makes an empty folder in the place of an unusable environment of ours."""
     mine = folder / "made-by-the-labs"
+    if folder.is_symlink():
+        sys.exit(f"{folder} is a link. Remove the link (rm {folder}), then run make again.")
     if folder.exists() and not mine.exists():
         sys.exit(f"{folder} was not made by these labs. Move it away, then run make again.")
     (folder / "ready").unlink(missing_ok=True)  # before all else: what is half removed must not be taken for whole
@@ -219,6 +221,16 @@ def main(arguments: Sequence[str]) -> None:
     """Brings the environment up to date, and says so; ``lock-cpu`` writes requirements-cpu.lock instead."""
     if list(arguments) == ["lock-cpu"]:
         return write_cpu_lock()
+    try:
+        bring_up_to_date()
+    except OSError as error:
+        sys.exit(f"The environment cannot be made: {error.filename or ROOT}: {error.strerror}.")
+    except KeyboardInterrupt:
+        sys.exit("\nInterrupted. Run make again to go on.")
+
+
+def bring_up_to_date() -> None:
+    """Installs into the environment that is there, or into a new one where there is none that can be used."""
     updating = is_usable()
     if not updating:
         make_environment()

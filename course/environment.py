@@ -18,7 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lab_common import LabError, env_folder
+from lab_common.commandline import run_command
 from lab_common.nvidia import run_smi
+from lab_common.text import clean_name
 from lab_utils import choose_repair, describe_pair
 from lab_utils.machine import scale
 from lab_utils.machine.facts import measure_memory
@@ -27,7 +29,7 @@ GIB = 2**30
 # CINIC-10's archive and its packed arrays together take about 1.5 GB.
 DISK_NEEDED = 2 * GIB
 # A lab takes up to 2.6 GiB (README.md has the peak of each), and JupyterLab and a browser want theirs.
-MEMORY_NEEDED, FREE_NEEDED = 3.5 * GIB, 2.5 * GIB
+MEMORY_NEEDED, FREE_NEEDED = 3.5 * GIB, 2.6 * GIB
 
 # Tried in a process of its own: an import that breaks half-way leaves this one unable to try again.
 PROBE = """
@@ -183,10 +185,16 @@ def check_memory() -> Verdict:
 
 def check_disk() -> Verdict:
     """Checks that there is room for a data set where ``LAB_DATA`` points."""
-    folder = env_folder("LAB_DATA", "data")
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
+    try:
+        folder = env_folder("LAB_DATA", "data")
+        while not folder.exists():
+            folder = folder.parent
+        free = shutil.disk_usage(folder).free
+    except LabError as error:
+        return Verdict(False, f"{error.what[:-1]}: {error.cause}", error.fix)
+    except OSError as error:
+        what = f"LAB_DATA cannot be used: {clean_name(error.filename, 200)}: {error.strerror}"
+        return Verdict(False, what, "export LAB_DATA=/a/folder/of/yours")
     text = f"{free / GIB:.1f} GiB free for data (CINIC-10 wants {DISK_NEEDED / GIB:.0f})"
     return Verdict(free >= DISK_NEEDED, text, "export LAB_DATA=<a folder on a larger disk>")
 
@@ -208,7 +216,7 @@ def check_threads() -> Verdict:
     if not setting:
         return Verdict(True, "OMP_NUM_THREADS is not set: torch takes one thread per core")
     # OpenMP also takes a list, one number per level of nesting.
-    ok = all(part.strip().isdigit() and int(part) > 0 for part in setting.split(","))
+    ok = all(part.strip().isascii() and part.strip().isdecimal() and int(part) > 0 for part in setting.split(","))
     text = (
         f"OMP_NUM_THREADS={setting}: torch takes that many threads"
         if ok
@@ -236,4 +244,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

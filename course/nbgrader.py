@@ -23,6 +23,7 @@ from nbformat.v4 import new_code_cell
 from course.notebooks import read_notebook
 from course.workspace import BEGIN, FOLDERS, STUB, make_script_stub
 from lab_common import LabError, checkout
+from lab_common.commandline import run_command
 
 CHECK = re.compile(r'^check\.exercise\("([\d.]+)".*$', re.MULTILINE)
 CONFIG = """# Written by `python -m course.nbgrader`.
@@ -119,13 +120,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the course's folder, which nbgrader is run in")
     parser.add_argument("--notebooks", type=Path, default=checkout() / "notebooks", help="the labs with solutions")
     chosen = parser.parse_args(arguments)
-    try:
+
+    def run() -> None:
         names = write_course(chosen.notebooks, chosen.folder)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    print(f"{', '.join(names)}: in {chosen.folder / 'source'}; next: nbgrader generate_assignment {names[0]}")
-    return 0
+        print(f"{', '.join(names)}: in {chosen.folder / 'source'}; next: nbgrader generate_assignment {names[0]}")
+
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 
 from jupyter_server.serverapp import list_running_servers
+
+from lab_common.commandline import run_command
 
 
 def find_url(port: int) -> str:
@@ -18,7 +21,11 @@ def find_url(port: int) -> str:
 
 def main() -> int:
     """Returns 0 where the port is free."""
-    port = int(sys.argv[1])
+    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
+    if not re.fullmatch("[0-9]{1,5}", wanted) or not 1 <= int(wanted) <= 65535:
+        print(f"LAB_PORT has to be a number from 1 to 65535, and is {wanted[:60]!a}. Such as: make lab LAB_PORT=8899")
+        return 1
+    port = int(wanted)
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -36,4 +43,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -21,6 +21,7 @@ from nbformat import NotebookNode
 
 from course.notebooks import NOTEBOOK_BYTES, read_notebook
 from lab_common import LabError, checkout
+from lab_common.commandline import run_command
 from lab_common.files import read_bounded, write_atomically
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
@@ -238,13 +239,11 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     from course.start import write_start  # what it imports takes longer than all else here
 
-    try:
+    def run() -> None:
         print("\n".join(describe(update(chosen.notebooks, chosen.workspace))))
         write_start(chosen.notebooks, chosen.workspace)
-    except (LabError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+
+    return run_command(run)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from hosting.deployment import hold, make_private, open_deployment, parse_settin
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import check_guard, read_status, show_status
-from lab_common import LabError, checkout
+from lab_common import checkout
+from lab_common.commandline import run_command
 from lab_common.text import clean
 
 # One of these at a time.
@@ -138,21 +139,7 @@ def say(text: str) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; returns the exit status."""
     chosen = parse_arguments(arguments)
-    try:
-        run(chosen)
-    except LabError as error:
-        print(clean(error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; the same command again goes on from where it was", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as of `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written goes nowhere
-        return 1
-    except OSError as error:
-        print(clean(f"{error.filename or chosen.state}: {error.strerror or error}"), file=sys.stderr)
-        return 1
-    return 0
+    return run_command(lambda: run(chosen))
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ FRONT_MEMORY, FRONT_PROCESSES = 256 * MIB, 512
 # A container's processes and threads. JupyterLab, kernels and two ranks with their loaders have a few hundred.
 MOST_PROCESSES = 4096
 LARGEST_SHM, SMALLEST_SHM = 16 * GIB, 64 * MIB
-# Of all labs, the largest need (2.5 GB), and JupyterLab's own.
-ENOUGH = 3 * GIB
+# Of all labs, the largest need (lab 13 with Ray, 3.3 GB), and JupyterLab's own.
+ENOUGH = 4 * GIB
 # What a container may print before the engine throws the oldest away.
 LOG_SIZE = "10m"
 
@@ -220,7 +220,7 @@ def describe_limits(shares: Shares, machine: Machine) -> list[str]:
     smallest = min(sum(share.memory for share in nodes) for nodes in shares.values())
     if smallest < ENOUGH:
         lines.append(
-            f"A team has {show_size(smallest)} of memory, and the largest lab needs 2.5 GB: have fewer teams,"
+            f"A team has {show_size(smallest)} of memory, and the largest lab needs 3.3 GB: have fewer teams,"
             " a larger machine, or `--nodes 1`."
         )
     lines.append("disk: NOT limited by the engine; one team can fill it for all (hosting/README.md, *What is bounded*)")

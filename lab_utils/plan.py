@@ -18,8 +18,13 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from lab_common import LabError, checkout
+from lab_common.commandline import run_command
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ALGORITHMS, NODES = ("ring", "tree", "hierarchical"), (*(2**power for power in range(14)), 10_000)
 ASSUMPTIONS = """Assumed: no stragglers, no wait for data, no congestion, equal nodes: so the efficiency is an upper
@@ -69,7 +74,8 @@ class Setup:
 def all_reduce(setup: Setup, nodes: int, algorithm: str, size: float) -> float:
     """Seconds of one all-reduce of ``size`` bytes over all devices of ``nodes`` nodes, by the formulas above."""
     if algorithm not in ALGORITHMS or nodes < 1 or nodes % 1:
-        raise LabError(f"There is no all-reduce {algorithm!r} over {nodes} nodes.", fix=f"take one of {ALGORITHMS}")
+        fix = f"take one of {ALGORITHMS}, and a whole number of nodes from 1"
+        raise LabError(f"There is no all-reduce {algorithm!r} over {nodes} nodes.", fix=fix)
     devices, link = nodes * setup.devices, setup.bandwidth if nodes > 1 else setup.inner_bandwidth
     inside, between = 2 * (setup.devices - 1) * setup.inner_latency, 2 * (nodes - 1) * setup.latency
     if algorithm == "ring":
@@ -128,6 +134,17 @@ def read_records() -> dict[str, float]:
         return {}
 
 
+def _draw(frame: pd.DataFrame, path: str) -> None:
+    """Writes the curves of a table to a file."""
+    lines = frame.pivot(index="devices", columns=["scaling", "algorithm"], values="efficiency (%)")
+    axes = lines.plot(logx=True, ylim=(0, 105), ylabel="efficiency (%), an upper bound")
+    try:
+        axes.figure.savefig(path)
+    except (ValueError, OSError) as error:  # a suffix that is no picture's, or a folder that is not there
+        what, cause = "The curves cannot be written.", getattr(error, "strerror", None) or str(error)
+        raise LabError(what, where=path, cause=cause[:300], fix="--figure plan.svg") from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and what it assumes; returns 1 after an error, whose message goes to stderr."""
     import pandas as pd
@@ -142,21 +159,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--published", action="store_true", help="the errors for published results")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     nodes, figure, published, speed = (given.pop(name, None) for name in ("nodes", "figure", "published", "speed"))
+    if published and figure:
+        parser.error("--figure shows a table of nodes, and --published has none")
     try:
+        if speed is not None and not 0 < speed < math.inf:
+            raise LabError(f"--speed is {speed:g}.", fix="give images/s of one device: a number above 0")
         measured = {} if published else read_records()
         values = {name: one for name, one in measured.items() if name != "buckets" or "size" not in given} | given
         values |= {"compute": values["batch"] / speed} if speed and "batch" in values else {}
-        frame = pd.DataFrame(check_published() if published else tabulate(Setup(**values), nodes))
+        frame = pd.DataFrame(check_published() if published else tabulate(Setup(**values), dict.fromkeys(nodes)))
+        if figure:
+            _draw(frame, figure)
     except LabError as error:
         print(error, file=sys.stderr)
         return 1
     notes = [f"{name}: {one:.6g}{', by lab 5' * (one is measured.get(name))}" for name, one in values.items()]
     print(ASSUMPTIONS, "; ".join(notes), frame.round(4).to_string(index=False), sep="\n\n")
-    if figure:
-        lines = frame.pivot(index="devices", columns=["scaling", "algorithm"], values="efficiency (%)")
-        lines.plot(logx=True, ylim=(0, 105), ylabel="efficiency (%), an upper bound").figure.savefig(figure)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

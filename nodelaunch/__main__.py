@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lab_common import LabError
+from lab_common.commandline import run_command
 from lab_common.text import clean
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.nodes import Node
@@ -27,14 +28,7 @@ CLEAN_SECONDS = 15.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 1 where something is red or was not reached."""
     arguments = _parse(argv)
-    try:
-        return arguments.run(arguments, _make_nodes(arguments))
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nStopped.", file=sys.stderr)
-        return 130
+    return run_command(lambda: arguments.run(arguments, _make_nodes(arguments)))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

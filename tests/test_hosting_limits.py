@@ -185,6 +185,6 @@ def test_where_the_engine_says_nothing_this_machine_counts(tmp_path, said):
 
 
 def test_a_machine_that_is_too_small_is_told():
-    machine = Machine(8 * GIB, (0, 1))
-    assert any("2.5 GB" in line for line in describe_limits(divide(machine, make_teams(4), Settings()), machine))
-    assert not any("2.5 GB" in line for line in describe_limits(divide(machine, make_teams(2), Settings()), machine))
+    machine = Machine(12 * GIB, (0, 1))
+    assert any("3.3 GB" in line for line in describe_limits(divide(machine, make_teams(4), Settings()), machine))
+    assert not any("3.3 GB" in line for line in describe_limits(divide(machine, make_teams(2), Settings()), machine))

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import os
 import sys
 from pathlib import Path
 
 from course.race import baseline, judge
 from course.race.images import NAMES
 from course.race.leagues import LEAGUES
-from lab_common import LabError, env_folder
+from lab_common import env_folder
+from lab_common.commandline import run_command
 from nodelaunch import choose_nodes, local_nodes
 
 
@@ -22,7 +24,7 @@ def main() -> None:
     rule = lap.add_mutually_exclusive_group()
     rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
     rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
-    lap.add_argument("--name", default=getpass.getuser(), help="who races")
+    lap.add_argument("--name", default=_find_user(), help="who races")
     lap.add_argument(
         "--nodes",
         type=int,
@@ -41,12 +43,14 @@ def main() -> None:
     thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
     thresholds.add_argument("league", choices=LEAGUES)
     args = parser.parse_args()
+    {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
+
+
+def _find_user() -> str:
     try:
-        {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
-    except LabError as error:
-        sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit("interrupted")
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have a number alone
+        return f"user {os.getuid()}"
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -82,4 +86,4 @@ def _write_board(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main))

@@ -14,6 +14,7 @@ from pathlib import Path
 from course.report import Comparison, compare_reports, make_report
 from course.report.pages import shorten
 from lab_common import LabError, checkout, env_folder
+from lab_common.commandline import run_command
 from lab_common.files import write_atomically
 
 
@@ -72,4 +73,4 @@ def _refuse_left_out(comparison: Comparison, count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lab_common import LabError, env_folder
+from lab_common.commandline import run_command
 from lab_common.text import clean_name
 from lab_utils import data
 from lab_utils.data.archive import refuse_data_set
@@ -122,4 +123,4 @@ def _info(arguments: argparse.Namespace, root: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

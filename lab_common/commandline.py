@@ -1,0 +1,37 @@
+"""The end of a command line: what ended it, in a line that says so, and the exit status."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+from lab_common import LabError
+from lab_common.text import clean
+
+
+def run_command(main: Callable[[], int | None]) -> int:
+    """Runs a command to its exit status. What ends it from outside is told in words: a traceback would help nobody.
+
+    Args:
+        main: Returns the status; None is 0.
+
+    Returns:
+        What it returned; 130 after an interrupt; 1 after a LabError or an OSError, and where the reader of a pipe has
+        gone, as with ``| head``.
+    """
+    try:
+        status = main() or 0
+        sys.stdout.flush()
+        return status
+    except LabError as error:
+        print(clean(error), file=sys.stderr)
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be written goes nowhere
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(clean(f"{where}{error.strerror or error}"), file=sys.stderr)
+    return 1

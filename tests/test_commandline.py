@@ -1,0 +1,93 @@
+"""What ends a command from outside is told in words, and by its exit status."""
+
+import getpass
+import os
+import subprocess
+import sys
+
+import pytest
+
+from course import running
+from course.race import __main__ as race
+from lab_common import LabError
+from lab_common.commandline import run_command
+
+ENDS = {
+    "a number": (lambda: 3, 3, ""),
+    "nothing": (lambda: None, 0, ""),
+    "an error of ours": (LabError("It failed.\x1b[2J", fix="make lab"), 1, "It failed.\ufffd[2J\n  fix: make lab\n"),
+    "an interrupt": (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
+    "a file": (PermissionError(13, "Permission denied", "/x/y"), 1, "/x/y: Permission denied\n"),
+    "no file": (OSError(28, "No space left on device"), 1, "No space left on device\n"),
+    "words alone": (OSError("it is odd"), 1, "it is odd\n"),
+}
+
+
+@pytest.mark.parametrize("end, status, said", ENDS.values(), ids=ENDS)
+def test_a_command_ends_in_words(capsys, end, status, said):
+    def main():
+        if isinstance(end, BaseException):
+            raise end
+        return end()
+
+    assert run_command(main) == status
+    assert capsys.readouterr() == ("", said)
+
+
+def test_a_fault_of_ours_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0)
+
+
+# Each where something is wrong that a learner or the machine can do; the shell says which before it.
+LONG = f"/{'x' * 300}"
+COMMANDS = {
+    "environment, a user that is not there": ("LAB_DATA=~nobodyx/x {} -m course.environment", "LAB_DATA leads nowhere"),
+    "environment, too long a name": (f"LAB_DATA={LONG} {{}} -m course.environment", "File name too long"),
+    "environment, an odd number": ("OMP_NUM_THREADS=² {} -m course.environment", "OMP_NUM_THREADS has to be"),
+    "data, too long a name": (f"LAB_DATA={LONG} {{}} -m lab_utils.data info", "File name too long"),
+    "report, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.report", "LAB_RUNS leads nowhere"),
+    "report, too long a name": (f"{{}} -m course.report --workspace {LONG}", "File name too long"),
+    "race, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.race board x", "LAB_RUNS leads nowhere"),
+    "clean, too long a name": (f"LAB_RUNS={LONG} {{}} -m nodelaunch clean", "File name too long"),
+    "hosting, a file as its folder": ("{} -m hosting --state README.md up", "README.md"),
+    "a reader that goes": ("LAB_RUNS={tmp} {} -m lab_utils.plan --published | head -n 1", "Assumed"),
+    "no port": ("{} -m course.running abc", "LAB_PORT has to be"),
+}
+
+
+@pytest.mark.parametrize("command, words", COMMANDS.values(), ids=COMMANDS)
+def test_no_command_ends_in_a_traceback(root, tmp_path, command, words):
+    command = command.replace("{tmp}", str(tmp_path)).replace("{}", sys.executable)
+    ended = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True, text=True, timeout=300)
+    assert words in ended.stdout + ended.stderr and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.returncode == (0 if "|" in command else 1)
+
+
+@pytest.mark.parametrize("port", ["", "abc", "0", "70000", "-1", "²", "8" * 400])
+def test_a_port_is_a_number_that_there_is(monkeypatch, capsys, port):
+    monkeypatch.setattr(sys, "argv", ["running", port])
+    assert running.main() == 1
+    assert "from 1 to 65535" in capsys.readouterr().out
+
+
+def test_a_user_without_a_name_can_race(monkeypatch):
+    def refuse():
+        raise KeyError("uid not found")
+
+    monkeypatch.setattr(getpass, "getuser", refuse)
+    assert race._find_user() == f"user {os.getuid()}"
+
+
+def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(root, tmp_path):
+    """As of somebody who has moved it to a larger disk."""
+    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    checkout.mkdir()
+    elsewhere.mkdir()
+    (checkout / "setup_venv.py").write_bytes((root / "setup_venv.py").read_bytes())
+    for name in ("made-by-the-labs", "ready"):
+        (elsewhere / name).write_text("another folder")
+    (checkout / ".venv").symlink_to(elsewhere)
+    ended = subprocess.run([sys.executable, checkout / "setup_venv.py"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "is a link" in ended.stderr and "Traceback" not in ended.stderr
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["made-by-the-labs", "ready"]
