@@ -130,7 +130,7 @@ student: setup
 	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
 	@mkdir -p "$(STUDENT)"
 	@git ls-files -z ':!tests' ':!benchmarks' ':!website' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' ':!CONTRIBUTING.md' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
-	@for file in README.md SECURITY.md Makefile; do sed -E $(RELEASE) $$file | cat -s >"$(STUDENT)/$$file"; done
+	@for file in README.md SECURITY.md Makefile data/README.md; do sed -E $(RELEASE) $$file | cat -s >"$(STUDENT)/$$file"; done
 	@$(PY) -m course.workspace --workspace "$(STUDENT)/notebooks"
 
 ## notebooks: run all notebooks again and save them with their outputs, and the README's picture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -37,6 +38,10 @@ def main() -> int:
     if url:
         print(f"JupyterLab is running already on port {port}. To start another: make lab LAB_PORT=8899")
         print(f"Open the one that runs:\n\n    {url}")
+        if len(reached := os.environ.get("SSH_CONNECTION", "").split()) > 2:
+            user = os.environ.get("USER") or str(os.getuid())
+            print("\nOver SSH, run this on your own computer first, and leave it open:")
+            print(f"    ssh -N -L {port}:127.0.0.1:{port} {user}@{reached[2]}")
     else:
         print(f"Port {port} is in use, or not yours to use. Choose another: make lab LAB_PORT=8899")
     return 1

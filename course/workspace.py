@@ -13,6 +13,7 @@ import hashlib
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from nbformat import NotebookNode
 from course.notebooks import NOTEBOOK_BYTES, read_notebook
 from lab_common import LabError, checkout
 from lab_common.commandline import run_command
-from lab_common.files import read_bounded, write_atomically
+from lab_common.files import hold_folder, read_bounded, write_atomically
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
@@ -107,7 +108,8 @@ def update(notebooks: Path, workspace: Path) -> Report:
     cut off at any point leaves whole files only, and the next run goes on from there.
 
     Raises:
-        LabError: There are no labs in ``notebooks``, or one of them cannot be read or has unbalanced markers.
+        LabError: There are no labs in ``notebooks``, or one of them cannot be read or has unbalanced markers; or the
+            copy cannot be written, or another process is writing it.
     """
     generated = _generate(notebooks)
     try:
@@ -115,17 +117,31 @@ def update(notebooks: Path, workspace: Path) -> Report:
     except OSError as error:
         cause, fix = error.strerror or "", "rename what is there, then run: make workspace"
         raise LabError("The folder for your copy cannot be made.", where=workspace, cause=cause, fix=fix) from error
+    # One process at a time: another would take this one's half-written files for leftovers.
+    with hold_folder(workspace, "Your copy of the labs is being written by another command"):
+        return _bring_up_to_date(notebooks, workspace, generated)
+
+
+def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, bytes]) -> Report:
     known = _read_manifest(workspace / MANIFEST)
     state = {name: _judge(workspace / name, known.get(name, []), _digest(text)) for name, text in generated.items()}
     stale = [name for name, verdict in state.items() if verdict in ("written", "refreshed")]
     # First what is about to be written, so that a run that is cut off does not take its own files for the learner's.
     fresh = {name: [_digest(text)] for name, text in generated.items()}
     _write_manifest(workspace, {**known, **{name: known.get(name, []) + fresh[name] for name in stale}})
-    for leftover in {left for name in generated for left in (workspace / name).parent.glob(f"{TEMPORARY}*")}:
+    for leftover in {left for name in generated for left in (workspace / name).parent.glob(f"{TEMPORARY}*.tmp")}:
         with contextlib.suppress(OSError):  # a folder of that name is none of ours
             leftover.unlink()
     for name in stale:
-        _write(workspace / name, generated[name], notebooks / name)
+
+        def ask(name: str = name) -> None:
+            # Many files take a disk its time, and JupyterLab saves by itself.
+            state[name] = _judge(workspace / name, known.get(name, []), *fresh[name])
+            if state[name] not in ("written", "refreshed"):
+                raise _SavedError
+
+        with contextlib.suppress(_SavedError):
+            _write(workspace / name, generated[name], notebooks / name, ask)
     outdated = [name for name, verdict in state.items() if verdict == "outdated"]
     _write_manifest(workspace, {**known, **{name: fresh[name] for name in fresh if name not in outdated}})
     kinds = ("written", "refreshed", "current", "kept", "outdated")
@@ -136,9 +152,9 @@ def _judge(path: Path, known: list[str], wanted: str) -> str:
     """Says what to do with one file, from the digests of what was generated before and of what is wanted now."""
     try:
         text = read_bounded(path, NOTEBOOK_BYTES)
-    except FileNotFoundError:
-        return "written"
-    except OSError:  # a folder, say, or larger than anything of ours: not ours to replace
+    except OSError as error:  # a folder, say, or larger than anything of ours: not ours to replace
+        if isinstance(error, FileNotFoundError) and not path.is_symlink():
+            return "written"
         found = set()
     else:
         found = {_digest(text), hashlib.sha256(text).hexdigest()}  # older manifests have those of all bytes
@@ -180,8 +196,14 @@ def _digest(text: bytes) -> str:
     """The SHA-256 of a file's bytes, or of what a notebook's cells say, without their outputs and counts."""
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         cells = json.loads(text)["cells"]
-        text = json.dumps([[cell["cell_type"], cell.get("id"), "".join(cell["source"])] for cell in cells]).encode()
+        text = json.dumps([_list_content(cell) for cell in cells]).encode()
     return hashlib.sha256(text).hexdigest()
+
+
+def _list_content(cell: dict) -> list:
+    """What a learner writes in a cell; a picture that was pasted into one is an attachment."""
+    content = [cell["cell_type"], cell.get("id"), "".join(cell["source"])]
+    return [*content, cell["attachments"]] if cell.get("attachments") else content
 
 
 def _read_manifest(path: Path) -> dict[str, list[str]]:
@@ -200,12 +222,21 @@ def _write_manifest(workspace: Path, files: dict[str, list[str]]) -> None:
     )
 
 
-def _write(path: Path, text: bytes, model: Path | None = None) -> None:
-    """Writes a file in one step, with the permissions of ``model``: there is the old one or the new one, no half."""
+class _SavedError(Exception):
+    """The learner has saved a file since it was judged."""
+
+
+def _write(path: Path, text: bytes, model: Path | None = None, ask: Callable[[], None] | None = None) -> None:
+    """Writes a file in one step, with the permissions of ``model``: there is the old one or the new one, no half.
+
+    Raises:
+        LabError: It cannot be written.
+        _SavedError: Of ``ask``.
+    """
     mode = model.stat().st_mode & 0o777 if model else 0o644
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path, prefix=TEMPORARY, mode=mode) as file:
+        with write_atomically(path, prefix=TEMPORARY, mode=mode, ask=ask) as file:
             file.write(text)
     except OSError as error:
         fix = "free some space, or see who owns the folder, then run: make workspace"

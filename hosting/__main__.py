@@ -12,12 +12,13 @@ from pathlib import Path
 
 from hosting import commands, hub
 from hosting.collect import collect
-from hosting.deployment import hold, make_private, open_deployment, parse_settings, read_deployment
+from hosting.deployment import make_private, open_deployment, parse_settings, read_deployment
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import check_guard, read_status, show_status
 from lab_common import checkout
 from lab_common.commandline import run_command
+from lab_common.files import hold_folder
 from lab_common.text import clean
 
 # One of these at a time.
@@ -83,7 +84,7 @@ def alone(folder: Path) -> Iterator[None]:
     """Lets one command at a time change a class; two would write each other's tokens, and end each other's guard."""
     make_private(folder)
     try:
-        with hold(folder, "Another command is changing this class"):
+        with hold_folder(folder, "Another command is changing this class"):
             yield
     finally:
         with contextlib.suppress(OSError):

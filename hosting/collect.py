@@ -19,11 +19,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
-from hosting.deployment import Deployment, hold
+from hosting.deployment import Deployment
 from hosting.engine import LOG
 from hosting.files import HOME, LABS, PYTHON, name_container
 from hosting.teams import Team
 from lab_common import LabError
+from lab_common.files import hold_folder
 from lab_common.text import clean_name
 
 REPORT, WORK, LEFT_OUT = "report.html", "work", "left-out.txt"
@@ -186,7 +187,7 @@ def collect(
     except OSError as error:
         what, fix = "What is collected has no place.", "--into with another folder"
         raise LabError(what, where=target, cause=error.strerror or "", fix=fix) from error
-    with hold(target, "Another `collect` writes there"):
+    with hold_folder(target, "Another `collect` writes there"):
         for team in teams:
             for left in target.glob(f".{team.name}.????????"):  # a collect that was killed
                 shutil.rmtree(left, ignore_errors=True)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +12,6 @@ from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
 from lab_common import LabError
-from lab_common.files import hold_lock
 
 
 @dataclass(frozen=True)
@@ -118,28 +114,6 @@ def open_deployment(folder: Path, *, engine: str = "", renew: str = "") -> Deplo
     if renew:
         check_settings(settings)
     return read_deployment(folder, settings, engine=engine, renew=renew, starts=bool(renew))
-
-
-@contextlib.contextmanager
-def hold(folder: Path, taken: str) -> Iterator[None]:
-    """Keeps a folder for one command at a time, where its file system has locks; it ends with the process.
-
-    Args:
-        folder: Which has to be there.
-        taken: What is told where another command has it.
-
-    Raises:
-        LabError: Another command has it.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            hold_lock(descriptor)
-        except BlockingIOError as error:
-            raise LabError(f"{taken}.", where=folder, cause="it has not ended yet", fix="wait for it to end") from error
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def make_private(folder: Path) -> None:

@@ -7,23 +7,31 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lab_common import LabError
+
 
 @contextlib.contextmanager
-def write_atomically(path: Path, *, prefix: str | None = None, mode: int = 0o644) -> Iterator[BinaryIO]:
+def write_atomically(
+    path: Path, *, prefix: str | None = None, mode: int = 0o644, ask: Callable[[], None] | None = None
+) -> Iterator[BinaryIO]:
     """Opens a temporary file that takes the place of ``path``, safely on disk, when the block ends without error.
 
     Args:
         path: The file; its folder has to be there.
         prefix: How the temporary file's name begins, for a caller that clears up after killed processes.
         mode: The file's permissions; a temporary file is its owner's alone.
+        ask: Called as late as can be; what it raises leaves ``path`` as it is.
 
     Raises:
-        OSError: The disk is full, or the folder cannot be written; ``path`` is as it was.
+        OSError: The disk is full, or the folder cannot be written, or a device lies there; ``path`` is as it was.
     """
+    with contextlib.suppress(FileNotFoundError):
+        if stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
+            raise OSError(errno.EINVAL, "it is a device", str(path))  # a file in the place of /dev/null harms everybody
     prefix = prefix or f".{path.name}."
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".tmp", delete=False) as file:
         try:
@@ -31,6 +39,8 @@ def write_atomically(path: Path, *, prefix: str | None = None, mode: int = 0o644
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).chmod(mode)
+            if ask:
+                ask()
             Path(file.name).replace(path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
@@ -62,6 +72,28 @@ def hold_lock(descriptor: int) -> bool:
     except OSError:  # ENOLCK, EBADF, ENOTSUP: as some network file systems answer
         return False
     return True
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path, taken: str) -> Iterator[None]:
+    """Keeps a folder for one process at a time, where its file system has locks; it ends with the process.
+
+    Args:
+        folder: Which has to be there.
+        taken: What is told where another process has it.
+
+    Raises:
+        LabError: Another process has it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            hold_lock(descriptor)
+        except BlockingIOError as error:
+            raise LabError(f"{taken}.", where=folder, cause="it has not ended yet", fix="wait for it to end") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

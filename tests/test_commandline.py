@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import stat
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from course import running
 from course.race import __main__ as race
 from lab_common import LabError
 from lab_common.commandline import run_command
+from lab_common.files import write_atomically
 
 ENDS = {
     "a number": (lambda: 3, 3, ""),
@@ -91,3 +93,15 @@ def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(r
     ended = subprocess.run([sys.executable, checkout / "setup_venv.py"], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1 and "is a link" in ended.stderr and "Traceback" not in ended.stderr
     assert sorted(path.name for path in elsewhere.iterdir()) == ["made-by-the-labs", "ready"]
+
+
+def test_a_device_is_not_replaced_by_a_file(tmp_path):
+    """As of `--output /dev/null` by root."""
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    with pytest.raises(OSError, match="it is a device"), write_atomically(device) as file:
+        file.write(b"x")
+    assert stat.S_ISCHR(device.lstat().st_mode) and [path.name for path in tmp_path.iterdir()] == ["null"]

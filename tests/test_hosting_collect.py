@@ -17,11 +17,12 @@ from harness.containers import MACHINE
 from harness.drawn import assert_explains, list_all
 
 from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, find_room, receive
-from hosting.deployment import Deployment, hold
+from hosting.deployment import Deployment
 from hosting.engine import Engine
 from hosting.settings import Settings
 from hosting.teams import Team
 from lab_common import LabError
+from lab_common.files import hold_folder
 
 SMALL = Bounds(files=20, largest=1000, total=5000, seconds=20.0)
 REPORT = ["report", 2], b"hi"
@@ -241,7 +242,7 @@ def test_one_team_has_no_more_than_half_of_the_files_that_are_free(tmp_path, mon
 def test_one_collect_at_a_time_and_what_a_killed_one_left_goes(fetch):
     left = fetch.into / ".red.0a1b2c3d"
     left.mkdir(parents=True)
-    with hold(fetch.into, "Another works"):
+    with hold_folder(fetch.into, "Another works"):
         assert_explains(fetch("red"), "Another `collect` writes there", str(fetch.into))
     assert left.exists()
     fetch("red")

@@ -344,6 +344,18 @@ def test_8_a_node_alone_does_not_train(write, tmp_path, root):
     assert re.search(r"MismatchError: node 1 .* was told of 2 processes in all, and 1 came", done.stderr), done.stderr
 
 
+def test_no_key_of_the_launcher_stands_in_what_a_job_keeps(write, runs, monkeypatch):
+    """The ranks of local nodes have it by their environment, as a program has that one starts by hand."""
+    secret = "0123456789abcdef" * 2
+    monkeypatch.setenv("WANDB_API_KEY", secret)
+    text = "import os\nimport nodelaunch as launch\nlaunch.report(len(os.environ['WANDB_API_KEY']))\n"
+    job = TorchrunJob(write("quiet.py", text), nodes=local_nodes(2))
+    assert job.run(show=False).results == (len(secret),) * 2
+    kept = [path for path in runs.rglob("*") if path.is_file()]
+    assert {"node0.sh", "node1.sh"} <= {path.name for path in kept}
+    assert not [path for path in kept if secret.encode() in path.read_bytes()]
+
+
 def test_a_job_on_one_node_reports_and_renews_itself(write, capfd):
     job = TorchrunJob(write("short.py", SHORT), ["a b", 1, 0.5], nodes=local_nodes(1), **PYTHON)
     seen = [(find_port(job.write()[0]), job.id)]

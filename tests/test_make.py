@@ -162,10 +162,17 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(r
         "from course import workspace\nfrom lab_common import LabError\n"
         "from course.check.solutions import find_solution\n"
         "print(len(workspace.update(workspace.checkout() / 'notebooks', workspace.checkout() / 'workspace').written))\n"
-        "try:\n    find_solution('1.3')\nexcept LabError as error:\n    print(error.fix)"
+        "try:\n    find_solution('1.3')\nexcept LabError as error:\n    print(error.fix)\n"
+        "from course import check\nfor wrong in range(2):\n    try:\n        check.exercise('0.1', lambda *_: None)\n"
+        "    except check.NotYetError as error:\n        print('check.diff' in str(error))\n"
+        "try:\n    check.diff('0.1')\nexcept LabError as error:\n    print(error.fix)"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
-    assert run.stdout.splitlines() == [str(len(names) - 1), "ask your instructor"], run.stderr
+    environment = {**os.environ, "LAB_RUNS": str(tmp_path / "runs")}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, env=environment
+    )
+    said = [str(len(names) - 1), "ask your instructor", "False", "False", "ask your instructor"]
+    assert run.stdout.splitlines() == said, run.stderr
 
 
 def test_the_readme_of_the_release_names_only_what_the_release_has(release):
@@ -182,6 +189,10 @@ def test_the_readme_of_the_release_names_only_what_the_release_has(release):
 
 
 def test_no_page_and_no_target_of_the_release_names_what_was_left_out(release, root):
+    targets = set(re.findall(r"^\.PHONY: ([\w-]+)$", (release / "Makefile").read_text(), re.MULTILINE))
+    for page in [*release.glob("*.md"), *release.glob("data/*.md")]:
+        named = set(re.findall(r"`make ([a-z][\w-]*)", page.read_text()))
+        assert named <= targets, (page.name, named - targets)
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
     gone = {name.split("/")[0] + "/" * ("/" in name) for name in listed} - {f"{p.name}/" for p in release.iterdir()}
     gone -= {path.name for path in release.iterdir()}

@@ -21,6 +21,7 @@ from course.check import attempts
 from course.start import write_start
 from course.workspace import MANIFEST, Report, make_script_stub, make_stub, update
 from lab_common import LabError
+from lab_common.files import hold_folder
 
 EXERCISE = """def double(x):
     ### BEGIN SOLUTION
@@ -267,7 +268,8 @@ def test_what_takes_a_lab_s_place_is_the_learner_s_and_stays(labs, copy, kind):
     update(labs, copy)
     (copy / "01_lab.ipynb").unlink()
     make_odd_file(copy / "01_lab.ipynb", kind)
-    (copy / ".writing-folder").mkdir()
+    (copy / ".writing-folder.tmp").mkdir()
+    (copy / ".writing-plan.md").write_text("the learner's")
     before = (copy / "01_lab.ipynb").lstat()
     assert update(labs, copy) == Report(current=FILES[1:], kept=FILES[:1])
     after = (copy / "01_lab.ipynb").lstat()
@@ -353,6 +355,54 @@ def test_a_full_disk_leaves_the_old_file_whole(labs, copy):
     assert {path for path in before if after[path] != before[path]} <= {copy / MANIFEST}
     assert set(after) == set(before)
     assert update(labs, copy).refreshed == ("01_lab.ipynb",)
+
+
+@pytest.mark.parametrize("point", range(10))
+def test_what_the_learner_saves_while_the_labs_are_brought_up_to_date_is_kept(labs, copy, monkeypatch, point):
+    """JupyterLab saves by itself, and each file takes the disk its time."""
+    update(labs, copy)
+    mine, sync, calls = copy / FILES[1], os.fsync, []
+    for name in FILES[:2]:
+        nbformat.write(make_lab("A better lab"), labs / name)
+
+    def save_meanwhile(file):
+        sync(file)
+        calls.append(file)
+        if len(calls) == point + 1:
+            notebook = json.loads(mine.read_text())
+            notebook["cells"][0]["source"] = "my work"
+            mine.write_text(json.dumps(notebook))
+
+    monkeypatch.setattr(os, "fsync", save_meanwhile)
+    report = update(labs, copy)
+    assert len(calls) > 6, "two for each file: its own, and its folder's"
+    if len(calls) > point:
+        assert json.loads(mine.read_text())["cells"][0]["source"] == "my work"
+        assert FILES[0] in report.refreshed and FILES[1] in report.outdated + report.refreshed
+        assert json.loads((copy / FILES[0]).read_text())["cells"][0]["source"] == ["# A better lab"]
+
+
+def test_a_picture_that_the_learner_pasted_is_an_edit(labs, copy):
+    update(labs, copy)
+    notebook = json.loads((copy / "01_lab.ipynb").read_text())
+    notebook["cells"][0]["attachments"] = {"image.png": {"image/png": "aGk="}}
+    (copy / "01_lab.ipynb").write_text(json.dumps(notebook))
+    nbformat.write(make_lab("A better lab"), labs / "01_lab.ipynb")
+    assert update(labs, copy).outdated == ("01_lab.ipynb",)
+
+
+def test_a_link_to_what_is_not_there_now_is_the_learner_s(labs, copy, tmp_path):
+    update(labs, copy)
+    (copy / "01_lab.ipynb").unlink()
+    (copy / "01_lab.ipynb").symlink_to(tmp_path / "a share that is not mounted" / "01_lab.ipynb")
+    assert "01_lab.ipynb" in update(labs, copy).kept and (copy / "01_lab.ipynb").is_symlink()
+
+
+def test_two_at_a_time_do_not_write_one_copy(labs, copy):
+    update(labs, copy)
+    with hold_folder(copy, "It is taken"), pytest.raises(LabError) as caught:
+        update(labs, copy)
+    assert_explains(caught.value, "by another command", "wait")
 
 
 @pytest.mark.drill

@@ -135,7 +135,8 @@ def exercise(number: str, answer: Callable | str | Card) -> None:
         proven = found.verify(answer)
     except NotYetError as error:
         if attempts.read_standings().get(number, attempts.Standing()).wrong:
-            error.more = f"{SECOND_HINTS[number]}. The solution: check.diff({number!r})"
+            shown = f" The solution: check.diff({number!r})" if _has_solution(number) else ""
+            error.more = f"{SECOND_HINTS[number]}.{shown}"
         attempts.note(number, "wrong", attempts.read_source(answer))
         raise
     except LabError:
@@ -209,8 +210,19 @@ def diff(number: str) -> HTML | None:
     if not standing.answer:
         cause, fix = "its cell has not been run", "write your answer, and run the cell of the exercise"
         raise LabError(f"No answer to {number} is known.", where=f"check.diff({number!r})", cause=cause, fix=fix)
+    solution = solve(standing.answer)  # first: nobody asks twice for what is not here
     if not (standing.solved or standing.asked):
         attempts.note(number, "asked")
         print(f"{number} is not solved yet. Try once more; or ask again, and the solution stands beside your answer.")
         return None
-    return show_diff(standing.answer, solve(standing.answer))
+    return show_diff(standing.answer, solution)
+
+
+def _has_solution(number: str) -> bool:
+    """Whether ``diff`` can show it: a release for learners has no solutions."""
+    from course.check.solutions import find_solution
+
+    try:
+        return bool(_find(number).solve or find_solution(number))
+    except LabError:
+        return False
