@@ -639,3 +639,13 @@ def test_an_odd_lab_is_copied_or_refused(content, words, tmp_path):
         assert update(tmp_path, tmp_path / "copy").current == ("01_lab.ipynb",)
     except LabError as error:
         assert error.what == "01_lab.ipynb cannot be read." and "git checkout" in error.fix
+
+
+def test_many_records_of_one_kind_take_their_time_once_each(runs, workspace):
+    record = {"lab": "lab1", "kind": "k", "machine": "m", "torch": "t", "when": "2026-01-01", "result": None}
+    lines = [json.dumps(record | {"settings": {"a": number}}) for number in range(20_000)]
+    runs.mkdir(exist_ok=True)
+    (runs / "lab1.jsonl").write_text("\n".join(lines) + "\n")
+    begun = time.monotonic()
+    make_report(workspace, team="red")
+    assert time.monotonic() - begun < 30, "each compared with each would take minutes"

@@ -121,8 +121,9 @@ def _read_timings(lab: int) -> Iterator[tuple]:
     newest: dict[str, dict] = {}
     for record in Records(f"lab{lab}").read():
         newest[json.dumps([record["kind"], record["settings"]], sort_keys=True, default=repr)] = record
+    differ = _find_differences(newest.values())
     for record in newest.values():
-        what = " ".join([record["kind"], *_find_differences(record, newest.values())])
+        what = " ".join([record["kind"], *_tell_differences(record, differ)])
         for one in _find_timings(record["result"]):
             speed = f"{one.images_per_second:.1f}" if one.images else ""
             times = (f"{1e3 * one.median:.2f}", f"{1e3 * one.low:.2f} to {1e3 * one.high:.2f}")
@@ -137,12 +138,22 @@ def _tell_time(when: str) -> str:
         return when
 
 
-def _find_differences(record: dict, records: Iterable[dict]) -> list[str]:
-    """What sets a record apart from others of its kind: those settings of it, texts and numbers, that differ."""
-    others = [other["settings"] for other in records if other["kind"] == record["kind"]]
+def _find_differences(records: Iterable[dict]) -> dict[str, set[str]]:
+    """By kind, the names of those settings that are not the same in all records of it."""
+    first: dict[str, dict] = {}
+    differ: dict[str, set[str]] = {}
+    for record in records:
+        settings = record["settings"] if isinstance(record["settings"], dict) else {}
+        usual = first.setdefault(record["kind"], settings)
+        names = differ.setdefault(record["kind"], set())
+        names |= {name for name in settings.keys() | usual.keys() if settings.get(name) != usual.get(name)}
+    return differ
+
+
+def _tell_differences(record: dict, differ: dict[str, set[str]]) -> list[str]:
+    """What sets a record apart from others of its kind: its own of those settings, where they are texts or numbers."""
     settings = record["settings"].items() if isinstance(record["settings"], dict) else ()
-    others = [other for other in others if isinstance(other, dict)]
-    return [str(v) for k, v in settings if type(v) in (str, int, float) and any(o.get(k) != v for o in others)]
+    return [str(v) for k, v in settings if type(v) in (str, int, float) and k in differ[record["kind"]]]
 
 
 def _find_timings(result: Any) -> Iterator[Timing]:

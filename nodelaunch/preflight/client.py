@@ -40,7 +40,9 @@ def make_program(*modules: ModuleType) -> str:
     *sources, last = [inspect.getsource(module) for module in modules or PROBE]
     sources = [source.partition(OWN_MAIN)[0] for source in sources]
     # Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
-    return FUTURE + "".join(OWN_IMPORT.sub("", source) for source in [*sources, last])
+    text = FUTURE + "".join(OWN_IMPORT.sub("", source) for source in [*sources, last])
+    # An argument is bytes in the system's encoding, which need not have every sign. Strings say the same with escapes.
+    return text.encode("ascii", "backslashreplace").decode("ascii")
 
 
 class ProbeClient:
@@ -193,7 +195,9 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], nodes: Mapping[str, Node], 
     for name in tasks:  # in the nodes' order, not in that of their answers
         answer = errors.get(name) or found.get(name) or explain_silence(nodes[name], seconds)
         if isinstance(answer, dict) and "error" in answer:
-            cause, fix = answer["error"], f"python -m nodelaunch preflight {nodes[name].name}   (asks it again)"
+            # Those of one machine have no names by which ssh would find them.
+            asked = f"--local {count}" if (count := getattr(nodes[name], "together", 0)) else nodes[name].name
+            cause, fix = answer["error"], f"python -m nodelaunch preflight {asked}   (asks it again)"
             answer = LabError(f"{name} could not be asked.", where=name, cause=cause, fix=fix)
         answers[name] = answer
     return answers
