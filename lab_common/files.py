@@ -135,7 +135,7 @@ def read_bounded(path: Path, most: int, *, follow: bool = True) -> bytes:
     """
     with open_regular(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
-        content = file.read(most + 1) if size <= most else b""
+        content = (file.read(most + 1) or b"") if size <= most else b""  # None: a file of the kernel's has nothing now
     size = max(size, len(content))
     if size > most:
         raise OSError(errno.EFBIG, f"it has {size / 2**20:,.1f} MB, and {most / 2**20:,.0f} is the most")

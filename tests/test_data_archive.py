@@ -1,18 +1,22 @@
 import gzip
 import hashlib
 import io
+import os
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from harness.canary import limit_seconds
 from harness.drawn import assert_explains, list_all, make_archive, make_folder
 
 from lab_common import LabError
 from lab_utils import data
 from lab_utils.data import archive as module
 from lab_utils.data.archive import Caps
-from lab_utils.data.pack import find_damage, read_manifest
+from lab_utils.data.fetch import SIZE
+from lab_utils.data.pack import digest, find_damage, read_manifest
 
 SPLITS = ("train", "valid", "test")
 
@@ -195,7 +199,80 @@ def test_cinic10_fits_within_the_caps_and_little_more():
     """270,000 images and four files that describe them, in 34 folders; some 800 MB (data/README.md)."""
     caps = Caps()
     assert 270_004 <= caps.files < 1.01 * 270_004 and 34 <= caps.folders < 4 * 34
-    assert 1e9 < caps.total_bytes < 4e9
+    assert 1e9 < caps.total_bytes < 4e9 and SIZE < caps.archive_bytes <= caps.total_bytes
+
+
+def test_a_file_larger_than_any_archive_is_refused_before_it_is_read(tmp_path):
+    (tmp_path / "a.tar.gz").touch()
+    os.truncate(tmp_path / "a.tar.gz", 2**40)  # a hole, which takes nothing on the disk, and hours to hash
+    with limit_seconds(5), pytest.raises(LabError) as caught:
+        data.import_archive(tmp_path / "a.tar.gz", tmp_path / "root")
+    assert_explains(caught.value, "is refused: it has 1,099,511,627,776 bytes", "a.tar.gz", "fetch cinic10")
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "words"),
+    [
+        (gzip.compress(b""), 2**28, "cut short or damaged"),
+        (b"", 2**28, "cut short or damaged"),
+        (gzip.compress(b"") * 200_000, 0, "more than 100,000 parts"),
+        (b"\x1f\x8b\x08\x08\0\0\0\0\0\xff" + b"a" * 2**25, 0, "cut short or damaged"),
+    ],
+    ids=["zeros behind", "zeros", "empty members", "a long name"],
+)
+def test_what_brings_nothing_takes_seconds(tmp_path, content, size, words):
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    if size:
+        os.truncate(tmp_path / "a.tar.gz", size)
+    with limit_seconds(10), pytest.raises(LabError) as caught:
+        data.import_archive(tmp_path / "a.tar.gz", tmp_path / "root")
+    assert_explains(caught.value, words)
+    assert list_all(tmp_path) == ["a.tar.gz"]
+
+
+def test_an_archive_of_many_members_and_with_zeros_behind_is_whole(archive, tmp_path):
+    plain = gzip.decompress(archive.read_bytes())
+    parts = [gzip.compress(plain[at : at + 65536], 1) for at in range(0, len(plain), 65536)]
+    (tmp_path / "a.tar.gz").write_bytes(bytes(100).join(parts) + bytes(100_000))
+    pack = data.import_archive(tmp_path / "a.tar.gz", tmp_path / "a")
+    again = data.import_archive(archive, tmp_path / "b")
+    assert read_manifest(pack)["sha256"] == read_manifest(again)["sha256"]
+    (tmp_path / "a.tar.gz").write_bytes(bytes(100).join(parts)[:-1])  # its last checksum is not whole
+    with pytest.raises(LabError) as caught:
+        data.import_archive(tmp_path / "a.tar.gz", tmp_path / "a")
+    assert_explains(caught.value, "cut short or damaged")
+
+
+def test_a_bit_that_tips_over_is_noticed_by_the_checksum(archive, tmp_path):
+    content = bytearray(gzip.compress(gzip.decompress(archive.read_bytes()), 0))
+    content[len(content) // 2] ^= 1
+    (tmp_path / "a.tar.gz").write_bytes(content)
+    with pytest.raises(LabError):
+        data.import_archive(tmp_path / "a.tar.gz", tmp_path / "root", skip_bad=True)
+
+
+@pytest.mark.skipif(not os.access("/proc/kmsg", os.R_OK), reason="the kernel's messages are for root")
+def test_a_file_that_never_ends_is_no_archive(tmp_path):
+    with limit_seconds(5), pytest.raises(LabError) as caught:
+        data.import_archive("/proc/kmsg", tmp_path)
+    assert_explains(caught.value, "cut short or damaged", "/proc/kmsg")
+
+
+def test_no_more_is_hashed_than_a_file_has():
+    """What the kernel makes up, as here, says that it has no bytes; some of it never ends."""
+    with Path("/proc/self/status").open("rb") as file:
+        assert digest(file, "md5") == hashlib.md5(b"").hexdigest()
+    with Path(__file__).open("rb") as file:
+        assert digest(file, "sha256") == hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def test_a_home_that_is_not_known_is_explained(tmp_path):
+    with pytest.raises(LabError) as caught:
+        data.import_archive("~nobody-of-this-name/a.tar.gz", tmp_path)
+    assert_explains(caught.value, "~nobody-of-this-name/a.tar.gz")
+    with pytest.raises(LabError) as caught:
+        data.import_archive(tmp_path / "a.tar.gz", "~nobody-of-this-name")
+    assert_explains(caught.value, "~nobody-of-this-name")
 
 
 def test_a_negative_size_does_not_lead_in_circles(archive, tmp_path):

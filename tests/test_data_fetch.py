@@ -3,14 +3,17 @@ import errno
 import fcntl
 import hashlib
 import http.server
+import os
 import threading
 
 import numpy as np
 import pytest
+from harness.canary import limit_seconds
 from harness.drawn import assert_explains, list_all
 
 from lab_common import LabError
 from lab_utils import data
+from lab_utils.data import fetch as module
 
 CONTENT = b"\x1f\x8b" + np.random.default_rng(0).bytes(400_000)
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -212,8 +215,56 @@ def test_a_full_disk_is_noticed_before_the_download(server, tmp_path):
     assert_explains(caught.value, "too little free space", "LAB_DATA")
 
 
-def test_the_addresses_and_sums_are_the_published_ones():
-    from lab_utils.data import fetch as module
+@pytest.mark.parametrize("kind", ["good", "wrong"])
+def test_a_link_in_the_part_s_place_is_not_written_through(server, tmp_path, kind):
+    (tmp_path / "thesis.txt").write_bytes(CONTENT[:1000])
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "CINIC-10.tar.gz.part").symlink_to(tmp_path / "thesis.txt")
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path / "sets", kind)
+    assert_explains(caught.value, "Cannot download", "a symbolic link", ".part")
+    assert (tmp_path / "thesis.txt").read_bytes() == CONTENT[:1000] and server.seen == []
 
+
+@pytest.mark.parametrize(("make", "word"), [(os.mkfifo, "a pipe"), (os.mkdir, "a folder")])
+def test_what_is_no_file_in_the_part_s_place_is_named(server, tmp_path, make, word):
+    make(tmp_path / "CINIC-10.tar.gz.part")
+    with limit_seconds(5), pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "good")
+    assert_explains(caught.value, "Cannot download", word, ".part")
+    assert server.seen == []
+
+
+def test_a_link_that_comes_in_between_is_not_written_through(server, tmp_path, monkeypatch):
+    @contextlib.contextmanager
+    def look_and_lose(path, **settings):
+        (tmp_path / "thesis.txt").write_text("years of work")
+        path.symlink_to(tmp_path / "thesis.txt")
+        yield
+
+    monkeypatch.setattr(module, "open_regular", look_and_lose)
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "wrong")
+    assert_explains(caught.value, "Cannot download", ".part")
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_folder_with_the_archive_s_name_is_named_before_the_download(server, tmp_path):
+    (tmp_path / "CINIC-10.tar.gz").mkdir()
+    with pytest.raises(LabError) as caught:
+        fetch(server, tmp_path, "good")
+    assert_explains(caught.value, "Cannot download", "a folder", str(tmp_path / "CINIC-10.tar.gz"))
+    assert server.seen == [] and list_all(tmp_path) == ["CINIC-10.tar.gz"]
+
+
+def test_a_folder_that_is_none_is_explained(server, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / ("x" * 300), "~nobody-of-this-name"):
+        with pytest.raises(LabError) as caught:
+            fetch(server, folder, "good")
+        assert_explains(caught.value, os.fspath(folder))
+
+
+def test_the_addresses_and_sums_are_the_published_ones():
     assert (module.SIZE, module.MD5) == (687_544_992, "6ee4d0c996905fe93221de577967a372")
     assert len(module.URLS) >= 3 and all(url.startswith("https://datashare.") for url in module.URLS)

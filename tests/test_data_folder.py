@@ -15,6 +15,7 @@ from lab_common import LabError, checkout
 from lab_utils import data
 from lab_utils.data import pack as pack_module
 from lab_utils.data import shapes, sources, write
+from lab_utils.data.__main__ import _parse
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD
 from lab_utils.data.pack import find_damage, read_manifest
 
@@ -163,6 +164,20 @@ def load_without_rights(root):
     return data.load(root=root).summary
 
 
+def run_without_rights(root, command):
+    drop_root_rights()
+    if not command:
+        return data.load(root=root).summary
+    arguments = _parse(command)
+    return arguments.run(arguments, root)
+
+
+def list_without_rights(root):
+    drop_root_rights()
+    data.load(root=root)
+    return sorted(sources.list_packs(root))
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
 def test_a_read_only_root_is_packed_elsewhere(root, spare):
     root.chmod(0o555)
@@ -260,6 +275,54 @@ def test_an_incomplete_layout_is_explained(root, damage, words):
             data.load(name, root)
         assert_explains(caught.value, str(root / "cinic10"), *words)
     assert find_packs(root / "packed") == []
+
+
+def test_a_class_that_is_a_circle_of_links_is_named(root):
+    (root / "cinic10" / "train" / "loop").symlink_to("loop")
+    with pytest.raises(LabError) as caught:
+        data.load(root=root)
+    assert_explains(caught.value, "cannot be read", "symbolic links", str(root / "cinic10" / "train" / "loop"))
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+@pytest.mark.parametrize(("place", "mode"), [("", 0), ("", 0o111), ("cinic10", 0), ("packed", 0), ("packed", 0o111)])
+def test_a_folder_that_cannot_be_entered_or_listed_is_named(root, spare, place, mode):
+    (root / "packed").mkdir()
+    (root / place).chmod(mode)
+    try:
+        with pytest.raises(LabError) as caught:
+            run_forked(list_without_rights, root)
+        assert_explains(caught.value, "cannot be read", "Permission denied", str(root / place))
+    finally:
+        (root / place).chmod(0o755)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
+@pytest.mark.parametrize("command", [[], ["info"], ["fetch", "cinic10"]])
+def test_packs_that_cannot_be_entered_are_never_taken_for_none(tmp_path, spare, monkeypatch, command):
+    monkeypatch.setenv("LAB_DATA", str(tmp_path / "root"))
+    (tmp_path / "root" / "packed").mkdir(mode=0, parents=True)
+    try:
+        with pytest.raises(LabError) as caught:
+            run_forked(run_without_rights, tmp_path / "root", command)
+    finally:
+        (tmp_path / "root" / "packed").chmod(0o755)
+    assert_explains(caught.value, "cannot be read", "Permission denied", str(tmp_path / "root" / "packed"))
+
+
+def test_a_home_that_is_not_known_is_explained():
+    with pytest.raises(LabError) as caught:
+        data.load(root="~nobody-of-this-name/sets")
+    assert_explains(caught.value, "~nobody-of-this-name/sets")
+
+
+def test_an_export_onto_a_file_is_explained(root, tmp_path):
+    dataset = data.load(root=root)
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(LabError) as caught:
+            data.export(dataset, place)
+        assert_explains(caught.value, "Not a directory", str(place))
 
 
 def test_two_candidates_are_named(root):

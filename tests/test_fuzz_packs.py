@@ -1,11 +1,13 @@
 """Packs of others, whose manifest and arrays may be anything: used, made anew, or refused in one message."""
 
+import errno
 import io
 import json
 import os
 import random
 import shutil
 import time
+import tracemalloc
 import warnings
 from pathlib import Path
 from unittest import mock
@@ -21,7 +23,7 @@ from lab_common import LabError
 from lab_utils import data, plots
 from lab_utils.data import shapes, sources
 from lab_utils.data.__main__ import main
-from lab_utils.data.pack import MANIFEST, find_damage, read_manifest
+from lab_utils.data.pack import MANIFEST, find_damage, read_manifest, restore_pack, sweep_drafts
 
 SECONDS = 10
 EVIL = "\x1b[2J\x1b]0;x\x07\u202e\n  fix: rm -rf"
@@ -155,3 +157,82 @@ def test_a_manifest_names_its_own_arrays_only(whole, tmp_path):
     (pack / MANIFEST).write_text(json.dumps(manifest))
     assert find_damage(pack) == []
     assert Path(pack / MANIFEST).exists()
+
+
+def test_labels_of_another_kind_take_no_memory(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "sets")
+    path = tmp_path / "sets" / "packed" / "cinic10" / "train-labels.npy"
+    with path.open("wb") as file:
+        header = {"descr": "|V10000000", "fortran_order": False, "shape": (20,)}
+        np.lib.format.write_array_header_1_0(file, header)
+        os.truncate(path, file.tell() + 20 * 10_000_000)  # a hole: 200 MB that are not on the disk
+    tracemalloc.start()
+    try:
+        with pytest.raises(LabError, match="is damaged"):
+            data.load(root=tmp_path / "sets")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", ["draft", "old"])
+def test_a_pipe_or_a_link_among_the_drafts_is_left_alone(whole, tmp_path, suffix):
+    shutil.copytree(whole, tmp_path / "sets")
+    home = tmp_path / "sets" / "packed"
+    shutil.copytree(home / "cinic10", tmp_path / "another")
+    os.mkfifo(home / f".cinic10-x.{suffix}")
+    (home / f".cinic10-y.{suffix}").symlink_to(tmp_path / "another")
+    os.utime(home / f".cinic10-x.{suffix}", (1, 1))
+    os.utime(tmp_path / "another", (1, 1))
+    with limit_seconds(SECONDS):
+        sweep_drafts(home / "cinic10", keep=home)
+        restore_pack(home / "cinic10")
+    assert find_damage(tmp_path / "another") == []
+
+
+def test_an_error_that_passes_leaves_the_pack(few, tmp_path, monkeypatch):
+    root = make_pack(tmp_path / "sets")
+    manifest = root / "packed" / "shapes10" / MANIFEST
+
+    def fail(*_):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    before = manifest.stat()
+    with monkeypatch.context() as patch, pytest.raises(LabError, match="Too many open files"):
+        patch.setattr(sources, "open_arrays", fail)
+        data.load("shapes10", root)
+    assert manifest.stat() == before
+    assert len(data.load("shapes10", root).train) == 20
+
+
+@pytest.mark.parametrize(
+    "change", [list, lambda sums: dict.fromkeys(sums, 1), lambda sums: {name: [] for name in sums}]
+)
+def test_checksums_are_a_text_for_each_array(whole, tmp_path, capsys, change):
+    shutil.copytree(whole, tmp_path / "sets")
+    path = tmp_path / "sets" / "packed" / "cinic10" / MANIFEST
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"sha256": change(manifest["sha256"])}))
+    assert read_manifest(path.parent) is None
+    assert "There is no pack" in see(tmp_path / "sets", capsys)
+
+
+def test_an_array_longer_than_its_manifest_says_is_not_hashed(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "sets")
+    pack = tmp_path / "sets" / "packed" / "cinic10"
+    for name in ("train-images.npy", "test-labels.npy"):
+        os.truncate(pack / name, 2**40)
+    with limit_seconds(SECONDS):
+        assert find_damage(pack) == ["train-images.npy", "test-labels.npy"]
+
+
+def test_an_array_may_lie_behind_a_link_and_one_from_the_kernel_is_damaged(whole, tmp_path):
+    shutil.copytree(whole, tmp_path / "sets")
+    pack = tmp_path / "sets" / "packed" / "cinic10"
+    (pack / "train-images.npy").rename(tmp_path / "images")
+    (pack / "train-images.npy").symlink_to(tmp_path / "images")
+    assert find_damage(pack) == []
+    (pack / "train-images.npy").unlink()
+    (pack / "train-images.npy").symlink_to("/proc/kmsg")
+    with limit_seconds(SECONDS):
+        assert find_damage(pack) == ["train-images.npy"]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from lab_common import LabError, env_folder
+from lab_common import LabError
 from lab_common.text import clean
 from lab_utils.data.archive import import_archive
 from lab_utils.data.batches import Batches
@@ -22,6 +22,7 @@ from lab_utils.data.fetch import fetch_archive
 from lab_utils.data.folder import classic_loader, export
 from lab_utils.data.pack import MANIFEST
 from lab_utils.data.sources import find_cinic10, provide_pack
+from lab_utils.data.system import choose_root
 
 __all__ = [
     "NAMES",
@@ -175,9 +176,9 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         skip_bad: Go on without the images that cannot be read, instead of naming them and stopping.
 
     Raises:
-        LabError: Unknown name, nothing there, images that cannot be read, a download that failed.
+        LabError: Unknown name, nothing there, a folder or images that cannot be read, a download that failed.
     """
-    root = Path(root).expanduser().resolve() if root else env_folder("LAB_DATA", "data")
+    root = choose_root(root)
     note = ""
     if name is None:
         name = "cinic10" if find_cinic10(root) else "shapes10"

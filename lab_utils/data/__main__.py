@@ -13,6 +13,7 @@ from lab_common.text import clean_name
 from lab_utils import data
 from lab_utils.data.archive import refuse_data_set
 from lab_utils.data.fetch import SIZE
+from lab_utils.data.folder import explain_unreadable
 from lab_utils.data.pack import SPLITS, find_damage, read_manifest, restore_pack
 from lab_utils.data.sources import find_cinic10, list_packs, verify_pack
 from lab_utils.data.system import make_command, quote
@@ -62,7 +63,8 @@ def _fetch(arguments: argparse.Namespace, root: Path) -> None:
     if arguments.name == "cinic10":
         refuse_data_set(root)  # now, not after the download
         pack = root / "packed" / "cinic10"
-        restore_pack(pack)
+        with explain_unreadable(pack.parent):
+            restore_pack(pack)
         if (manifest := read_manifest(pack)) and not find_damage(pack):
             print(f"Nothing to fetch: CINIC-10 is here already, {manifest['source']['words']}.")
             print(f"To fetch it all the same, remove it first: rm -r {quote(pack)}")

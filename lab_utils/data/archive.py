@@ -6,14 +6,14 @@ same, before the pack is begun: such an archive is not what it says it is.
 
 from __future__ import annotations
 
-import hashlib
+import os
 import tarfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from lab_common import LabError, env_folder
+from lab_common import LabError
 from lab_common.files import open_regular
 from lab_common.text import clean_name
 from lab_utils.bars import open_bar
@@ -21,8 +21,8 @@ from lab_utils.data.fetch import MD5
 from lab_utils.data.folder import CLASS_NAMES, MEAN_STD, Listing, check_listing, has_layout
 from lab_utils.data.headers import MOST_LETTERS, ODD, CappedReader, Caps, RefusedError, Tar
 from lab_utils.data.images import decode, describe_bad, is_image, refuse_bad
-from lab_utils.data.pack import SPLITS
-from lab_utils.data.system import make_command, quote
+from lab_utils.data.pack import SPLITS, digest
+from lab_utils.data.system import choose_root, expand, make_command, quote
 from lab_utils.data.write import write_pack
 
 
@@ -40,19 +40,20 @@ def import_archive(
     Raises:
         LabError: The file is not there or damaged, has what the data set cannot have, or images that cannot be read.
     """
-    file = Path(file).expanduser()
-    root = Path(root).expanduser().resolve() if root else env_folder("LAB_DATA", "data")
+    file, root, caps = expand(file), choose_root(root), caps or Caps()
     refuse_data_set(root)
     try:
         with open_regular(file) as stream:
-            md5 = hashlib.file_digest(stream, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-            size = stream.tell()
-            listing = _survey(stream, file, size=size, caps=caps or Caps())
+            size = os.fstat(stream.fileno()).st_size
+            if size > caps.archive_bytes:
+                raise RefusedError(f"{size:,} bytes")
+            md5 = digest(stream, "md5")
+            listing = _survey(stream, file, size=size, caps=caps)
             check_listing(listing, file, CLASS_NAMES)
             verified = "CINIC-10.tar.gz, checksum verified" if md5 == MD5 else "an archive in CINIC-10's layout"
             source = {"kind": "archive", "words": f"imported from {verified}", "fingerprint": f"md5 {md5}"}
             source |= {"archive": file.name, "bytes": size, "md5": md5}
-            return _pack(stream, file, root / "packed" / "cinic10", listing, source, caps or Caps(), skip_bad=skip_bad)
+            return _pack(stream, file, root / "packed" / "cinic10", listing, source, caps, skip_bad=skip_bad)
     except OSError as error:
         cause, fix = "a mistyped path, or the file was moved", make_command("fetch cinic10")
         what = f"Cannot open the archive: {error.strerror or error}."
@@ -132,7 +133,7 @@ def _read_members(
     top: set[str] = set()
     try:
         with (
-            Tar.open(fileobj=CappedReader(stream, caps.total_bytes), mode="r|") as tar,
+            Tar.open(fileobj=CappedReader(stream, size, caps.total_bytes), mode="r|") as tar,
             open_bar(size, f"{verb} the archive", unit="B", unit_scale=True, delay=3) as bar,
         ):
             while (member := tar.next()) is not None:

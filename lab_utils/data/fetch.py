@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import errno
 import http.client
 import os
 import re
 import shutil
+import stat
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from lab_common import LabError
-from lab_common.files import hold_lock
+from lab_common.files import hold_lock, open_regular
 from lab_common.text import clean_name
 from lab_utils.bars import open_bar
-from lab_utils.data.system import make_command
+from lab_utils.data.pack import digest
+from lab_utils.data.system import expand, make_command
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (
@@ -60,19 +63,16 @@ def fetch_archive(
         timeout: Seconds without a byte after which an address is given up.
 
     Raises:
-        LabError: No address brought the right file; or the disk is too small; or another process is fetching it.
+        LabError: No address brought the right file; or it cannot be written here, or the disk is too small; or another
+            process is fetching it.
     """
-    path = Path(folder).expanduser() / name
+    path = expand(folder) / name
     part = path.with_name(f"{name}.part")
-    if path.exists() and path.stat().st_size == size and _md5(path) == md5:
-        return path
-    try:
+    with _explain(path):
+        if _is_there(path, size=size, md5=md5):
+            return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = part.open("ab+")
-    except OSError as error:
-        cause, fix = "the folder is not yours to write", "choose another folder: export LAB_DATA=/another/folder"
-        raise LabError(f"Cannot download: {error.strerror}.", where=part, cause=cause, fix=fix) from error
-    with file:
+    with _explain(part), _open_part(part) as file:
         try:
             hold_lock(file.fileno())
         except BlockingIOError as error:
@@ -97,6 +97,49 @@ def fetch_archive(
         + (f"; {kept:,} bytes are kept and continued when you run it again" if kept else ""),
         fix=f"{make_command('import FILE.tar.gz')}   (with a copy from your instructor or another computer)",
     )
+
+
+@contextlib.contextmanager
+def _explain(path: Path) -> Iterator[None]:
+    """Turns the error of a file that cannot be written into a message that says where it is."""
+    try:
+        yield
+    except OSError as error:
+        cause = "the folder is not yours to write, or something else has the file's name"
+        fix = "move away what lies there, or choose another folder: export LAB_DATA=/another/folder"
+        what = f"Cannot download: {error.strerror or error}."
+        raise LabError(what, where=clean_name(path), cause=cause, fix=fix) from error
+
+
+def _is_there(path: Path, *, size: int, md5: str) -> bool:
+    """Says whether the right file has its final name already.
+
+    Raises:
+        OSError: A folder has, over which no file can be moved; or it cannot be read.
+    """
+    if path.is_dir() and not path.is_symlink():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder and no regular file")
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with open_regular(path) as file:
+        return digest(file, "md5") == md5
+
+
+@contextlib.contextmanager
+def _open_part(part: Path) -> Iterator[BinaryIO]:
+    """Opens the part file for appending, or makes it; what may lead elsewhere is not written through.
+
+    Raises:
+        OSError: Something else has its name, or it cannot be written; ``strerror`` says which.
+    """
+    with contextlib.suppress(FileNotFoundError), open_regular(part, follow=False):
+        pass  # its error names what lies there
+    # Asked again once it is open, since it may be replaced in between; a pipe would wait for somebody to read.
+    more = os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(part, "ab+", opener=lambda name, flags: os.open(name, flags | more, 0o666)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        yield file
 
 
 def _require_space(part: BinaryIO, size: int) -> None:
@@ -130,7 +173,7 @@ def _fetch_from(url: str, part: BinaryIO, *, size: int, md5: str, timeout: float
                 reason = str(wrapped or error) or repr(error)
         after = part.seek(0, os.SEEK_END)
         if after == size:
-            found = _md5(Path(part.name))
+            found = digest(part, "md5")
             if found == md5:
                 os.fsync(part.fileno())
                 return
@@ -176,8 +219,3 @@ def _gist(page: bytes) -> str:
     text = page[:4096].decode("utf-8", "replace")
     title = re.search(r"<title[^>]*>(.*?)</title>", text, re.IGNORECASE | re.DOTALL)
     return " ".join((title.group(1) if title else text).split())[:60]
-
-
-def _md5(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

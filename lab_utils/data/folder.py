@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,15 +36,21 @@ Listing = dict[str, dict[str, list[str]]]
 
 
 def has_layout(folder: Path) -> bool:
-    """Says whether a folder means to be in CINIC-10's layout: it has at least one of the three splits."""
-    return any((folder / split).is_dir() for split in SPLITS)
+    """Says whether a folder means to be in CINIC-10's layout: it has at least one of the three splits.
+
+    Raises:
+        LabError: It cannot be entered.
+    """
+    with explain_unreadable(folder):
+        return any((folder / split).is_dir() for split in SPLITS)
 
 
 def survey(folder: Path) -> tuple[Listing, str]:
     """Lists all images of a folder in CINIC-10's layout, and takes its fingerprint: names, sizes, times of change.
 
     Raises:
-        LabError: A split or class is missing or empty, or there is a class that CINIC-10 does not have.
+        LabError: A split or class is missing or empty, there is a class that CINIC-10 does not have, or a folder cannot
+            be read.
     """
     listing: Listing = {}
     stamp = hashlib.sha256()
@@ -52,8 +59,9 @@ def survey(folder: Path) -> tuple[Listing, str]:
             continue
         listing[split] = {}
         for entry in sorted(_visible(folder / split), key=lambda e: e.name):
-            if not entry.is_dir():
-                continue
+            with explain_unreadable(entry.path):
+                if not entry.is_dir():
+                    continue
             files = sorted((e for e in _visible(entry.path) if is_image(e.name)), key=lambda e: e.name)
             listing[split][entry.name] = [file.name for file in files]
             for file in files:
@@ -64,14 +72,24 @@ def survey(folder: Path) -> tuple[Listing, str]:
 
 
 def _visible(folder: Path | str) -> list[os.DirEntry]:
+    with explain_unreadable(folder), os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(".")]
+
+
+@contextlib.contextmanager
+def explain_unreadable(folder: Path | str) -> Iterator[None]:
+    """Names a folder that a block cannot enter or list; the one in the error, where it tells, else ``folder``.
+
+    Raises:
+        LabError: In place of the block's OSError.
+    """
     try:
-        with os.scandir(folder) as entries:
-            return [entry for entry in entries if not entry.name.startswith(".")]
+        yield
     except OSError as error:
         raise LabError(
             f"A folder of the data set cannot be read: {error.strerror}.",
-            where=clean_name(folder),
-            cause="it belongs to another user, or the disk is failing",
+            where=clean_name(error.filename or folder, 1000),
+            cause="it belongs to another user, a link leads in a circle, or the disk is failing",
             fix="have its owner run: chmod -R a+rX on the data set",
         ) from error
 
@@ -206,14 +224,27 @@ def export(dataset: Dataset, folder: Path | str) -> Path:
     """Writes a data set as PNG files in CINIC-10's layout, and returns the folder.
 
     Raises:
-        LabError: The folder is there already and not empty.
+        LabError: The folder is there already and not empty, or cannot be written.
     """
+    folder = Path(folder)
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            cause = "an earlier export lies there; mixing two would make a third data set"
+            raise LabError("The folder is not empty.", where=folder, cause=cause, fix="choose another folder")
+        _write_pictures(dataset, folder)
+    except OSError as error:
+        raise LabError(
+            f"The data set cannot be written here: {error.strerror or error}.",
+            where=clean_name(folder),
+            cause="a file has the folder's name, it is not yours to write, or the disk is full",
+            fix="choose another folder",
+        ) from error
+    return folder
+
+
+def _write_pictures(dataset: Dataset, folder: Path) -> None:
     from PIL import Image
 
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        cause = "an earlier export lies there; mixing two would make a third data set"
-        raise LabError("The folder is not empty.", where=folder, cause=cause, fix="choose another folder")
     names = _name_folders(dataset.class_names)
     total = sum(len(getattr(dataset, split)) for split in SPLITS)
     with open_bar(total, f"writing {dataset.name}", unit=" files", delay=3) as bar:
@@ -225,4 +256,3 @@ def export(dataset: Dataset, folder: Path | str) -> Path:
                 file = folder / split / names[label] / f"{dataset.name}-{index:05}.png"
                 Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))).save(file)
                 bar.update()
-    return folder

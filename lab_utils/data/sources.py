@@ -13,7 +13,7 @@ from lab_common import LabError, checkout
 from lab_common.text import clean_name
 from lab_utils.bars import open_bar
 from lab_utils.data import shapes
-from lab_utils.data.folder import has_layout, pack_folder, survey
+from lab_utils.data.folder import explain_unreadable, has_layout, pack_folder, survey
 from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, restore_pack
 from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
@@ -26,11 +26,12 @@ def find_cinic10(root: Path) -> Path | None:
     """Returns what ``cinic10`` means under a root: a folder in CINIC-10's layout, an imported pack, or None.
 
     Raises:
-        LabError: Several folders could be meant.
+        LabError: Several folders could be meant, or one cannot be read.
     """
     if has_layout(root):
         return root
-    children = sorted(root.iterdir()) if root.is_dir() else []
+    with explain_unreadable(root):
+        children = sorted(root.iterdir()) if root.is_dir() else []
     folders = [child for child in children if "cinic" in child.name.lower() and has_layout(child)]
     if len(folders) > 1:
         raise LabError(
@@ -42,7 +43,8 @@ def find_cinic10(root: Path) -> Path | None:
     if folders:
         return folders[0]
     imported = root / "packed" / "cinic10"
-    restore_pack(imported)
+    with explain_unreadable(imported.parent):
+        restore_pack(imported)
     return imported if read_manifest(imported) else None
 
 
@@ -120,10 +122,13 @@ def _open_current(root: Path, pack_name: str, fingerprint: str) -> tuple[Path, d
         if manifest and manifest["source"]["fingerprint"] == fingerprint:
             try:
                 return home / pack_name, manifest, open_arrays(home / pack_name, manifest)
-            except (OSError, ValueError):
+            except (ValueError, FileNotFoundError):
                 # Cut short by a full disk or by hand: its source is there, so it is made again.
                 with contextlib.suppress(OSError):
                     (home / pack_name / MANIFEST).unlink()
+            except OSError:
+                # Too many open files, another user's, a disk that is away: the pack may be whole, and stays.
+                continue
     return None
 
 
@@ -152,8 +157,13 @@ def _explain_absence(root: Path) -> LabError:
 
 
 def list_packs(root: Path) -> dict[Path, dict]:
-    """Returns the packs that this root can use, with their manifests."""
-    folders = [folder for home in pack_homes(root) if home.is_dir() for folder in sorted(home.iterdir())]
+    """Returns the packs that this root can use, with their manifests.
+
+    Raises:
+        LabError: A folder cannot be read.
+    """
+    with explain_unreadable(root):
+        folders = [folder for home in pack_homes(root) if home.is_dir() for folder in sorted(home.iterdir())]
     return {f: manifest for f in folders if not f.name.startswith(".") and (manifest := read_manifest(f))}
 
 
