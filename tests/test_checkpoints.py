@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -53,7 +54,10 @@ for number in range(50):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(ready), os.close(tell)
-    middle += any(name.endswith(".tmp") for name in os.listdir(sys.argv[1]))
+    strays = [name for name in os.listdir(sys.argv[1]) if name.endswith(".tmp")]
+    middle += bool(strays)
+    for name in strays:  # one that is still empty would be left alone for a minute
+        os.utime(os.path.join(sys.argv[1], name), (0, 0))
     step, state = checkpoints.load()
     assert step == state["step"] >= last, (step, last)
     for name, weight in state["model"].items():
@@ -151,6 +155,23 @@ def test_a_step_saved_again_replaces_its_first_state(tmp_path):
 
 
 @pytest.mark.drill
+@pytest.mark.parametrize("before", [False, True])
+def test_two_that_save_different_states_of_one_step_leave_one_of_them(tmp_path, monkeypatch, before):
+    """By mistake each rank saves, and the second while the first has named its file and not yet removed the old."""
+    ours, theirs = Checkpoints(tmp_path, keep=1), Checkpoints(tmp_path, keep=1)
+    if before:
+        theirs.save(1, make_state(2))  # what they save again, under the name that is old to us
+    monkeypatch.setattr("lab_utils.training.checkpoints.sync_folder", lambda folder: save_theirs())
+
+    def save_theirs():
+        monkeypatch.undo()
+        theirs.save(1, make_state(2))
+
+    ours.save(1, make_state(1))
+    assert ours.load()[1]["step"] == 2
+
+
+@pytest.mark.drill
 @pytest.mark.parametrize("hours", [-1, 1])
 def test_a_clock_that_is_set_back_or_forth_changes_nothing(tmp_path, hours):
     """Drill 45: what was saved before the clock was set back by an hour seems to come from the future."""
@@ -195,7 +216,41 @@ def test_a_damaged_highest_step_costs_none_of_the_good_ones(tmp_path):
         assert checkpoints.load()[0] == 130
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "7", None])
+@pytest.mark.drill
+@pytest.mark.parametrize("damage", ["torn", "a link", "a folder"])
+def test_what_cannot_be_loaded_pushes_out_no_good_one(tmp_path, damage):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    path = checkpoints.save(2, make_state(2))
+    if damage == "torn":
+        path.write_bytes(b"torn")
+    else:
+        path.unlink()
+        path.symlink_to("gone") if damage == "a link" else path.mkdir()
+    with pytest.warns(UserWarning, match="damaged checkpoints were skipped"):
+        assert checkpoints.load()[0] == 1
+    newest = checkpoints.save(3, make_state(3))
+    assert {1, 3} <= set(steps(tmp_path))
+    newest.write_bytes(b"torn, too")
+    with pytest.warns(UserWarning, match="damaged checkpoints were skipped"):
+        assert checkpoints.load()[0] == 1
+
+
+def test_a_damaged_checkpoint_that_is_saved_again_counts(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, make_state(1))
+    checkpoints.save(2, make_state(2)).write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="damaged checkpoints were skipped"):
+        checkpoints.load()
+    for step in (2, 3):
+        checkpoints.save(step, make_state(step))
+    assert steps(tmp_path) == [2, 3]
+
+
+HUGE = [pytest.param(10**5000, id="too long to print"), pytest.param(-(10**5000), id="too far below"), 10**18]
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "7", None, *HUGE])
 def test_a_step_is_a_number_from_0(tmp_path, step):
     with pytest.raises(LabError, match="step"):
         Checkpoints(tmp_path).save(step, make_state())
@@ -239,6 +294,11 @@ def make_endless(path):
     path.symlink_to("/dev/zero")
 
 
+def make_unending(path):
+    """A regular file of 0 bytes, by what it says, that takes hours to read, as /proc/kmsg never ends."""
+    path.symlink_to("/proc/self/pagemap")
+
+
 def make_dangling(path):
     path.symlink_to(path.with_name("gone"))
 
@@ -248,11 +308,12 @@ def make_circle(path):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("make", [make_pipe, make_endless, make_dangling, make_circle, Path.mkdir])
-def test_what_is_no_file_does_not_hide_the_good_ones(tmp_path, make):
+@pytest.mark.parametrize("digest", ["0" * 16, hashlib.sha256().hexdigest()[:16]])
+@pytest.mark.parametrize("make", [make_pipe, make_endless, make_unending, make_dangling, make_circle, Path.mkdir])
+def test_what_is_no_file_does_not_hide_the_good_ones(tmp_path, make, digest):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(1))
-    strange = tmp_path / f"step-000000002-{'0' * 16}.pt"
+    strange = tmp_path / f"step-000000002-{digest}.pt"
     make(strange)
     with limit_seconds(20):
         with pytest.warns(UserWarning, match=f"skipped: {strange.name}"):
@@ -299,8 +360,53 @@ def save_bytes(value):
     return file.getvalue()
 
 
+def add_second_directory(path):
+    """A bomb with two lists of its records: torch's reader finds the true one, and zipfile one of a harmless copy."""
+    bomb = WRONG["a bomb"](path)
+    *numbers, size, start, _ = struct.unpack("<4s4H2IH", bomb[-22:])
+    listed = bytearray(bomb[start : start + size])
+    at = 0
+    while at < size:
+        lengths = struct.unpack_from("<3H", listed, at + 28)
+        struct.pack_into("<H", listed, at + 10, zipfile.ZIP_STORED)
+        struct.pack_into("<2I", listed, at + 20, 1, 1)
+        at += 46 + sum(lengths)
+    return bomb[:-22] + listed + struct.pack("<4s4H2IH", *numbers, size, start, 0)
+
+
+def point_aside(path):
+    """A bomb whose end in torch's form points at its list, where zipfile takes what stands before the pointer."""
+    whole = path.read_bytes()
+    end = whole[-98:]
+    bomb = WRONG["a bomb"](path)
+    *_, size, start, _ = struct.unpack("<4s4H2IH", bomb[-22:])
+    true = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 7, 7, size, start)
+    body = bomb + true
+    # What zipfile takes is a copy of the harmless list, at the end of the file.
+    *_, size, start = struct.unpack("<4sQ2H2I4Q", end[:56])
+    body += whole[start : start + size]
+    harmless = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 7, 7, size, len(body) - size)
+    pointer = struct.pack("<4sIQI", b"PK\6\7", 0, len(bomb), 1)
+    return body + harmless + pointer + end[-22:]
+
+
+def add_old_form(path):
+    """A pickle of the form before torch 1.6, of which torch reads the beginning, with a whole checkpoint after it."""
+    return b"cbuiltins\nbytearray\n\x8a\x05" + struct.pack("<Q", 3 * 10**8)[:5] + b"\x85R." + path.read_bytes()
+
+
+class Large:
+    def __reduce__(self):
+        return bytearray, (3 * 10**8,)
+
+
 WRONG = {
     "a bomb": lambda path: rezip(path, lambda name, old: bytes(3 * 10**8) if name.endswith("/data/0") else old),
+    "a bomb with two directories": add_second_directory,
+    "a bomb with a pointer aside": point_aside,
+    "a bytearray": lambda path: save_bytes({"a": Large()}),
+    "an old form before the archive": add_old_form,
+    "a comment after the archive": lambda path: path.read_bytes()[:-2] + b"\1\0 ",
     "no zip": lambda path: b"PK\x03\x04" + bytes(1000),
     "no pickle": lambda path: rezip(path, lambda name, old: b"\xff\xfe" if name.endswith(".pkl") else old),
     "no text": lambda path: rezip(path, lambda name, old: old.replace(b"weight", b"w\xff\xfeght")),
@@ -399,13 +505,35 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, form):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("more", [Path("x"), lambda: 1, threading.Lock(), "no dictionary"])
+class Odd:
+    def __getstate__(self):
+        raise RuntimeError("odd")
+
+
+@pytest.mark.parametrize("more", [Path("x"), lambda: 1, threading.Lock(), bytearray(1), Odd(), "no dictionary"])
 def test_what_loading_would_refuse_is_refused_when_it_is_saved(tmp_path, more):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(1))
     with pytest.raises(LabError, match="may not hold"):
         checkpoints.save(2, make_state(2) | {"more": more} if more != "no dictionary" else [1])
     assert len(names(tmp_path)) == 1 and checkpoints.load()[0] == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_a_compiled_module_is_refused_when_it_is_saved(tmp_path):
+    with pytest.raises(LabError, match="may not hold"):
+        Checkpoints(tmp_path).save(1, {"module": torch.jit.script(torch.nn.Linear(2, 2))})
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_what_says_nothing_of_the_state_is_not_blamed_on_it(tmp_path, monkeypatch, error):
+    def run_out(*args, **others):
+        raise error("no memory")
+
+    monkeypatch.setattr(torch, "save", run_out)
+    with pytest.raises(error):
+        Checkpoints(tmp_path).save(1, make_state(1))
 
 
 def check_full_disk(folder, state):
@@ -465,3 +593,22 @@ def test_only_strays_of_ours_that_nobody_writes_are_removed(tmp_path):
         assert set(tmp_path.iterdir()) == {held, saved, *foreign}
     saved = Checkpoints(tmp_path).save(4, make_state(4))
     assert held not in set(tmp_path.iterdir())
+
+
+def test_a_stray_that_somebody_may_be_about_to_lock_has_a_minute(tmp_path):
+    """Between another's open and its lock its file is empty, and the lock free."""
+    stray = tmp_path / ".step-000000001.host.123.tmp"
+    stray.touch()
+    Checkpoints(tmp_path).save(3, make_state(3))
+    assert stray.exists()
+    os.utime(stray, (time.time() - 61,) * 2)
+    Checkpoints(tmp_path).save(4, make_state(4))
+    assert not stray.exists()
+
+
+@pytest.mark.parametrize(("number", "size"), [(0, 0), (1, 5_000_000), (300, 10)])
+def test_what_is_saved_passes_every_check_of_loading(tmp_path, number, size):
+    state = {"bytes": b"\0\xff", "text": "builtins\nbytearray\n", "weights": [torch.ones(size) for _ in range(number)]}
+    Checkpoints(tmp_path).save(1, state)
+    loaded = Checkpoints(tmp_path).load()[1]
+    assert all(map(torch.equal, loaded.pop("weights"), state.pop("weights"))) and loaded == state

@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,13 +28,16 @@ STRAY = re.compile(r"\.step-\d{9,}\.[^/]+\.\d+\.tmp")
 # How often a reader lists the folder anew when the writer has meanwhile removed what was listed.
 TRIES = 10
 GONE = "a link to a file that is gone"
+# No run takes as many steps, and Python prints no number of more than 4,300 digits.
+MOST_STEPS = 10**18
 
 
 class Checkpoints:
     """The last few checkpoints of one run, in a folder of their own.
 
     A save writes a temporary file, forces it to disk and only then gives it its name, so that at every moment the last
-    complete checkpoint can be loaded. One process saves (rank 0); all may load.
+    complete checkpoint can be loaded. One process saves (rank 0); all may load. Where several save by mistake, one of
+    their files stays.
 
     Checkpoints are ordered by their step, never by the time of their files: clocks are set back. So a folder belongs to
     one run, which goes on from what :meth:`load` gives. A run that is started anew from step 0 wants a folder of its
@@ -42,7 +46,7 @@ class Checkpoints:
 
     Args:
         folder: The folder; made when the first checkpoint is saved.
-        keep: How many to keep.
+        keep: How many to keep; links, and what :meth:`load` has found damaged, are removed before those that are good.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
@@ -51,12 +55,14 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
         # What this process has said already: names of damaged files, and those of higher steps than the one it saved.
         self._told: set[str] = set()
+        # Names of the files that it could not load, and that are no longer to count.
+        self._damaged: set[str] = set()
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
         """Saves a state, and of the lower steps removes all but the last few; higher ones are left alone.
 
         Args:
-            step: Number of steps taken, from 0.
+            step: Number of steps taken, from 0; at most 18 digits.
             state: Tensors, numbers, strings, and dictionaries, lists and tuples of them, as of ``state_dict()``.
 
         Returns:
@@ -64,7 +70,8 @@ class Checkpoints:
 
         Raises:
             LabError: The disk is full, the folder cannot be written to, the step is no number from 0, or the state
-                holds something that loading would refuse. The checkpoints that were there are as they were.
+                holds something that cannot be saved or that loading would refuse, such as a bytearray. The checkpoints
+                that were there are as they were.
         """
         step = _check_step(step)
         if not isinstance(state, dict):
@@ -81,12 +88,15 @@ class Checkpoints:
                 digest = write_state(state, file, folder=self.folder)
                 check_readable(temporary)
                 path = self.folder / f"step-{step:09d}-{digest}.pt"
+                # Before the file has its name: whoever names one later has not been seen by us, and keeps it.
+                old, higher = self._find_others(path)
                 temporary.replace(path)
             sync_folder(self.folder)
         except OSError as error:
             fix = "choose a folder that you may write to"
             raise LabError("The checkpoint was not saved.", where=self.folder, cause=str(error), fix=fix) from error
-        higher = self._prune(path)
+        self._damaged.discard(path.name)
+        _remove(old)
         if new := {name.name for name in higher} - self._told:
             self._told |= new
             warnings.warn(
@@ -134,6 +144,7 @@ class Checkpoints:
                 skipped[path.name] = GONE
             except UnusableError as error:
                 skipped[path.name] = clean_name(error, 200)
+                self._damaged.add(path.name)
             except OSError as error:
                 skipped[path.name] = str(error.strerror)
             else:
@@ -162,48 +173,66 @@ class Checkpoints:
         except OSError as error:
             cause, fix = str(error.strerror), f"see what is there: ls -ld {self.folder}"
             raise LabError("The checkpoints cannot be listed.", where=self.folder, cause=cause, fix=fix) from error
-        return sorted(paths, key=lambda path: (_parse(path)[0], _find_time(path)))
+        return sorted(paths, key=lambda path: (_parse(path)[0], _identify(path)))
 
-    def _prune(self, newest: Path) -> list[Path]:
-        """Removes what is no longer to be kept, and returns the checkpoints of higher steps.
+    def _find_others(self, newest: Path) -> tuple[dict[Path, tuple[int, int]], list[Path]]:
+        """Returns what is not to be kept beside the newest, as it is now, and the checkpoints of higher steps.
 
         Those are another run's, or damaged: neither may push out what this run has saved, nor this run them.
         """
         step = _parse(newest)[0]
         others = [path for path in self._paths() if path != newest]
         same = [path for path in others if _parse(path)[0] == step]
-        lower = [path for path in others if _parse(path)[0] < step]
-        for path in same + lower[: max(0, len(lower) - self.keep + 1)]:
-            with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
-                path.unlink()
-        return [path for path in others if _parse(path)[0] > step]
+        # What cannot be loaded goes first, and so pushes out none that can.
+        lower = sorted((path for path in others if _parse(path)[0] < step), key=self._is_good)
+        old = same + lower[: max(0, len(lower) - self.keep + 1)]
+        return {path: _identify(path) for path in old}, [path for path in others if _parse(path)[0] > step]
+
+    def _is_good(self, path: Path) -> bool:
+        return path.name not in self._damaged and path.is_file() and not path.is_symlink()
 
     def _remove_strays(self) -> None:
         """Removes what killed saves left: files named as we name them that no living process holds."""
         for path in self.folder.glob(".step-*.tmp"):
             if STRAY.fullmatch(path.name):
                 with contextlib.suppress(OSError), open_regular(path) as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    path.unlink()
+                    found = os.fstat(file.fileno())
+                    # A minute's grace: between another's open and its lock its file is empty, and the lock free.
+                    if found.st_size or time.time() - found.st_mtime >= 60:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
+
+
+def _remove(old: dict[Path, tuple[int, int]]) -> None:
+    for path, found in old.items():
+        with contextlib.suppress(OSError):  # the new one is safe; the next save tries again
+            if _identify(path) == found:  # and not what another process has meanwhile saved under the same name
+                path.unlink()
 
 
 def _check_step(step: int) -> int:
     try:
-        if (number := operator.index(step)) >= 0:
+        if 0 <= (number := operator.index(step)) < MOST_STEPS:
             return number
     except TypeError:
         pass
-    cause = "steps are counted from 0, in whole numbers"
+    try:
+        shown = clean_name(repr(step), 40)
+    except ValueError:
+        shown = "a number too long to print"
+    cause = "steps are counted from 0, in whole numbers of at most 18 digits"
     raise LabError(
-        "This is no number of steps.", where=f"Checkpoints.save({step!r}, ...)", cause=cause, fix="save(0, state)"
+        "This is no number of steps.", where=f"Checkpoints.save({shown}, ...)", cause=cause, fix="save(0, state)"
     )
 
 
-def _find_time(path: Path) -> int:
+def _identify(path: Path) -> tuple[int, int]:
+    """Returns a file's time and number: another file of the same name has others."""
     try:
-        return path.lstat().st_mtime_ns
+        found = path.lstat()
     except OSError:  # the writer has just removed it
-        return 0
+        return 0, 0
+    return found.st_mtime_ns, found.st_ino
 
 
 def _parse(path: Path) -> tuple[int, str]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
+import pickletools
 import shutil
+import struct
 import warnings
 import zipfile
 from pathlib import Path
@@ -15,6 +17,9 @@ import torch
 
 from lab_common import LabError
 from lab_common.text import clean_name
+
+# What torch raises for want of a disk, of memory or of a device: no other state would mend it.
+NOT_OF_THE_STATE = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
 
 
 class UnusableError(Exception):
@@ -54,7 +59,9 @@ def write_state(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
     target = _Digest(file)
     try:
         torch.save(state, target)
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+    except NOT_OF_THE_STATE:
+        raise
+    except Exception as error:  # whatever the __getstate__ and __reduce__ of the objects in it raise
         raise refuse_state(_first_line(error)) from error
     try:
         if target.error is not None:
@@ -76,9 +83,11 @@ def write_state(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
 def check_readable(path: Path) -> None:
     """Refuses at once what loading would refuse when it is needed; mapped, so that no tensor is read."""
     try:
+        with path.open("rb") as file:
+            _check_pickle(file)
         # On the CPU, where the file is only mapped: tensors of a GPU would be copied back to it.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+    except (pickle.UnpicklingError, UnusableError) as error:
         raise refuse_state(_first_line(error)) from error
 
 
@@ -94,7 +103,14 @@ def refuse_state(reason: str) -> LabError:
 
 def check_whole(file: BinaryIO, digest: str) -> None:
     """Raises an UnusableError where a file is not, byte by byte, what was saved under this digest."""
-    if hashlib.file_digest(file, "sha256").hexdigest()[:16] != digest:
+    # No more than it says it has: a link may lead to what never ends, such as /proc/kmsg, which says 0.
+    left, found = os.fstat(file.fileno()).st_size, hashlib.sha256()
+    if not left:
+        raise UnusableError("it is empty")
+    while block := file.read(min(left, 2**20)):
+        found.update(block)
+        left -= len(block)
+    if found.hexdigest()[:16] != digest:
         raise UnusableError("torn or altered: its SHA-256 is not the one in its name")
 
 
@@ -108,9 +124,13 @@ def read_state(file: BinaryIO, path: Path, map_location: torch.device | str) -> 
     file.seek(0)
     if file.read(1) == pickle.PROTO:
         raise _refuse_code(path, "a bare pickle")
+    _check_ends(file)
     _check_records(file)
     try:
+        _check_pickle(file)
         state = _load(file, map_location)
+    except UnusableError:
+        raise
     except Exception as error:  # torch raises whatever its unpickler and its readers do, a KeyError as well
         # torch puts advice to load it unsafely before what was wrong.
         reason = _first_line(error.__context__ or error)
@@ -142,6 +162,40 @@ def _is_readable(file: BinaryIO) -> bool:
     except Exception:
         return False
     return True
+
+
+def _check_ends(file: BinaryIO) -> None:
+    """Refuses what may be two archives in one: the one that zipfile finds is checked, and the one torch finds is read.
+
+    A file of torch.save begins with a record, and ends with the list of all, right before what says where the list is.
+    """
+    file.seek(0)
+    begins = file.read(4) == b"PK\3\4"
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - 98))
+    last = file.read(98).rjust(98, b"\0")
+    mark, *_, length, start, comment = struct.unpack("<4s4H2IH", last[76:])
+    whole, listed = mark == b"PK\5\6" and comment == 0, size - 22
+    if last[56:60] == b"PK\6\7":  # the form for large files, as torch.save writes all: a pointer to what precedes it
+        listed = size - 98
+        mark, *_, length, start = struct.unpack("<4sQ2H2I4Q", last[:56])
+        whole = whole and mark == b"PK\6\6" and struct.unpack("<Q", last[64:72])[0] == listed
+    if not (begins and whole and start + length == listed):
+        raise UnusableError("no file of torch.save: it is no single archive from its first byte to its last")
+
+
+def _check_pickle(file: BinaryIO) -> None:
+    """Refuses a bytearray: it takes as many bytes as a number says, and torch would let it."""
+    file.seek(0)
+    content = torch._C.PyTorchFileReader(file).get_record("data.pkl")  # what torch.load reads, whatever zipfile finds
+    if b"\nbytearray\n" not in content:  # a text may hold that as well
+        return
+    try:
+        names = [str(name) for code, name, _ in pickletools.genops(content) if code.name == "GLOBAL"]
+    except ValueError as error:
+        raise UnusableError(f"its pickle cannot be read: {_first_line(error)}") from error
+    if any(name.endswith(" bytearray") for name in names):
+        raise UnusableError("its pickle makes a bytearray, of any size")
 
 
 def _check_records(file: BinaryIO) -> None:
