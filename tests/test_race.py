@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 import time
+import zipfile
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from course.race import __main__ as command
 from course.race import baseline, drive, evaluate, images, judge, leagues, records, sealed
 from course.race.board import read_entries
 from lab_common import LabError, checkout
+from lab_common.commandline import run_command
 from lab_utils import data, models
 from nodelaunch import JobError, local_nodes, ssh_nodes
 
@@ -426,6 +428,66 @@ def test_the_board_evaluates_again_what_a_record_claims(home, run):
         assert entries == [] and words in line
 
 
+def test_a_lap_that_cannot_be_evaluated_again_stops_no_other_one(home, run, monkeypatch):
+    first, second = run("save()"), run("save(1)")
+
+    def fail(versions, on):
+        if first["lap"] in versions[0].parts:
+            raise LabError("The saved weights could not be evaluated.", cause="\x1b it did not end in 900 s")
+        return [(second["net"], second["top1"])]
+
+    monkeypatch.setattr(images, "evaluate", fail)
+    (entry,), (line,) = read_entries([home], evaluate=True)
+    assert entry.record == second
+    assert line.endswith(
+        f"{first['lap']}: its weights cannot be evaluated: \N{REPLACEMENT CHARACTER} it did not end in 900 s"
+    )
+
+
+def test_an_evaluation_that_does_not_end_is_told_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "PROGRAM", (sys.executable, "-S", "-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(evaluate, "SECONDS", 0.2)
+    with pytest.raises(LabError, match=r"likely: it did not end within 0\.2 s"):
+        evaluate.evaluate([tmp_path], NO_IMAGES)
+
+
+NO_IMAGES = evaluate.Images(np.zeros((1, 3, 32, 32), np.uint8), np.zeros(1, np.int64), [0.5] * 3, [0.5] * 3, 10)
+
+
+def repack(path, kind, **members):
+    """Writes a file of weights anew, with other members."""
+    with zipfile.ZipFile(path) as file:
+        whole = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w", kind) as file:
+        for name, content in whole.items():
+            file.writestr(name, members.get(Path(name).stem, content))
+
+
+def test_of_hostile_weights_one_clean_line_is_told_and_nothing_is_unpacked(quick, tmp_path):
+    evil, packed, code = (tmp_path / name for name in ("evil.pt", "packed.pt", "code.pt"))
+    for path in (evil, packed, code):
+        torch.save(models.build("tiny").state_dict(), path)
+    text = b"\x1b[2J\x1b]0;owned\x07\nentries: 3"
+    device = b"\x80\x02ctorch\ndevice\nX" + len(text).to_bytes(4, "little") + text + b"\x85R."
+    repack(evil, zipfile.ZIP_STORED, data=device)
+    repack(packed, zipfile.ZIP_DEFLATED)
+    repack(code, zipfile.ZIP_STORED, data=b"\x80\x02ccollections\nChainMap\n.")
+    found = evaluate.evaluate([evil, packed, code], NO_IMAGES)
+    assert found[1] == "UnusableError: no file of torch.save: its records are compressed"
+    assert all(line.isprintable() and len(line) <= 300 for line in found) and "entries: 3" in found[0]
+    assert found[2].endswith("GLOBAL collections.ChainMap was not an allowed global by default.")
+
+
+@pytest.mark.parametrize(("nodes", "most"), [(1, 200), (2, 200), (40, 80)])
+def test_a_record_keeps_as_many_samples_as_the_board_takes(nodes, most):
+    named = [SimpleNamespace(name=str(number), here=False) for number in range(nodes)]
+    one = {"gpus": [], "job_busy": 0.5, "cores": 2.0}
+    samples = [SimpleNamespace(node=node.name, time=float(time), **one) for node in named for time in range(399)]
+    lap = SimpleNamespace(facts=[{"gpus": []}] * nodes, nproc_per_node=1)
+    found = drive._list_usage(SimpleNamespace(samples=samples), named, lap)
+    assert 0 < len(found) <= nodes * most and {number for _, number, _ in found} == set(range(nodes))
+
+
 def test_a_node_names_its_gpus(tmp_path, monkeypatch):
     (smi := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho $1 >&2; echo Tensor 3000; echo Tensor 3000\n")
     smi.chmod(0o755)
@@ -510,11 +572,10 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, 
     with pytest.raises(SystemExit) as ended:
         call("board", home, "--to", home.parent / "board.html")
     assert ended.value.code == 1 and "refused: race/" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="No threshold is set"):
+    with pytest.raises(LabError, match="No threshold is set"):
         call("lap", script)
     monkeypatch.setattr(judge, "run_lap", interrupt)
-    with pytest.raises(SystemExit, match="interrupted"):
-        call("lap", script)
+    assert run_command(command.main) == 130 and "Interrupted." in capsys.readouterr().err
 
 
 def test_thresholds_are_what_the_worst_of_five_laps_reached():

@@ -1,17 +1,21 @@
 """The leaderboard of the race: who has which place, what is refused, and a page that survives hostile records."""
 
+import contextlib
 import hashlib
+import io
 import json
 import math
 import os
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from harness.html_reader import read
 
+from course.race import __main__ as command
 from course.race.board import read_entries, write_board
 from course.race.records import NOTHING, hash_record
 from lab_common import LabError
@@ -421,6 +425,67 @@ def test_a_team_s_folders_take_no_other_team_s_share(race, tmp_path, monkeypatch
     assert len(entry.laps) == 3 and "only 3 of its laps are read" in refused[0]
 
 
+def test_laps_are_shared_among_the_teams_below_a_named_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("course.race.board_laps.MOST_LAPS", 6)
+    for name in ("a/one", "a/two", "b/race"):
+        Race(tmp_path / "all" / name).add_times(30, 31, 32)
+    entries, refused = read_entries([tmp_path / "all"])
+    assert {entry.laps[0].label.partition("/1127")[0]: len(entry.laps) for entry in entries} == {
+        "all/a/one": 1,
+        "all/a/two": 2,
+        "all/b/race": 3,
+    }
+    assert refused == [
+        f"all/a/{cut} of its laps are read: 6 is the most in all" for cut in ("one: only 1", "two: only 2")
+    ]
+
+
+def test_a_team_s_empty_folders_hide_no_other_team_and_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("course.race.board_laps.MOST_FOLDERS", 5)
+    for number in range(5):
+        (tmp_path / "all" / "a" / str(number)).mkdir(parents=True)
+    Race(tmp_path / "all" / "b" / "race").add()
+    entries, refused = read_entries([tmp_path / "all"])
+    assert len(entries) == 1 and refused == ["all/a: only the first 4 of its folders are looked into"]
+
+
+def test_a_record_among_the_teams_hides_no_team(tmp_path):
+    """Whoever puts one into a team's own folder makes the folder of all teams a race folder."""
+    (tmp_path / "all" / "a").mkdir(parents=True)
+    (tmp_path / "all" / "a" / "record.json").touch()
+    Race(tmp_path / "all" / "b" / "race").add()
+    entries, refused = read_entries([tmp_path / "all"])
+    assert len(entries) == 1 and refused == ["all/a: its record is no valid JSON"]
+
+
+def test_of_too_many_folders_the_first_by_name_are_read(race, tmp_path, monkeypatch):
+    """The first laps are the oldest ones, so that their chain holds."""
+    monkeypatch.setattr("course.race.board_laps.MOST_FOLDERS", 3)
+    found, scan = [folder.name for folder in race.add_times(1, 2, 3, 4)], os.scandir
+
+    @contextlib.contextmanager
+    def reverse(folder):  # a file system has an order of its own
+        with scan(folder) as entries:
+            yield iter(sorted(entries, key=lambda one: one.name, reverse=True))
+
+    monkeypatch.setattr(os, "scandir", reverse)
+    (entry,), refused = read_entries([race.home])
+    assert sorted(lap.folder.name for lap in entry.laps) == found[:3]
+    assert refused == ["race: only the first 3 of its folders are looked into"]
+    monkeypatch.setattr("course.race.board_laps.MOST_FILES", 3)
+    assert read_entries([race.home])[1][1:] == ["race: it holds more than 3 files, and nothing of it is read"]
+
+
+def test_laps_that_are_shown_alike_are_not_taken_for_each_other(race, monkeypatch):
+    long = Race(race.home / ("x" * 60) / "a"), Race(race.home / ("x" * 60) / "b")
+    for one in long:
+        one.add()
+    wrong = long[0].home
+    monkeypatch.setattr("course.race.board.evaluate_again", lambda _, path: "wrong" * (wrong in path.parents))
+    (entry,), refused = read_entries([race.home], evaluate=True)
+    assert entry.laps[0].folder.parent == long[1].home and len(refused) == 1
+
+
 def test_a_changed_record_is_refused_and_with_it_what_follows(race):
     _, second, _ = race.add_times(40, 41, 42)
     path = second / "record.json"
@@ -480,6 +545,7 @@ CONTRADICTIONS = {
     "efficiency": {"one_node": {"seconds": 72.0, "top1": 0.8}, "efficiency": None},
     "curve": {"curve": [[20.0, 0.4], [40.0, 0.82]]},
     "usage": {"usage": [[1.0, 2, 0.5]]},
+    "usage ": {"usage": [[1.0, 0, 0.5]] * 401},
     "mapping": {"data": make_record("", {}, b"")["data"] | {"mapping": [0, 1, 1]}},
     "script": {"script": "other.py"},
 }
@@ -488,7 +554,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("key", CONTRADICTIONS)
 def test_numbers_that_contradict_each_other_are_refused(race, key):
     race.add(**CONTRADICTIONS[key])
-    assert refuse(race) == [(1, f"'{key}' in its record contradicts its other values")]
+    assert refuse(race) == [(1, f"'{key.strip()}' in its record contradicts its other values")]
 
 
 def test_a_threshold_that_was_reached_unseen_is_refused(race):
@@ -519,8 +585,13 @@ INVALID = [
     {"curve": []},
     {"curve": [[1.0, 0.5, 0.5]]},
     {"curve": [[1.0]]},
-    {"usage": [[0.0, 0, 0.1]] * 20_001},
+    {"usage": [[0.0, 0, 0.1]] * 3201},
+    {"usage": [[0.0, 0.0, 0.1]]},
     {"nodes": 0},
+    {"nodes": 2.0},
+    {"devices": True},
+    {"versions": {"python": "3", "torch": "2", "more": "1"}},
+    *({"data": make_record("", {}, b"")["data"] | one} for one in ({"seed": 5.0}, {"mapping": [2.0, 0.0, 1.0]})),
     {"versions": {"python": "3"}},
     {"previous": None},
     {"one_node": {"seconds": 4.0}},
@@ -544,6 +615,12 @@ def test_a_record_without_a_key_is_refused(race):
     del record["net"]
     write(folder, record)
     assert refuse(race) == [(1, "keys are missing in its record (format 2)")]
+
+
+def test_a_record_with_other_keys_is_refused(race):
+    """It would be kept in memory whole, some ten times as large as its file."""
+    change(race.add(), extra=[[]] * 1000)
+    assert refuse(race) == [(1, "other keys are in its record (format 2)")]
 
 
 # Hostile files
@@ -669,7 +746,7 @@ def test_hostile_text_never_becomes_part_of_the_page(race, show, evil):
     script, file = f"x = 1\n{evil.encode(errors='replace').decode()}\n", '<b onclick="x">.py'
     code = {file: script, "<i>.py": script}
     texts = {"name": short, "class": evil, "hardware": evil, "net": evil, "began": evil[:40], "data": data}
-    versions = {"python": evil, "torch": evil, "more": [[[evil]]]}
+    versions = {"python": evil, "torch": evil}
     race.add_times(*(40, 41, 42), code=code, script=file, args=[evil], versions=versions, **texts)
     name = evil[:20].encode(errors="replace").decode().replace("/", "").replace("\0", "")
     (race.home / name).mkdir()
@@ -696,6 +773,21 @@ def test_a_script_of_long_lines_or_many_does_not_swell_the_page(race, show):
     begun = time.monotonic()
     assert len(show(race.home)) < 2**20
     assert time.monotonic() - begun < 20
+
+
+def test_what_others_wrote_reaches_any_terminal_as_text(tmp_path, monkeypatch):
+    (folder := tmp_path / "all" / "\x1b[2Jné" / "lap").mkdir(parents=True)
+    (folder / "record.json").touch()
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "argv", ["race", "board", str(tmp_path / "all"), "--to", str(tmp_path / "é.html")])
+    with pytest.raises(SystemExit):
+        command.main()
+    out.flush()
+    lines = out.buffer.getvalue().decode().splitlines()
+    assert lines[0].endswith("\\xe9.html") and lines[1:] == [
+        r"refused: all/\ufffd[2Jn\xe9/lap: its record is no valid JSON"
+    ]
 
 
 # The page

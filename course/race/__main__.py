@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import getpass
+import io
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from course.race.images import NAMES
 from course.race.leagues import LEAGUES
 from lab_common import env_folder
 from lab_common.commandline import run_command
+from lab_common.text import clean, clean_name
 from nodelaunch import choose_nodes, local_nodes
 
 
@@ -43,6 +45,8 @@ def main() -> None:
     thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
     thresholds.add_argument("league", choices=LEAGUES)
     args = parser.parse_args()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can
+        sys.stdout.reconfigure(errors="backslashreplace")
     {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
 
 
@@ -66,7 +70,7 @@ def _run(args: argparse.Namespace) -> None:
         name=args.name,
         compare=args.nodes == 2,
     )
-    print(judge.tell(record))
+    print(clean(judge.tell(record)))
 
 
 def _set_threshold(args: argparse.Namespace) -> None:
@@ -78,9 +82,9 @@ def _write_board(args: argparse.Namespace) -> None:
 
     entries, refused = read_entries(args.folders, evaluate=args.evaluate)
     write_board(entries, refused, args.to, baseline=baseline.SCRIPT.read_text())
-    print(f"entries: {len(entries)}, refused: {len(refused)}; {args.to}")
+    print(f"entries: {len(entries)}, refused: {len(refused)}; {clean_name(args.to)}")
     for line in refused:
-        print(f"refused: {line}")
+        print(f"refused: {clean_name(line)}")
     if refused:
         sys.exit(1)
 

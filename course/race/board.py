@@ -106,7 +106,7 @@ def read_entries(folders: Sequence[Path], *, evaluate: bool = False) -> tuple[li
 
     Args:
         folders: Race folders, or folders that hold several at most two levels below. Links in them are not followed,
-            and at most 2,000 laps are read, the same number of each named folder.
+            and at most 2,000 laps are read: the same share of each named folder, and in it of each folder.
         evaluate: Whether to evaluate all saved weights again, for which the data set has to be here.
 
     Returns:
@@ -114,9 +114,10 @@ def read_entries(folders: Sequence[Path], *, evaluate: bool = False) -> tuple[li
     """
     laps, refused = read_laps(folders)
     ended = [lap for lap in laps if evaluate and not lap.record["failed"]]
-    wrong = {lap.label: why for lap in ended if (why := evaluate_again(lap.record, lap.folder / WEIGHTS))}
-    refused += [f"{label}: {why}" for label, why in wrong.items()]
-    return make_entries(lap for lap in laps if lap.label not in wrong), refused
+    # By the folder: two labels may look the same, since they are cut.
+    wrong = {lap.folder: why for lap in ended if (why := evaluate_again(lap.record, lap.folder / WEIGHTS))}
+    refused += [f"{lap.label}: {wrong[lap.folder]}" for lap in ended if lap.folder in wrong]
+    return make_entries(lap for lap in laps if lap.folder not in wrong), refused
 
 
 def make_entries(laps: Iterable[Lap]) -> list[Entry]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import heapq
 import itertools
 import os
 from collections import defaultdict
@@ -20,6 +21,7 @@ from lab_common.files import read_bounded
 MOST_LAPS = 2000  # in all; each folder that somebody names has the same share
 # In one folder, and on one level below a folder that somebody names.
 MOST_FOLDERS = 1000
+MOST_FILES = 10_000  # in one folder, with the folders in it
 LEVELS = 2
 MISSING, FORKED = "a lap before it is missing or was changed", "two laps name the same lap before them"
 
@@ -48,29 +50,36 @@ def read_laps(folders: Sequence[Path]) -> tuple[list[Lap], list[str]]:
         The laps, and one line for each that is refused, and for each folder that has no laps.
     """
     laps, refused = [], []
-    races, names = _find_races(folders)
     roots = [*dict.fromkeys(map(_resolve, folders))]
+    races, cuts = _find_races(roots)
     owners = {race: next(root for root in roots if race.is_relative_to(root)) for race in races}
-    left = dict.fromkeys(roots, MOST_LAPS // max(1, len(roots)))
     for folder in folders:
         if not any(race.is_relative_to(_resolve(folder)) for race in races):
             refused.append(f"{shorten(folder, 100)}: there are no laps in it")
-    for race, found in races.items():
-        if len(found) > left[root := owners[race]]:
-            refused.append(f"{names[race]}: only {left[root]} of its laps are read: {MOST_LAPS} is the most in all")
-        whole, lines = _read_race(names[race], found[: left[root]])
-        left[root] -= len(found[: left[root]])
+    common = os.path.commonpath([root.parent for root in roots]) if roots else ""
+    names = {folder: shorten(os.path.relpath(folder, common), 50) for folder in [*races, *cuts]}
+    refused += [f"{names[folder]}: {why}" for folder, why in cuts.items()]
+    for race, most in _share_laps(races, owners, len(roots)).items():
+        if len(races[race]) > most:
+            refused.append(f"{names[race]}: only {most} of its laps are read: {MOST_LAPS} is the most in all")
+        whole, lines = _read_race(names[race], map(Path, races[race][:most]))
         laps += whole
         refused += lines
-    counted = []
+    counted, lines = _refuse_copies(laps, owners)
+    return counted, refused + lines
+
+
+def _refuse_copies(laps: Iterable[Lap], owners: dict[Path, Path]) -> tuple[list[Lap], list[str]]:
+    """Refuses laps with equal weights; ``owners`` has the named folder of each race folder."""
+    counted, refused = [], []
     alike = defaultdict(list)
     for lap in laps:
-        alike[lap.record["weights"] or lap.label].append(lap)
+        alike[lap.record["weights"] or lap.folder].append(lap)
     # Two laps that train do not end with the same weights: order and labels of the images are drawn anew for each.
     # Who copied from whom, a hash does not tell.
     for lap in laps:
         # A whole folder that was copied at two times has the very same records, and stands on the board twice.
-        same = alike[lap.record["weights"] or lap.label]
+        same = alike[lap.record["weights"] or lap.folder]
         others = [one for one in same if one.record["sha256"] != lap.record["sha256"]]
         if others:
             why = f"its weights are also those of {others[0].label}"
@@ -93,34 +102,71 @@ def _resolve(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
-def _find_races(folders: Sequence[Path]) -> tuple[dict[Path, list[Path]], dict[Path, str]]:
-    """Each race folder once, with the folders of its laps; and how it is shown."""
-    roots = [_resolve(folder) for folder in folders]
-    races: dict[Path, list[Path]] = {}
+def _find_races(roots: Iterable[Path]) -> tuple[dict[Path, list[str]], dict[Path, str]]:
+    """Each race folder once, with the folders of its laps; and what is not looked into, by its folder."""
+    races: dict[Path, list[str]] = {}
+    cuts: dict[Path, str] = {}
     for root in roots:
         level = [root]
-        for _ in range(LEVELS + 1):
-            below: list[Path] = []
+        for depth in range(LEVELS + 1):
+            below: dict[Path, list[str]] = {}
             for folder in level:
-                inner = _list_folders(folder)
-                laps = [path for path in inner if os.path.lexists(path / RECORD)]
+                inner, why = _list_folders(folder)
+                if why:
+                    cuts[folder] = why
+                laps = {path for path in inner if os.path.lexists(f"{path}/{RECORD}")}
                 if laps:
-                    races[folder] = laps
-                else:
-                    below += inner[: MOST_FOLDERS - len(below)]
-            level = below
-    common = os.path.commonpath([root.parent for root in roots]) if roots else ""
-    return races, {race: shorten(os.path.relpath(race, common), 50) for race in races}
+                    races[folder] = sorted(laps)
+                # Also beside laps: else one record among the folders of all teams would hide these.
+                below[folder] = [path for path in inner if path not in laps]
+            if depth == LEVELS:
+                break
+            level = []
+            for (folder, inner), most in zip(
+                below.items(), _share(map(len, below.values()), MOST_FOLDERS), strict=True
+            ):
+                level += map(Path, inner[:most])
+                if len(inner) > most:
+                    cuts[folder] = f"only the first {most} of its folders are looked into"
+    return races, cuts
 
 
-def _list_folders(folder: Path) -> list[Path]:
-    """The folders in a folder by name, without links."""
+def _share(sizes: Iterable[int], most: int) -> list[int]:
+    """Divides what there is: who wants little gets it, and all others get the same."""
+    wanted = list(sizes)
+    given, left = [0] * len(wanted), len(wanted)
+    for place in sorted(range(left), key=wanted.__getitem__):
+        given[place] = min(wanted[place], most // left)
+        most, left = most - given[place], left - 1
+    return given
+
+
+def _share_laps(races: dict[Path, list[str]], owners: dict[Path, Path], roots: int) -> dict[Path, int]:
+    """How many laps of each race folder are read; in a named folder each folder, such as a team's, has the same."""
+    teams: dict[Path, dict[Path, list[Path]]] = defaultdict(lambda: defaultdict(list))
+    for race, root in owners.items():
+        teams[root][root.joinpath(*race.relative_to(root).parts[:1])].append(race)
+    most = {}
+    for groups in teams.values():
+        shares = _share([sum(len(races[race]) for race in group) for group in groups.values()], MOST_LAPS // roots)
+        for group, share in zip(groups.values(), shares, strict=True):
+            most |= zip(group, _share([len(races[race]) for race in group], share), strict=True)
+    return most
+
+
+def _list_folders(folder: Path) -> tuple[list[str], str]:
+    """The first folders in a folder by name, without links; and which are left out, if any."""
     try:
         with os.scandir(folder) as found:
-            some = itertools.islice(found, MOST_FOLDERS)
-            return sorted(Path(one.path) for one in some if one.is_dir(follow_symlinks=False))
+            some = itertools.islice(found, MOST_FILES)
+            inner = (one.path for one in some if one.is_dir(follow_symlinks=False))
+            first = heapq.nsmallest(MOST_FOLDERS + 1, inner)
+            if next(found, None) is not None:
+                return [], f"it holds more than {MOST_FILES} files, and nothing of it is read"
     except (OSError, ValueError):
-        return []
+        return [], ""
+    more = f"only the first {MOST_FOLDERS} of its folders are looked into"
+    return first[:MOST_FOLDERS], more if len(first) > MOST_FOLDERS else ""
 
 
 def _read_race(name: str, folders: Iterable[Path]) -> tuple[list[Lap], list[str]]:

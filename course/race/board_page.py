@@ -225,7 +225,7 @@ def _draw_figures(entry: Entry) -> str:
     figures = [f"<figure>{curve}{legend}<figcaption>Top-1 of the saved weights</figcaption></figure>"]
     nodes: dict[int, list] = defaultdict(list)
     for time, node, busy in sorted(record["usage"]):
-        nodes[int(node)].append((time, busy))
+        nodes[node].append((time, busy))
     if shown := sorted(nodes)[:MOST_NODES]:
         alt = f"Utilisation over seconds, mean in training {_percent(record['busy'])}. Dashed line: 95 %."
         usage = draw_shares([nodes[node] for node in shown], mark=HONOUR, alt=alt, axis="busy")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import statistics
 import subprocess
@@ -26,7 +27,6 @@ from nodelaunch.running import RunningJob
 RUN, VERSIONS, HIDDEN = "run", "versions", "hidden"
 LIMIT = 3600.0  # seconds of a lap in any case
 MOST_VERSIONS = 40  # that are kept for the curve
-CURVE = 200  # samples of the devices that a record keeps, of each node
 PATIENCE = 20.0  # seconds for a program on a node that is asked to end or to answer
 
 
@@ -169,13 +169,13 @@ def _wait(running: RunningJob, end: float | None) -> float:
 
 def _list_usage(seen: Watch, nodes: list[Node], lap: Lap) -> list[tuple[float, int, float]]:
     """Samples as (seconds since the launch, number of the node, busy share of the devices that the node's job has)."""
-    found = []
+    found, most = [], max(1, min(records.SAMPLES, records.MOST_SAMPLES // len(nodes)))
     for number, (node, fact) in enumerate(zip(nodes, lap.facts, strict=False)):
         samples = [one for one in seen.samples if one.node == node.name]
         # By the node's own clock, which may be wrong: only differences count. The watch begins at the launch.
         first = samples[0].time if samples else 0.0
         shares = [(one.time - first, number, _measure(one, node, fact, lap.nproc_per_node)) for one in samples]
-        step = max(1, len(shares) // CURVE)
+        step = max(1, math.ceil(len(shares) / most))
         found += [share for share in shares[::step] if share[2] is not None]
     return sorted(found)
 

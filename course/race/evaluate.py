@@ -7,6 +7,7 @@ A file is read with ``weights_only=True``: no code of whoever wrote it runs.
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -19,8 +20,9 @@ import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from lab_common import LabError
-from lab_common.text import clean
+from lab_common.text import clean, clean_name
 from lab_utils import machine, models
+from lab_utils.training import states
 
 PROGRAM = (sys.executable, "-m", "course.race.evaluate")
 BATCH = 256
@@ -69,10 +71,12 @@ def evaluate(versions: Sequence[Path], on: Images) -> list[tuple[str, float] | s
             found = json.loads(done.stdout.splitlines()[-1])
         except (subprocess.SubprocessError, ValueError, IndexError) as error:
             cause = clean((getattr(error, "stderr", "") or str(error)).strip()[-300:], 300)
+            if isinstance(error, subprocess.TimeoutExpired):
+                cause = f"it did not end within {SECONDS:g} s"
             what = "The saved weights could not be evaluated."
             fix = "end what else runs on this machine, then run the lap again"
             raise LabError(what, where=clean(versions[0]), cause=cause, fix=fix) from error
-    return [one if isinstance(one, str) else tuple(one) for one in found]
+    return [clean_name(one, 300) if isinstance(one, str) else tuple(one) for one in found]
 
 
 def find_net(state: Mapping[str, torch.Tensor], num_classes: int) -> tuple[str, str]:
@@ -92,7 +96,10 @@ def find_net(state: Mapping[str, torch.Tensor], num_classes: int) -> tuple[str, 
 
 
 def _read(path: Path, num_classes: int) -> tuple[str, torch.nn.Module]:
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    with path.open("rb") as file:
+        states.check_archive(file)
+        file.seek(0)
+        state = torch.load(file, map_location="cpu", weights_only=True)
     state = state.get("model", state) if isinstance(state, dict) else {}
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError("the file is no state_dict, and has none under 'model'")
@@ -113,6 +120,14 @@ def _measure(net: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -
     return hits / len(labels)
 
 
+def _tell(error: Exception) -> str:
+    """What was wrong, on one line: without torch's advice to load the file unsafely, before that and behind it."""
+    if isinstance(error, pickle.UnpicklingError):
+        error = error.__context__ or error
+    words = " ".join(str(error)[:1000].split()).partition(" Please use `torch.serialization")[0]
+    return f"{type(error).__name__}: {words}"
+
+
 def main(folder: Path) -> None:
     """Prints, as one line of JSON, what :func:`evaluate` returns."""
     given = json.loads((folder / "given.json").read_text())
@@ -125,7 +140,7 @@ def main(folder: Path) -> None:
             name, net = _read(Path(version), given["classes"])
             found.append((name, _measure(net, images, labels)))
         except Exception as error:  # a stranger's file: whatever it makes torch raise, it has no top-1
-            found.append(f"{type(error).__name__}: {error}"[:300])
+            found.append(_tell(error))
     print(json.dumps(found))
 
 

@@ -21,6 +21,8 @@ RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
 NOTHING = dict.fromkeys(
     ("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up", "efficiency")
 ) | {"reached": False, "curve": [], "usage": []}
+# Of the devices' usage: what a record keeps of each node, and in all.
+SAMPLES, MOST_SAMPLES = 200, 3200
 RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
 
 

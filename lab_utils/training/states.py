@@ -124,10 +124,8 @@ def read_state(file: BinaryIO, path: Path, map_location: torch.device | str) -> 
     file.seek(0)
     if file.read(1) == pickle.PROTO:
         raise _refuse_code(path, "a bare pickle")
-    _check_ends(file)
-    _check_records(file)
     try:
-        _check_pickle(file)
+        check_archive(file)
         state = _load(file, map_location)
     except UnusableError:
         raise
@@ -162,6 +160,13 @@ def _is_readable(file: BinaryIO) -> bool:
     except Exception:
         return False
     return True
+
+
+def check_archive(file: BinaryIO) -> None:
+    """Raises an UnusableError where a file is none of torch.save, or loading it would take more than it has bytes."""
+    _check_ends(file)
+    _check_records(file)
+    _check_pickle(file)
 
 
 def _check_ends(file: BinaryIO) -> None:
