@@ -62,17 +62,18 @@ def start_guard(engine: Engine, settings: Settings, teams: Sequence[Team], *, im
         LabError: It does not start.
     """
     name, networks = name_guard(settings), find_networks(engine, settings, teams)
-    told = hashlib.sha256(" ".join([image_id, *networks]).encode()).hexdigest()[:16]
+    mark = hashlib.sha256(" ".join([image_id, *networks]).encode()).hexdigest()[:16]
     shape = '{{.State.Running}} {{index .Config.Labels "labs.guard"}} {{index .Config.Labels "labs.networks"}}'
     found = engine.ask("inspect", "-f", shape, name).stdout.split()
-    if found[:2] == ["true", told]:
+    if found[:2] == ["true", mark]:
         return
     # Killed, it takes no rule away: the teams that run are guarded while another takes its place.
     engine.ask("kill", "-s", "KILL", name, timeout=60)
     engine.ask("rm", "-f", name, timeout=60)
-    options = ["-d", "--restart=always", f"--label=labs.guard={told}", f"--label=labs.networks={' '.join(networks)}"]
+    options = ["-d", "--restart=always", f"--label=labs.guard={mark}", f"--label=labs.networks={' '.join(networks)}"]
     gone = [network for network in found if NETWORK.fullmatch(network) and network not in networks]
-    begun = engine.ask("run", *options, *_make_options(settings, name), *networks, "gone", *gone, timeout=60)
+    told = [*networks, *(["gone", *gone] if gone else [])]
+    begun = engine.ask("run", *options, *_make_options(settings, name), *told, timeout=60)
     end = time.monotonic() + START_SECONDS
     while begun.returncode or "guarded" not in (logs := engine.ask("logs", name)).stdout:
         if begun.returncode or time.monotonic() > end:

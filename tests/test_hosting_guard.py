@@ -61,7 +61,7 @@ def test_the_guard_is_told_the_teams_networks(deployment, tmp_path, said):
     guard.start_guard(deployment.engine, deployment.settings, TEAMS, image_id="one")
     asked = (tmp_path / "asked").read_text().splitlines()
     (begun,) = (line for line in asked if line.startswith("run "))
-    assert begun.endswith(f"{guard.PROGRAM} 172.18.0.0/16 172.19.0.0/16 fd01::/64 gone")
+    assert begun.endswith(f"{guard.PROGRAM} 172.18.0.0/16 172.19.0.0/16 fd01::/64")
     assert "--network=host" in begun and "--cap-drop=ALL --cap-add=NET_ADMIN" in begun and "--restart=always" in begun
     label = begun.partition("labs.guard=")[2].split()[0]
     (tmp_path / "inspect").write_text(f"true {label}\n")
