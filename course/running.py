@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import socket
@@ -18,6 +19,13 @@ def find_url(port: int) -> str:
         if server.get("port") == port and server.get("token"):
             return f"{server['url']}?token={server['token']}"  # which leads on to its first page
     return ""
+
+
+def _find_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have a number alone
+        return "YOUR-NAME"
 
 
 def main() -> int:
@@ -39,9 +47,8 @@ def main() -> int:
         print(f"JupyterLab is running already on port {port}. To start another: make lab LAB_PORT=8899")
         print(f"Open the one that runs:\n\n    {url}")
         if len(reached := os.environ.get("SSH_CONNECTION", "").split()) > 2:
-            user = os.environ.get("USER") or str(os.getuid())
             print("\nOver SSH, run this on your own computer first, and leave it open:")
-            print(f"    ssh -N -L {port}:127.0.0.1:{port} {user}@{reached[2]}")
+            print(f"    ssh -N -L {port}:127.0.0.1:{port} {_find_user()}@{reached[2]}")
     else:
         print(f"Port {port} is in use, or not yours to use. Choose another: make lab LAB_PORT=8899")
     return 1

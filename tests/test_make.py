@@ -136,7 +136,8 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
         sources = "".join(cell["source"] for cell in lab["cells"])
         assert "raise NotImplementedError" in sources and "BEGIN SOLUTION" not in sources
         assert printed[-1].strip().startswith("http://"), "nothing but the address at the end"
-        again = make(*arguments).communicate(timeout=60)[0]
+        again = make(*arguments, SSH_CONNECTION="192.0.2.7 50000 192.0.2.8 22").communicate(timeout=60)[0]
+        assert f"ssh -N -L {port}:127.0.0.1:{port} " in again and "@192.0.2.8" in again
         assert "is running already" in again and f"/?token={token}\n" in again, again
     finally:
         os.killpg(process.pid, signal.SIGTERM)
