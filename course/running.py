@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import socket
@@ -10,7 +9,7 @@ import sys
 
 from jupyter_server.serverapp import list_running_servers
 
-from lab_common.commandline import run_command
+from lab_common.commandline import find_user, run_command
 
 
 def find_url(port: int) -> str:
@@ -19,13 +18,6 @@ def find_url(port: int) -> str:
         if server.get("port") == port and server.get("token"):
             return f"{server['url']}?token={server['token']}"  # which leads on to its first page
     return ""
-
-
-def _find_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have a number alone
-        return "YOUR-NAME"
 
 
 def main() -> int:
@@ -48,7 +40,7 @@ def main() -> int:
         print(f"Open the one that runs:\n\n    {url}")
         if len(reached := os.environ.get("SSH_CONNECTION", "").split()) > 2:
             print("\nOver SSH, run this on your own computer first, and leave it open:")
-            print(f"    ssh -N -L {port}:127.0.0.1:{port} {_find_user()}@{reached[2]}")
+            print(f"    ssh -N -L {port}:127.0.0.1:{port} {find_user()}@{reached[2]}")
     else:
         print(f"Port {port} is in use, or not yours to use. Choose another: make lab LAB_PORT=8899")
     return 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -20,6 +22,8 @@ def run_command(main: Callable[[], int | None]) -> int:
         What it returned; 130 after an interrupt; 1 after a LabError or an OSError, and where the reader of a pipe has
         gone, as with ``| head``.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = main() or 0
         sys.stdout.flush()
@@ -35,3 +39,11 @@ def run_command(main: Callable[[], int | None]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(clean(f"{where}{error.strerror or error}"), file=sys.stderr)
     return 1
+
+
+def find_user() -> str:
+    """Returns the user's name; a container's user may have a number alone, and then it is ``user-1234``."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user-{os.getuid()}"

@@ -161,7 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     nodes, figure, published, speed = (given.pop(name, None) for name in ("nodes", "figure", "published", "speed"))
     if published and figure:
         parser.error("--figure shows a table of nodes, and --published has none")
-    try:
+
+    def run() -> None:
         if speed is not None and not 0 < speed < math.inf:
             raise LabError(f"--speed is {speed:g}.", fix="give images/s of one device: a number above 0")
         measured = {} if published else read_records()
@@ -170,13 +171,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         frame = pd.DataFrame(check_published() if published else tabulate(Setup(**values), dict.fromkeys(nodes)))
         if figure:
             _draw(frame, figure)
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    notes = [f"{name}: {one:.6g}{', by lab 5' * (one is measured.get(name))}" for name, one in values.items()]
-    print(ASSUMPTIONS, "; ".join(notes), frame.round(4).to_string(index=False), sep="\n\n")
-    return 0
+        notes = [f"{name}: {one:.6g}{', by lab 5' * (one is measured.get(name))}" for name, one in values.items()]
+        print(ASSUMPTIONS, "; ".join(notes), frame.round(4).to_string(index=False), sep="\n\n")
+
+    return run_command(run)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(main())

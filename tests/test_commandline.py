@@ -1,6 +1,7 @@
 """What ends a command from outside is told in words, and by its exit status."""
 
 import getpass
+import io
 import os
 import stat
 import subprocess
@@ -9,9 +10,8 @@ import sys
 import pytest
 
 from course import running
-from course.race import __main__ as race
 from lab_common import LabError
-from lab_common.commandline import run_command
+from lab_common.commandline import find_user, run_command
 from lab_common.files import write_atomically
 
 ENDS = {
@@ -34,6 +34,13 @@ def test_a_command_ends_in_words(capsys, end, status, said):
 
     assert run_command(main) == status
     assert capsys.readouterr() == ("", said)
+
+
+def test_a_terminal_without_utf_8_shows_what_it_can(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    assert run_command(lambda: print("é ✔")) == 0
+    assert out.buffer.getvalue() == b"\\xe9 \\u2714\n"
 
 
 def test_a_fault_of_ours_is_not_hidden():
@@ -77,12 +84,12 @@ def test_a_port_is_a_number_that_there_is(monkeypatch, capsys, port):
     assert "from 1 to 65535" in capsys.readouterr().out
 
 
-def test_a_user_without_a_name_can_race(monkeypatch):
+def test_a_user_without_a_name_is_called_by_the_number(monkeypatch):
     def refuse():
         raise KeyError("uid not found")
 
     monkeypatch.setattr(getpass, "getuser", refuse)
-    assert race._find_user() == f"user {os.getuid()}"
+    assert find_user() == f"user-{os.getuid()}"
 
 
 def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(root, tmp_path):

@@ -19,6 +19,7 @@ from course.race import __main__ as command
 from course.race.board import read_entries, write_board
 from course.race.records import NOTHING, hash_record
 from lab_common import LabError
+from lab_common.commandline import run_command
 
 BASELINE = "import torch\n\nlr = 0.1\nprint(lr)\n"
 SCRIPT = "import torch\n\nlr = 0.2\nprint(lr)\n"
@@ -782,7 +783,7 @@ def test_what_others_wrote_reaches_any_terminal_as_text(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "argv", ["race", "board", str(tmp_path / "all"), "--to", str(tmp_path / "é.html")])
     with pytest.raises(SystemExit):
-        command.main()
+        run_command(command.main)
     out.flush()
     lines = out.buffer.getvalue().decode().splitlines()
     assert lines[0].endswith("\\xe9.html") and lines[1:] == [

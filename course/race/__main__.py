@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
-import io
-import os
 import sys
 from pathlib import Path
 
@@ -13,7 +10,7 @@ from course.race import baseline, judge
 from course.race.images import NAMES
 from course.race.leagues import LEAGUES
 from lab_common import env_folder
-from lab_common.commandline import run_command
+from lab_common.commandline import find_user, run_command
 from lab_common.text import clean, clean_name
 from nodelaunch import choose_nodes, local_nodes
 
@@ -26,7 +23,7 @@ def main() -> None:
     rule = lap.add_mutually_exclusive_group()
     rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
     rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
-    lap.add_argument("--name", default=_find_user(), help="who races")
+    lap.add_argument("--name", default=find_user(), help="who races")
     lap.add_argument(
         "--nodes",
         type=int,
@@ -45,16 +42,7 @@ def main() -> None:
     thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
     thresholds.add_argument("league", choices=LEAGUES)
     args = parser.parse_args()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can
-        sys.stdout.reconfigure(errors="backslashreplace")
     {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
-
-
-def _find_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user may have a number alone
-        return f"user {os.getuid()}"
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -34,22 +34,20 @@ def main(arguments: list[str] | None = None) -> int:
     compare.add_argument("reports", nargs="+", type=Path)
     chosen = parser.parse_args(arguments)
     comparing = chosen.command == "compare"
-    output = chosen.output or env_folder("LAB_RUNS", "runs") / ("comparison.html" if comparing else "report.html")
-    try:
+
+    def run() -> None:
+        output = chosen.output or env_folder("LAB_RUNS", "runs") / ("comparison.html" if comparing else "report.html")
         if not comparing:
-            _write(output, make_report(chosen.workspace, team=chosen.team))
-            return 0
+            return _write(output, make_report(chosen.workspace, team=chosen.team))
         if os.path.realpath(output) in map(os.path.realpath, chosen.reports):
             cause, fix = "it would be overwritten", "give --output FILE with another name"
             what = "The page of all teams cannot take the place of a report."
             raise LabError(what, where=shorten(output), cause=cause, fix=fix)
         comparison = compare_reports(chosen.reports)
         _write(output, comparison.page)
-        _refuse_left_out(comparison, len(chosen.reports))
-    except LabError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+        return _refuse_left_out(comparison, len(chosen.reports))
+
+    return run_command(run)
 
 
 def _write(output: Path, page: str) -> None:
@@ -73,4 +71,4 @@ def _refuse_left_out(comparison: Comparison, count: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(main())

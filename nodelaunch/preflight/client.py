@@ -41,7 +41,8 @@ def make_program(*modules: ModuleType) -> str:
     sources = [source.partition(OWN_MAIN)[0] for source in sources]
     # Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
     text = FUTURE + "".join(OWN_IMPORT.sub("", source) for source in [*sources, last])
-    # An argument is bytes in the system's encoding, which need not have every sign. Strings say the same with escapes.
+    # An argument is bytes in the system's encoding, which need not have every sign. Strings and patterns say
+    # the same with escapes.
     return text.encode("ascii", "backslashreplace").decode("ascii")
 
 
