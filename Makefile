@@ -17,7 +17,9 @@ SUITS := import ensurepip, sys, venv; assert (3, 11) <= sys.version_info[:2] <= 
 
 # For the terminals of JupyterLab; the recipes name $(PY), since not every make looks here for a program.
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-export TORCH TORCH_CPU_INDEX
+export TORCH
+# macOS ends a process that was forked after its parent used the system's own libraries; forked ranks use none of them.
+export OBJC_DISABLE_INITIALIZE_FORK_SAFETY := YES
 
 # BEGIN: not in a release
 # One thread per process, set before torch is imported: on a shared machine two threads that wait for each other can be
@@ -33,9 +35,8 @@ test test-system drills fuzz: export LAB_SCALE := small
 .PHONY: lab
 lab: setup
 	@$(PY) -m course.running $(LAB_PORT)
-	@$(PY) -m course.environment || echo "The labs may not run as they should until this is mended; going on all the same."
-	@$(PY) -m lab_utils.data prepare
-	@$(PY) -m course.workspace --workspace "$(WORKSPACE)"
+	@$(PY) -m course.environment || echo "The labs may not work properly until this is fixed. Continuing anyway."
+	@$(PY) -m course.prepare --workspace "$(WORKSPACE)"
 	@if [ -n "$$SSH_CONNECTION" ]; then \
 	  echo; echo "You are connected over SSH. On your own computer, run this and leave it open:"; \
 	  echo "    ssh -N -L $(LAB_PORT):127.0.0.1:$(LAB_PORT) $$(id -un)@$$(echo $$SSH_CONNECTION | cut -d' ' -f3)"; \
@@ -129,14 +130,19 @@ RELEASE := -e '/^(<!--|\#) BEGIN: not in a release/,/^(<!--|\#) END: not in a re
 student: setup
 	@test ! -e "$(STUDENT)" || { echo "$(STUDENT) is there already. Choose another: make student STUDENT=folder"; exit 1; }
 	@mkdir -p "$(STUDENT)"
-	@git ls-files -z ':!tests' ':!benchmarks' ':!website' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' ':!CONTRIBUTING.md' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
-	@for file in README.md SECURITY.md Makefile data/README.md; do sed -E $(RELEASE) $$file | cat -s >"$(STUDENT)/$$file"; done
+	@git ls-files -z ':!tests' ':!benchmarks' ':!website' ':!.ci' ':!conftest.py' ':!notebooks' ':!hosting' ':!.dockerignore' ':!.github' ':!CONTRIBUTING.md' ':!docs/performance.md' | tar --null -T - -cf - | tar -xf - -C "$(STUDENT)"
+	@for file in README.md SECURITY.md Makefile data/README.md $$(cd "$(STUDENT)" && echo docs/*.md); do sed -E $(RELEASE) $$file | cat -s >"$(STUDENT)/$$file"; done
 	@$(PY) -m course.workspace --workspace "$(STUDENT)/notebooks"
 
-## notebooks: run all notebooks again and save them with their outputs, and the README's picture
+## notebooks: run all notebooks again and save them with their outputs
 .PHONY: notebooks
 notebooks: setup
 	@$(PY) tests/harness/run_notebooks.py --save notebooks/*.ipynb
+
+## picture: take the README's picture of JupyterLab again (needs Chromium)
+.PHONY: picture
+picture: setup
+	@PYTHONPATH=tests $(PY) -m harness.take_picture
 
 ## reference: record this machine's run of lab 1 as a reference run, in data/reference/ (needs a GPU; LAB=0, or LAB=4, 5 with two)
 .PHONY: reference
@@ -168,7 +174,7 @@ lint: setup
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check --exclude "*.ipynb" . \
 	  && $(PY) -m ruff format --check --line-length 88 notebooks/*.ipynb
 
-## lock: resolve the exact versions again, with hashes, for every Python and platform (needs uv, and PyTorch's index)
+## lock: resolve the exact versions again, with hashes, for every Python and platform (needs the network)
 .PHONY: lock
 lock:
 	uv pip compile pyproject.toml --extra test --extra build --universal --python-version 3.11 --generate-hashes \
@@ -179,7 +185,6 @@ lock:
 	for file in engines/*.in; do uv pip compile $$file --constraint requirements.lock --universal --python-version 3.11 \
 	  --generate-hashes --no-annotate --custom-compile-command "make lock" --output-file "$${file%.in}.lock" \
 	  $$(sed -n 's/^\([a-zA-Z0-9._-]*\)==.*/--no-emit-package \1/p' requirements.lock) || exit 1; done
-	$(if $(PYTHON),"$(PYTHON)",python3) setup_venv.py lock-cpu
 # END: not in a release
 
 ## help: this list

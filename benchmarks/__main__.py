@@ -3,7 +3,7 @@
 Most claims are a ratio or a difference of CPU seconds, measured in one interleaved run on one thread, so that they mean
 the same on a busy machine and on a quiet one; those about launches and kernels are wall-clock seconds. The exit status
 is 1 where a bound is broken. ``python -m benchmarks launch`` measures one section alone; all of them together are
-written into ``data/reference/bench.json`` and into the README.
+written into ``data/reference/bench.json`` and into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from matplotlib.figure import Figure
 
 from benchmarks import batches, launch, loop, prediction, start
-from benchmarks.claims import Claim, print_table, save_claims, write_block, write_rows
+from benchmarks.claims import PAGE, Claim, print_table, save_claims, write_block, write_rows
 from lab_common import checkout
 from lab_common.files import write_atomically
 from lab_utils import machine
@@ -42,12 +42,12 @@ PICTURE = Path("notebooks", "figures", "bench_batches.png")
 
 
 def keep(claims: Sequence[Claim], root: Path) -> None:
-    """Writes the claims into a file and into the README, with the machine and the date, and draws the rates."""
+    """Writes the claims into a file and a page, with the machine and the date, and draws the rates."""
     here, now = machine.describe(), datetime.now(UTC)
     facts = {"machine": asdict(here) | {"label": here.label}, "torch": torch.__version__}
     save_claims(claims, root / "data" / "reference" / "bench.json", when=now.isoformat(timespec="seconds"), **facts)
     caption = f"Written by `make bench` on {now:%d %B %Y}; {here.label}, torch {torch.__version__}."
-    write_block(root / "README.md", "make bench", f"{caption}\n\n{write_rows(claims)}")
+    write_block(root / PAGE, "make bench", f"{caption}\n\n{write_rows(claims)}")
     rates = next(claim.numbers for claim in claims if claim.numbers)
     with write_atomically(root / PICTURE) as file:
         draw_rates(rates).savefig(file, dpi=110, bbox_inches="tight", metadata={"Software": None})

@@ -7,7 +7,6 @@ normalisation.
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -79,28 +78,26 @@ def check_all(folder: Path) -> list[Claim]:
     }
     if (dali := find_dali(files / "train", dataset)) is not None:
         ways["NVIDIA DALI, on the CPU"] = (dali, SLOW)
-    rates = measure_rates(ways)
-    small = rates[ONE_PASS] / rates.pop(SMALL_ONES)
-    ours, slowest = rates["packed batches"], next(iter(ways))
-    times, others = (
-        ours / rates[slowest],
-        [name for name in ways if name not in ("packed batches", SMALL_ONES, slowest)],
-    )
-    text = f"packed batches of {BATCH} against {slowest} ({dataset.name}, images per CPU second)"
-    claims = [Claim(text, f"{times:.1f} times", "at least 30 times", times >= 30, rates)]
-    for other in others:
+    timings = measure_images(ways)
+    ours, one_pass, slowest = timings["packed batches"], timings[ONE_PASS], timings[next(iter(ways))]
+    rates = {name: one.images_per_second for name, one in timings.items() if name != SMALL_ONES}
+    gain = timing.find_speed_up(slowest, ours)
+    text = f"speed-up of packed batches of {BATCH} over {slowest.name} ({dataset.name}, images per CPU second)"
+    claims = [Claim(text, str(gain), "at least 30", gain.value >= 30, rates)]
+    for other in (name for name in ways if name not in (ours.name, SMALL_ONES, slowest.name)):
         name = other.replace("__getitems__", "`__getitems__`")  # which would be bold in Markdown
-        claims.append(Claim(f"packed batches against {name}", f"{ours / rates[other]:.1f} times"))
+        claims.append(Claim(f"speed-up of packed batches over {name}", str(timing.find_speed_up(timings[other], ours))))
     if dali is None:
-        claims.append(Claim("packed batches against NVIDIA DALI", "it is not installed here", holds=None))
-    text = f"packed batches against one pass over {PASS:,} images, read as bytes, written as float32 (CPU seconds)"
-    times = rates[ONE_PASS] / ours
-    claims.append(Claim(text, f"{times:.2f} times ({ours:,.0f} images per second)", "at most 2 times", times <= 2))
-    return [*claims, Claim(f"the same in batches of {SMALL}", f"{small:.2f} times")]
+        claims.append(Claim("speed-up of packed batches over NVIDIA DALI", "it is not installed here", holds=None))
+    text = f"speed-up of one pass over {PASS:,} images, read as bytes, written as float32, over packed batches"
+    gain, words = timing.find_speed_up(ours, one_pass), f"{rates[ours.name]:,.0f} images per CPU second"
+    claims.append(Claim(text, f"{gain}; packed batches: {words}", "at most 2", gain.value <= 2))
+    small = timing.find_speed_up(timings[SMALL_ONES], one_pass)
+    return [*claims, Claim(f"the same over batches of {SMALL}", str(small))]
 
 
-def measure_rates(ways: dict[str, tuple[Iterable, int]]) -> dict[str, float]:
-    """Returns images per CPU second of each way to make batches, and of ``ONE_PASS``: the median of seven rounds."""
+def measure_images(ways: dict[str, tuple[Iterable, int]]) -> dict[str, timing.Timing]:
+    """Returns the CPU seconds of one image in each way to make batches, and in ``ONE_PASS``, in seven rounds."""
     images = torch.randint(0, 256, (PASS, 3, 32, 32), dtype=torch.uint8)
     floats = torch.zeros(PASS, 3, 32, 32)
     steps: dict[str, Callable[[], object]] = {ONE_PASS: lambda: floats.copy_(images)}
@@ -110,7 +107,8 @@ def measure_rates(ways: dict[str, tuple[Iterable, int]]) -> dict[str, float]:
         steps[name] = lambda batches=batches, count=count: drain(itertools.islice(batches, count))
         counts[name] = sum(len(labels) for _, labels in itertools.islice(batches, count))
     timings = timing.interleave(steps, repeats=7, warmup=1, device="cpu")
-    return {one.name: counts[one.name] / statistics.median(one.cpu_seconds) for one in timings}
+    per_image = {one.name: tuple(second / counts[one.name] for second in one.cpu_seconds) for one in timings}
+    return {name: timing.Timing(name, seconds, images=1) for name, seconds in per_image.items()}
 
 
 def find_dali(folder: Path, dataset: data.Dataset) -> Iterable | None:

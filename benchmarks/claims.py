@@ -1,4 +1,4 @@
-"""What a benchmark claims, the table that says whether it holds, and what is kept: a file and the README's table."""
+"""What a benchmark claims, the table that says whether it holds, and what is kept: a file and a page."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lab_common.files import write_atomically
 
 VERDICTS = {True: "ok", False: "BROKEN", None: "NOT MEASURED"}
 KEPT = {True: "", False: ": **not kept**", None: ""}
+PAGE = Path("docs", "performance.md")
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,17 @@ def write_rows(claims: Iterable[Claim]) -> str:
     return "\n".join(["| what | measured | bound |", "|---|---|---|", *rows])
 
 
-def write_block(readme: Path, command: str, text: str) -> None:
-    """Writes what a command measured into the README, in the place of what it measured before.
+def write_block(page: Path, command: str, text: str) -> None:
+    """Writes what a command measured into a page, in place of what it measured before.
 
     Raises:
-        ValueError: The README has no two lines that say where it stands.
+        ValueError: The page has no two lines that say where it stands.
     """
     begin, end = f"<!-- BEGIN: {command} -->", f"<!-- END: {command} -->"
     block = "\n".join((begin, text, end))
-    before = readme.read_text(encoding="utf-8")
+    before = page.read_text(encoding="utf-8")
     changed, count = re.subn(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: block, before, flags=re.DOTALL)
     if count != 1:
-        raise ValueError(f"{readme.name} has no place for the table: the lines {begin} and {end}")
-    with write_atomically(readme, mode=readme.stat().st_mode & 0o777) as file:
+        raise ValueError(f"{page.name} has no place for the table: the lines {begin} and {end}")
+    with write_atomically(page, mode=page.stat().st_mode & 0o777) as file:
         file.write(changed.encode())

@@ -1,7 +1,7 @@
 """The claims about launching a job on two nodes and about its preflight, in wall-clock seconds: most of it is waiting.
 
 All of it runs on this machine. A launch is compared with the same torchrun commands typed into two terminals, in turn,
-and only the difference counts, so that a busy machine slows both.
+and only the differences of the pairs count, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.claims import Claim
+from lab_utils.timing.comparison import find_middle
 from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node.probe import find_free_port
@@ -71,13 +74,13 @@ def check_launch(folder: Path) -> list[Claim]:
     differences, works = (
         [one[place] - other[place] for one, other in zip(ours, hand, strict=True)] for place in range(2)
     )
-    more, work = statistics.median(differences), 1e3 * statistics.median(works)
+    (more, low, high), (work, least, most) = find_middle(differences), 1e3 * np.array(find_middle(works))
     rest = statistics.median(one[0] - other[0] for one, other in zip(scripts, hand, strict=True))
     typed = statistics.median(seconds for seconds, _ in hand)
     text = f"launch of two nodes here to the first step against torchrun by hand ({typed:.1f} s)"
-    measured = f"{more:+.2f} s ({min(differences):+.2f} to {max(differences):+.2f}; "
+    measured = f"{more:+.2f} s ({low:+.2f} to {high:+.2f}, n = {PAIRS}; "
     measured += f"preflight {statistics.median(preflights):.2f}, node scripts alone {rest:+.2f})"
-    cpu = f"{work:+.0f} ms ({1e3 * min(works):+.0f} to {1e3 * max(works):+.0f})"
+    cpu = f"{work:+.0f} ms ({least:+.0f} to {most:+.0f}, n = {PAIRS})"
     claims = [Claim(text, measured, "at most +0.2 s", more <= 0.2)]
     return [
         *claims,

@@ -11,6 +11,7 @@ import itertools
 import statistics
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,6 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from benchmarks.claims import Claim
 from lab_utils import data, models, timing, training
+from lab_utils.timing.comparison import find_middle
 
 BATCH, EVERY, ROUNDS = 16, 10, 41
 
@@ -51,14 +53,19 @@ def check_all(folder: Path) -> list[Claim]:
     more, noise = (100 * compare(one, bare) / EVERY / step for one in (ours, again))
     text = f"training loop with times, and a record and TensorBoard every {EVERY} steps, against a bare loop "
     text += f"(share of a ResNet-18 step of {1e3 * step:.0f} ms, CPU seconds)"
-    claims = [Claim(text, f"{more:+.2f} %", "at most +0.5 %", more <= 0.5)]
+    claims = [Claim(text, _write(more), "at most +0.5 %", more[0] <= 0.5)]
     words = "the same loop against itself: the noise of that measurement"
-    return [*claims, Claim(words, f"{noise:+.3f} %", "below 0.2 %", abs(noise) < 0.2)]
+    return [*claims, Claim(words, _write(noise), "below 0.2 %", abs(noise[0]) < 0.2)]
 
 
-def compare(ours: tuple[float, ...], bare: tuple[float, ...]) -> float:
-    """Returns the median difference of neighbours in time: what slows one round slows both of its halves."""
-    return statistics.median(one - other for one, other in zip(ours, bare, strict=True))
+def compare(ours: tuple[float, ...], bare: tuple[float, ...]) -> np.ndarray:
+    """Returns the middle difference of neighbours in time, since what slows one slows both, and its interval."""
+    return np.array(find_middle([one - other for one, other in zip(ours, bare, strict=True)]))
+
+
+def _write(share: np.ndarray) -> str:
+    middle, low, high = share
+    return f"{middle:+.3f} % ({low:+.3f} to {high:+.3f}, n = {ROUNDS})"
 
 
 def measure_step(batches: data.Batches) -> float:

@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from benchmarks.claims import Claim, print_table
 from lab_common import LabError, env_folder
+from lab_common.commandline import read_option
 from lab_common.files import write_atomically
 from nodelaunch.node.probe import find_free_port
 from tests.harness.hosts import Hosts, find_missing
@@ -263,7 +264,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="one network, two ranks, a very slow link")
     parser.add_argument(
-        "--folder", type=Path, default=env_folder("LAB_RUNS", "runs") / "prediction", help="for the files"
+        "--folder", type=read_option, default=env_folder("LAB_RUNS", "runs") / "prediction", help="for the files"
     )
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

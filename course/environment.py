@@ -12,12 +12,13 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 
-from lab_common import LabError, env_folder
+from lab_common import LabError, env_folder, read_folder
 from lab_common.commandline import run_command
 from lab_common.nvidia import run_smi
 from lab_common.text import clean_name
@@ -69,7 +70,7 @@ def check_environment() -> list[Verdict]:
         check_versions(),
         check_pair(found),
         check_gpu(found),
-        check_tensorboard(),
+        check_programs(),
         check_memory(),
         check_disk(),
         check_shared_memory(found.get("gpus", 0)),
@@ -164,11 +165,14 @@ def _lists_gpu() -> bool:
     return False
 
 
-def check_tensorboard() -> Verdict:
-    """Checks that the program ``tensorboard`` lies beside this Python, where notebooks find it."""
-    found = shutil.which("tensorboard", path=str(Path(sys.executable).parent))
-    text = "the program tensorboard lies beside this Python" if found else "The program tensorboard is missing."
-    return Verdict(bool(found), text, choose_repair())
+def check_programs() -> Verdict:
+    """Checks that cells and terminals find the programs of packages, beside this Python or where its user's lie."""
+    places = [Path(sys.executable).parent, sysconfig.get_path("scripts")]
+    places += [sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))]
+    path = os.pathsep.join(map(str, places))
+    missing = [name for name in ("torchrun", "tensorboard") if not shutil.which(name, path=path)]
+    text = "the programs torchrun and tensorboard are this Python's own"
+    return Verdict(not missing, f"Programs are missing: {', '.join(missing)}." if missing else text, choose_repair())
 
 
 def check_memory() -> Verdict:
@@ -186,7 +190,7 @@ def check_memory() -> Verdict:
 def check_disk() -> Verdict:
     """Checks that there is room for a data set where ``LAB_DATA`` points."""
     try:
-        folder = env_folder("LAB_DATA", "data")
+        folder = read_folder(env_folder("LAB_DATA", "data"))
         while not folder.exists():
             folder = folder.parent
         free = shutil.disk_usage(folder).free

@@ -21,9 +21,9 @@ from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
 from course.notebooks import read_notebook
-from course.workspace import BEGIN, FOLDERS, STUB, make_script_stub
+from course.workspace import BEGIN, FOLDERS, STUB, make_script_stub, replace_guesses
 from lab_common import LabError, checkout
-from lab_common.commandline import run_command
+from lab_common.commandline import read_option, run_command
 
 CHECK = re.compile(r'^check\.exercise\("([\d.]+)".*$', re.MULTILINE)
 CONFIG = """# Written by `python -m course.nbgrader`.
@@ -50,7 +50,7 @@ def make_source(notebook: NotebookNode, *, name: str = "the notebook") -> Notebo
             if BEGIN in cell.source:
                 cause, fix = "every solution needs a cell that gives its point", "end the cell with check.exercise(...)"
                 raise LabError("A solution is not checked.", where=f"{name}, cell {cell.id}", cause=cause, fix=fix)
-            cells.append(_make_cell(cell, cell.source, cell.id))
+            cells.append(_make_cell(cell, replace_guesses(cell.source), cell.id))
             continue
         number, source = found[1].replace(".", "-"), cell.source
         before, after = source[: found.start()].rstrip("\n"), source[found.end() :].strip("\n")
@@ -117,8 +117,10 @@ def _write_assignment(target: Path, path: Path, source: NotebookNode) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.nbgrader", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the course's folder, which nbgrader is run in")
-    parser.add_argument("--notebooks", type=Path, default=checkout() / "notebooks", help="the labs with solutions")
+    parser.add_argument("folder", type=read_option, help="the course's folder, which nbgrader is run in")
+    parser.add_argument(
+        "--notebooks", type=read_option, default=checkout() / "notebooks", help="the labs with solutions"
+    )
     chosen = parser.parse_args(arguments)
 
     def run() -> None:

@@ -28,6 +28,7 @@ from pathlib import Path
 import psutil
 
 from lab_common import LabError, checkout
+from lab_common.commandline import read_option
 from lab_common.files import write_atomically
 
 NODES, PARTITIONS = ("c1", "c2"), ("lab", "spot", "urgent")
@@ -510,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.pocket_slurm", description=__doc__)
     parser.add_argument("what", choices=("up", "down", "status"))
-    parser.add_argument("--folder", type=Path, help="where its files are; if not given, this user's own in /tmp")
+    parser.add_argument("--folder", type=read_option, help="where its files are; if not given, this user's own in /tmp")
     given = parser.parse_args(arguments)
     slurm = PocketSlurm(given.folder)
     try:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lab_common import LabError, checkout
+from lab_common.commandline import read_option
 from lab_common.files import read_bounded, write_atomically
 from lab_common.nvidia import query_smi
 from lab_utils import machine
@@ -178,7 +179,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m course.reference", description=__doc__)
     parser.add_argument("labs", nargs="+", metavar="LAB", help="such as lab1")
     parser.add_argument("--allow-cpu", action="store_true", help="record a machine without a GPU")
-    parser.add_argument("--into", type=Path, metavar="FOLDER", help="write there, and not to data/reference")
+    parser.add_argument("--into", type=read_option, metavar="FOLDER", help="write there, and not to data/reference")
     parser.add_argument("--some", action="store_true", help="it is enough that one of the labs has records")
     arguments = parser.parse_args()
     written = 0

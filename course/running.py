@@ -7,13 +7,13 @@ import re
 import socket
 import sys
 
-from jupyter_server.serverapp import list_running_servers
-
 from lab_common.commandline import find_user, run_command
 
 
 def find_url(port: int) -> str:
     """Returns the URL, with its token, of this user's Jupyter server on a port of this computer; "" where none is."""
+    from jupyter_server.serverapp import list_running_servers  # takes seconds, which a free port does not need
+
     for server in list_running_servers():
         if server.get("port") == port and server.get("token"):
             return f"{server['url']}?token={server['token']}"  # which leads on to its first page

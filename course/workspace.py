@@ -1,7 +1,8 @@
 """Makes the learner's copy of the labs: solutions replaced by stubs, and a file that the learner changed never touched.
 
 ``python -m course.workspace`` does it. The notebooks hold the solutions between nbgrader's markers, so that there is
-one source and a graded course can use nbgrader as it is.
+one source and a graded course can use nbgrader as it is. They also hold an example of each guess, for the readers of
+the web site; in the learner's copy ``None`` takes its place.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import copy
 import hashlib
 import json
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -22,12 +24,16 @@ from nbformat import NotebookNode
 
 from course.notebooks import NOTEBOOK_BYTES, read_notebook
 from lab_common import LabError, checkout
-from lab_common.commandline import run_command
+from lab_common.commandline import read_option, run_command
 from lab_common.files import hold_folder, read_bounded, write_atomically
 
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
 SCRIPT_STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run it again.")')
+# A guess, such as `    "DDP": 0.8,  # example guess: time on one device ÷ time with DDP`.
+GUESS_MARK = "# example guess"
+GUESS = re.compile(rf"^(.*[=:] )(-?\d+(?:\.\d+)?)(,?)  {GUESS_MARK}: (.+)$", re.MULTILINE)
+GUESS_STUB = "# YOUR GUESS HERE: type a number in place of None, then run the cell."
 # What lies beside the notebooks and is copied with them.
 FOLDERS = ("figures", "scripts")
 MANIFEST = ".generated.json"
@@ -54,7 +60,7 @@ class Report:
 
 
 def make_stub(notebook: NotebookNode, *, name: str = "the notebook") -> NotebookNode:
-    """Returns a copy of a notebook with stubs for solutions and without outputs; ids and metadata stay.
+    """Returns a copy of a notebook with stubs for solutions and guesses, and without outputs; ids and metadata stay.
 
     Raises:
         LabError: A solution's marker has no partner; names the notebook and the cell.
@@ -62,7 +68,7 @@ def make_stub(notebook: NotebookNode, *, name: str = "the notebook") -> Notebook
     stub = copy.deepcopy(notebook)
     code = [cell for cell in stub.cells if cell.cell_type == "code"]
     for number, cell in enumerate(code, start=1):
-        cell.source = _replace_solutions(cell.source, f"{name}, code cell [{number}]")
+        cell.source = replace_guesses(_replace_solutions(cell.source, f"{name}, code cell [{number}]"))
         cell.outputs, cell.execution_count = [], None
     return stub
 
@@ -74,6 +80,12 @@ def make_script_stub(source: str, *, name: str = "the script") -> str:
         LabError: A solution's marker has no partner; names the script.
     """
     return _replace_solutions(source, name, SCRIPT_STUB) + "\n" if BEGIN in source or END in source else source
+
+
+def replace_guesses(source: str) -> str:
+    """Returns a cell's source with ``None`` for each example guess, and above them a line that says what to type."""
+    asked, guesses = GUESS.subn(r"\1None\3  # \4, for example \2", source)
+    return f"{GUESS_STUB}\n{asked}" if guesses else source
 
 
 def _replace_solutions(source: str, where: str, stub: tuple[str, ...] = STUB) -> str:
@@ -100,18 +112,23 @@ def _replace_solutions(source: str, where: str, stub: tuple[str, ...] = STUB) ->
     return "\n".join(lines)
 
 
-def update(notebooks: Path, workspace: Path) -> Report:
+def update(notebooks: Path, workspace: Path, *, kernel: str = "") -> Report:
     """Makes or updates the learner's copy of every lab, and of the figures and scripts beside them.
 
     A file that is not what was once generated is the learner's, and is never overwritten; outputs of a notebook do not
     count, since a run is no edit. A run that is
     cut off at any point leaves whole files only, and the next run goes on from there.
 
+    Args:
+        notebooks: The labs with their solutions, or a release's without them.
+        workspace: The learner's copy; it is made if it is not there.
+        kernel: The Jupyter kernel that new copies of the notebooks ask for; "" keeps theirs.
+
     Raises:
         LabError: There are no labs in ``notebooks``, or one of them cannot be read or has unbalanced markers; or the
             copy cannot be written, or another process is writing it.
     """
-    generated = _generate(notebooks)
+    generated = _generate(notebooks, kernel)
     try:
         workspace.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,25 +168,25 @@ def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, byt
 def _judge(path: Path, known: list[str], wanted: str) -> str:
     """Says what to do with one file, from the digests of what was generated before and of what is wanted now."""
     try:
-        text = read_bounded(path, NOTEBOOK_BYTES)
+        found = _digest(read_bounded(path, NOTEBOOK_BYTES))
     except OSError as error:  # a folder, say, or larger than anything of ours: not ours to replace
         if isinstance(error, FileNotFoundError) and not path.is_symlink():
             return "written"
-        found = set()
-    else:
-        found = {_digest(text), hashlib.sha256(text).hexdigest()}  # older manifests have those of all bytes
-    if wanted in found:
+        found = None
+    if found == wanted:
         return "current"
-    if found.intersection(known):
+    if found in known:
         return "refreshed"
     # Without a manifest nobody knows which version the learner started from; the next new one will be announced.
     return "outdated" if known and wanted not in known else "kept"
 
 
-def _generate(notebooks: Path) -> dict[str, bytes]:
+def _generate(notebooks: Path, kernel: str) -> dict[str, bytes]:
     generated = {}
     for path in sorted(notebooks.glob("*.ipynb")):
         stub = make_stub(read_notebook(path), name=path.name)
+        if kernel:
+            stub.metadata["kernelspec"] = {"name": kernel, "display_name": kernel, "language": "python"}
         generated[path.name] = (nbformat.writes(stub) + "\n").encode()
     if not generated:
         raise LabError(
@@ -264,14 +281,15 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.workspace", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--notebooks", type=Path, default=checkout() / "notebooks", help="the labs with their solutions"
+        "--notebooks", type=read_option, default=checkout() / "notebooks", help="the labs with their solutions"
     )
-    parser.add_argument("--workspace", type=Path, default=checkout() / "workspace", help="the learner's copy")
+    parser.add_argument("--workspace", type=read_option, default=checkout() / "workspace", help="the learner's copy")
+    parser.add_argument("--kernel", default="", help="the Jupyter kernel of new copies (setup_anywhere.py makes one)")
     chosen = parser.parse_args(arguments)
     from course.start import write_start  # what it imports takes longer than all else here
 
     def run() -> None:
-        print("\n".join(describe(update(chosen.notebooks, chosen.workspace))))
+        print("\n".join(describe(update(chosen.notebooks, chosen.workspace, kernel=chosen.kernel))))
         write_start(chosen.notebooks, chosen.workspace)
 
     return run_command(run)

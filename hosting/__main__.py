@@ -16,8 +16,8 @@ from hosting.deployment import make_private, open_deployment, parse_settings, re
 from hosting.engine import find_engine
 from hosting.settings import Settings
 from hosting.status import check_guard, read_status, show_status
-from lab_common import checkout
-from lab_common.commandline import run_command
+from lab_common import checkout, read_path
+from lab_common.commandline import read_option, run_command
 from lab_common.files import hold_folder
 from lab_common.text import clean
 
@@ -30,8 +30,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python3 -m hosting", description="Host the labs for teams (hosting/README.md)."
     )
-    state = Path(os.environ.get("LAB_HOSTING") or checkout() / "hosting" / "state")
-    parser.add_argument("--state", type=Path, default=state, help="folder of tokens and files (hosting/state)")
+    state = read_path(os.environ.get("LAB_HOSTING") or checkout() / "hosting" / "state")
+    parser.add_argument("--state", type=read_option, default=state, help="folder of tokens and files (hosting/state)")
     parser.add_argument("--engine", default="", choices=["docker", "podman"], help="where both are there")
     todo = parser.add_subparsers(dest="command", required=True)
 
@@ -69,7 +69,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     logs.add_argument("container", help="its name, such as labs-red-node0 or labs-front")
     todo.add_parser("down", help="end all containers; the teams' work stays")
     fetch = todo.add_parser("collect", help="fetch every team's report and work")
-    fetch.add_argument("--into", type=Path, default=Path("collected"), help="folder (collected)")
+    fetch.add_argument("--into", type=read_option, default=Path("collected"), help="folder (collected)")
     for name, words in (
         ("rotate", "give a team a new token; its kernels end"),
         ("reset", "give a team a fresh copy of the labs; the old one is kept"),

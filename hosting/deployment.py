@@ -11,7 +11,7 @@ from hosting.limits import Share, check_shares, keep_shares
 from hosting.settings import NAME, TLS, Settings, check_settings, load_settings
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
-from lab_common import LabError
+from lab_common import LabError, read_path
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def parse_settings(folder: Path, given: dict) -> Settings:
     # The next command may be given in another folder.
     for name in {"teams", "data", "tls"} & set(given):
         if given[name] and given[name] not in TLS:
-            given[name] = str(Path(given[name]).resolve())
+            given[name] = str(read_path(given[name]).resolve())
     settings = replace(kept, **given)
     # The hub starts one container per team.
     return check_settings(replace(settings, nodes=1) if settings.hub else settings)

@@ -223,7 +223,7 @@ def describe_limits(shares: Shares, machine: Machine) -> list[str]:
             f"A team has {show_size(smallest)} of memory, and the largest lab needs 3.3 GB: have fewer teams,"
             " a larger machine, or `--nodes 1`."
         )
-    lines.append("disk: NOT limited by the engine; one team can fill it for all (hosting/README.md, *What is bounded*)")
+    lines.append("disk: NOT limited by the engine; one team can fill it for all (hosting/ISOLATION.md)")
     return lines
 
 

@@ -5,6 +5,7 @@ It imports nothing of ours and little else, so that it also runs on a node that 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,12 @@ class LabError(Exception):
     """
 
     def __init__(self, what: str, *, where: object = "", cause: str = "", fix: str = "", log: object = "") -> None:
-        self.what, self.where, self.cause, self.fix, self.log = what, str(where), cause, fix, str(log)
-        super().__init__("\n".join([what, *(f"  {label}: {text}" for label, text in self.list_hints() if text)]))
+        from lab_common.text import clean_message
+
+        # Here for all: a hint may quote a file's name, or a library's message that is coloured for a terminal.
+        texts = map(clean_message, (what, where, cause, fix, log))
+        self.what, self.where, self.cause, self.fix, self.log = texts
+        super().__init__("\n".join([self.what, *(f"  {label}: {text}" for label, text in self.list_hints() if text)]))
 
     def list_hints(self) -> list[tuple[str, str]]:
         """What stands below the first line: a label and a text each, which may be empty."""
@@ -45,9 +50,47 @@ class LabError(Exception):
 
 
 def checkout() -> Path:
-    """Returns the repository's root, or the current folder where the package is installed away from it."""
+    """Returns the labs' folder: the one with this package, else the one around the current folder, else that one."""
     root = Path(__file__).resolve().parents[1]
-    return root if (root / "pyproject.toml").exists() else Path.cwd()
+    if (root / "pyproject.toml").exists():
+        return root
+    # Installed beside somebody else's Python, as on a JupyterHub; the learner's copy is inside the labs' folder.
+    here = Path.cwd()
+    around = (one for one in (here, *here.parents) if (one / "pyproject.toml").exists())
+    return next((one for one in around if (one / "lab_common").is_dir()), here)
+
+
+def read_path(text: str | os.PathLike[str]) -> Path:
+    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``.
+
+    Raises:
+        LabError: There is no such user.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        cause, fix = (
+            "there is no such user, or nobody knows where their home is",
+            "write the path in full: /home/you/...",
+        )
+        raise LabError("The path leads nowhere.", where=str(text)[:300], cause=cause, fix=fix) from error
+
+
+def read_folder(text: str | os.PathLike[str]) -> Path:
+    """Returns a folder's path that a person typed, as :func:`read_path`; the folder may still have to be made.
+
+    Raises:
+        LabError: There is no such user, or something that is no folder lies on the way.
+    """
+    folder = read_path(text)
+    with contextlib.suppress(OSError):  # what cannot be asked is told where the folder is used
+        place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        if not place.is_dir():
+            what, cause = "A file lies where a folder is meant.", "a file's name was given, or a path goes on below one"
+            if place.is_symlink():
+                what, cause = "A link lies where a folder is meant.", f"it leads to {place.readlink()}"
+            raise LabError(what, where=place, cause=cause, fix=f"name a folder: a new one, or {place.parent}")
+    return folder
 
 
 def env_folder(variable: str, default: str) -> Path:
@@ -59,8 +102,9 @@ def env_folder(variable: str, default: str) -> Path:
     Raises:
         LabError: The variable begins with a user's home that is not known, or leads in a circle.
     """
+    value = os.environ.get(variable) or default
     try:
-        return (checkout() / Path(os.environ.get(variable) or default).expanduser()).resolve()
+        return (checkout() / Path(value).expanduser()).resolve()
     except RuntimeError as error:
         what, fix = f"{variable} leads nowhere.", f"export {variable}=/a/folder/of/yours, then start JupyterLab again"
-        raise LabError(what, where=os.environ.get(variable, default)[:300], cause=str(error)[:300], fix=fix) from error
+        raise LabError(what, where=value[:300], cause=str(error)[:300], fix=fix) from error

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import getpass
 import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from lab_common import LabError
+from lab_common import LabError, read_path
 from lab_common.text import clean
 
 
@@ -39,6 +41,14 @@ def run_command(main: Callable[[], int | None]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(clean(f"{where}{error.strerror or error}"), file=sys.stderr)
     return 1
+
+
+def read_option(text: str) -> Path:
+    """Reads an option that is a path, as :func:`lab_common.read_path`; argparse tells what is wrong with it."""
+    try:
+        return read_path(text)
+    except LabError as error:
+        raise argparse.ArgumentTypeError(f"{clean(text, 200)}: {error.cause}") from error
 
 
 def find_user() -> str:

@@ -53,6 +53,9 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # it cannot, as some network shares and WSL's disks
+            raise
     finally:
         os.close(descriptor)
 

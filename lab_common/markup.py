@@ -9,7 +9,7 @@ import html
 import re
 from collections.abc import Sequence
 
-from lab_common.text import clean, cut_lines
+from lab_common.text import clean, clean_message, cut_lines
 
 COLOURS = {"red": "#d93025", "note": "#a86200", "ok": "#1e8040"}
 # Half transparent grey: a little darker than a light page, a little lighter than a dark one.
@@ -20,7 +20,6 @@ TAG = "color:#ffffff;font-weight:bold;padding:1px 8px;border-radius:3px"
 PRE = f"{SHADE};{FONT};color:inherit;margin:4px 0px;padding:6px 8px;max-height:30em;overflow:auto;white-space:pre"
 # The most characters of one line of a card.
 LONGEST = 600
-SEQUENCE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")  # what colours text in a terminal
 # What in a fix can be typed: a command up to the end of its clause, a call, an argument, an option, a dotted name.
 PROGRAMS = "export|unset|umask|sudo|python3?|ssh|ssh-keygen|ssh-copy-id|bash|scontrol|cd|rm|df|ps|chmod|make"
 CODE = re.compile(
@@ -63,7 +62,7 @@ def write_card(
     body = "".join(f"<div><i>{escape(label)}:</i> {_write_text(label, text)}</div>" for label, text in rows if text)
     fold = ""
     if lines:
-        text = html.escape(clean(cut_lines(_clean_terminal(lines))))
+        text = html.escape(cut_lines(clean_message(lines)))
         fold = f'<details><summary>{_shorten(title)}</summary><pre style="{PRE}">{text}</pre></details>'
     return f'<div style="border-left:5px solid {COLOURS[colour]};{CARD}">{head}{body}{fold}</div>'
 
@@ -78,7 +77,7 @@ def mark_code(text: str) -> str:
 
 
 def _write_text(label: str, text: str) -> str:
-    text = _cut(_clean_terminal(text))
+    text = _cut(clean_message(text))
     write = {"fix": mark_code, "log": _write_code}.get(label, escape)
     return write(text)
 
@@ -89,13 +88,8 @@ def _write_code(text: str) -> str:
 
 
 def _shorten(text: str) -> str:
-    return escape(_cut(_clean_terminal(text)))
+    return escape(_cut(clean_message(text)))
 
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
-
-
-def _clean_terminal(text: str) -> str:
-    """Leaves out the colours of a terminal, and writes tabs as blanks: clean() would show a sign for each."""
-    return SEQUENCE.sub("", text).expandtabs(4)

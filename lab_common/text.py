@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")  # as compilers, pip and torch write them into their messages
+
 
 def clean(text: object, longest: int | None = None) -> str:
     """Replaces what a terminal would obey rather than show; lines stay lines.
@@ -17,6 +21,11 @@ def clean(text: object, longest: int | None = None) -> str:
     if longest is not None and len(shown) > longest:
         shown = shown[: longest - 1] + "…"
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)
+
+
+def clean_message(text: object) -> str:
+    """Makes a program's message safe to print: as :func:`clean`, but colours are left out and tabs become blanks."""
+    return clean(COLOUR.sub("", str(text)).replace("\r\n", "\n").expandtabs(4))
 
 
 def clean_name(name: object, longest: int | None = None) -> str:

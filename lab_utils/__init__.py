@@ -6,36 +6,27 @@ Each module is imported by its name (``from lab_utils import data, timing``); th
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
 
 from lab_common import LabError, checkout, env_folder
 
-# What was here until the launcher and the course became packages of their own.
-MOVED = {
-    "check": "course.check",
-    "course": "course.nbgrader",
-    "launch": "nodelaunch",
-    "report": "course.report",
-    "workspace": "course.workspace",
-}
-
 __all__ = ["LabError", "checkout", "choose_repair", "describe_pair", "env_folder", "load_torchvision"]
-
-
-def __getattr__(name: str) -> object:
-    """Says where a module is that an older copy of a lab imports from here."""
-    if name in MOVED:
-        raise ImportError(f"lab_utils.{name} is {MOVED[name]} now")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def choose_repair() -> str:
     """Returns the command that installs everything anew in the environment that is running."""
+    root = checkout()
+    if Path(sys.prefix).resolve() == (root / ".venv").resolve():
+        return "rm -rf .venv && make setup"
+    # On a JupyterHub, say, the torch that is there has to stay.
+    script = root / "setup_anywhere.py"
+    if script.exists() and not Path(__file__).resolve().is_relative_to(root):
+        return shlex.join([sys.executable, str(script)])
     # Under conda, say, a fresh .venv would leave the Python that is running as it is.
-    own = Path(sys.prefix).resolve() == (checkout() / ".venv").resolve()
-    return "rm -rf .venv && make setup" if own else "pip install --force-reinstall -r requirements.lock"
+    return "pip install --force-reinstall -r requirements.lock"
 
 
 def describe_pair() -> str:

@@ -21,9 +21,11 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from lab_common import LabError, checkout
-from lab_common.commandline import run_command
+from lab_common.commandline import read_option, run_command
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import pandas as pd
 
 ALGORITHMS, NODES = ("ring", "tree", "hierarchical"), (*(2**power for power in range(14)), 10_000)
@@ -134,7 +136,7 @@ def read_records() -> dict[str, float]:
         return {}
 
 
-def _draw(frame: pd.DataFrame, path: str) -> None:
+def _draw(frame: pd.DataFrame, path: Path) -> None:
     """Writes the curves of a table to a file."""
     lines = frame.pivot(index="devices", columns=["scaling", "algorithm"], values="efficiency (%)")
     axes = lines.plot(logx=True, ylim=(0, 105), ylabel="efficiency (%), an upper bound")
@@ -155,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(option, type=kind, help=one.metadata["words"])
     parser.add_argument("--speed", type=float, help="images/s of one device, in place of --compute")
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="how many, one number after the other")
-    parser.add_argument("--figure", help="a file for the curves, such as plan.svg")
+    parser.add_argument("--figure", type=read_option, help="a file for the curves, such as plan.svg")
     parser.add_argument("--published", action="store_true", help="the errors for published results")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     nodes, figure, published, speed = (given.pop(name, None) for name in ("nodes", "figure", "published", "speed"))

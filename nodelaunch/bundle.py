@@ -47,25 +47,23 @@ class Bundle:
     note: str = ""
 
 
-def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
+def collect_files(script: Path | None, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
     """Reads the training script, other files that it imports or reads, and what runs around it on a node.
 
     Args:
-        script: The training script.
+        script: The training script; None for a module that is installed on the nodes.
         extra: The other files; they lie beside it on the nodes.
         root: The project that it is part of, all of which is read.
 
     Raises:
         LabError: A file is not there, cannot be read, is no regular file or too large, or two have the same name.
     """
-    if root is None:
-        contents, note = _read_script(script, extra), ""
-    else:
-        contents, note = _read_project(script, root)
+    beside = () if root or script is None else (script, *extra)
+    contents, note = _read_project(script, root) if root else (_read_beside(beside), "")
     packages = find_packages([source for name, source in contents.items() if name.endswith(".py")])
     # What stands in the project is found there.
     packages = {name: path for name, path in packages.items() if root is None or root not in path.parents}
-    for path in () if root else (script, *extra):
+    for path in beside:
         if path.stem in TAKEN | packages.keys():
             shown, cause = clean(repr(path.name), 60), f"it would be imported in place of the module {path.stem!r}"
             fix = "rename it"
@@ -80,9 +78,9 @@ def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None 
     return Bundle(contents, hash_files(contents), note)
 
 
-def _read_script(script: Path, extra: tuple[Path, ...]) -> dict[str, bytes]:
+def _read_beside(paths: tuple[Path, ...]) -> dict[str, bytes]:
     files = {}
-    for path in (script, *extra):
+    for path in paths:
         shown, where = clean(repr(path.name), 60), clean(path, 300)
         if f"script/{path.name}" in files:
             raise LabError(f"Two files of the job are called {shown}.", where=where, fix="rename one of them")
@@ -90,10 +88,11 @@ def _read_script(script: Path, extra: tuple[Path, ...]) -> dict[str, bytes]:
     return {name: _read_file(path) for name, path in files.items()}
 
 
-def _read_project(script: Path, root: Path) -> tuple[dict[str, bytes], str]:
+def _read_project(script: Path | None, root: Path) -> tuple[dict[str, bytes], str]:
     """Reads a project's files, and says which those are; the script is among them, also where git ignores it."""
     project = find_project(root)
-    project.files[script.relative_to(root).as_posix()] = script
+    if script:
+        project.files[script.relative_to(root).as_posix()] = script
     contents = {f"project/{Path(name).as_posix()}": _read_file(path) for name, path in project.files.items()}
     programs = sorted(name for name, path in project.files.items() if path.stat().st_mode & stat.S_IXUSR)
     if programs:  # as a file, so that the code's hash, which is over names and contents, is another one, too

@@ -43,14 +43,53 @@ def explain_end(name: str, folder: str, returncode: int, stderr: str) -> LabErro
     return None
 
 
-def explain_signal(number: int) -> tuple[str, str]:
-    """The likely cause of a signal that ended a program, and what to do."""
+# Signals by which a program ends itself, or a limit ends it.
+CRASHES = {
+    signal.SIGABRT: ("C++ code gave up (an assertion or an exception that nobody caught)", "read its last lines"),
+    signal.SIGBUS: (
+        "it read memory whose file is gone or too short: a full /dev/shm, or a mapped file that was cut meanwhile",
+        "num_workers=0, or more shared memory (--shm-size=2g); leave files alone that a job has mapped",
+    ),
+    signal.SIGSEGV: (
+        "C code touched memory that is not its own: often a package built for another torch, or a recursion too deep",
+        "import the packages one by one to find it; install those with C++ parts again for this torch",
+    ),
+    signal.SIGILL: (
+        "the program has instructions that this processor lacks: it was built for a newer one",
+        "install the ordinary build of the package that the traceback names",
+    ),
+    signal.SIGFPE: (
+        "C code divided a whole number by zero",
+        "look for a size or a count of 0 at the line where it stood",
+    ),
+    signal.SIGPIPE: (
+        "it wrote to a program that had ended (`| head`)",
+        "write to a file, or start it without the pipe",
+    ),
+    signal.SIGXCPU: ("it used up the CPU seconds that `ulimit -t` allows", "ulimit -t unlimited, or a batch system"),
+    signal.SIGXFSZ: ("it wrote a file larger than `ulimit -f` allows", "ulimit -f unlimited, or smaller files"),
+}
+
+
+def explain_signal(number: int, last: str = "") -> tuple[str, str]:
+    """The likely cause of a signal that ended a program, and what to do.
+
+    Args:
+        number: The signal.
+        last: What the program printed last.
+    """
     fix = "run the job again; a checkpoint lets the job go on where it was"
     if number == signal.SIGKILL:
         return "somebody sent it, or Linux did for want of memory (sudo dmesg | tail says so)", fix
     if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         return "somebody sent it: a kill, a batch system, or a machine that shuts down", fix
-    return "it crashed in C code", "read the log: the last lines before the crash"
+    if number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        cause = (
+            "somebody sent it (Slurm's --signal before the time limit, a timer), and the script has no handler for it"
+        )
+        return cause, f"signal.signal(signal.{name_signal(number)}, …) in the script, before the training"
+    cause, fix = CRASHES.get(number, ("it crashed in C code", "read the log: the last lines before the crash"))
+    return f"{cause}; the last that it printed: {last}" if last else cause, fix
 
 
 def name_signal(number: int) -> str:

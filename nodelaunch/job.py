@@ -16,7 +16,7 @@ from nodelaunch import kinds, values
 from nodelaunch.backends import find_backend
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
-from nodelaunch.causes import explain_folder
+from nodelaunch.disks import explain_folder
 from nodelaunch.plans import make_plans
 from nodelaunch.preflight import Preflight
 from nodelaunch.result import JobResult
@@ -31,7 +31,7 @@ Say = Callable[[str], None]
 
 
 class TorchrunJob:
-    """A training script that torchrun, or another program, runs on one or more nodes.
+    """A training script or module that torchrun, or another program, runs on one or more nodes.
 
     It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. A notebook, a script and
     Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with an id and a folder of its own.
@@ -41,17 +41,13 @@ class TorchrunJob:
     """
 
     def __init__(
-        self, script: str | Path, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
+        self, script: str | Path | None = None, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
     ) -> None:
-        if old := {"dataset", "pack", "copy_data"} & {*options}:
-            cause = "an earlier version named data so; a DataFolder says it now"
-            fix = "data=nodelaunch.DataFolder(path, name, identity, copy_data=True)"
-            raise LabError(f"A job no longer takes {min(old)}=.", where="TorchrunJob", cause=cause, fix=fix)
         self.spec = JobSpec(script, args, nodes, **options)
         self._backend = find_backend(self.spec.nodes)
         self._preflight: Preflight | None = None
         self._checked, self._stop = 0.0, threading.Event()
-        self._launch, self._started = make_launch(self.spec.script), False
+        self._launch, self._started = make_launch(self.spec.name), False
 
     def __getattr__(self, name: str) -> Any:
         """Returns a field of the specification."""
@@ -168,11 +164,11 @@ class TorchrunJob:
     def _prepare(self) -> Launch:
         """Returns the names of the next launch, new where the present ones were used."""
         if self._started:
-            self._launch, self._started = make_launch(self.spec.script), False
+            self._launch, self._started = make_launch(self.spec.name), False
         return self._launch
 
     def _collect(self) -> Bundle:
-        return collect_files(self.spec.script, self.spec.files, self.spec.root)
+        return collect_files(self.spec.source, self.spec.files, self.spec.root)
 
     def _plan(self, bundle: Bundle) -> list[Plan]:
         """What the script of each node says; asks the nodes first where an address or the port is not known."""
@@ -208,7 +204,9 @@ class TorchrunJob:
             starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
             addresses = [plan.address or "" for plan in plans]
             names = [node.name for node in spec.nodes]
-            state = JobState(names, addresses, starter, restarts=spec.max_restarts > 0)
+            ranks = len(names) * spec.nproc_per_node
+            group = ranks if spec.needs_group and not spec.program else 0
+            state = JobState(names, addresses, starter, restarts=spec.max_restarts > 0, group=group)
             for name in by_hand:
                 state.nodes[name].by_hand = True
             links = self._backend.start(spec, plans, by_hand=by_hand, say=say, stop=stop)

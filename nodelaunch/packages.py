@@ -1,4 +1,7 @@
-"""Finds the packages of one's own that a script imports: those that no installer has put on the nodes, too."""
+"""Finds the packages of one's own that a script imports, and the module that a job runs in place of a script.
+
+A package of one's own is one that no installer has put on the nodes, too.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from lab_common import LabError
+from lab_common.text import clean
 from nodelaunch.node.facts import SKIPPED
 
 # Not by ast: a script with an error in its syntax is launched, too, so that its rank can say so; and what looks like an
@@ -57,13 +63,44 @@ def list_modules(path: Path) -> list[Path]:
     return [file for name, file in inner.items() if not {*SKIPPED} & {*name.parts} and not name.name.startswith(".")]
 
 
+def find_module(module: str, root: Path | None = None) -> Path | None:
+    """Returns the file that ``python -m`` runs for a module of a project; None for one that is installed on the nodes.
+
+    Args:
+        module: Its name, with dots.
+        root: The project; None where there is none.
+
+    Raises:
+        LabError: The project has no such module, or the module is one's own and there is no project.
+    """
+    top, path = module.partition(".")[0], module.replace(".", "/")
+    folder, shown = root or Path.cwd(), clean(module, 50)
+    files = [folder / f"{path}.py", folder / path / "__main__.py"]
+    found, own = next((file for file in files if file.is_file()), None), _find_own(top)
+    if root and not found and (own or _find_spec(top) is None):
+        where, cause = clean(root, 300), f"it has neither {path}.py nor {path}/__main__.py"
+        fix = f"root= is the folder that contains {top}; leave root= out for a module that the nodes have installed"
+        raise LabError(f"The project has no module {shown}.", where=where, cause=cause, fix=fix)
+    if not root and (found or own):
+        here = folder if found else own.parent
+        fix = f"TorchrunJob(module={module!r}, root={'.' if here == Path.cwd() else str(here)!r}, …)"
+        cause = "a node has only what is installed there and what the job copies"
+        what = f"The module {shown} is not installed, and without root= it is not copied."
+        raise LabError(what, where=clean(found or own, 300), cause=cause, fix=fix)
+    return found
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a module that was made at run time has none
+        return None
+
+
 def _find_own(name: str) -> Path | None:
     if name in sys.stdlib_module_names or not name.isidentifier():
         return None
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a module that was made at run time has none
-        return None
+    spec = _find_spec(name)
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return None
     origin = Path(spec.origin).resolve()

@@ -50,7 +50,7 @@ def make_plans(spec: JobSpec, launch: Launch, code: str, found: Preflight | None
             job_folder=node.name_job_folder(launch.id, index),
             code_folder=f"{node.folder}/code/{code}",
             work_folder=f"{node.folder}/work{work}",
-            script=spec.script.relative_to(spec.root).as_posix() if spec.root else spec.script.name,
+            script=spec.script_path,
             args=spec.args,
             address=addresses[node.name],
             head_address=addresses[names[0]],
@@ -65,6 +65,7 @@ def make_plans(spec: JobSpec, launch: Launch, code: str, found: Preflight | None
             env=_choose_env(spec, node, hide_gpus=bool(found and found.hide_gpus)),
             program=spec.program,
             project=spec.root is not None,
+            module=spec.module,
         )
         for index, node in enumerate(spec.nodes)
     ]

@@ -33,8 +33,8 @@ class Failure:
     """Why a job failed.
 
     Attributes:
-        kind: "exception", "signal", "exit", "hang", "join", "mismatch", "lost", "stopped", "limit" or "torchrun" (also
-            what starts the ranks in its place).
+        kind: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or
+            "torchrun" (also what starts the ranks in its place).
         what: One sentence with the rank and the node.
         rank: The rank that failed first; None where no rank did.
         node: Its node.

@@ -26,6 +26,7 @@ LATE_SECONDS, MANY_LINES, FEW_LINES = 1.0, 100, 10
 WAITING_LINES, FULL_SECONDS = 20_000, 0.05
 # A supervisor that was stopped does not keep its limit; the launcher gives it this long.
 LIMIT_MARGIN = 2.0
+HINT = "hang_timeout= changes when this is said"
 # Characters of each rank's output that a result holds: its first lines, and its last.
 FIRST, LAST = 2**20, 2**18
 
@@ -97,6 +98,8 @@ class Run:
         self._unshown, self._cut = 0, False
         self._started = self._told = time.monotonic()
         self._failed: float | None = None
+        self._standing: float | None = None  # since when no rank can move any more
+        self._reported: set[object] = set()  # ranks of which it was said that others wait for them
         self._kept, self._log = Kept(), None
         self.joined: float | None = None
         self.reason: StopReason | None = None
@@ -155,6 +158,11 @@ class Run:
                 link.beat()
 
     def _follow_lines(self) -> None:
+        self._follow_to_end()
+        if self.reason is None and self._failed is None and self._state.may_have_trained_alone:
+            self._say("no rank opened a group of all ranks; whether the programs that they started did, is not known")
+
+    def _follow_to_end(self) -> None:
         while not self._is_over():
             self._take(timeout=0.1)
             if self._stop.is_set():
@@ -218,8 +226,14 @@ class Run:
             elif now - self._told >= COUNTDOWN_SECONDS:
                 self._told = now
                 self._count_down(self._join_timeout - (now - self._started))
+        # A rank that moves again is heard of a second later: of the last barrier it may look as if it still waited.
+        self._standing = (self._standing or now) if self._state.stands_still() else None
+        if self._standing and now - self._standing > SETTLE_SECONDS:
+            self._state.standstill = True
+            return True
         if self._failed is None and self._has_failed():
             self._failed = now
+        self._report_waits()
         return self._failed is not None and now - self._failed > SETTLE_SECONDS
 
     def _has_failed(self) -> bool:
@@ -228,6 +242,32 @@ class Run:
             return True
         hangs = any(error["kind"] == "hang" for error in self._state.errors)
         return hangs or (bool(self._state.errors) and not self._restarts)
+
+    def _report_waits(self) -> None:
+        """Says once of each rank that others wait for it, or that threads keep it; that alone is no failure."""
+        state = self._state
+        facts = [fact for fact in state.still.values() if time.monotonic() - fact["heard"] > SETTLE_SECONDS]
+        for fact in facts:
+            if fact.get("thread") and ("thread", fact["rank"]) not in self._reported:
+                self._reported.add(("thread", fact["rank"]))
+                words = f"the script has ended on rank {fact['rank']}; its thread {fact['thread']!r} still runs"
+                self._say(f"{words} ({fact['seconds']:.0f} s; {HINT})")
+        waits = [fact for fact in facts if fact["inside"]]
+        if not waits:
+            all_stand = set(state.ranks) == {fact["rank"] for fact in facts if fact["where"]}
+            if facts and all_stand and "all" not in self._reported:
+                self._reported.add("all")
+                self._say(f"{state.name_stands()}; limit= ends a job that never moves; {HINT}")
+            return
+        longest = max(waits, key=lambda fact: fact["seconds"])
+        many = f"{len(waits)} rank{' waits' if len(waits) == 1 else 's wait'} for it"
+        timeout = f" of {longest['timeout']:g} s" if longest["timeout"] else ""
+        for rank in state.absent:
+            if rank not in self._reported:
+                self._reported.add(rank)
+                where = f"in {state.still[rank]['where']}" if rank in state.still else "at work"
+                words = f"rank {rank} has been {where} for {longest['seconds']:.0f} s while {many}"
+                self._say(f"{words}; this job is ended after the group's own timeout{timeout}; {HINT}")
 
     def _count_down(self, left: float) -> None:
         parts = self._state.nodes.values()

@@ -34,7 +34,7 @@ class Plan:
         job_folder: Folder of this job on the node; logs, events and results land here.
         code_folder: Folder on the node that holds ``script/`` or ``project/``, and the packages that it imports.
         work_folder: The current folder of the script, kept from job to job: relative checkpoints are found again.
-        script: The training script within ``script/``, or within the project.
+        script: The training script within ``script/``, or within the project; "" for a module.
         args: Its arguments.
         address: The node's own IPv4 address.
         head_address: IPv4 address of node 0, where the rendezvous listens.
@@ -42,13 +42,14 @@ class Plan:
         interface: Network interface for the gradients; None leaves the choice to Gloo and NCCL.
         threads: Threads per process; None takes the node's cores, shared among its processes.
         join_timeout: Seconds to wait for all nodes.
-        hang_timeout: Seconds after which a rank that does not move is said to hang.
+        hang_timeout: Seconds after which the launcher looks at a rank that does not move.
         limit: Seconds after which the node ends in any case.
         max_restarts: How often torchrun starts the workers anew after a failure.
         rank_order: "address": c10d, which numbers the nodes by address; "nodes": static, in the order of the list.
         env: More environment variables.
         program: What starts the script, with its options; () is torchrun.
         project: Whether the script is part of a project, of which ``work_folder`` gets a copy.
+        module: The module that runs in place of the script, as ``python -m`` runs it.
     """
 
     job_id: str
@@ -76,6 +77,7 @@ class Plan:
     env: Mapping[str, str] = field(default_factory=dict)
     program: tuple[str, ...] = ()
     project: bool = False
+    module: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the type and the range of every field: what is no text stands in the script without quotes."""
@@ -169,6 +171,7 @@ def write_start(plan: Plan, place: Place, variables: str = "") -> str:
     quote = shlex.quote
     path = plan.env.get("PYTHONPATH", "")
     script = f'"$work/"{quote(plan.script)}' if plan.project else f'"$code/script/"{quote(plan.script)}'
+    script = f"-m {quote(plan.module)}" if plan.module else script
     return f"""\
 # The code as it was when the job was launched, and what this job leaves behind.
 code={quote(plan.code_folder)}
@@ -255,7 +258,8 @@ def _write_threads(plan: Plan) -> str:
     if plan.threads is not None:
         return f"export OMP_NUM_THREADS={plan.threads}"
     share = plan.nproc_per_node
-    return f"export OMP_NUM_THREADS=$(( ($(nproc) + {share - 1}) / {share} ))"
+    cores = "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
+    return f"export OMP_NUM_THREADS=$(( ({cores} + {share - 1}) / {share} ))"
 
 
 def _write_copy(plan: Plan) -> str:
@@ -316,9 +320,10 @@ def _list_others(plan: Plan, place: Place) -> list[tuple[str, str]]:
 
 
 def _write_torchrun(plan: Plan, place: Place, script: str) -> str:
+    kind = "module" if plan.module else "training script"
     return f"""\
 # nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
-# only. nodelaunch.node.worker runs the training script unchanged; around it, it keeps the error, shows where a hanging
+# only. nodelaunch.node.worker runs the {kind} unchanged; around it, it keeps the error, shows where a hanging
 # rank stands, compares the nodes, and dies with torchrun.
 exec {place.around}{shlex.quote(plan.python)} -m nodelaunch.node.agent "${{options[@]}}" \\
   -m nodelaunch.node.worker {script} "${{arguments[@]}}"

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lab_common import LabError
+from lab_common.text import clean_message
 from nodelaunch.ends import name_signal
 from nodelaunch.node.errors import FULL
 from nodelaunch.node.reasons import StopReason
@@ -71,12 +72,19 @@ class JobState:
         addresses: Of its nodes.
         starter: What starts its ranks on each node, in words.
         restarts: Whether ranks may be started anew.
+        group: The size of the group that its ranks have to form; 0 for a job that needs none.
     """
 
     def __init__(
-        self, names: list[str], addresses: list[str], starter: str = "torchrun", *, restarts: bool = True
+        self,
+        names: list[str],
+        addresses: list[str],
+        starter: str = "torchrun",
+        *,
+        restarts: bool = True,
+        group: int = 0,
     ) -> None:
-        self.starter, self._restarts = starter, restarts
+        self.starter, self._restarts, self.group = starter, restarts, group
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}
@@ -85,6 +93,16 @@ class JobState:
         self._errors: list[dict] = []  # of all attempts, each with its number and the node's name
         self.stacks: dict[int, str] = {}
         self.done: dict[int, float] = {}
+        # By rank, of the present attempt: what its watch said of a main thread that stands (nodelaunch.node.watch); the
+        # sizes of the groups that it opened; what a script that opened none of all ranks believed.
+        self.still: dict[int, dict] = {}
+        self.groups: dict[int, list[int]] = {}
+        self.believed: dict[int, list[str]] = {}
+        self.advice: dict[int, str] = {}
+        self.halted: set[int] = set()  # stopped by SIGSTOP
+        self.lingering: set[int] = set()  # whose script has ended, and threads of it have not
+        self.elsewhere = False  # whether a rank started programs that may have joined the ranks
+        self.standstill = False  # whether the launcher ended the job because no rank can move any more
         self.memory: dict[int, int] = {}
         self.tails: dict[int, deque[str]] = {}  # of each rank, its last lines that are not empty
         self.waited: dict[int, str] = {}  # by rank, what NCCL's watchdog said of a collective in which it waited
@@ -107,6 +125,47 @@ class JobState:
     def _present(self) -> int:
         return max(0, len(self._ports) - 1)
 
+    @property
+    def waiting(self) -> list[int]:
+        """The ranks that stand in torch.distributed, and have for as long as the job's ``hang_timeout``."""
+        return sorted(rank for rank, fact in self.still.items() if fact["inside"])
+
+    @property
+    def absent(self) -> list[int]:
+        """The ranks that do something else, and may come to the others."""
+        return sorted(set(self.ranks) - {*self.waiting, *self.halted, *self.done})
+
+    def stands_still(self) -> bool:
+        """Returns True if no rank can move any more, since each waits for another one, or for a thread that waits."""
+        if not all(part.joined for part in self.nodes.values()) or self.absent:
+            return False
+        if self.waiting:
+            return True
+        idle = {rank for rank, fact in self.still.items() if fact.get("idle")}
+        return bool(self.lingering) and set(self.ranks) == set(self.done) and self.lingering <= idle
+
+    def name_stands(self) -> str:
+        """The places of all ranks that have not moved for ``hang_timeout`` seconds, in words; "" if there are none."""
+        stands = [f"rank {rank} in {fact['where']}" for rank, fact in sorted(self.still.items()) if fact["where"]]
+        more = f"; and {len(stands) - 4} more" if len(stands) > 4 else ""
+        seconds = min((fact["seconds"] for fact in self.still.values()), default=0)
+        return f"these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}{more}" if stands else ""
+
+    @property
+    def trained_alone(self) -> bool:
+        """True if ranks that should have formed one group formed none of that size."""
+        known = self.groups.keys() == self.ranks.keys()  # a rank that did not say so may have formed one unseen
+        return known and self.group > 1 and not self._formed
+
+    @property
+    def may_have_trained_alone(self) -> bool:
+        """True if no rank opened a group of all, and what the ranks started may have done so."""
+        return self.group > 1 and self.elsewhere and not self._formed and not self.trained_alone
+
+    @property
+    def _formed(self) -> bool:
+        return any(max(sizes, default=0) >= self.group for sizes in self.groups.values())
+
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""
         text = line.decode(errors="replace").rstrip("\n")
@@ -123,11 +182,12 @@ class JobState:
         rank, _, rest = text.removeprefix("[rank ").partition("] ")
         if text.startswith("[rank ") and rank.isdigit():
             if rest.strip():
-                self.tails.setdefault(int(rank), deque(maxlen=TAIL)).append(rest)
+                words = rest if rest.isprintable() else clean_message(rest)  # each line comes here
+                self.tails.setdefault(int(rank), deque(maxlen=TAIL)).append(words)
             if found := WATCHDOG.search(rest):
                 self._note_watchdog(int(rank), f"torch.distributed.DistBackendError: {found[0]}")
             return text
-        part.tail.append(text)
+        part.tail.append(text if text.isprintable() else clean_message(text))
         self._read_torchrun(part, text)
         return None
 
@@ -158,7 +218,8 @@ class JobState:
         rank, attempt = self.pids.get((part.name, pid), (rank, self._present))
         if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
             return
-        if self.waited and code == -signal.SIGTERM:  # torchrun ends the others when the watchdog has aborted one
+        hangs = self.waited or any(error["kind"] == "hang" for error in self.errors)
+        if hangs and code == -signal.SIGTERM:  # torchrun ends the others when one has given up waiting
             return
         if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
             return
@@ -186,11 +247,30 @@ class JobState:
             silent = [error for error in same if error["kind"] in SILENT]
             self._errors = [error for error in self._errors if error not in silent]
             facts = {"kind": "hang", "message": "", "location": "", **event}
+            facts |= {name: clean_message(facts.get(name, "")) for name in ("message", "traceback")}
             self._add_error(part, facts, who[1], **({"at": silent[0]["at"]} if silent else {}))
         elif kind == "result":
             self.results[event["rank"]] = event["value"]
         elif kind == "done":
             self.done[event["rank"]] = time.monotonic()
+            self.still.pop(event["rank"], None)
+            self.believed[event["rank"]] = event.get("believed", [])
+            if event.get("advice"):
+                self.advice[event["rank"]] = event["advice"]
+        elif kind == "still":
+            self.still[event["rank"]] = {**event, "heard": time.monotonic()}
+        elif kind == "moves":
+            self.still.pop(event["rank"], None)
+        elif kind == "groups":
+            self.groups[event["rank"]] = event["sizes"]
+        elif kind == "elsewhere":
+            self.elsewhere = True
+            if not self.groups.get(event["rank"]):  # what it starts may join the ranks, unseen
+                self.groups.pop(event["rank"], None)
+        elif kind in ("lingers", "left"):
+            (self.lingering.add if kind == "lingers" else self.lingering.discard)(event["rank"])
+        elif kind == "halted":
+            (self.halted.add if event["halted"] else self.halted.discard)(event["rank"])
         elif kind == "stack":
             self.stacks[event["rank"]] = event["text"]
         elif kind == "ended":
@@ -201,9 +281,12 @@ class JobState:
         rank, attempt = event["rank"], self._find_attempt(event)
         if self._last.setdefault(rank, attempt) != attempt:
             self._last[rank] = attempt
-            self.waited.pop(rank, None)
-            self.tails.pop(rank, None)
-        self.done.pop(rank, None)
+            for facts in (self.waited, self.tails, self.groups):
+                facts.pop(rank, None)
+        for facts in (self.done, self.still, self.believed, self.advice):
+            facts.pop(rank, None)
+        self.halted.discard(rank)
+        self.lingering.discard(rank)
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
         self.pids[part.name, event["pid"]] = rank, attempt

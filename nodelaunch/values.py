@@ -30,7 +30,6 @@ from nodelaunch.kinds import (
     read_seconds,
     read_sequence,
     read_text,
-    resolve,
     show,
     whole,
 )
@@ -44,6 +43,7 @@ TAKEN = re.compile(
     r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
 )
 DATA_EXAMPLE = "DataFolder('/my/digits', 'digits', 'index.json')"
+MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
 THREADS = re.compile(r"[1-9][0-9]{0,3}")
 
 
@@ -76,12 +76,23 @@ def _read_absolute(value: object) -> str:
     return text
 
 
-def _read_script(value: object) -> Path:
+def _read_script(value: object) -> Path | None:
+    if value is None:  # a module runs in its place
+        return None
     if callable(value):
         fix = "put it into a file (%%writefile train.py on a cell's first line) and give the file's name"
         cause = "the nodes start Python anew, where nothing of this session exists"
         raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
-    return resolve(read_path(value))
+    return read_place(value)
+
+
+def _read_module(value: object) -> str:
+    text = read_name(value)
+    if text.endswith(".py") or not MODULE.fullmatch(text) or len(text) > 255:
+        name = ".".join(part for part in text.removesuffix(".py").split("/") if part not in ("", "."))
+        cause = "a module is named by dots, without .py; script= takes the path of a file"
+        raise UnfitError(cause, f"module={name!r}" if MODULE.fullmatch(name) and len(name) <= 255 else "")
+    return text
 
 
 def _read_address(value: object) -> str:
@@ -111,7 +122,7 @@ def _read_arguments(value: object) -> tuple[str, ...]:
 def _read_files(value: object) -> tuple[Path, ...]:
     if isinstance(value, str | PurePath):
         raise UnfitError("it is one path; several files are named in a list", f"files=[{show(str(value), 200)}]")
-    return read_sequence(value, lambda path: resolve(read_path(path)))
+    return read_sequence(value, read_place)
 
 
 def _read_names(value: object) -> tuple[str, ...]:
@@ -214,10 +225,12 @@ JOB = {
     "limit": SECONDS,
     "max_restarts": RESTARTS,
     "rank_order": RANK_ORDER,
-    "root": optional(PATH),
+    "root": optional(PLACE),
     "program": PROGRAM,
     "files": Kind("a list of paths", "['helper.py']", _read_files),
     "data": optional(Kind("a DataFolder", f"nodelaunch.{DATA_EXAMPLE}", _read_data)),
+    "needs_group": FLAG,
+    "module": optional(Kind("the name of a module", "'package.train'", _read_module)),
 }
 DATA_FOLDER = {
     "path": PLACE,
@@ -252,6 +265,7 @@ PLAN = {
     "env": ENV,
     "program": PROGRAM,
     "project": FLAG,
+    "module": optional(TEXT),
 }
 NODE = {"address": optional(ADDRESS), "interface": optional(INTERFACE), "data": optional(NAME)}
 LOCAL_NODES = {"count": whole(1, 16, 2, "number of nodes"), "folder": optional(PLACE)}

@@ -103,7 +103,9 @@ def warm_torchrun(warm_python: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     warm.write_python(tmp_path / "warm-python", warm_python)
     start, python = TorchrunJob.__init__, str(tmp_path / "warm-python")
 
-    def prepare(job: TorchrunJob, script: str | Path, args: Sequence[object] = (), nodes: Sequence = (), **b) -> None:
+    def prepare(
+        job: TorchrunJob, script: str | Path | None = None, args: Sequence[object] = (), nodes: Sequence = (), **b
+    ) -> None:
         start(job, script, args, [replace(node, python=python) for node in nodes], **b)
 
     monkeypatch.setattr(TorchrunJob, "__init__", prepare)

@@ -1,4 +1,4 @@
-"""What is kept of a benchmark: the file, the README's table, the picture. What is measured, `make bench` measures."""
+"""What is kept of a benchmark: the file, the page's table, the picture. What is measured, `make bench` measures."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import __main__ as bench
 from benchmarks import batches, loop
-from benchmarks.claims import Claim, print_table, write_block
+from benchmarks.claims import PAGE, Claim, print_table, write_block
 
 RATES = {"ImageFolder + DataLoader": 2000.0, "packed batches": 200_000.0, batches.ONE_PASS: 600_000.0}
 BEGIN, END = "<!-- BEGIN: make bench -->", "<!-- END: make bench -->"
@@ -27,17 +27,18 @@ def test_the_table_says_which_claim_is_broken_and_which_was_only_stated(capsys):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with a README that has the place for the table."""
+    """A checkout with a page that has the place for the table."""
     (tmp_path / "data" / "reference").mkdir(parents=True)
     (tmp_path / bench.PICTURE.parent).mkdir(parents=True)
-    (tmp_path / "README.md").write_text(f"# Labs\n\n{BEGIN}\nof before\n{END}\n\n## Next\n")
+    (tmp_path / PAGE).parent.mkdir()
+    (tmp_path / PAGE).write_text(f"# Labs\n\n{BEGIN}\nof before\n{END}\n\n## Next\n")
     return tmp_path
 
 
-def test_the_readme_gets_the_table_in_the_place_of_the_last_one(checkout):
+def test_the_page_gets_the_table_in_the_place_of_the_last_one(checkout):
     for _ in range(2):
         bench.keep(CLAIMS, checkout)
-    text = (checkout / "README.md").read_text()
+    text = (checkout / PAGE).read_text()
     assert "of before" not in text and text.startswith("# Labs") and text.endswith(f"{END}\n\n## Next\n")
     assert text.count("| packed batches against others | 100 times | at least 30 times |") == 1
     assert f"torch {torch.__version__}" in text
@@ -52,12 +53,12 @@ def test_the_file_has_the_machine_the_date_and_every_claim(checkout):
     assert (checkout / bench.PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_readme_without_the_place_is_left_alone(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("# Labs\n")
+def test_a_page_without_the_place_is_left_alone(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Labs\n")
     with pytest.raises(ValueError, match="no place for the table"):
-        write_block(readme, "make bench", "now")
-    assert readme.read_text() == "# Labs\n"
+        write_block(page, "make bench", "now")
+    assert page.read_text() == "# Labs\n"
 
 
 def test_the_picture_has_a_bar_for_each_way_and_ours_in_its_own_colour():
@@ -86,4 +87,5 @@ def test_the_ways_that_are_compared_make_the_same_images_but_for_their_draws(mon
 
 
 def test_neighbours_in_time_are_compared():
-    assert loop.compare((1.0, 3.0, 9.0), (0.5, 2.0, 4.0)) == 1.0
+    middle, low, high = loop.compare((1.0, 3.0, 9.0, 2.0, 5.0, 6.0), (0.5, 2.0, 4.0, 2.0, 4.0, 5.0))
+    assert (middle, low, high) == (1.0, 0.0, 5.0), "of the differences 0, 0.5, 1, 1, 1 and 5"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from course import check
-from course.check import NotYetError, attempts
+from course.check import NotYetError
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -296,28 +296,3 @@ def by_counting(capacity, weights, fixed, per_image):
 def test_right_batches_are_accepted(answer, capsys):
     check.exercise("1.4", answer)
     assert capsys.readouterr().out.startswith("✔ 1.4 The largest batch: 6 cards")
-
-
-@pytest.mark.parametrize(
-    ("number", "before", "now"),
-    [
-        ("5.2", "def accumulate(model, micro_batches, optimizer):\n    pass\n", "def two_commands():\n    return []\n"),
-        (
-            "5.4",
-            "def choose_rules(job):\n    return []\n",
-            "def accumulate(model, micro_batches, optimizer):\n    pass\n",
-        ),
-    ],
-)
-def test_an_answer_to_an_exercise_that_a_number_had_before_counts_for_nothing(number, before, now):
-    attempts.note(number, "right", before)
-    assert number not in attempts.read_standings()
-    attempts.note(number, "right", now)
-    assert attempts.read_standings()[number].solved
-
-
-def test_an_answer_to_the_exercise_that_1_3_was_before_says_nothing_of_the_one_that_it_is():
-    attempts.note("1.3", "right", "def choose_dtype(device_type, capability):\n    return torch.bfloat16\n")
-    assert "1.3" not in attempts.read_standings()
-    check.exercise("1.3", by_hand)
-    assert attempts.read_standings()["1.3"].solved

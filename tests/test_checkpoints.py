@@ -1,9 +1,13 @@
 """Checkpoints: drills 21 to 23. A save that is killed, a full disk, a torn file and a hostile one."""
 
+import argparse
+import collections
+import datetime
 import hashlib
 import io
 import os
 import pickle
+import re
 import resource
 import socket
 import struct
@@ -13,7 +17,9 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from harness.canary import limit_seconds
@@ -519,6 +525,54 @@ def test_what_loading_would_refuse_is_refused_when_it_is_saved(tmp_path, more):
     assert len(names(tmp_path)) == 1 and checkpoints.load()[0] == 1
 
 
+UNFIT = {
+    'state["best"] is a numpy.float64': (np.float64(1), 'save float(state["best"])'),
+    'state["best"] is a numpy.ndarray': (np.zeros(2), 'save torch.from_numpy(state["best"])'),
+    'state["best"] is an argparse.Namespace': (argparse.Namespace(lr=1), 'save vars(state["best"])'),
+    'state["best"] is a datetime.date': (datetime.date(2026, 1, 1), 'save state["best"].isoformat()'),
+    'state["best"] is a pathlib.PosixPath': (Path("x"), 'save str(state["best"])'),
+    'state["best"] is a collections.defaultdict': (collections.defaultdict(int), 'save dict(state["best"])'),
+    'state["best"] is a torch.nn': (torch.nn.Linear(1, 1), 'save state["best"].state_dict()'),
+    'state["best"] is a function': (lambda: 0, 'leave state["best"] out'),
+    "Odd, which": (Odd(), 'save vars(state["best"])'),
+    'state["best"] is a type': (Odd, 'save state["best"].__name__'),
+    'state["best"] is a bytearray': (bytearray(1), 'save bytes(state["best"])'),
+    'state["best"]["a"][1]["b"] is a numpy.int64': ({"a": [1, {"b": np.int64(2)}]}, '["a"][1]["b"])'),
+    'a key of state["best"], np.int64(3), is a numpy.int64': ({np.int64(3): 1}, "save int(key)"),
+    'state["best"][0] is a numpy.float64': ([np.float64(n) for n in range(6)], "float"),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_cannot_be_saved_is_named_with_what_to_save_instead(tmp_path, what):
+    value, fix = UNFIT[what]
+    with pytest.raises(LabError) as caught:
+        Checkpoints(tmp_path).save(1, make_state(1) | {"best": value})
+    error = caught.value
+    assert what in error.what and "may not hold" in error.what and fix in error.fix, str(error)
+    assert len(error.what) <= 120 and not re.search("weights_only|two options|\\x1b|allowlist", str(error))
+    assert ("so are" in error.cause and "and 2 more" in error.cause) == what.startswith('state["best"][0]')
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [np.float64(1), argparse.Namespace(), {1: np.zeros(3)}])
+def test_a_file_that_torch_refuses_is_told_without_its_advice(tmp_path, value):
+    file = tmp_path / "other.pt"
+    torch.save({"x": value}, file)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    file.rename(tmp_path / f"step-000000002-{digest}.pt")
+    with pytest.raises(LabError, match=r"it refers to the code of (numpy|argparse)") as caught:
+        Checkpoints(tmp_path).load()
+    assert not re.search("weights_only|two options|\\x1b|allowlist|safe_globals", str(caught.value))
+
+
+def test_a_typed_folder_has_its_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Checkpoints("~/run").save(1, make_state(1))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
 def test_a_compiled_module_is_refused_when_it_is_saved(tmp_path):
     with pytest.raises(LabError, match="may not hold"):
@@ -571,6 +625,35 @@ def test_a_full_disk_is_told_in_bytes_and_leaves_the_earlier_ones_intact(small_d
     assert 1_900_000 < free < 2 * 2**20
     assert "No space left" in error.cause
     assert Checkpoints(small_disk).save(3, make_state(3)).exists()
+
+
+@pytest.mark.drill
+def test_a_disk_that_became_read_only_leaves_the_earlier_one_intact(small_disk):
+    checkpoints = Checkpoints(small_disk)
+    path = checkpoints.save(1, make_state(1))
+    before = path.read_bytes()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    try:
+        with pytest.raises(LabError, match="was not saved") as caught:
+            checkpoints.save(2, make_state(2))
+        assert "Read-only file system" in caught.value.cause and caught.value.fix
+        assert names(small_disk) == [path.name] and path.read_bytes() == before
+        assert checkpoints.load()[0] == 1
+    finally:
+        subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+
+
+def test_a_part_of_a_sharded_tensor_is_refused(tmp_path, monkeypatch):
+    """torch.save takes it, and the parts of the other ranks would be lost without a word."""
+    from torch.distributed import tensor
+
+    class Part:
+        device_mesh = SimpleNamespace(size=lambda: 2)
+
+    monkeypatch.setattr(tensor, "DTensor", Part)
+    with pytest.raises(LabError, match=r"state\['model'\]\[0\] is a DTensor") as caught:
+        Checkpoints(tmp_path).save(1, {"model": [Part()]})
+    assert "full_state_dict=True" in caught.value.fix and not list(tmp_path.glob("*.pt"))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

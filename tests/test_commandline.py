@@ -1,17 +1,19 @@
 """What ends a command from outside is told in words, and by its exit status."""
 
+import argparse
 import getpass
 import io
 import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from course import running
 from lab_common import LabError
-from lab_common.commandline import find_user, run_command
+from lab_common.commandline import find_user, read_option, run_command
 from lab_common.files import write_atomically
 
 ENDS = {
@@ -46,6 +48,15 @@ def test_a_terminal_without_utf_8_shows_what_it_can(monkeypatch):
 def test_a_fault_of_ours_is_not_hidden():
     with pytest.raises(ZeroDivisionError):
         run_command(lambda: 1 // 0)
+
+
+def test_an_option_that_is_a_path_has_its_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--into", type=read_option)
+    assert parser.parse_args(["--into=~/x"]).into == Path("/home/me/x")
+    with pytest.raises(argparse.ArgumentError, match="no such user"):
+        parser.parse_args(["--into=~nobody-of-this-name/x"])
 
 
 # Each where something is wrong that a learner or the machine can do; the shell says which before it.
@@ -102,7 +113,7 @@ def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(r
         (elsewhere / name).write_text("another folder")
     (checkout / ".venv").symlink_to(elsewhere)
     ended = subprocess.run([sys.executable, checkout / "setup_venv.py"], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "is a link" in ended.stderr and "Traceback" not in ended.stderr
+    assert ended.returncode == 1 and "was not made by these labs" in ended.stderr and "Traceback" not in ended.stderr
     assert sorted(path.name for path in elsewhere.iterdir()) == ["made-by-the-labs", "ready"]
 
 

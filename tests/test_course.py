@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from course import check
 from course.nbgrader import main, make_source, write_course
-from course.workspace import BEGIN
+from course.workspace import BEGIN, GUESS_MARK, replace_guesses
 from lab_common import LabError
 
 RIGHT = "### BEGIN SOLUTION\nx = 1\n### END SOLUTION"
@@ -25,12 +25,13 @@ def test_every_exercise_becomes_an_answer_and_a_check(root):
     for path in sorted((root / "notebooks").glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         source = make_source(notebook, name=path.name)
-        # Nothing is lost, but the lines between the parts.
+        # Nothing is lost but the lines between the parts and the example guesses.
         texts = [
-            "\n".join(line for cell in book.cells for line in cell.source.splitlines() if line.strip())
+            "\n".join(line for cell in book.cells for line in replace_guesses(cell.source).splitlines() if line.strip())
             for book in (notebook, source)
         ]
         assert texts[0] == texts[1]
+        assert not any(GUESS_MARK in cell.source for cell in source.cells)
         roles = [cell.metadata.nbgrader for cell in source.cells if "nbgrader" in cell.metadata]
         checks = [role.grade_id.removeprefix("check-") for role in roles if role.grade]
         answers = [role.grade_id.removeprefix("answer-") for role in roles if role.solution]

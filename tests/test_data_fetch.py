@@ -4,7 +4,9 @@ import fcntl
 import hashlib
 import http.server
 import os
+import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -106,6 +108,24 @@ def test_a_cut_download_resumes_the_next_time(server, tmp_path, fraction):
     assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
     assert server.seen == [("/good/CINIC-10.tar.gz", f"bytes={kept}-", len(CONTENT) - kept)]
     assert list_all(tmp_path) == ["CINIC-10.tar.gz"]
+
+
+def test_an_interrupted_download_gives_the_prompt_back_and_resumes_the_next_time(server, tmp_path):
+    server.cuts, begun = [0.5], []
+
+    def interrupt():
+        begun.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(1.0, interrupt).start()  # while the server sends nothing for 5 s
+    with pytest.raises(KeyboardInterrupt):
+        fetch(server, tmp_path, "stalls", timeout=30)
+    assert time.monotonic() - begun[0] < 3
+    assert list_all(tmp_path) == ["CINIC-10.tar.gz.part"]
+    kept = (tmp_path / "CINIC-10.tar.gz.part").stat().st_size
+    assert kept > len(CONTENT) // 4
+    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
+    assert server.seen[-1][1] == f"bytes={kept}-"
 
 
 def test_a_cut_download_is_continued_from_another_address(server, tmp_path):

@@ -1,5 +1,6 @@
 import errno
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -7,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from harness.drawn import PER_CLASS, assert_explains, list_all, make_folder
+from harness.drawn import PER_CLASS, assert_explains, list_all, make_archive, make_folder
 from harness.forked import drop_root_rights, fork, forked, run_forked
-from PIL import Image
+from PIL import Image, ImageFile
 
 from lab_common import LabError, checkout
 from lab_utils import data
@@ -118,11 +119,55 @@ def test_a_change_that_leaves_the_size_is_noticed(root):
 def test_grey_palette_and_transparent_images_become_rgb(root):
     place = root / "cinic10" / "train" / "dog"
     picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8))
-    for mode in ("L", "LA", "P", "1", "RGBA", "I;16", "CMYK"):
-        suffix = "jpg" if mode == "CMYK" else "png"
-        image = Image.new(mode, (32, 32), 7) if mode == "I;16" else picture.convert(mode)
-        image.save(place / f"mode-{mode.replace(';', '')}.{suffix}")
+    for mode in ("L", "LA", "P", "1", "RGBA", "CMYK"):
+        picture.convert(mode).save(place / f"mode-{mode}.{'jpg' if mode == 'CMYK' else 'png'}")
     assert_equals_image_folder(data.load(root=root), root / "cinic10")
+
+
+def test_pictures_of_16_bits_are_scaled_and_counted(root, capsys):
+    place = root / "cinic10" / "train" / "dog"
+    ramp = np.arange(1024, dtype=np.uint16).reshape(32, 32) * 64
+    for name in ("0a.png", "0b.png"):
+        Image.fromarray(ramp).save(place / name)
+    dataset = data.load(root=root)
+    first = int((dataset.train.labels == CLASS_NAMES.index("dog")).nonzero()[0])
+    assert np.array_equal(dataset.train.images[first].numpy(), np.stack([ramp >> 8] * 3))
+    said = "scaled from 16 bits a channel to 8: 2 images (such as train/dog/0a.png)"
+    assert said in capsys.readouterr().err and said in data.load(root=root).summary
+    assert capsys.readouterr().err == ""  # told once, where it is packed
+
+
+OTHERS = {
+    "train/cat/more/a.png": "in folders below a class",
+    "train/cat/.ipynb_checkpoints/a.png": "hidden or in a hidden folder",
+    "train/.ipynb_checkpoints/a.png": "hidden or in a hidden folder",
+    "train/cat/.a.png": "hidden or",
+    "train/cat/a.tif": "of another kind than .png",
+    "train/cat/a.ppm": "of another kind than .png",
+    "valid/cat/a": "of another kind than .png",
+    "train/a.png": "outside the classes' folders",
+    "a.png": "outside train|valid|test",
+    "val/cat/a.png": "outside train|valid|test",
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_left_out_is_told_and_both_loaders_and_archives_count_alike(root, tmp_path, capsys, name):
+    folder, split = root / "cinic10", name.partition("/")[0] if "/" in name else "train"
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes((folder / "train" / "cat" / "cifar10-train-1.png").read_bytes())
+    (folder / "train" / "Thumbs.db").touch()
+    dataset = data.load(root=root)
+    said = capsys.readouterr().err
+    assert len(dataset.train) == 40
+    for words in (f"left out: 1 file {OTHERS[name]}", f"(such as {name})"):
+        assert words in said and words in dataset.summary
+    data.import_archive(make_archive(folder, tmp_path / "a.tar.gz"), tmp_path / "imported")
+    assert data.load(root=tmp_path / "imported").summary.partition("; ")[2] == dataset.summary.partition("; ")[2]
+    if split in ("train", "valid"):
+        assert len(data.classic_loader(folder, split, 8).dataset) == len(getattr(dataset, split))
+    (folder / name).unlink()
+    assert data.load(root=root).notes == ()
 
 
 def test_any_name_with_cinic_and_any_size_will_do(tmp_path):
@@ -224,6 +269,14 @@ def test_bad_images_are_named_and_counted(root):
     assert find_packs(root / "packed") == []
 
 
+def test_a_cut_picture_is_refused_also_if_a_notebook_told_pillow_to_fill_it_up(root, monkeypatch):
+    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    spoil(root / "cinic10")
+    with pytest.raises(LabError, match="4 of 93 images"):
+        data.load(root=root)
+    assert ImageFile.LOAD_TRUNCATED_IMAGES, "the notebook's own pictures are read as it said"
+
+
 def test_bad_images_are_left_out_when_that_is_asked_for(root):
     bad = spoil(root / "cinic10")
     dataset = data.load(root=root, skip_bad=True)
@@ -259,13 +312,46 @@ def empty(folder):
         file.unlink()
 
 
+def rename_splits(folder):
+    for old, new in {"train": "Train", "valid": "Validation", "test": "test_images"}.items():
+        (folder / old).rename(folder / new)
+
+
+def lower(folder):
+    (folder / "train" / "cat").rename(folder / "train" / "x")
+    (folder / "train" / "x").rename((folder / "train" / "cat").mkdir() or folder / "train" / "cat" / "x")
+
+
+def flatten(folder):
+    """The split as some data sets come: its images in one folder, their labels in a table."""
+    for place in sorted((folder / "valid").iterdir()):
+        for image in place.iterdir():
+            image.rename(folder / "valid" / f"{place.name}-{image.name}")
+        place.rmdir()
+    (folder / "valid" / "labels.csv").write_text("name,label\n")
+
+
+def link(place):
+    shutil.rmtree(place)
+    place.symlink_to(f"/gone/{place.name}")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (empty, ["'frog' in valid has no images", "valid/frog"]),
         (lambda folder: (folder / "test" / "ship").rename(folder / "ship"), ["'ship' in test is missing"]),
         (lambda folder: (folder / "train" / "zebra").mkdir(), ["'zebra' in train", "none of CINIC-10's ten"]),
-        (lambda folder: (folder / "valid").rename(folder / "val"), ["split 'valid' is missing", "'val'"]),
+        (lambda folder: (folder / "valid").rename(folder / "val"), ["split 'valid' is missing", "'val'", "mv '"]),
+        (rename_splits, ["splits 'train', 'valid', 'test' are missing", "'Validation' is 'valid'", "/Train' '"]),
+        (lambda folder: (folder / "train" / "cat").rename(folder / "train" / "Cat"), ["'Cat' in train", "train/cat'"]),
+        (flatten, ["'valid' has 20 images, and no folders", "sort them", "valid/<class>/"]),
+        (lower, ["'cat' in train has no images", "4 files in folders below a class"]),
+        (lambda folder: shutil.rmtree(folder / "valid"), ["'valid' is missing", "enlarged set", "restore valid"]),
+        (lambda folder: shutil.rmtree(folder / "train" / "truck"), ["'truck' in train is missing", "9 of ten"]),
+        (lambda folder: link(folder / "train"), ["cannot be read", "a link to /gone/train"]),
+        (lambda folder: link(folder / "train" / "cat"), ["cannot be read", "a link to /gone/cat"]),
+        (link, ["cannot be read", "a link to /gone/cinic10"]),
     ],
 )
 def test_an_incomplete_layout_is_explained(root, damage, words):
@@ -323,6 +409,34 @@ def test_an_export_onto_a_file_is_explained(root, tmp_path):
         with pytest.raises(LabError) as caught:
             data.export(dataset, place)
         assert_explains(caught.value, "Not a directory", str(place))
+
+
+def test_a_near_miss_that_is_the_root_takes_no_pack(root, spare):
+    rename_splits(root / "cinic10")
+    before = list_all(root)
+    with pytest.raises(LabError) as caught:
+        data.load(root=root / "cinic10")
+    assert_explains(caught.value, "are missing", "'Train' is 'train'")
+    assert sources.pack_homes(root / "cinic10") == [spare] and list_all(root) == before
+    for split in ("Train", "Validation"):
+        (root / "others" / split / "n01440764").mkdir(parents=True)
+    with pytest.raises(LabError, match="'train', 'valid', 'test' are missing"):  # whatever the classes
+        data.load(root=root / "others")
+    with pytest.raises(LabError) as caught:
+        data.load(root=make_folder(root / "whole") / "train")
+    assert_explains(caught.value, "export LAB_DATA=", str(root / "whole"))
+
+
+def test_a_data_set_is_found_below_other_folders_and_others_are_left_alone(tmp_path):
+    (tmp_path / "imagenet" / "train" / "n01440764").mkdir(parents=True)
+    (tmp_path / "imagenet" / "val").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "pets" / split / "cat").mkdir(parents=True)
+    assert sources.find_cinic10(tmp_path) is None
+    folder = make_folder(tmp_path / "data" / "images" / "set")
+    assert sources.find_cinic10(tmp_path) == folder
+    named = make_folder(tmp_path / "data" / "CINIC" / "set")
+    assert sources.find_cinic10(tmp_path) == named
 
 
 def test_two_candidates_are_named(root):

@@ -26,8 +26,8 @@ from course import frameworks
 from lab_common import LabError
 
 # What a checkout has to have before a framework's environment can be built in it.
-FILES = ("Makefile", "setup_venv.py", "setup_engine.py", "lab_common/__init__.py", "course/__init__.py")
-FILES += ("course/frameworks.py",)
+FILES = ("Makefile", "setup_venv.py", "setup_engine.py", "lab_common/__init__.py", "lab_common/text.py")
+FILES += ("course/__init__.py", "course/frameworks.py", "engines/compiled.py")
 NAMES = "lightning, ray, horovod, tensorflow, jax, sphinx"
 
 
@@ -65,15 +65,18 @@ def build_wheel(folder, config_settings=None, metadata_directory=None):
     return "horovod-1.0-py3-none-any.whl"
 """
 COMPILED = ["-O2", "-std=c++20", "a b.cc"]
-# The compiler: notes its last call, but for that of the probe, then does what the test wants.
+# The compiler: notes its last call, then does what the test wants.
 GPP = """#!/bin/sh
-case " $* " in *" -fsyntax-only "*) {probe} ;; esac
 for word do echo "$word"; done > "{place}/compiler.log"
 {then}
 """
-
-# In the language of the system.
-SAY_ERROR = 'error=Fehler; [ "$LC_ALL" != C.UTF-8 ] || error=error; echo'
+# What `python -m ipykernel install` writes, without what needs packages.
+KERNEL = """import json, pathlib, sys
+words = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+folder = pathlib.Path(words["--prefix"], "share", "jupyter", "kernels", words["--name"])
+folder.mkdir(parents=True)
+(folder / "kernel.json").write_text(json.dumps({"argv": [sys.executable], "display_name": words["--display-name"]}))
+"""
 
 
 def write_wheel(folder: Path, name: str, version: str, *needs: str, script: str = "") -> str:
@@ -107,20 +110,22 @@ def write_sources(folder: Path) -> str:
 
 
 class Checkout:
-    """A checkout with a lock of one toy, whose .venv has this pip, and a package that only a .pth file leads to."""
+    """A checkout with a lock of one toy, whose .venv has an ipykernel, and a package that only a .pth file leads to."""
 
     name = "lightning"
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder, self.wheels = folder, folder.parent / "wheels"
-        self.wheels.mkdir(parents=True)
+        self.bin = folder.parent / "bin"
+        for new in (self.wheels, self.bin):
+            new.mkdir(parents=True)
         for name in FILES:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(root / name, folder / name)
         for name in ("requirements.lock", "pyproject.toml", "course/jupyterlab.json"):
             (folder / name).touch()
         self.lock = folder / "engines" / f"{self.name}.lock"
-        self.lock.parent.mkdir()
+        self.lock.parent.mkdir(exist_ok=True)
         self.lock.write_text(write_wheel(self.wheels, "toy", "1.0"))
         self.make_venv()
 
@@ -133,14 +138,28 @@ class Checkout:
         (self.folder / "editable").mkdir(exist_ok=True)
         (self.folder / "editable" / "only_by_pth.py").touch()
         (seen / "editable.pth").write_text(f"{self.folder / 'editable'}\n", encoding="utf-8")
-        (seen / "pip").symlink_to(Path(sysconfig.get_path("purelib")) / "pip")
+        (seen / "ipykernel").mkdir()
+        (seen / "ipykernel" / "__main__.py").write_text(KERNEL)
+        (seen / "setuptools").symlink_to(Path(sysconfig.get_path("purelib")) / "setuptools")
         (venv / "ready").write_text(f"{self.folder}\n")
 
     @property
     def environment(self) -> dict[str, str]:
         """Without a network and without the settings of a make around us."""
         environment = {name: text for name, text in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        return environment | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
+        uv = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(self.wheels), "UV_OFFLINE": "1", "UV_NO_CONFIG": "1"}
+        path = os.pathsep.join((str(self.bin), str(Path(sys.executable).parent), environment["PATH"]))
+        return environment | uv | {"UV_CACHE_DIR": str(self.folder.parent / "cache"), "PATH": path}
+
+    def put_uv(self, does: str) -> Path:
+        """Puts a uv before the real one that does something else, in the language of a shell."""
+        (self.bin / "uv").write_text(f"#!/bin/sh\n{does}\n")
+        (self.bin / "uv").chmod(0o755)
+        return self.bin / "uv"
+
+    def link(self, name: str) -> None:
+        """Puts a program among those that are found first."""
+        (self.bin / name).symlink_to(shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin"))
 
     def run(self, *words: str) -> tuple[int, str]:
         """Runs a command; returns its status, and all that it said."""
@@ -190,8 +209,6 @@ class CompilingCheckout(Checkout):
         self.lock.write_text(write_sources(self.wheels))
         self.tools = self.lock.with_name("horovod.build.lock")
         self.tools.write_text(write_wheel(self.wheels, "toytool", "1.0", script="#!/bin/sh\necho $0\n"))
-        self.bin = folder.parent / "bin"
-        self.bin.mkdir()
         self.temporary = folder.parent / "temporary"
         self.temporary.mkdir()
         self.settings: dict[str, str] = {}  # of a build, besides
@@ -206,9 +223,9 @@ class CompilingCheckout(Checkout):
         (seen / f"torch-{torch}.dist-info" / "METADATA").write_text(metadata)
         (seen / "torch.py").write_text("class version:\n    cuda = '13.0'\n")
 
-    def set_compiler(self, then: str = "", probe: str = "exit 0", name: str = "g++") -> None:
-        """Says what the compiler does, in the language of a shell, and what it does when it is tried beforehand."""
-        (self.bin / name).write_text(GPP.format(place=self.folder.parent, then=then, probe=probe), encoding="utf-8")
+    def set_compiler(self, then: str = "", name: str = "g++") -> None:
+        """Sets what the compiler does, in the language of a shell."""
+        (self.bin / name).write_text(GPP.format(place=self.folder.parent, then=then), encoding="utf-8")
         (self.bin / name).chmod(0o755)
 
     @property
@@ -216,9 +233,9 @@ class CompilingCheckout(Checkout):
         environment = super().environment
         for name in ("CXX", "LC_ALL"):
             environment.pop(name, None)
-        environment |= {"PIP_CACHE_DIR": str(self.folder.parent / "cache"), "VENV": str(self.folder / ".venv")}
+        environment["VENV"] = str(self.folder / ".venv")
         environment["TMPDIR"] = str(self.temporary)
-        return environment | {"PATH": f"{self.bin}{os.pathsep}{environment['PATH']}"} | self.settings
+        return environment | self.settings
 
     @property
     def compiled(self) -> list[str]:
@@ -257,9 +274,11 @@ def test_an_environment_is_built_once_on_top_of_the_labs_own(checkout):
     first, second, *_ = out.splitlines()
     assert first == "Lightning's environment is not here."
     assert second == "Building it in .engines/lightning (about 60 MB and half a minute) ..."
-    assert out.splitlines()[-1] == "Lightning's environment is ready: .engines/lightning"
+    assert "Lightning's environment is ready: .engines/lightning\n" in out
     # It has the toy, and sees what .venv has, also by a .pth file; .venv does not have the toy.
-    assert checkout.ask("import toy, only_by_pth, pip, sys; print(sys.prefix)") == str(checkout.engine)
+    assert checkout.ask("import toy, only_by_pth, sys; print(sys.prefix)") == str(checkout.engine)
+    spec = checkout.folder / ".venv/share/jupyter/kernels/labs-lightning/kernel.json"
+    assert json.loads(spec.read_text()) == {"argv": [str(checkout.python)], "display_name": "Labs with Lightning"}
     assert "No module named 'toy'" in checkout.ask("import toy", engine=False)
     before = {path: path.lstat().st_mtime_ns for path in checkout.engine.rglob("*") if "__pycache__" not in path.parts}
     shutil.rmtree(checkout.wheels)
@@ -322,16 +341,11 @@ def test_what_is_cut_off_moved_or_out_of_date_is_refused_and_built_anew(built, h
 
 
 def test_a_build_that_is_killed_half_way_is_repaired(checkout):
-    """Killed by its own pip, at the moment when that begins."""
-    (pip,) = checkout.folder.glob(".venv/lib/python*/site-packages/pip")
-    real = pip.readlink()
-    pip.unlink()
-    pip.mkdir()
-    (pip / "__main__.py").write_text("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n")
+    """Killed by its own uv, at the moment when that begins."""
+    program = checkout.put_uv("kill -9 $PPID")
     assert checkout.build()[0] < 0
     assert checkout.python.exists() and checkout.find_python().startswith("Lightning's environment is incomplete.")
-    shutil.rmtree(pip)
-    pip.symlink_to(real)
+    program.unlink()
     assert checkout.build()[0] == 0
     assert checkout.find_python() == str(checkout.python)
 
@@ -340,27 +354,32 @@ def test_a_build_that_is_killed_half_way_is_repaired(checkout):
 def test_a_failed_build_says_so_and_leaves_nothing(built, reason):
     other = write_wheel(built.wheels, "toy", "2.0")
     built.lock.write_text(other)
-    why = "the packages could not be installed (pip says why above)"
+    why = "Command"
     if reason == "nothing to download":
         shutil.rmtree(built.wheels)
+        built.wheels.mkdir()
     elif reason == "interrupted":
-        (pip,) = built.folder.glob(".venv/lib/python*/site-packages/pip")
-        pip.unlink()
-        pip.mkdir()
-        # The interrupt reaches both, as that of a terminal does.
-        code = "import os, signal\nos.kill(os.getppid(), signal.SIGINT)\nos.kill(os.getpid(), signal.SIGINT)\n"
-        (pip / "__main__.py").write_text(code)
-        why = "the build was interrupted"
+        built.put_uv("kill -2 $PPID; sleep 60")
+        why = "the build was interrupted\n"
     else:
         with zipfile.ZipFile(built.wheels / "toy-2.0-py3-none-any.whl", "a") as wheel:
             wheel.writestr("evil.py", "")
     code, out = built.build()
-    assert code == 1
-    last = f"Lightning's environment was not built: {why}.\nRun make engines ENGINE=lightning to try again.\n"
-    assert out.endswith(last), out
-    assert ("DO NOT MATCH THE HASHES" in out) == (reason == "another file of the same name")
+    assert code == 1 and "Traceback" not in out
+    assert f"Lightning's environment is not ready: {why}" in out, out
+    assert out.endswith("To try again: make engines ENGINE=lightning\n"), out
+    assert ("Hash mismatch" in out) == (reason == "another file of the same name")
     assert not built.engine.exists()
     assert built.find_python().startswith("Lightning's environment is not here.")
+
+
+def test_a_whole_environment_stays_if_its_kernel_cannot_be_installed(built):
+    shutil.rmtree(built.folder / ".venv/share/jupyter/kernels/labs-lightning")
+    (built.folder / ".venv/share/jupyter/kernels").rmdir()
+    (built.folder / ".venv/share/jupyter/kernels").touch()
+    code, out = built.build()
+    assert code == 1 and "Lightning's environment is not ready: Command" in out, out
+    assert built.find_python() == str(built.python) and (built.engine / "first").exists()
 
 
 def test_only_what_the_lock_names_is_installed(checkout):
@@ -371,7 +390,7 @@ def test_only_what_the_lock_names_is_installed(checkout):
     assert "No module named 'needed'" in checkout.ask("import toy, needed")
     checkout.lock.write_text("toy==1.0\n")
     code, out = checkout.build()
-    assert code == 1 and "Hashes are required" in out and not checkout.engine.exists()
+    assert code == 1 and "must have a hash" in out and not checkout.engine.exists()
 
 
 def test_a_module_that_a_framework_hides_is_not_found(checkout):
@@ -388,7 +407,7 @@ def test_one_that_is_compiled_is_built_once_for_the_torch_of_the_labs(compiling)
     lines = out.splitlines()
     assert lines[0].startswith("Horovod has had no release since June 2023.")
     assert lines[1] == "Horovod's environment is not here."
-    assert lines[-1] == "Horovod's environment is ready: .engines/horovod"
+    assert "Horovod's environment is ready: .engines/horovod" in lines
     # A standard that torch's headers take, and no debug information.
     assert compiling.compiled == COMPILED
     seen = json.loads(compiling.ask("import horovod, json; print(json.dumps(horovod.SEEN))"))
@@ -410,12 +429,12 @@ def test_one_that_is_compiled_is_built_once_for_the_torch_of_the_labs(compiling)
 
 
 def test_another_torch_asks_for_another_compilation(compiling):
-    """Also where pip remembers what it compiled."""
+    """Also where uv remembers what it compiled."""
     assert compiling.build()[0] == 0
     compiling.make_venv(torch="2.14.1+cpu")
     assert compiling.find_python().splitlines()[0] == "Horovod's environment was compiled for another torch."
     code, out = compiling.build()
-    assert code == 0 and "Horovod's environment was compiled for another torch.\nBuilding it in" in out
+    assert code == 0 and "Horovod's environment was compiled for another torch.\nBuilding it in" in out, out
     assert compiling.find_python() == str(compiling.python)
     assert compiling.ask("import horovod; print(horovod.SEEN['torch'])") == "['torch-2.14.1+cpu.dist-info']"
 
@@ -426,53 +445,20 @@ def test_another_torch_means_nothing_to_one_that_is_not_compiled(built):
     assert built.find_python() == str(built.python)
 
 
-FIX = f"Debian, Ubuntu: sudo apt-get install g++ make python3.{sys.version_info.minor}-dev"
-CANNOT = f"g++ cannot compile C++20 for python3.{sys.version_info.minor} here. It says:"
-OBSTACLES = {
-    "nothing": f"it has to be compiled, and there is no g++ and no make here.\n{FIX}\n",
-    "no g++": f"it has to be compiled, and there is no g++ here.\n{FIX}\n",
-    "an old g++": f"it has to be compiled, and {CANNOT}\n  <stdin>:1:10: fatal error: no such file\n{FIX}\n",
-    "no such CXX": f"it has to be compiled, and there is no g++-99 here.\n{FIX}\n",
-    "a Mac": "it is compiled on Linux alone.\n",
-}
-
-
-@pytest.mark.parametrize("what", OBSTACLES)
+@pytest.mark.parametrize("what", ["g++, make", "g++", "g++-99"])
 def test_without_a_compiler_it_is_refused_before_anything_is_built(compiling, what):
-    words = OBSTACLES[what]
-    if what in ("nothing", "no g++"):
+    compiling.settings = {"CXX": what} if what == "g++-99" else {"PATH": str(compiling.bin)}
+    if what != "g++-99":
         (compiling.bin / "g++").unlink()
-        compiling.settings = {"PATH": str(compiling.bin)}
-    if what == "no g++":
-        (compiling.bin / "make").symlink_to("/bin/true")
-    if what == "an old g++":
-        compiling.set_compiler(probe=f'{SAY_ERROR} "<stdin>:1:10: fatal $error: no such file" >&2; exit 1')
-    if what == "no such CXX":
-        compiling.settings = {"CXX": "g++-99"}
-    if what == "a Mac":
-        code = compiling.folder / "setup_engine.py"
-        code.write_text(code.read_text().replace('sys.platform != "linux"', 'sys.platform == "linux"'))
+        compiling.link("uv")
+    if what == "g++":
+        compiling.link("make")
     code, out = compiling.build()
-    assert code == 1
-    assert f"\nHorovod's environment is not here.\nHorovod's environment cannot be built: {words}" in out, out
+    words = (
+        f"Horovod's environment is not ready: it has to be compiled, and these are missing: {what}.\nDebian, Ubuntu:"
+    )
+    assert code == 1 and words in out, out
     assert compiling.leaves_nothing and not compiling.compiled
-
-
-def test_the_compiler_is_tried_with_the_headers_and_the_standard_that_it_needs(compiling):
-    """By the real one: torch's headers include Python's."""
-    if not shutil.which("g++"):
-        pytest.skip("NOT TESTED HERE: the probe of a compiler, since there is no g++")
-    (compiling.bin / "g++").unlink()
-    # What is compiled of a source is kept by its size and its second, and here two of them share both.
-    find = "import sys; sys.dont_write_bytecode = True; import setup_engine; print(setup_engine.find_obstacle())"
-    assert compiling.ask(find, engine=False) == ""
-    for was, error in (('STANDARD = "c++20"', "c++-99"), ("#include <Python.h>", "Nothing.h")):
-        code = compiling.folder / "setup_engine.py"
-        text = code.read_text()
-        code.write_text(text.replace(was, was.replace("c++20", "c++-99").replace("Python.h", "Nothing.h")))
-        said = compiling.ask(find, engine=False)
-        code.write_text(text)
-        assert said.startswith("it has to be compiled, and g++ cannot compile") and error in said, said
 
 
 def test_another_compiler_can_be_named(compiling):
@@ -484,21 +470,17 @@ def test_another_compiler_can_be_named(compiling):
     assert compiling.compiled == COMPILED
 
 
-def test_a_failed_compilation_shows_its_first_error_and_can_be_repeated(compiling):
-    noise = f"for i in $(seq 100); do echo noise $i {'.' * 1000}; done"
-    compiling.set_compiler(then=f'{noise}; {SAY_ERROR} "a b.cc:7:1: $error: no uint32_t"; {noise}; exit 1')
+def test_a_failed_compilation_shows_its_error_and_can_be_repeated(compiling):
+    compiling.set_compiler(then='echo "a b.cc:7:1: error: no uint32_t"; exit 1')
     code, out = compiling.build()
-    assert code == 1
-    assert out.endswith("(pip says why above).\nRun make engines ENGINE=horovod to try again.\n"), out
-    shown = [line.strip(" .") for line in out.splitlines() if "noise" in line or "a b.cc" in line]
-    assert shown[:4] == ["noise 98", "noise 99", "noise 100", "a b.cc:7:1: error: no uint32_t"]
-    assert shown[-1] == "noise 19" and max(map(len, out.splitlines())) <= 300
+    assert code == 1 and "a b.cc:7:1: error: no uint32_t" in out
+    assert out.endswith("To try again: make engines ENGINE=horovod\n"), out
     assert compiling.leaves_nothing
     compiling.set_compiler()
     assert compiling.build()[0] == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_compilation_leaves_nothing(compiling, number):
     """Also no process, which would write on into a folder that is being removed."""
     pid = compiling.folder.parent / "pid"
@@ -512,7 +494,7 @@ def test_an_interrupted_compilation_leaves_nothing(compiling, number):
             time.sleep(0.05)
         build.send_signal(number)
         out, _ = build.communicate(timeout=60)
-    assert build.returncode == 1 and "was not built: the build was interrupted.\n" in out, out
+    assert build.returncode == 1 and "is not ready: the build was interrupted\n" in out, out
     assert compiling.leaves_nothing
     with contextlib.suppress(psutil.NoSuchProcess):
         # Nobody's child any more: its last state may stay for a while.
@@ -524,7 +506,7 @@ def test_an_interrupted_compilation_leaves_nothing(compiling, number):
 @pytest.mark.parametrize("which", ["sources", "tools"])
 @pytest.mark.parametrize(
     ("other", "words"),
-    [(f" --hash=sha256:{'0' * 64}", "DO NOT MATCH THE HASHES"), ("", "Hashes are required")],
+    [(f" --hash=sha256:{'0' * 64}", "Hash mismatch"), ("", "must have a hash")],
     ids=["another hash", "none"],
 )
 def test_what_is_compiled_and_what_compiles_it_are_checked(compiling, which, other, words):
@@ -547,7 +529,7 @@ def test_somebody_elses_folder_is_not_touched(checkout):
 def test_make_says_which_frameworks_there_are(checkout, names):
     code, out = checkout.run("make", "engines", *([f"ENGINE={' '.join(names)}"] if names else []))
     assert code != 0
-    assert f"ENGINE has to be one of these: {NAMES}. For example: make engines ENGINE=lightning\n" in out
+    assert f"ENGINE must be one of {NAMES}. For example: make engines ENGINE=lightning\n" in out
     assert "Traceback" not in out and not (checkout.folder / ".engines").exists()
 
 
@@ -602,7 +584,7 @@ def test_a_test_that_needs_one_is_skipped_in_words_or_fails(monkeypatch, tmp_pat
 
 
 def test_every_framework_has_a_lock_and_a_fixture_of_the_system_tests(root, request):
-    files = {path.name for path in (root / "engines").iterdir()}
+    files = {path.name for path in (root / "engines").iterdir() if path.suffix in (".in", ".lock")}
     names = {*frameworks.FRAMEWORKS, *(f"{name}.build" for name, row in frameworks.FRAMEWORKS.items() if row.options)}
     assert files == {f"{name}{ending}" for name in names for ending in (".in", ".lock")}
     settings, fixtures = (

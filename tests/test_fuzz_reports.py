@@ -367,7 +367,7 @@ def make_record(**fields):
     return json.dumps(record | fields).encode()
 
 
-ODD_TIMING = {"name": "odd", "seconds": [0.1], "warmup": 1}
+ODD_TIMING = Timing("odd", (0.1,), warmup=1).as_record()
 LINES = {
     "not UTF-8": b"\xff\xfe",
     "NUL": b"\0" * 10_000,

@@ -16,7 +16,7 @@ def tables(root):
     lab = nbformat.read(root / "notebooks" / "00_start_here.ipynb", as_version=4)
 
     def read(cell):
-        (text,) = (output.data["text/plain"] for output in cell.outputs)
+        (text,) = (output.data["text/plain"] for output in cell.outputs if "data" in output)
         rows = [re.match(r"(\S.*?) {2,}(\d[\d. ]*)", line) for line in text.splitlines()]
         return {row[1]: [float(number) for number in row[2].split()] for row in rows if row}
 

@@ -45,7 +45,7 @@ def test_a_cpu_without_fast_bf16_gets_the_whole_lab_on_a_smaller_net(run_cells, 
         f"{name}{how}" for name in ("fp32", "bf16") for how in ("", ", channels last")
     }
     out = capsys.readouterr().out
-    assert out.count("speed-up ") >= 4 and "no guess was made" in out
+    assert out.count("speed-up ") >= 4
 
 
 def test_a_remedy_that_does_not_run_here_is_named_and_left_out(run_cells, capsys):
@@ -101,6 +101,7 @@ def test_tf32_is_what_a_gpu_does_by_default(run_cells):
 
 def test_products_are_timed_in_float32_whatever_the_steps_before_them_used(run_cells, monkeypatch):
     """A run whose sweep comes from the records has set nothing before."""
+    monkeypatch.setenv("LAB_ROUNDS", "2")
     monkeypatch.setattr(models, "build", lambda net, **more: BUILD("tiny"))
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     names = run_cells(*STEP, "speed-up", "count-calls", pair={"candidate": "bf16"})
@@ -126,7 +127,7 @@ def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_a
     mine = {"imagenet": make_sweep((2.0, 2.0))}
     names = run_cells("speed-up", "throughput-figure", "answers", throughput=mine, my_speed_up=None)
     out = capsys.readouterr().out
-    assert "no reference run" not in out and "my guess: None" in out
+    assert "recorded run: NVIDIA H200, torch 2.14.1" in out
     theirs = names["axes"][0][1]
     assert theirs.get_title(loc="left") == "NVIDIA H200, torch 2.14.1, 2026-12-01"
     assert theirs.get_ylabel() == "speed-up, bf16 ÷ tf32"

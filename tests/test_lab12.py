@@ -10,7 +10,12 @@ import nodelaunch as launch
 from course import frameworks
 from lab_utils.timing import Timing
 
+JUMPS = (1, -2, 0, 2, -1, 0), (-2, -1, 0, 0, 1, 2)  # in each round another loop is the slower by chance
 LOOPS = {"lab 5": 1.0, "Lightning": 1.2, "Fabric": 1.0, "Accelerate": 1.0}
+
+
+def make_timing(name, seconds, spread):
+    return Timing(name, tuple(seconds + spread * jump for jump in JUMPS[name == "lab 5"]))
 
 
 @pytest.fixture
@@ -21,14 +26,14 @@ def draw(run_cells_of, monkeypatch):
     def run(spread):
         found = {}
         for case, loops in {"batch of 8": LOOPS, "DDP, batches of 32": {**LOOPS, "DDP": 1.0}}.items():
-            found[case] = [Timing(name, (one - spread, one, one + spread)) for name, one in loops.items()]
+            found[case] = [make_timing(name, seconds, spread) for name, seconds in loops.items()]
         return run_cells_of("12_lightning", "overhead", found=found, noise="", my_milliseconds=None)["axes"]
 
     return run
 
 
-@pytest.mark.parametrize(("spread", "heights"), [(0.01, {0.2}), (0.5, set())], ids=["proven", "nothing proven"])
-def test_a_bar_stands_only_where_the_quartiles_do_not_overlap(draw, spread, heights):
+@pytest.mark.parametrize(("spread", "heights"), [(0.01, {0.2}), (0.2, set())], ids=["proven", "nothing proven"])
+def test_a_bar_stands_only_where_a_difference_is_proven(draw, spread, heights):
     axes = draw(spread)
     for ax, times in zip(axes, (1e3, 100), strict=True):
         found = {round(bar.get_height() / times, 6) for bar in ax.patches}

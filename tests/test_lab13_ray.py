@@ -28,7 +28,8 @@ class Cluster:
         settings = self.settings | {"RAY_AUTH_TOKEN": token or self.token}
         command = ["env", *(f"{name}={text}" for name, text in settings.items()), self.python.with_name(program)]
         both = ["sh", "-c", 'exec "$@" 2>&1', "sh"]  # what a worker prints comes on the standard error
-        return self.hosts.run_on(node, [*both, *map(str, [*command, *words])], check=check, timeout=300)
+        # Two nodes of Ray are a score of processes, which import for minutes where other tests have the two cores.
+        return self.hosts.run_on(node, [*both, *map(str, [*command, *words])], check=check, timeout=900)
 
     def start(self, node: str, **options: object) -> str:
         words = ["start", "--num-cpus=1", "--object-store-memory=100000000"]

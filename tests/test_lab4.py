@@ -158,6 +158,13 @@ def test_the_figure_shows_the_records(run_cells):
     assert right.get_ylim()[0] == 0 and right.get_ylim()[1] > 2, "a line is cut off"
 
 
+def test_without_a_guess_the_figure_has_no_line_of_one(run_cells):
+    names = run_cells("set-ups-figure", runs=read_runs(FOUND), my_guess={"DP": None, "DDP": None}, where="here")
+    assert read_guesses() == {}
+    labels = {text.get_text() for text in names["axes"][2].get_legend().get_texts()}
+    assert labels == {"DP, training", "DDP, training", "1 device"}
+
+
 def test_what_others_published_stands_there_with_its_source(run_cells, capsys, root):
     cited = json.loads((root / "data" / "reference" / "cited_data_parallel.json").read_text())
     facts = {"source", "url", "hardware", "software", "workload", "when", "seconds", "note"}

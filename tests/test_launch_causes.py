@@ -17,7 +17,7 @@ from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, find_processes, run_badl
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
-from nodelaunch.causes import look_up
+from nodelaunch.messages import look_up
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, name_full_disk
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]

@@ -134,7 +134,7 @@ def list_all(folder):
 def test_what_is_old_goes_and_what_is_young_stays(folder):
     one, two = number(2)
     old = [make(folder / "code" / one), make_job(folder), make(folder / LEFT)]
-    later = make_launch(Path("train.py")).id
+    later = make_launch("train").id
     young = [
         make(folder / "code" / two, days=13),
         make_job(folder, later, days=13),
@@ -151,7 +151,7 @@ def test_what_is_old_goes_and_what_is_young_stays(folder):
 
 @pytest.mark.parametrize("script", ["train.py", "a b.py", "é.py", f"{'x' * 80}.py", "--.py", "v1-2.py"])
 def test_the_folder_of_each_launch_is_one_of_ours(folder, script):
-    make_job(folder, make_launch(Path(script)).id)
+    make_job(folder, make_launch(Path(script).stem).id)
     assert clean(folder)["jobs"] == 1
 
 

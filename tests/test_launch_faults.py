@@ -23,7 +23,7 @@ from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.diagnosis import diagnose
 from nodelaunch.node.supervisor import MARK
-from nodelaunch.node.worker import _count_collectives
+from nodelaunch.node.watch import _count_collectives
 from nodelaunch.preflight import check_nodes
 from nodelaunch.run import WAITING_LINES, Run
 from nodelaunch.state import JobState
@@ -100,9 +100,9 @@ def test_a_rank_that_ends_while_another_connects_is_told_of_the_barrier():
     assert "numbers of batches" in diagnose(state).cause
 
 
-def test_of_two_that_stand_still_the_one_outside_of_torch_is_named():
+def test_of_two_that_stand_the_one_outside_of_torch_is_named():
     """As faulthandler writes it: the launcher's own watch first, and the script's thread last."""
-    watch = 'Thread 0x07 (most recent call first):\n  File "/n/code/0/nodelaunch/node/worker.py", line 115 in run\n\n'
+    watch = 'Thread 0x07 (most recent call first):\n  File "/n/code/0/nodelaunch/node/watch.py", line 115 in run\n\n'
     inner = '  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 3913 in all_reduce\n'
     stood = {rank: f'  File "/n/code/{"0" * 64}/script/train.py", line {23 + rank} in <module>\n' for rank in (0, 1)}
     for sleeper in (0, 1):
@@ -110,12 +110,14 @@ def test_of_two_that_stand_still_the_one_outside_of_torch_is_named():
         for rank, node in enumerate("ab"):
             stack = ("" if rank == sleeper else inner) + stood[rank]
             text = f"{watch}Current thread 0x08 (most recent call first):\n{stack}"
-            own = f'  File "train.py", line {23 + rank}, in <module>\n'
-            state.read(node, say("hang", rank=rank, seconds=8, traceback=own))
+            fact = {"rank": rank, "seconds": 8, "timeout": 9, "inside": rank != sleeper, "where": f"place {rank}"}
+            state.read(node, say("still", **fact))
+            if rank != sleeper:
+                state.read(node, say("hang", **fact, traceback=f'  File "train.py", line {23 + rank}, in <module>\n'))
             state.read(node, say("stack", rank=rank, text=text))
         failure = diagnose(state)
         assert (failure.kind, failure.rank) == ("hang", sleeper)
-        assert f"Rank {sleeper} on {'ab'[sleeper]} stood in the script itself, while rank" in failure.what
+        assert f"Rank {sleeper} on {'ab'[sleeper]} was in place {sleeper} while rank" in failure.what
         assert failure.stacks[sleeper] == f"train.py, line {23 + sleeper}, in <module>"
 
 
@@ -527,18 +529,18 @@ def test_a_collective_counts_as_a_move():
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_only_what_does_not_move_hangs(moves, tmp_path):
+def test_only_what_does_not_move_is_told(moves, tmp_path):
     """One long call after another, at one place of the script, is work; a wait at the same place is not."""
     work = "value = value @ value" if moves else "time.sleep(5)"
     script = tmp_path / "train.py"
     script.write_text(
         "import sys, time, threading\n"
         "import torch, torch.distributed as dist\n"
-        "from nodelaunch.node.worker import Watch\n"
+        "from nodelaunch.node.watch import Watch\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
         "class Events:\n"
-        "    def write(self, event, **facts): print(event, flush=True)\n"
-        "Watch(Events(), __file__, 1.5).start()\n"
+        "    def write(self, event, **facts): print(event, facts['inside'], facts['where'], flush=True)\n"
+        "Watch(Events(), __file__, 1.5, None).start()\n"
         "value, end = torch.ones(600, 600), time.monotonic() + 5\n"
         f"while time.monotonic() < end: {work}\n"
         "print('done', flush=True)\n"
@@ -546,7 +548,8 @@ def test_only_what_does_not_move_hangs(moves, tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        assert process.stdout.readline().strip() == ("done" if moves else "hang")
+        said = "done" if moves else "still False time.sleep(5) (train.py, line 9)"
+        assert process.stdout.readline().strip() == said
     finally:
         process.kill()
         process.communicate()

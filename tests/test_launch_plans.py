@@ -250,7 +250,7 @@ def test_a_relative_lab_data_means_the_same_folder_in_the_job(script, monkeypatc
 def test_what_is_planned_is_what_the_processes_get(script, tmp_path, monkeypatch):
     set_gpus(tmp_path, monkeypatch, 2)
     monkeypatch.setenv("LAB_SCALE", "small")
-    job = TorchrunJob(script, nodes=local_nodes(2), env={"COLOUR": "red"})
+    job = TorchrunJob(script, nodes=local_nodes(2), env={"COLOUR": "red"}, needs_group=False)
     # force: jobs that other tests run on this machine meanwhile are no matter here.
     first, second = job.run(show=False, force=True).results
     assert [first["CUDA_VISIBLE_DEVICES"], second["CUDA_VISIBLE_DEVICES"]] == ["0", "1"]
@@ -387,3 +387,6 @@ def test_a_job_says_the_torchrun_command_that_it_stands_for(tmp_path):
     assert "--rdzv-endpoint=gpu1:29500" in TorchrunJob(script, nodes=nodes).command
     assert TorchrunJob(script, nodes=[one], program=["bash", "-x"]).command == "bash -x train.py"
     assert TorchrunJob("train.py", nodes=[one], root=tmp_path).command.endswith(" train.py")
+    module = {"module": "torch.utils.collect_env", "args": ["a b"], "nodes": [one]}
+    assert TorchrunJob(**module).command == "torchrun --standalone --nproc-per-node=1 -m torch.utils.collect_env 'a b'"
+    assert TorchrunJob(**module, program=["python"]).command == "python -m torch.utils.collect_env 'a b'"

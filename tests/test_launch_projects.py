@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, run_badly, wait_for
+from harness.jobs import Heard, assert_gone, copy_code, find_processes, hear, kill, run_badly, wait_for
 
 from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, ssh_nodes
-from nodelaunch.node import agent, worker
+from nodelaunch.diagnosis import diagnose
+from nodelaunch.node import agent, target, worker
 from nodelaunch.node.place import LAST
 from nodelaunch.project import LARGEST, MOST, TOTAL, find_project
 
@@ -197,6 +198,148 @@ def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
     (project / "queue.py").write_text("raise SystemExit('this is not the standard library')\n")
     (project / "examples/train.py").write_text("import queue, nodelaunch as l; l.report(hasattr(queue, 'Queue'))")
     assert TorchrunJob("examples/train.py", root=project, nodes=local_nodes(1)).run(show=False).results == (True,)
+
+
+# A package whose modules import each other by a dot, as torchtitan's and many others' do.
+PACKAGE = {
+    "train.py": """
+import os, sys
+from .model import WIDTH
+if "--fail" in sys.argv:
+    WIDTH / 0
+import torch.distributed as dist
+import nodelaunch as launch
+dist.init_process_group("gloo")
+place = [os.path.relpath(path) for path in (sys.argv[0], sys.path[0])]
+launch.report([WIDTH, __name__, __package__, *place, sys.argv[1:], sys.modules["__main__"].WIDTH])
+dist.barrier()
+dist.destroy_process_group()
+""",
+    "__init__.py": "",
+    "__main__.py": "import sys\nfrom .model import WIDTH\nprint(WIDTH, __package__, sys.argv[1:])\n",
+    "model.py": "WIDTH = 7\n",
+    "broken/__init__.py": "\nfrom .nothing import of_this_name\n",
+    "broken/train.py": "",
+    "odd.py": "\n\ndef f(:\n",
+}
+
+
+@pytest.fixture
+def package(tmp_path):
+    for name, text in PACKAGE.items():
+        (tmp_path / "app/package" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "app/package" / name).write_text(text)
+    return tmp_path / "app"
+
+
+@pytest.mark.usefixtures("warm_torchrun")
+def test_a_module_starts_as_torchrun_starts_it(package):
+    """`torchrun -m package.train --lr 0.1` in the project's folder; by its path the same file knows no package."""
+    job = TorchrunJob("package/train.py", root=package, nodes=local_nodes(1), program=["python"])
+    assert "no known parent package" in job.run(check=False, show=False).failure.what
+    job = TorchrunJob(module="package.train", args=["--lr", 0.1], root=package, nodes=local_nodes(2))
+    assert job.id.startswith("train-")
+    value = [7, "__main__", "package", "package/train.py", ".", ["--lr", "0.1"], 7]
+    assert job.run(show=False).results == (value, value)
+
+
+def test_another_program_starts_a_module_by_the_same_option(package):
+    job = TorchrunJob(module="package", args=["a b"], root=package, nodes=local_nodes(1), program=["python"])
+    assert job.run(show=False).lines == ("[rank 0] 7 package ['a b']",)
+    job = TorchrunJob(module="package.train", args=["--fail"], root=package, nodes=local_nodes(1), program=["python"])
+    error = job.run(check=False, show=False).failure
+    assert error.location == "package/train.py, line 5" and 'File "package/train.py", line 5' in error.traceback
+
+
+@pytest.mark.usefixtures("warm_torchrun")
+def test_a_module_that_fails_is_named_by_its_path_in_the_project(package):
+    job = TorchrunJob(module="package.train", args=["--fail"], root=package, nodes=local_nodes(1))
+    error = job.run(check=False, show=False).failure
+    assert (error.location, error.message) == ("package/train.py, line 5", "ZeroDivisionError: division by zero")
+    assert error.traceback.splitlines()[1] == '  File "package/train.py", line 5, in <module>'
+
+
+@pytest.mark.parametrize(("module", "location", "message", "traceback"), [
+    ("package.broken.train", "package/broken/__init__.py, line 2", "No module named 'package.broken.nothing'",
+     'File "package/broken/__init__.py", line 2, in <module>'),
+    ("package.odd", "package/odd.py, line 3", "SyntaxError", 'File "package/odd.py", line 3'),
+    ("package.trains", "", "No module named 'package.trains'", ""),
+    ("package.broken", "package/broken/__init__.py, line 2", "No module named 'package.broken.nothing'", ""),
+    ("nothing.train", "", "No module named 'nothing'", ""),
+])  # fmt: skip
+def test_what_keeps_a_module_from_its_start_is_located(package, monkeypatch, module, location, message, traceback):
+    """Also in a package around it, which Python imports before."""
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.syspath_prepend(package)
+    script = ""
+    with pytest.raises((ImportError, SyntaxError)) as raised:
+        for file in target.find_files(module):
+            script = file
+        target.run_target(script, module)
+    facts = worker._describe(raised.value, script, package)
+    assert facts["location"] == location and message in facts["message"] and traceback in facts["traceback"], facts
+    assert location or "root=" in facts["fix"], facts
+
+
+def test_an_installed_module_is_named_from_the_folder_of_what_is_installed(monkeypatch):
+    """That may be within another one of the path, as it is in a Python that has no environment of its own."""
+    monkeypatch.setattr(sys, "path", ["", "/n/work", "/lib/python3", "/lib/python3/site-packages"])
+    assert target.shorten_path("/lib/python3/site-packages/net/cli/train.py") == "net/cli/train.py"
+    assert target.shorten_path("/elsewhere/train.py") == "train.py"
+
+
+def test_a_module_that_hangs_is_named_where_it_stands(state):
+    """By the frames of the watch, which leaves out the folder of the project, and by those of faulthandler."""
+    path = f"/n/work/app-{'0' * 6}/package/train.py"
+    for rank, node in enumerate("ab"):
+        text = f'  File "package/train.py", line {9 + rank}, in <module>\n  File "/v/torch/x.py", line 5, in f'
+        hear(state, node, "hang", rank=rank, seconds=8, traceback=text)
+        stack = f'Current thread 0x08 (most recent call first):\n  File "{path}", line {9 + rank} in <module>\n'
+        hear(state, node, "stack", rank=rank, text=stack)
+    wanted = {rank: f"package/train.py, line {9 + rank}, in <module>" for rank in (0, 1)}
+    assert diagnose(state).stacks == wanted
+    del state.errors[1]
+    assert diagnose(state).stacks == wanted
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({}, ("script or a module", "neither")),
+    ({"script": "package/train.py", "module": "package.train"}, ("script or a module", "both")),
+    ({"module": "package.train"}, ("not installed", "app/package/train.py", "module='package.train', root='.'")),
+    ({"module": "package"}, ("not installed", "module='package', root='.'")),
+    ({"module": "package.trains", "root": "."}, ("no module package.trains", "neither package/trains.py")),
+    ({"module": "package.train", "root": "package"}, ("no module package.train", "the folder that contains package")),
+    ({"module": "package.broken", "root": "."}, ("no module package.broken", "package/broken/__main__.py")),
+    ({"module": "torch.utils", "files": ["a.py"]}, ("no files beside it", "root='.'")),
+    ({"module": "package/train.py"}, ("by dots", "module='package.train'")),
+    ({"module": "train.py"}, ("by dots", "module='train'")),
+    ({"module": "a..b"}, ("by dots",)),
+    ({"module": "; touch canary"}, ("by dots",)),
+    ({"module": 3}, ("module is the name of a module", "int")),
+], ids=str)  # fmt: skip
+def test_a_module_that_a_job_cannot_run_is_refused_at_once(package, monkeypatch, options, words):
+    monkeypatch.chdir(package)
+    with pytest.raises(LabError) as caught:
+        TorchrunJob(nodes=local_nodes(1), **options)
+    assert_explains(caught.value, *words)
+
+
+def test_an_own_module_that_python_finds_elsewhere_is_not_taken_for_an_installed_one(package, monkeypatch):
+    monkeypatch.syspath_prepend(package)
+    for root in (None, package / "package"):
+        with pytest.raises(LabError) as caught:
+            TorchrunJob(module="package.train", nodes=local_nodes(1), root=root)
+        assert_explains(caught.value, *([f"root={str(package)!r}"] if root is None else ["no module package.train"]))
+
+
+def test_a_module_that_is_installed_runs_on_the_node_without_a_copy(package, runs):
+    """Also with a project, whose folder is then the current one."""
+    for root, copied in ((None, 0), (package, 5)):
+        job = TorchrunJob(module="platform", nodes=local_nodes(1), program=["python"], root=root)
+        (line,) = job.run(show=False).lines
+        assert "Linux" in line or "macOS" in line
+        assert not list(runs.glob("nodes/node0/code/*/script"))
+        assert len(list(runs.glob("nodes/node0/code/*/project/package/*.py"))) == copied
 
 
 def test_a_data_folder_of_this_machine_is_named_where_it_is(plain, tmp_path):
@@ -413,7 +556,7 @@ def test_a_file_that_is_not_copied_is_named_with_the_way_to_copy_it(project):
     (project / "examples/train.py").write_text("open('configs/small.json')")
     error = TorchrunJob(project / "examples/train.py", files=files, nodes=local_nodes(1)).run(check=False, show=False)
     assert "configs/small.json" in error.failure.message and "root=" in error.failure.fix
-    assert "folder of its own" in error.failure.cause
+    assert "runs in its own folder" in error.failure.cause
 
 
 def test_another_program_gets_the_variables_of_torchrun(plain):
@@ -446,7 +589,9 @@ def test_a_traceback_that_was_only_printed_is_not_the_failure(write):
     lines = ("import sys, traceback", "try: 1 / 0", "except Exception: traceback.print_exc()", "sys.exit(3)")
     script = write("caught.py", "\n".join(lines))
     error = TorchrunJob(script, nodes=local_nodes(1), program=["python"]).run(check=False, show=False).failure
-    assert (error.kind, error.what, error.traceback) == ("exit", "Rank 0 on node0 failed first: exit status 3", "")
+    said = "Rank 0 on node0 failed first: exit status 3: ZeroDivisionError: division by zero"
+    assert (error.kind, error.what, error.traceback) == ("exit", said, "")
+    assert "the last line that it printed" in error.cause
 
 
 def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
@@ -478,7 +623,8 @@ def test_the_line_that_is_named_is_that_of_the_script_that_another_runs(tmp_path
 
 @pytest.mark.usefixtures("warm_torchrun")
 def test_where_the_ranks_of_a_project_stand_is_said(project):
-    lines = ("import torch.distributed as dist", "dist.init_process_group('gloo')", "if dist.get_rank() == 0:")
+    begin = "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))"
+    lines = ("import datetime, torch.distributed as dist", begin, "if dist.get_rank() == 0:")
     (project / "train.py").write_text("\n".join([*lines, "    while True: pass", "dist.barrier()"]))
     job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), nproc_per_node=2, hang_timeout=3)
     error = job.run(check=False, show=False).failure

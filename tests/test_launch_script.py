@@ -260,7 +260,8 @@ def stand_in(folder):
 def write_job(ground, nodes=None, **options):
     """The scripts of a job."""
     python = str(ground / "tools" / "python")
-    given = {"script": ground / "train.py", "nodes": [replace(local_nodes(1)[0], python=python)], "port": 29500}
+    script = None if "module" in options else ground / "train.py"
+    given = {"script": script, "nodes": [replace(local_nodes(1)[0], python=python)], "port": 29500}
     job = TorchrunJob(**{**given, **({} if nodes is None else {"nodes": nodes}), **options})
     return [path.read_bytes() for path in job.write()]
 
@@ -482,6 +483,23 @@ def test_the_meeting_in_the_order_of_the_nodes(node):
     assert not [option for option in options if "is_host" in option or "rdzv-endpoint" in option]
 
 
+@pytest.mark.parametrize("project", [True, False])
+def test_a_module_stands_behind_its_option(project):
+    plan = make_plan(module="package.train", script="", project=project, args=("-m", "--lr", "a b"))
+    request = SlurmRequest(2)
+    torchrun, end = "-m nodelaunch.node.worker -m package.train", '"${arguments[@]}"\n'
+    for text in (write_script(plan), write_sbatch(plan, request)):
+        assert f"  {torchrun} {end}" in text and "runs the module unchanged" in text
+        assert ('nodelaunch.node.place "$code" "$work"' in text) == project
+    other = replace(plan, program=("accelerate", "launch"))
+    for text in (write_script(other), write_sbatch(other, request)):
+        assert f"  accelerate launch -m package.train {end}" in text
+    run = pytest.importorskip("torch.distributed.run")
+    arguments = run.get_args_parser().parse_args([*torchrun.split(), *plan.args])
+    assert (arguments.module, arguments.training_script) == (True, "nodelaunch.node.worker")
+    assert arguments.training_script_args == ["-m", "package.train", "-m", "--lr", "a b"]
+
+
 def test_torchrun_itself_takes_the_options():
     run = pytest.importorskip("torch.distributed.run")
     for order in ("address", "nodes"):
@@ -507,7 +525,7 @@ def test_it_is_short_and_every_step_has_its_comment():
     # Each paragraph begins with a comment, but for the three that carry the arguments and the learner's variables.
     paragraphs = [part for part in text.split("\n\n") if part.strip()]
     assert sum(part.lstrip().startswith("#") for part in paragraphs) >= 4, paragraphs
-    assert "export OMP_NUM_THREADS=$(( ($(nproc) + 3) / 4 ))" in lines
+    assert "export OMP_NUM_THREADS=$(( ($(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN) + 3) / 4 ))" in lines
 
 
 def test_the_cores_are_shared(tmp_path):
@@ -515,7 +533,7 @@ def test_the_cores_are_shared(tmp_path):
         line = next(
             line
             for line in write_script(make_plan(threads=None, nproc_per_node=processes)).splitlines()
-            if "nproc)" in line
+            if "$(nproc" in line
         )
         done = subprocess.run(
             ["bash", "-c", f'nproc() {{ echo 8; }}\n{line}\necho "$OMP_NUM_THREADS"'], capture_output=True, text=True

@@ -63,8 +63,6 @@ def make_job(script, **options):
         ({"data": "digits"}, ["data is a DataFolder", "'digits'", "of the type str", "DataFolder('/my/digits'"]),
         ({"data": {"path": "digits"}}, ["data is a DataFolder", "of the type dict"]),
         ({"data": DataFolder}, ["data is a DataFolder", "of the type type"]),
-        ({"dataset": "shapes10"}, ["no longer takes dataset=", "data=nodelaunch.DataFolder("]),
-        ({"pack": "x", "copy_data": True}, ["no longer takes copy_data=", "data=nodelaunch.DataFolder("]),
     ],
     ids=str,
 )
@@ -199,6 +197,15 @@ def test_the_command_line_refuses_what_no_port_and_no_number_is(option, capsys):
     assert main(["preflight", option]) == 1
     said = capsys.readouterr().err
     assert option[2:].split("=")[0].replace("-", "_") in said and "fix:" in said and "Traceback" not in said
+
+
+def test_a_home_is_known_in_each_path_of_a_job(monkeypatch, script):
+    monkeypatch.setenv("HOME", str(script.parent))
+    home = script.parent.resolve()
+    job = make_job(f"~/{script.name}", files=["~/helper.py"])
+    assert (job.spec.script, job.spec.files) == (home / script.name, (home / "helper.py",))
+    assert make_job(f"~/{script.name}", root="~").spec.script == make_job(script.name, root="~").spec.script
+    assert DataFolder("~/images", name="images", identity="index.json").path == home / "images"
 
 
 @pytest.mark.parametrize("make", [lambda: local_nodes(1), lambda: slurm_nodes(1)])
@@ -348,7 +355,7 @@ def test_a_rank_loads_little_of_ours(script):
         "launch.report(sorted(n for n in sys.modules if n.split('.')[0] in ('lab_common', 'nodelaunch')))"
     )
     (loaded,) = TorchrunJob(script, nodes=local_nodes(1)).run(show=False, force=True).results
-    assert "nodelaunch.node.report" in loaded and len(loaded) <= 8, loaded
+    assert "nodelaunch.node.report" in loaded and len(loaded) <= 12, loaded
 
 
 # Folders that cannot be written.

@@ -15,11 +15,12 @@ import pytest
 
 from course import workspace
 from course.check import LABS
+from course.parts import PARTS
 from nodelaunch.node.probe import find_free_port
 
 # What the README names and no release brings: a set-up or a lab makes it, the reader has it, or it is an example.
 MADE_LATER = {".venv/", ".venv/bin/python", "workspace/", "runs/", "runs/nodes/", "code/", "jobs/", "work/"}
-MADE_LATER |= {"requirements-cpu.lock", ".torch-cpu.lock", "CINIC-10.tar.gz", "A.html", "B.html", "train.py"}
+MADE_LATER |= {"CINIC-10.tar.gz", "A.html", "B.html", "train.py"}
 MADE_LATER |= {"race.py", "runs/race"}
 
 
@@ -179,13 +180,21 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(r
     assert run.stdout.splitlines() == said, run.stderr
 
 
+def test_the_readme_is_short_and_has_every_lab_in_its_part(root):
+    text = (root / "README.md").read_text()
+    assert len(text.split()) <= 1000
+    parts = re.findall(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", text, re.MULTILINE)
+    found = {title: [int(lab) for lab in re.findall(r"^- \[(\d+) · ", labs, re.MULTILINE)] for title, labs in parts}
+    assert found == {part.title: list(part.labs) for part in PARTS}
+
+
 def test_the_readme_of_the_release_names_only_what_the_release_has(release):
     text, makefile = (release / "README.md").read_text(), (release / "Makefile").read_text()
     targets = re.findall(r"^\.PHONY: ([\w-]+)$", makefile, re.MULTILINE)
     named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(find_code(text))))
-    assert {"lab", "setup", "help"} <= named <= set(targets), named - set(targets)
+    assert {"lab"} <= named <= set(targets), named - set(targets)
     files = find_named_files(text)
-    assert {"data/README.md", "SECURITY.md", "lab_utils/", "course/report", "./packages/nodelaunch"} <= files
+    assert {"data/README.md", "SECURITY.md", "docs/install.md", "./packages/nodelaunch"} <= files
     missing = [
         name for name in files - MADE_LATER if not ((release / name).exists() or (release / f"{name}.py").exists())
     ]
@@ -194,14 +203,14 @@ def test_the_readme_of_the_release_names_only_what_the_release_has(release):
 
 def test_no_page_and_no_target_of_the_release_names_what_was_left_out(release, root):
     targets = set(re.findall(r"^\.PHONY: ([\w-]+)$", (release / "Makefile").read_text(), re.MULTILINE))
-    for page in [*release.glob("*.md"), *release.glob("data/*.md")]:
+    for page in [*release.glob("*.md"), *release.glob("d*/*.md")]:
         named = set(re.findall(r"`make ([a-z][\w-]*)", page.read_text()))
         assert named <= targets, (page.name, named - targets)
     listed = subprocess.run(["git", "ls-files"], cwd=root, capture_output=True, text=True, check=True).stdout.split()
     gone = {name.split("/")[0] + "/" * ("/" in name) for name in listed} - {f"{p.name}/" for p in release.iterdir()}
     gone -= {path.name for path in release.iterdir()}
     assert {"tests/", "hosting/", "benchmarks/", "website/", "CONTRIBUTING.md"} <= gone
-    for page in [release / "Makefile", *release.glob("*.md"), *release.glob("data/*.md")]:
+    for page in [release / "Makefile", *release.glob("*.md"), *release.glob("d*/*.md")]:
         text = page.read_text()
         assert {name for name in gone if re.search(rf"(?<![\w/]){re.escape(name)}", text)} == set(), page.name
         assert "in a release" not in text and "\n\n\n" not in text, f"{page.name} still has marks, or gaps"

@@ -1,7 +1,6 @@
 """The package as a whole: its error, who imports whom, and that an import does nothing."""
 
 import ast
-import importlib
 import json
 import os
 import subprocess
@@ -12,7 +11,7 @@ import pytest
 from harness import arrows
 
 import lab_common
-import lab_utils
+from course.check import NotYetError
 from lab_common import LabError
 
 # What a torchrun script imports has to do without these; `plots` is for notebooks.
@@ -72,7 +71,7 @@ def test_modules_are_plain(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id not in ("exec", "eval"), f"{module}: {node.func.id}, line {node.lineno}"
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if module in ("nodelaunch.node.worker", "course.exercises.lab13.stopping", "course.race.sealed"):
+            if module in ("nodelaunch.node.target", "course.exercises.lab13.stopping", "course.race.sealed"):
                 continue  # in a process of its own it stands in for `python script`, and sets what that sets
             assert (node.value.id, node.attr) != ("sys", "path"), f"{module}: sys.path, line {node.lineno}"
 
@@ -96,10 +95,9 @@ def test_importing_the_packages_imports_nothing_heavy(tmp_path):
 
 
 def test_importing_the_modules_does_nothing(tmp_path):
-    # Every module but the command lines (`__main__`), what has moved, figures, which only notebooks draw, and what runs
-    # in a framework's own Python.
-    apart = {"course.check.figures", "course.exercises.lab12.timed_fit"}
-    left_out = {*apart, *(f"lab_utils.{name}" for name in lab_utils.MOVED)}
+    # Every module but the command lines (`__main__`), the figures, which only notebooks draw, and what runs in the
+    # Python of a framework.
+    left_out = {"course.check.figures", "course.exercises.lab12.timed_fit"}
     modules = [name for name in MODULES if "__main__" not in name and ".plots" not in name and name not in left_out]
     assert {"lab_utils.machine", "lab_utils.data", "course.workspace"} <= set(modules)
     code = f"""
@@ -120,24 +118,6 @@ print(json.dumps(dict(heavy=[name for name in {HEAVY!r} if name in sys.modules],
     assert list(tmp_path.iterdir()) == [], "an import wrote files"
 
 
-@pytest.mark.parametrize("name", lab_utils.MOVED)
-def test_what_an_older_copy_of_a_lab_imports_says_where_it_is(name):
-    with pytest.raises(ImportError, match=rf"^lab_utils\.{name} is {lab_utils.MOVED[name]} now$"):
-        exec(f"from lab_utils import {name}")
-    importlib.import_module(lab_utils.MOVED[name])
-
-
-@pytest.mark.parametrize("name", ["course", "launch", "report", "workspace"])
-def test_an_older_command_says_its_new_name(name):
-    run = subprocess.run([sys.executable, "-m", f"lab_utils.{name}"], capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stderr) == (1, f"lab_utils.{name} is {lab_utils.MOVED[name]} now\n")
-
-
-def test_the_older_check_of_the_environment_says_its_new_name():
-    run = subprocess.run([sys.executable, "-m", "lab_utils.machine"], capture_output=True, text=True, timeout=300)
-    assert (run.returncode, run.stderr) == (1, "python -m lab_utils.machine is python -m course.environment now\n")
-
-
 def test_an_error_says_what_where_cause_fix_and_log():
     error = LabError("The archive is cut off.", where="data/x", cause="a full disk", fix="make lab", log="runs/log")
     assert str(error).splitlines() == [
@@ -151,6 +131,39 @@ def test_an_error_says_what_where_cause_fix_and_log():
     assert (error.what, error.fix) == ("The archive is cut off.", "make lab")
 
 
+def test_no_error_has_what_a_terminal_obeys():
+    said = "\x1b[1mbold\x1b[0m\tand\r\nso on\rover\x1b[2J\u202eleft"
+    shown = "bold    and\nso on\ufffdover\ufffd[2J\ufffdleft"
+    error = LabError(said, where=Path(said), cause=said, fix=said, log=said)
+    assert (error.what, error.cause, error.fix, error.log) == (shown,) * 4
+    assert all(
+        c.isprintable() or c == "\n" for c in str(error) + str(NotYetError("x", yours=said, expected=1, hint=""))
+    )
+
+
+def test_a_path_that_a_person_typed_has_its_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert lab_common.read_path("~/runs") == lab_common.read_folder(Path("~/runs")) == tmp_path / "runs"
+    for read in (lab_common.read_path, lab_common.read_folder):
+        with pytest.raises(LabError, match="no such user"):
+            read("~nobody-of-this-name/runs")
+
+
+def test_what_is_no_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("gone")
+    (tmp_path / "circle").symlink_to("circle")
+    for name, words in {
+        "file": "A file",
+        "file/below": "A file",
+        "link/below": "leads to gone",
+        "circle": "link",
+    }.items():
+        with pytest.raises(LabError, match=words):
+            lab_common.read_folder(tmp_path / name)
+    assert lab_common.read_folder(tmp_path / "new" / "one") == tmp_path / "new" / "one"
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_every_error_fits_on_its_first_line_and_names_a_fix(module):
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
@@ -159,6 +172,11 @@ def test_every_error_fits_on_its_first_line_and_names_a_fix(module):
             parts = getattr(node.args[0], "values", [node.args[0]])  # of an f-string, what stands between the braces
             said = "".join(part.value for part in parts if isinstance(part, ast.Constant))
             assert len(said) <= 120, f"{module}, line {node.lineno}: {len(said)} characters"
+
+
+def test_no_command_takes_a_path_as_it_was_typed():
+    """A shell leaves ``--into=~/x`` as it stands: read_option knows the home."""
+    assert [module for module, path in MODULES.items() if "type=Path" in path.read_text()] == []
 
 
 def test_ipython_shows_the_message_without_a_traceback(tmp_path):

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 
 from lab_utils import plots
-from lab_utils.timing import Timing
+from lab_utils.timing import Timing, find_speed_up
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def no_screen():
 
 
 def make_timing(name, seconds, images=0):
-    return Timing(name, tuple(seconds * factor for factor in (0.8, 0.9, 1.0, 1.2, 1.4)), images=images)
+    return Timing(name, tuple(seconds * factor for factor in (0.8, 0.9, 0.9, 1.0, 1.2, 1.2, 1.4)), images=images)
 
 
 def make_sweep(lost=()):
@@ -165,12 +165,12 @@ def test_the_crossover_of_timings_leaves_out_what_ran_out_of_memory():
 
 
 def make_sweeps_of(gains, spread=0.01, **more):
-    """Timings of fp32 and of bf16, which reaches the gains at batch 4, 8, ...; the quartiles lie ``spread`` around."""
-    factors = [1 - 2 * spread, 1 - spread, 1, 1 + spread, 1 + 2 * spread]
+    """Timings of fp32 and of bf16, which reaches the gains at batch 4, 8, ..., in rounds that jump by ``spread``."""
+    jumps = {"fp32": (-2, -1, 0, 0, 1, 2), "bf16": (1, -2, 0, 2, -1, 0)}
     sizes = [4 * 2**number for number in range(len(gains))]
     seconds = {"fp32": [1.0] * len(gains), "bf16": [1 / gain for gain in gains]}
     return [
-        Timing(name, tuple(second * factor for factor in factors), images=size, **more)
+        Timing(name, tuple(second * (1 + spread * jump) for jump in jumps[name]), images=size, **more)
         for name, line in seconds.items()
         for size, second in zip(sizes, line, strict=True)
     ]
@@ -181,7 +181,7 @@ def make_sweeps_of(gains, spread=0.01, **more):
     [
         (make_sweeps_of([0.5, 0.5, 2, 2]), True),
         (make_sweeps_of([7.0, 0.6, 1.2, 1.0]), False),  # as drawn once on a busy machine
-        (make_sweeps_of([0.9, 0.9, 1.1, 1.1], spread=0.12), False),  # within the quartiles
+        (make_sweeps_of([0.9, 0.9, 1.1, 1.1], spread=0.12), False),  # not proven
         (make_sweeps_of([0.5, 0.5, 2, 1.01], spread=0.05), False),  # at the largest batch nobody is ahead
         (make_sweeps_of([0.5, 0.5, 2, 2], others=0.3), False),
         (make_sweeps_of([0.5, 0.5, 2, 2], spread=0.3), False),
@@ -207,13 +207,28 @@ def test_every_figure_of_times_says_that_the_machine_was_busy():
 def test_speed_up_draws_the_ratio_and_the_guess():
     sweeps = {"one": make_sweep(), "two": make_sweep(lost=[("bf16", 4)])}
     ax = plots.speed_up(sweeps, baseline="fp32", candidate="bf16", guess=1.5)
-    assert list(ax.lines[0].get_ydata()) == pytest.approx([0.5, 1, 2, 4])
-    assert list(ax.lines[1].get_xdata()) == [8, 16, 32]
+    lines = {line.get_label(): line for line in ax.lines}
+    assert list(lines["one"].get_ydata()) == pytest.approx([0.5, 1, 2, 4])
+    assert list(lines["two"].get_xdata()) == [8, 16, 32]
     assert labels_of(ax) == ["one", "two", "my guess"]
-    assert next(line for line in ax.lines if line.get_label() == "my guess").get_ydata()[0] == 1.5
+    assert lines["my guess"].get_ydata()[0] == 1.5
     assert "my guess" not in labels_of(plots.speed_up(sweeps, baseline="fp32", candidate="bf16", guess=None))
     lost = {"one": make_sweep(lost=[("fp32", 4), ("fp32", 32)])}
     assert list(plots.speed_up(lost, baseline="fp32", candidate="bf16").lines[0].get_ydata()) == pytest.approx([1, 2])
+    nothing = {"one": [Timing(name, (), images=4) for name in ("fp32", "bf16")]}
+    assert not len(plots.speed_up(nothing, baseline="fp32", candidate="bf16").lines[0].get_ydata())
+
+
+def test_speed_up_draws_the_interval_of_each_batch():
+    sweep = make_sweeps_of([0.5, 2.0], spread=0.05)
+    few = [Timing(one.name, one.seconds[:5], images=4 * one.images) for one in sweep]
+    ax = plots.speed_up({"one": sweep + few[1::2]}, baseline="fp32", candidate="bf16")
+    (bars,) = ax.containers
+    drawn = [tuple(segment[:, 1]) for segment in bars.lines[2][0].get_segments() if len(segment)]
+    gains = [find_speed_up(old, new) for old, new in zip(sweep[:2], sweep[2:], strict=True)]
+    assert drawn == [pytest.approx((gain.low, gain.high)) for gain in gains], "and none of five rounds"
+    assert all(gain.low < gain.value < gain.high for gain in gains)
+    assert ax.lines[0].get_ydata()[2] == pytest.approx(2, rel=0.1)
 
 
 def test_curves_are_the_mean_and_the_range_over_seeds():

@@ -305,6 +305,10 @@ def test_versions_that_differ():
     assert judge(gpus=[["0", "H100", "1", "80000"]], nccl="2.27.0") == [("red", "NCCL")]
     assert judge(torch="2.14.1+cpu", cuda=None) == [("note", "CUDA")]
     assert judge(torch=None, cuda=None, nccl=None)[0] == ("red", "/usr/bin/python3")
+    old = judge_versions({name: {"versions": {**VERSIONS, "python": "3.10.12"}} for name in ("n1", "n2")})
+    assert [verdict.found for verdict in old if verdict.state == "red"] == [
+        "Python 3.10.12: 3.11 or newer is needed"
+    ] * 2
     bare = {"n1": {"versions": {**VERSIONS, "torch": None}}}
     assert "red" in {verdict.state for verdict in judge_versions(bare)}
     assert [verdict.state for verdict in judge_versions(bare, torchrun=False)] == ["ok"], (
@@ -723,6 +727,19 @@ def test_the_own_name_on_the_loopback_is_a_note(remote, hosts):
     assert "--local-addr" in verdict.cause
     assert f'"{hosts.address("n1")} n1"' in verdict.fix
     assert found.addresses["n1"] == hosts.address("n1")
+
+
+@pytest.mark.drill
+def test_a_shared_memory_that_is_too_small_is_noted_before_the_start(remote, hosts):
+    hosts.run_on("n1", ["mount", "-o", "remount,size=8m", "/dev/shm"])
+    try:
+        found = time_check(remote)
+    finally:
+        hosts.run_on("n1", ["mount", "-o", "remount,size=50%", "/dev/shm"])
+    assert found.ok, "a job without workers can run"
+    (verdict,) = find(found, "memory")
+    assert (verdict.node, verdict.state) == ("n1", "note")
+    assert "8 MiB of shared memory" in verdict.found and "num_workers=0" in verdict.fix
 
 
 @pytest.mark.drill

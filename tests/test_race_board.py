@@ -546,7 +546,7 @@ CONTRADICTIONS = {
     "efficiency": {"one_node": {"seconds": 72.0, "top1": 0.8}, "efficiency": None},
     "curve": {"curve": [[20.0, 0.4], [40.0, 0.82]]},
     "usage": {"usage": [[1.0, 2, 0.5]]},
-    "usage ": {"usage": [[1.0, 0, 0.5]] * 401},
+    "usage ": {"usage": [[1.0, 0, 0.5]] * 201},
     "mapping": {"data": make_record("", {}, b"")["data"] | {"mapping": [0, 1, 1]}},
     "script": {"script": "other.py"},
 }

@@ -1,314 +1,259 @@
 """`make setup` on a toy lock: cut off, moved, broken, offline, in a folder with a space in its name."""
 
+import contextlib
 import hashlib
-import http.server
 import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
-import threading
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 import setup_venv
 
-# A build backend of one function, so that nothing has to be fetched; the toy package is made with the same one.
+# A build backend of one function, so that nothing has to be fetched; the toy packages are made with the same one.
 BACKEND = """
 import zipfile
 
-def write_wheel(folder, name, version):
-    info = f"{name}-{version}.dist-info"
-    path = f"{folder}/{name}-{version}-py3-none-any.whl"
+def write_wheel(folder, name, version, script=""):
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    path = f"{folder}/{module}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr(f"{name}.py", "")
+        wheel.writestr(f"{module}.py", "")
+        if script:
+            entry = zipfile.ZipInfo(f"{module}-{version}.data/scripts/{name}")
+            entry.external_attr = 0o100755 << 16
+            wheel.writestr(entry, script)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(f"{info}/RECORD", "")
     return path.rpartition("/")[2]
 
 def build_editable(folder, config_settings=None, metadata_directory=None):
-    return write_wheel(folder, "lab_utils", "0.1.0")
+    return write_wheel(folder, "lab-utils", "0.1.0")
 """
+UV = Path(sys.executable).with_name("uv")
+
+
+class Checkout:
+    """A checkout of the set-up's own files with a lock of toys, in a folder with a space in its name."""
+
+    def __init__(self, root, top):
+        self.folder, self.wheels, self.programs = top / "the labs", top / "wheels", top / "programs"
+        for folder in (self.folder / "course", self.wheels, self.programs):
+            folder.mkdir(parents=True)
+        for name in ("Makefile", "setup_venv.py", "course/jupyterlab.json"):
+            shutil.copy(root / name, self.folder / name)
+        (self.folder / "backend.py").write_text(BACKEND)
+        self.write_wheel = runpy.run_path(str(self.folder / "backend.py"))["write_wheel"]
+        (self.folder / "pyproject.toml").write_text(
+            '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+            '[project]\nname = "lab-utils"\nversion = "0.1.0"\n'
+        )
+        (self.programs / "uv").symlink_to(UV)
+        self.lock("toy==1.0")
+
+    def offer(self, pin, script=""):
+        """Puts a toy of a version where uv and pip find it; returns its SHA-256."""
+        name, _, version = pin.partition("==")
+        wheel = self.wheels / self.write_wheel(self.wheels, name, version, script)
+        return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+    def lock(self, *pins, **hashes):
+        """Locks toys; with a hash of the test's own by the first three letters, or with the right one."""
+        lines = [f"{pin} \\\n    --hash=sha256:{hashes.get(pin[:3]) or self.offer(pin)}\n" for pin in pins]
+        (self.folder / "requirements.lock").write_text("".join(lines))
+        ready = self.folder / ".venv" / "ready"
+        if ready.exists():  # at once, and yet newer
+            os.utime(ready, (later := ready.stat().st_mtime - 10, later))
+
+    def setup(self, **more):
+        """Runs `make setup` without a network; returns its status, and what it said."""
+        unwanted = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+        environment = {name: text for name, text in os.environ.items() if name not in unwanted}
+        path = [self.programs, *(Path(part) for part in os.environ["PATH"].split(os.pathsep))]
+        environment |= {"PATH": os.pathsep.join(str(part) for part in path if part != UV.parent)}
+        environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(self.wheels), "PIP_CONFIG_FILE": os.devnull}
+        environment |= {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(self.wheels), "UV_OFFLINE": "1"}
+        environment |= {"UV_CACHE_DIR": str(self.folder.parent / "cache"), "UV_PYTHON": ""} | more
+        command = ["make", "setup"]
+        run = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=300)
+        return run.returncode, run.stdout + run.stderr
+
+    @property
+    def packages(self):
+        (found,) = (self.folder / ".venv" / "lib").glob("python*/site-packages")
+        return found
+
+    @property
+    def installed(self):
+        return {path.name.removesuffix(".dist-info") for path in self.packages.glob("*.dist-info")} - {
+            "lab_utils-0.1.0"
+        }
 
 
 @pytest.fixture
 def checkout(root, tmp_path):
-    """A checkout of the set-up's own files, with a toy lock, in a folder with a space in its name."""
-    folder = tmp_path / "the labs"
-    folder.mkdir()
-    (folder / "course").mkdir()
-    for name in ("Makefile", "setup_venv.py", "course/jupyterlab.json"):
-        shutil.copy(root / name, folder / name)
-    (folder / "backend.py").write_text(BACKEND)
-    (tmp_path / "wheels").mkdir()
-    write_wheel = runpy.run_path(str(folder / "backend.py"))["write_wheel"]
-    toy = tmp_path / "wheels" / write_wheel(tmp_path / "wheels", "toy", "1.0")
-    digest = hashlib.sha256(toy.read_bytes()).hexdigest()
-    (folder / "requirements.lock").write_text(f"toy==1.0 --hash=sha256:{digest}\n")
-    (folder / "pyproject.toml").write_text(
-        '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
-        '[project]\nname = "lab-utils"\nversion = "0.1.0"\n'
-    )
-    return folder
+    return Checkout(root, tmp_path)
 
 
-def make_setup(folder, **more):
-    """Runs `make setup` without a network."""
-    environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder.parent / "wheels")} | more
-    run = subprocess.run(["make", "setup"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    return run.returncode, run.stdout + run.stderr
-
-
-def site_packages(folder):
-    (found,) = (folder / ".venv" / "lib").glob("python*/site-packages")
-    return found
+def toys(found):
+    return {name for name in found if not name.startswith(("pip-", "setuptools-"))}
 
 
 @pytest.mark.drill
 def test_set_up_once_repeat_in_no_time_and_mend_what_was_cut_off_or_broken_or_moved(checkout):
-    code, out = make_setup(checkout)
+    code, out = checkout.setup()
     assert code == 0, out
-    assert (site_packages(checkout) / "toy.py").exists()
-    assert "Nothing to be done" in make_setup(checkout)[1]
+    assert toys(checkout.installed) == {"toy-1.0"} and (checkout.packages / "pip").exists()
+    assert (checkout.folder / ".venv/share/jupyter/lab/settings/overrides.json").exists()
+    assert "Nothing to be done" in checkout.setup()[1]
 
-    (site_packages(checkout) / "half").touch()  # what a killed pip may leave
-    (checkout / ".venv" / "ready").unlink()
-    code, out = make_setup(checkout)
+    (checkout.packages / "half").touch()  # what a killed set-up may leave
+    (checkout.folder / ".venv" / "ready").unlink()
+    code, out = checkout.setup()
     assert code == 0, out
-    assert not (site_packages(checkout) / "half").exists()
+    assert not (checkout.packages / "half").exists()
 
-    python = checkout / ".venv" / "bin" / "python"
+    python = checkout.folder / ".venv" / "bin" / "python"
     python.unlink()
     python.symlink_to("/nowhere/python")  # the Python that it was made with is gone
-    code, out = make_setup(checkout)
+    code, out = checkout.setup()
     assert code == 0, out
-    assert "Nothing to be done" in make_setup(checkout)[1]
+    assert "Nothing to be done" in checkout.setup()[1]
 
-    moved = checkout.rename(checkout.parent / "elsewhere")
-    code, out = make_setup(moved)
+    checkout.folder = checkout.folder.rename(checkout.folder.parent / "elsewhere")
+    code, out = checkout.setup()
     assert code == 0, out
-    assert (moved / ".venv" / "ready").read_text() == f"{moved}\n"
+    assert (checkout.folder / ".venv" / "ready").read_text() == f"{checkout.folder}\n"
 
 
 @pytest.mark.drill
 def test_an_update_without_a_network_leaves_the_environment_as_it_was(checkout):
-    assert make_setup(checkout)[0] == 0
-    (site_packages(checkout) / "kept").touch()
-    lock = (checkout / "requirements.lock").read_text()
-    (checkout / "requirements.lock").write_text(lock + f"not-there==1.0 --hash=sha256:{'0' * 64}\n")
-    later = (checkout / ".venv" / "ready").stat().st_mtime + 10
-    os.utime(checkout / "requirements.lock", (later, later))
+    assert checkout.setup()[0] == 0
+    (checkout.packages / "toy.py").write_text("kept = True")
+    checkout.lock("toy==1.0", "not-there==1.0", **{"not": "0" * 64})
     for _ in range(2):
-        code, out = make_setup(checkout)
+        code, out = checkout.setup()
         assert code != 0
         assert ".venv is as it was" in out
-        assert (site_packages(checkout) / "kept").exists()
-    (checkout / "requirements.lock").write_text(lock)
-    assert make_setup(checkout)[0] == 0
-    assert (site_packages(checkout) / "kept").exists()
+        assert (checkout.packages / "toy.py").read_text() == "kept = True"
+    checkout.lock("toy==1.0")
+    assert checkout.setup()[0] == 0
+    assert (checkout.packages / "toy.py").read_text() == "kept = True"
+
+
+def test_an_update_installs_what_is_new_and_removes_what_is_not_locked(checkout):
+    assert checkout.setup()[0] == 0
+    checkout.lock("toy==1.1", "other==2.0")
+    code, out = checkout.setup()
+    assert code == 0, out
+    assert toys(checkout.installed) == {"toy-1.1", "other-2.0"}
+    checkout.lock("other==2.0")
+    assert checkout.setup()[0] == 0
+    assert toys(checkout.installed) == {"other-2.0"}
+
+
+def test_a_file_with_another_hash_is_refused(checkout):
+    checkout.lock("toy==1.0", toy="0" * 64)
+    code, out = checkout.setup()
+    assert code != 0 and "Hash mismatch" in out and ".venv is incomplete" in out
+    assert toys(checkout.installed) == set()
+
+
+@pytest.mark.parametrize("digest", ["", "0" * 64], ids=["right", "another"])
+def test_without_a_uv_the_locked_one_is_taken_by_its_hash(checkout, digest):
+    (checkout.programs / "uv").unlink()
+    right = checkout.offer("uv==9.9", script=f'#!/bin/sh\necho "The locked uv, $2"\nexec {UV} "$@"\n')
+    checkout.lock("toy==1.0", "uv==9.9", **{"uv=": digest or right})
+    code, out = checkout.setup()
+    if digest:
+        assert code != 0 and "DO NOT MATCH THE HASHES" in out and "The locked uv" not in out
+    else:
+        assert code == 0 and "The locked uv, sync" in out, out
+        assert toys(checkout.installed) == {"toy-1.0", "uv-9.9"}
+
+
+def test_builds_without_cuda_come_from_their_own_index_in_the_locked_versions(checkout):
+    for pin in ("torch==1.0", "torchvision==1.0"):
+        checkout.offer(f"{pin}+cpu")
+    names = {"tor": "0" * 64, "nvi": "1" * 64}
+    checkout.lock("toy==1.0", "nvidia-cublas==1.0", "torch==1.0", "torchvision==1.0", **names)
+    (checkout.programs / "uv").unlink()
+    (checkout.programs / "uv").write_text(f'#!/bin/sh\necho "uv $*"\nexec {UV} "$@"\n')
+    (checkout.programs / "uv").chmod(0o755)
+    code, out = checkout.setup(TORCH="cpu")
+    assert code == 0, out
+    assert toys(checkout.installed) == {"toy-1.0", "torch-1.0+cpu", "torchvision-1.0+cpu"}
+    assert re.search(r"^uv pip install .*--torch-backend cpu torch==1\.0 torchvision==1\.0$", out, re.MULTILINE), out
+
+
+def test_a_uv_that_is_too_old_is_not_taken(checkout):
+    (checkout.programs / "uv").unlink()
+    (checkout.programs / "uv").write_text("#!/bin/sh\n[ $1 = --version ] && echo uv 0.8.22 || exit 9\n")
+    (checkout.programs / "uv").chmod(0o755)
+    right = checkout.offer("uv==9.9", script=f'#!/bin/sh\necho "The locked uv, $2"\nexec {UV} "$@"\n')
+    checkout.lock("toy==1.0", "uv==9.9", **{"uv=": right})
+    code, out = checkout.setup()
+    assert code == 0 and "The locked uv, sync" in out, out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_update_that_is_interrupted_leaves_all_as_it_was(checkout, number):
+    assert checkout.setup()[0] == 0
+    (checkout.packages / "toy.py").write_text("kept = True")
+    pid = checkout.folder.parent / "pid"
+    (checkout.programs / "uv").unlink()
+    wait = f'[ $1 = --version ] && echo uv 0.13.9 || {{ echo $$ > "{pid}"; exec sleep 60; }}'
+    (checkout.programs / "uv").write_text(f"#!/bin/sh\n{wait}\n")
+    (checkout.programs / "uv").chmod(0o755)
+    command, pipes = [sys.executable, "setup_venv.py"], {"stderr": subprocess.PIPE, "text": True}
+    path = f"{checkout.programs}{os.pathsep}{os.environ['PATH']}"
+    with subprocess.Popen(command, cwd=checkout.folder, env=os.environ | {"PATH": path}, **pipes) as process:
+        while not (pid.exists() and pid.read_text().strip()):
+            time.sleep(0.05)
+        process.send_signal(number)
+        out = process.communicate(timeout=60)[1]
+    assert process.returncode == 1 and "interrupted\n.venv is as it was. To try again: make setup" in out, out
+    with contextlib.suppress(psutil.NoSuchProcess):  # nobody's child any more: its last state may stay for a while
+        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
+    assert (checkout.packages / "toy.py").read_text() == "kept = True"
+    assert (checkout.folder / ".venv" / "ready").read_text() == f"{checkout.folder}\n"
+
+
+def test_an_environment_that_cannot_be_made_is_said_in_one_line(checkout):
+    bad = checkout.programs / "python3"
+    bad.write_text(f'#!/bin/sh\n[ "$2" = venv ] && exit 3\nexec {sys.executable} "$@"\n')
+    bad.chmod(0o755)
+    run = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.executable = {str(bad)!r}; import setup_venv; setup_venv.main()"],
+        cwd=checkout.folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 1 and "Traceback" not in run.stderr
+    assert "The set-up ended early: Command" in run.stderr and ".venv is incomplete" in run.stderr
 
 
 def test_somebody_elses_environment_is_not_touched(checkout):
-    (checkout / ".venv").mkdir()
-    (checkout / ".venv" / "theirs").touch()
-    code, out = make_setup(checkout)
+    (checkout.folder / ".venv").mkdir()
+    (checkout.folder / ".venv" / "theirs").touch()
+    code, out = checkout.setup()
     assert code != 0
     assert "was not made by these labs" in out
-    assert (checkout / ".venv" / "theirs").exists()
+    assert (checkout.folder / ".venv" / "theirs").exists()
 
 
 def test_the_way_without_cuda_leaves_out_cuda_alone(root):
-    text = (root / "requirements.lock").read_text()
-    rest = setup_venv.without_cuda(text)
-    names = [set(re.findall(r"^([a-z][\w.-]*)==", lock, flags=re.MULTILINE)) for lock in (text, rest)]
-    gone = names[0] - names[1]
-    assert {"torch", "torchvision", "triton"} <= gone
+    names = re.findall(r"^[a-z][\w.-]*==", (root / "requirements.lock").read_text(), flags=re.MULTILINE)
+    gone = {name[:-2] for name in names if re.match(setup_venv.CUDA_PARTS, name)}
+    assert {"torch", "torchvision", "triton"} <= gone and len(gone) > 10
     assert all(name.startswith(("nvidia-", "cuda-")) for name in gone - {"torch", "torchvision", "triton"})
-    assert {"numpy", "tensorboard", "torch"} - names[1] == {"torch"}
-    assert rest.count("--hash") > 1000 and "sha256" in rest
-
-
-class Index:
-    """A package index on this machine, whose page may state anything about a file, and its address."""
-
-    def __init__(self, folder):
-        self.folder, self.pages, self.asked = folder, {}, []
-        folder.mkdir()
-        index = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                index.asked.append(self.path)
-                name = self.path.strip("/").rpartition("/")[2].replace("%2B", "+")
-                if target := index.pages.get("redirect"):
-                    self.send_response(302)
-                    self.send_header("Location", target)
-                    self.end_headers()
-                    return
-                page = index.pages.get(name)
-                content = page.encode() if page is not None else b""
-                if page is None and (folder / name).is_file():
-                    content = (folder / name).read_bytes()
-                self.send_response(200 if content else 404)
-                self.send_header("Content-Type", "text/html")
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *arguments):
-                pass
-
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/whl/cpu"
-
-    def offer(self, checkout, version, *, state=True, local="+cpu"):
-        """Builds both packages in a version and lists them; the page states their SHA-256, none, or another."""
-        write_wheel = runpy.run_path(str(checkout / "backend.py"))["write_wheel"]
-        for name in ("torch", "torchvision"):
-            wheel = write_wheel(self.folder, name, version + local)
-            digest = hashlib.sha256((self.folder / wheel).read_bytes()).hexdigest()
-            fragment = f"#sha256={digest}" if state is True else state or ""
-            link = f'<a href="/files/{wheel.replace("+", "%2B")}{fragment}">{wheel}</a><br/>\n'
-            self.pages[name] = self.pages.get(name, "") + link
-
-
-@pytest.fixture
-def index(tmp_path):
-    found = Index(tmp_path / "index")
-    threading.Thread(target=found.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
-
-
-def pin(checkout, version):
-    """Locks torch in a version, as the real lock does: with the hashes of another index's files."""
-    lock = checkout / "requirements.lock"
-    toy = re.search(r"^toy==.*$", lock.read_text(), flags=re.MULTILINE)[0]
-    pins = [f"{name}=={version} --hash=sha256:{'0' * 64}" for name in ("torch", "torchvision")]
-    lock.write_text("\n".join([toy, *pins]) + "\n")
-    later = lock.stat().st_mtime + 10
-    os.utime(lock, (later, later))
-
-
-def find_torch(checkout):
-    return sorted(path.name for path in site_packages(checkout).glob("torch*.dist-info"))
-
-
-@pytest.fixture
-def setup(checkout, monkeypatch):
-    """The functions of a toy checkout's own setup_venv.py."""
-    monkeypatch.syspath_prepend(str(checkout))
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    return runpy.run_path(str(checkout / "setup_venv.py"))
-
-
-@pytest.fixture
-def local(index, monkeypatch):
-    """What makes `make setup TORCH=cpu` use the index on this machine."""
-    found = {"TORCH": "cpu", "TORCH_CPU_INDEX": index.url, "PIP_INDEX_URL": index.url, "PIP_NO_INDEX": ""}
-    found["PIP_NO_CACHE_DIR"] = "1"
-    for name, value in (found | {"NO_PROXY": "127.0.0.1"}).items():
-        monkeypatch.setenv(name, value)
-    return found
-
-
-@pytest.mark.drill
-def test_builds_without_cuda_are_installed_with_hashes_only(checkout, index, local, setup, capfd):
-    """From what is stored, else from what the index states and was remembered; never without."""
-    index.offer(checkout, "1.0")
-    pin(checkout, "1.0")
-    code, out = make_setup(checkout, **local)
-    assert code == 0, out
-    assert find_torch(checkout) == ["torch-1.0+cpu.dist-info", "torchvision-1.0+cpu.dist-info"]
-    assert "no hashes of torch==1.0 and torchvision==1.0 without CUDA are stored here" in out
-    remembered = checkout / ".torch-cpu.lock"
-    assert remembered.read_text().count("--hash=sha256:") == 2
-
-    def install(version):
-        for path in site_packages(checkout).glob("torch*"):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        index.asked.clear()
-        setup["install_cpu_builds"]([f"{name}=={version}" for name in ("torch", "torchvision")])
-
-    # Another file of the same name is refused, whatever the index states about it now.
-    index.pages.clear()
-    backend = checkout / "backend.py"
-    backend.write_text(backend.read_text().replace('.py", "")', '.py", "evil")'))
-    index.offer(checkout, "1.0")
-    with pytest.raises(subprocess.CalledProcessError):
-        install("1.0")
-    said = "".join(capfd.readouterr())
-    assert "DO NOT MATCH THE HASHES" in said and ".torch-cpu.lock" in said
-    # What differs from what the index states.
-    index.offer(checkout, "1.1", state=f"#sha256={'1' * 64}")
-    with pytest.raises(subprocess.CalledProcessError):
-        install("1.1")
-    assert "DO NOT MATCH THE HASHES" in "".join(capfd.readouterr())
-    assert find_torch(checkout) == [] and "1.1" not in remembered.read_text()
-    # What an index states nothing about is not even fetched, until its hash is stored here.
-    index.offer(checkout, "1.2", state=None)
-    with pytest.raises(setup["RefusedError"], match=r"states no SHA-256 of torch==1\.2\. .* make setup"):
-        install("1.2")
-    assert index.asked == ["/whl/cpu/torch/"]
-    files = {name: index.folder / f"{name}-1.2+cpu-py3-none-any.whl" for name in ("torch", "torchvision")}
-    hashes = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
-    lines = [f"{name}==1.2 --hash=sha256:{value}\n" for name, value in hashes.items()]
-    (checkout / "requirements-cpu.lock").write_text("".join(lines))
-    capfd.readouterr()
-    install("1.2")
-    assert find_torch(checkout) == ["torch-1.2+cpu.dist-info", "torchvision-1.2+cpu.dist-info"]
-    assert "no hashes" not in "".join(capfd.readouterr())
-
-
-def test_a_lock_of_the_builds_without_cuda_has_every_platform_and_no_other_build(checkout, index, setup, monkeypatch):
-    for local in ("+cpu", "", "+cu130", "+cpu.cxx11.abi"):
-        index.offer(checkout, "1.0", local=local)
-    index.offer(checkout, "1.0.1")
-    pin(checkout, "1.0")
-    monkeypatch.setenv("TORCH_CPU_INDEX", index.url)
-    setup["main"](["lock-cpu"])
-    text = (checkout / "requirements-cpu.lock").read_text()
-    for name in ("torch", "torchvision"):
-        wanted = {
-            hashlib.sha256((index.folder / f"{name}-1.0{local}-py3-none-any.whl").read_bytes()).hexdigest()
-            for local in ("+cpu", "")
-        }
-        (entry,) = re.findall(rf"^{name}==1\.0 \\\n((?:    --hash=sha256:\w+(?: \\)?\n)+)", text, flags=re.MULTILINE)
-        assert set(re.findall(r"sha256:(\w+)", entry)) == wanted
-    assert "://" not in text
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(
-    "page", [None, "", "<html>log in</html>", "x" * 10**6, '<a href="http://[/torch-1.0-x.whl#sha256=">']
-)
-def test_an_index_that_cannot_be_used_is_named(checkout, index, setup, monkeypatch, page):
-    pin(checkout, "1.0")
-    if page is not None:
-        index.pages["torch"] = page
-    monkeypatch.setenv("TORCH_CPU_INDEX", index.url)
-    with pytest.raises(SystemExit) as caught:
-        setup["main"](["lock-cpu"])
-    assert index.url in str(caught.value) and "torch" in str(caught.value)
-    assert not (checkout / "requirements-cpu.lock").exists()
-
-
-UNSAFE = ["http://192.0.2.1/whl/cpu", "ftp://127.0.0.1/whl", "http://127.0.0.1.example/whl"]
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(
-    ("url", "way"),
-    [("whl/cpu", "named"), *((url, way) for url in UNSAFE for way in ("named", "redirected"))],
-)
-def test_an_index_that_anybody_on_the_way_can_change_is_refused(checkout, index, setup, monkeypatch, url, way):
-    """Hashes from such a page would say nothing."""
-    pin(checkout, "1.0")
-    if way == "redirected":
-        index.pages["redirect"] = url
-    monkeypatch.setenv("TORCH_CPU_INDEX", url if way == "named" else index.url)
-    with pytest.raises(SystemExit) as caught:
-        setup["main"](["lock-cpu"])
-    assert "https://" in str(caught.value) and url in str(caught.value)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course", "hosting")
-FOLDERS = (*PACKAGES, "tests", "benchmarks", "website", "notebooks/scripts", "data")
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "website", "notebooks/scripts", "data", "docs", "packages")
 # To and fro; and a hash that one letter tells from another.
 NO_SLIPS = "fro,abd,sme"
 

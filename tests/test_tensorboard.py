@@ -108,6 +108,14 @@ def test_a_busy_port_gets_a_new_one_and_a_word(logs):
             assert read_tags(server.port)
 
 
+def test_two_folders_get_a_server_each(logs):
+    """The second must not show the runs of the first, nor end it."""
+    with board.start(logs / "first", port=0) as first, board.start(logs / "second", port=first.port) as second:
+        assert f"Port {first.port} is in use, so TensorBoard took {second.port}." in second.note
+        tags = [set().union(*read_tags(server.port, runs=1).values()) for server in (first, second)]
+        assert tags == [{"loss/train", "acc1/train", "lr"}, {"loss/valid"}]
+
+
 def plant_note(folder, logdir, pid, port=6006):
     from tensorboard import version
 
@@ -165,6 +173,63 @@ def test_a_folder_that_is_not_there_yet_is_made(tmp_path):
         with SummaryWriter(tmp_path / "a" / "b" / "run") as writer:
             writer.add_scalar("late", 1, 0)
         assert read_tags(server.port, runs=1) == {"run": {"late"}}
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("{here}/runs/*", "board.start('{here}/runs')"),
+        ("{here}/runs/*/tb", "board.start('{here}/runs')"),
+        ("runs/a,runs/b", "board.start('runs')"),
+        ("one:runs/a,two:runs/b", "--logdir_spec one:runs/a,two:runs/b"),
+        ("one:there", "board.start('.')"),
+        ("gs://bucket/runs", "copy the runs here"),
+        ("'runs'", "board.start('runs')"),
+        ("runs ", "board.start('runs')"),
+        ("s3://bucket/runs/*", "copy the runs here"),
+    ],
+)
+def test_what_is_no_folder_is_refused_and_none_is_made_of_it(typed, fix, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(LabError) as caught:
+        board.start(typed.format(here=tmp_path))
+    assert_explains(caught.value, typed.format(here=tmp_path), fix.format(here=tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+@pytest.mark.parametrize("typed", ["multirun/lr=0.1,size=32", "runs/12:30:05", "12:30/run", "[old]/run"])
+def test_a_new_folder_may_have_an_odd_name(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "[old]").mkdir()
+    assert board._find_logdir(typed)[1] == tmp_path / typed
+
+
+def test_of_an_event_file_its_folder_is_shown_and_a_home_is_a_home(logs, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with board.start("$HOME/tb2", port=0) as server:
+        assert server.logdir == tmp_path / "tb2" and not (tmp_path / "$HOME").exists()
+    with board.start("~/tb", port=0) as server:
+        assert server.logdir == tmp_path / "tb" and not (tmp_path / "~").exists()
+        assert server.note.startswith(f"{tmp_path}/tb was not there and was made")
+    file = next(logs.rglob("events.out.tfevents*"))
+    with board.start(file, port=0) as server:
+        assert server.logdir == file.parent and "is a file, so TensorBoard shows its folder" in server.note
+
+
+@pytest.mark.parametrize("place", ["file/below", "link"])
+def test_what_cannot_be_a_folder_of_logs_is_explained(tmp_path, monkeypatch, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file/gone")
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(LabError, match="The path leads nowhere"):
+        board.start(tmp_path / "circle")
+    with pytest.raises(LabError, match="lies where a folder is meant"):
+        board.start(tmp_path / place)
+    monkeypatch.setenv("LAB_RUNS", str(tmp_path / place))
+    with pytest.raises(LabError, match="lies where a folder is meant"):
+        board.start(tmp_path / "logs")
 
 
 START = """

@@ -12,6 +12,7 @@ import time
 import weakref
 from dataclasses import FrozenInstanceError
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -29,6 +30,7 @@ from lab_utils.timing.others import Usage, find_others
 
 # The package exports a function of the same name as this module, so it is fetched by its path.
 measure_module = importlib.import_module("lab_utils.timing.measure")
+comparison_module = importlib.import_module("lab_utils.timing.comparison")
 
 # torch is imported once, and the processes that the test is about are forked from there.
 FORK = """
@@ -209,16 +211,6 @@ def test_what_is_called_noise(seconds, cpu_seconds, more, noise):
         assert words == "the times of fp32 jump, quartiles 1.7-fold apart: measure again"
 
 
-def test_set_ups_whose_quartiles_overlap_do_not_lie_apart():
-    one = make_timing("fp32", 1.0, 1.1, 1.2, 1.3)
-    slower = make_timing("bf16", 2.0, 2.1, 2.2)
-    assert timing.lie_apart(one, slower) and timing.lie_apart(slower, one)
-    assert not timing.lie_apart(one, make_timing("bf16", 1.1, 1.2, 1.3))
-    assert not timing.lie_apart(one, make_timing("bf16"))
-    assert not timing.lie_apart(make_timing("fp32", 1.0), make_timing("bf16", 1.4)), "one step has no spread"
-    assert timing.lie_apart(make_timing("fp32", 1.0), make_timing("bf16", 2.0))
-
-
 def test_interleaving_runs_one_of_each_per_round_and_no_set_up_always_follows_the_same_one():
     calls = []
     steps = {name: lambda name=name: calls.append(name) for name in "ABC"}
@@ -331,17 +323,18 @@ def test_the_slowest_rank_is_kept_and_told(tmp_path):
 
 
 def test_compare_sets_speeds_beside_the_baseline():
+    seconds = (0.15, 0.2, 0.2, 0.2, 0.2, 0.25)
     timings = [
-        make_timing("fp32", 0.15, 0.2, 0.25, images=8),
-        make_timing("bf16", 0.075, 0.1, 0.125, images=8, peak_bytes=2**21),
+        make_timing("fp32", *seconds, images=8),
+        make_timing("bf16", *(second / 2 for second in seconds), images=8, peak_bytes=2**21),
         Timing("fp16", ()),
     ]
     table = timing.compare(timings)
-    assert list(table.columns) == ["ms", "ms low", "ms high", "images/s", "speed-up", "peak MiB"]
+    assert list(table.columns) == ["ms", "images/s", "speed-up", "low", "high", "n", "peak MiB"]
     assert list(table.index) == ["fp32", "bf16", "fp16"]
-    assert list(table.loc["bf16"]) == pytest.approx([100, 87.5, 112.5, 80, 2, 2])
+    assert list(table.loc["bf16"]) == pytest.approx([100, 80, 2, 2, 2, 6, 2])
     assert table.loc["fp32", "speed-up"] == 1 and math.isnan(table.loc["fp32", "peak MiB"])
-    assert table.loc["fp16"].isna().all()
+    assert table.loc["fp16"].drop("n").isna().all() and table.loc["fp16", "n"] == 0
     assert timing.compare(timings, baseline="bf16").loc["fp32", "speed-up"] == pytest.approx(0.5)
     with pytest.raises(LabError, match="baseline 'tf32'"):
         timing.compare(timings, baseline="tf32")
@@ -352,15 +345,95 @@ def test_a_baseline_that_ran_out_of_memory_leaves_the_others_comparable(baseline
     timings = [Timing("fp32", ()), make_timing("fp16", 0.2, 0.2), make_timing("bf16", 0.1, 0.1)]
     table = timing.compare(timings, baseline=baseline)
     assert list(table["speed-up"])[1:] == pytest.approx([1, 2]) and math.isnan(table.loc["fp32", "speed-up"])
+    assert list(table["n"]) == [0, 2, 2] and table["low"].isna().all(), "two rounds are too few"
     assert table.index.name == "set-up (fp32 ran out of memory: speed-up over fp16)"
     assert timing.compare(timings[:1], baseline=baseline)["speed-up"].isna().all()
 
 
+# Ratios of six rounds whose pairs of rounds were averaged and sorted by hand.
+RATIOS = (1.0, 2.0, 4.0, 8.0, 256.0, 1024.0)
+
+
+def test_the_speed_up_is_the_middle_of_all_pairs_of_rounds():
+    old = make_timing("fp32", *RATIOS)
+    new = make_timing("bf16", 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    # In powers of 2: the rounds 0 1 2 3 8 10, and the middle of the 21 means 0 .5 1 1 1.5 1.5 2 2 2.5 3 4 4.5 ... 10.
+    gain = timing.find_speed_up(old, new)
+    assert (gain.value, gain.low, gain.high) == pytest.approx((2**4, 1, 1024)) and gain.rounds == 6
+    assert not gain.proven, "the interval of six rounds is all that was seen, and 1 is in it"
+    back = timing.find_speed_up(new, old)
+    assert (back.value, back.low, back.high) == pytest.approx((2**-4, 1 / 1024, 1))
+    # What slows both of a round changes nothing.
+    slowed = [make_timing(one.name, *(3.0**n * s for n, s in enumerate(one.seconds))) for one in (old, new)]
+    assert str(timing.find_speed_up(*slowed)) == str(gain) == "16.00 (1.00 to 1024.00, n = 6)"
+
+
+@pytest.mark.parametrize(
+    ("rounds", "factor", "words", "proven"),
+    [
+        (6, 0.5, "2.00 (2.00 to 2.00, n = 6)", True),
+        (6, 1.25, "0.80 (0.80 to 0.80, n = 6)", True),
+        (6, 1.0, "1.00 (1.00 to 1.00, n = 6)", False),
+        (5, 0.5, "too few rounds to tell (n = 5)", False),
+        (1, 0.5, "too few rounds to tell (n = 1)", False),
+    ],
+)
+def test_a_speed_up_is_proven_from_six_rounds_on(rounds, factor, words, proven):
+    seconds = [0.1 * 1.1**number for number in range(rounds)]
+    old, new = make_timing("fp32", *seconds), make_timing("bf16", *(factor * second for second in seconds))
+    gain = timing.find_speed_up(old, new)
+    assert (str(gain), gain.proven, gain.rounds) == (words, proven, rounds)
+    assert gain.value == pytest.approx(1 / factor), "known, if not proven, in few rounds too"
+
+
+@pytest.mark.parametrize("old", [make_timing("fp32"), make_timing("fp32", 0.0, 0.0)])
+def test_a_set_up_without_times_has_no_speed_up(old):
+    for gain in (timing.find_speed_up(old, make_timing("bf16", *old.seconds)), timing.find_speed_up(old, old)):
+        assert math.isnan(gain.value) and (gain.rounds, gain.proven) == (0, False)
+    gain = timing.find_speed_up(make_timing("fp32"), make_timing("bf16", 0.1, 0.1))
+    assert str(gain) == "out of memory" and not gain.proven
+
+
+def test_set_ups_that_were_not_measured_in_turn_are_refused():
+    with pytest.raises(LabError, match="have no rounds in common") as caught:
+        timing.find_speed_up(make_timing("fp32", 0.1, 0.1, 0.1), make_timing("bf16", 0.1, 0.1))
+    assert_explains(caught.value, "fp32: 3 rounds; bf16: 2", "in one timing.interleave")
+
+
+SPREAD, TIMES = 0.03, 20_000  # standard deviation of a step of 1 s; how often each comparison is simulated
+
+
+def draw_steps(noise, rounds, generator):
+    """Seconds of one set-up and of another that is the same, in many simulated comparisons: (2, TIMES, rounds)."""
+    shape = (2, TIMES, rounds)
+    steady = generator.standard_normal(shape)
+    if noise == "skewed":  # standardised exponentials: rarely fast, at times very slow
+        steady = generator.exponential(size=shape) - 1
+    if noise == "drift":  # the machine gets slower and faster from round to round, for both alike
+        steady = steady + generator.standard_normal((1, *shape[1:])).cumsum(-1)
+    return 1 + SPREAD * steady
+
+
+@pytest.mark.parametrize("noise", ["normal", "skewed", "drift"])
+@pytest.mark.parametrize("rounds", [6, 10, 20])
+def test_noise_is_called_a_difference_in_at_most_5_percent_and_differences_are_found(noise, rounds):
+    generator = np.random.default_rng(45)
+    old, new = draw_steps(noise, rounds, generator)
+
+    def find_share(seconds):
+        _, low, high = comparison_module.find_middle(np.log(old / seconds))
+        return np.mean((low > 0) | (high < 0))
+
+    mistaken, found = find_share(new), find_share(new + SPREAD)
+    print(f"{noise:>7}, {rounds:2} rounds: mistaken {mistaken:.1%}, one standard deviation found {found:.1%}")
+    assert mistaken <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / TIMES)
+    assert mistaken >= 0.02, "an interval that is too wide finds nothing"
+    assert rounds < 20 or found >= 0.8
+
+
 def test_a_timing_survives_json():
     one = make_timing("bf16", 0.1, 0.25, images=8, warmup=3, device="cuda:0", peak_bytes=5, rank=1)
-    record = one.as_record()
-    assert Timing.from_record(json.loads(json.dumps(record))) == one
-    assert Timing.from_record(record | {"added later": 1}) == one
+    assert Timing.from_record(json.loads(json.dumps(one.as_record()))) == one
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -618,7 +691,8 @@ def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     "change",
     [{"seconds": "ab"}, {"seconds": ["1"]}, {"seconds": [math.nan]}, {"seconds": [-1.0]}, {"seconds": [10**400]},
      {"cpu_seconds": 3}, {"images": 1.5}, {"images": None}, {"warmup": True}, {"device": 0}, {"peak_bytes": "1"},
-     {"name": None}, {"rank": -1}, {"others": "0.1"}, {"others": -0.5}, {"busiest": 3}],
+     {"name": None}, {"rank": -1}, {"others": "0.1"}, {"others": -0.5}, {"others": None}, {"busiest": 3}, {"few": 0},
+     {"no field": 1}],
     ids=str,
 )  # fmt: skip
 def test_a_timing_that_is_none_is_refused(change):
@@ -626,7 +700,7 @@ def test_a_timing_that_is_none_is_refused(change):
     assert Timing.from_record(record | {"peak_bytes": None, "rank": None}).rank is None
     with pytest.raises(ValueError):
         Timing.from_record(record | change)
-    for other in ({}, [], "name", None):
+    for other in ({}, {"name": "bf16", "seconds": [0.1]}, [], "name", None):
         with pytest.raises(ValueError):
             Timing.from_record(other)
 

@@ -13,9 +13,11 @@ import pytest
 from harness.browser import Browser
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from course.parts import PARTS
 from course.workspace import make_stub
+from website.front import write_front
 from website.links import find_broken
-from website.pages import REST, find_solved, make_page, split_readme, write_contents, write_sources
+from website.pages import find_solved, make_page, write_contents, write_sources
 from website.slides import read_slide, write_slides
 
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
@@ -149,11 +151,21 @@ def test_a_lab_without_one_of_them_has_no_slide(changes):
         read_slide(make_lab(**changes))
 
 
-def test_the_readme_is_divided_into_start_and_guide():
-    start, guide = split_readme(f"# Labs\n<!-- BEGIN: x -->\nHello.\n<!-- in\ntwo lines -->\n\n{REST}\n\nRead.\n")
-    assert start == "# Labs\nHello.\n\n" and guide == f"# Working with the labs\n\n{REST}\n\nRead.\n"
-    contents = write_contents(["00_start_here"])
-    assert "notebooks/00_start_here\n" in contents and "api/nodelaunch" in contents and "hosting/README" in contents
+def test_the_first_page_has_the_promise_and_a_card_for_each_part(root, notebooks, tmp_path):
+    front = write_front(root)
+    assert front.split("\n\n")[1] == (root / "README.md").read_text().split("\n\n")[1]
+    assert "figures/learner.png" in front
+    cards = re.findall(r"<section><h2>([^<]+)</h2><p>[^<]+</p><ul>\n(.*?)</ul></section>", front, re.DOTALL)
+    assert [title for title, _ in cards] == [part.title for part in PARTS]
+    rows = [row for _, rows in cards for row in re.findall(r'<a href="(.+?)\.html">', rows)]
+    assert rows == [f"notebooks/{path.stem}" for path in notebooks]
+    assert len(re.findall(r"<small>\d+ minutes, \d\.\d GiB of memory</small>", front)) == len(notebooks)
+    contents = write_contents([path.stem for path in notebooks])
+    assert ":caption: Tools of the trade" in contents and "notebooks/00_start_here\n" in contents
+    assert "api/nodelaunch" in contents and "hosting/README" in contents and "docs/install" in contents
+    (tmp_path / "README.md").write_text((root / "README.md").read_text().replace("- [0 · ", "- [Lab 0 · "))
+    with pytest.raises(ValueError, match="no line for lab 0"):
+        write_front(tmp_path)
 
 
 def test_links_that_lead_nowhere_are_found(tmp_path):
@@ -191,7 +203,7 @@ def test_all_pages_are_written_and_solutions_only_where_they_are_wanted(root, tm
     texts = [path.read_text(encoding="utf-8") for path in (*labs, *scripts)]
     assert any("### BEGIN SOLUTION" in text for text in texts) == solutions
     assert any("# YOUR CODE HERE" in text for text in texts) != solutions
-    assert {"index.md", "guide.md", "slides.md", "conf.py", "SECURITY.md"} <= {path.name for path in folder.iterdir()}
+    assert {"index.md", "docs", "slides.md", "conf.py", "SECURITY.md"} <= {path.name for path in folder.iterdir()}
     assert "automodule:: lab_utils.timing" in (folder / "api" / "lab_utils.md").read_text()
 
 

@@ -1,3 +1,4 @@
+import ast
 import contextlib
 import json
 import os
@@ -13,13 +14,14 @@ import nbformat
 import pytest
 from harness.drawn import assert_explains
 from harness.fuzzing import make_odd_file
-from harness.notebook_rules import find_solutions
+from harness.notebook_rules import LIMITS, find_solutions
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course import workspace
-from course.check import attempts
+from course.check import LABS, attempts
+from course.parts import PARTS
 from course.start import write_start
-from course.workspace import MANIFEST, Report, make_script_stub, make_stub, update
+from course.workspace import GUESS_MARK, MANIFEST, Report, make_script_stub, make_stub, update
 from lab_common import LabError
 from lab_common.files import hold_folder
 
@@ -84,6 +86,41 @@ def test_several_solutions_in_a_cell_each_become_a_stub():
     assert source.count("raise NotImplementedError") == 2
     assert source.splitlines()[2] == "b = 2"
     assert "a = 1" not in source
+
+
+def test_an_example_guess_becomes_none_with_a_line_that_says_what_to_type():
+    source = (
+        "mine = {\n    'DP': 0.9,  # example guess: time with DP\n    2: -3,  # example guess: time with two\n}\nx = 3"
+    )
+    (*_, cell) = make_stub(make_lab(solution=source)).cells
+    assert cell.source.splitlines() == [
+        "# YOUR GUESS HERE: type a number in place of None, then run the cell.",
+        "mine = {",
+        "    'DP': None,  # time with DP, for example 0.9",
+        "    2: None,  # time with two, for example -3",
+        "}",
+        "x = 3",
+    ]
+
+
+def test_every_guess_of_the_labs_starts_at_none_in_the_learner_s_copy(root):
+    for path in sorted((root / "notebooks").glob("*.ipynb")):
+        lab = nbformat.read(path, as_version=4)
+        copied = {cell.id: cell.source for cell in make_stub(lab).cells}
+        asking = [cell for cell in lab.cells if GUESS_MARK in cell.source]
+        assert asking, path.name
+        for cell in asking:
+            found = find_guesses(copied[cell.id])
+            assert found and set(found) == {None}, f"{path.name}, cell {cell.id}: {found}"
+            assert len(found) == len(find_guesses(cell.source)) and None not in find_guesses(cell.source)
+            assert max(map(len, copied[cell.id].splitlines())) <= LIMITS.line
+
+
+def find_guesses(source: str) -> list[object]:
+    """The values that a cell gives to names such as ``my_ratio``, also those in a dictionary."""
+    given = [node for node in ast.parse(source).body if isinstance(node, ast.Assign)]
+    values = [ast.literal_eval(node.value) for node in given if ast.unparse(node.targets[0]).startswith("my_")]
+    return [one for value in values for one in (value.values() if isinstance(value, dict) else [value])]
 
 
 def test_a_solution_inside_a_markdown_cell_is_prose():
@@ -479,6 +516,8 @@ def test_the_first_page_names_the_labs_and_where_to_go_on(root, copy, runs):
     page = (copy / "START.md").read_text()
     rows = [line for line in page.splitlines() if line.startswith("| [Lab ")]
     assert len(rows) == len(list((root / "notebooks").glob("*.ipynb")))
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert headings == [part.title for part in PARTS] and [lab for part in PARTS for lab in part.labs] == list(LABS)
     assert "**Begin with [Lab 0 · Start here](00_start_here.ipynb).**" in page and rows[0].endswith("| 0 of 3 |")
     assert all(len(row.split("|")) == 7 and "" not in [part.strip() for part in row.split("|")[1:-1]] for row in rows)
     assert all(re.fullmatch(r" \d(\.\d)? GiB ", row.split("|")[4]) for row in rows)
@@ -488,4 +527,4 @@ def test_the_first_page_names_the_labs_and_where_to_go_on(root, copy, runs):
         attempts.note(number, "right", "")
     write_start(root / "notebooks", copy)
     page = (copy / "START.md").read_text()
-    assert "**Go on with [Lab 1 " in page and "| 3 of 3 |" in page and "| 1 of 4 |" in page
+    assert "**Continue with [Lab 1 " in page and "| 3 of 3 |" in page and "| 1 of 4 |" in page

@@ -13,15 +13,26 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from course.parts import PARTS
 from course.workspace import BEGIN, END, FOLDERS, make_script_stub, make_stub
+from website.front import write_front
 
 # Pages that are files of the repository as they are; their links to one another hold in the copy.
-GUIDES = ("SECURITY.md", "CONTRIBUTING.md", "data/README.md", "hosting/README.md")
-GUIDES += ("hosting/RACE.md", "hosting/hub/README.md", "hosting/kubernetes/README.md", "benchmarks/gpu/PATHS.md")
+GUIDES = ("README.md", "docs/where-to-run.md", "docs/start_anywhere.ipynb", "docs/install.md", "docs/settings.md")
+GUIDES += (
+    "docs/two-nodes.md",
+    "docs/race.md",
+    "docs/from-your-slides.md",
+    "data/README.md",
+    "packages/nodelaunch/README.md",
+)
+FOR_TEACHERS = ("hosting/README.md", "hosting/ISOLATION.md", "hosting/RACE.md", "hosting/hub/README.md")
+FOR_TEACHERS += ("hosting/kubernetes/README.md",)
+FOR_MAINTAINERS = ("CONTRIBUTING.md", "SECURITY.md", "docs/performance.md", "data/reference/README.md")
+FOR_MAINTAINERS += ("benchmarks/gpu/PATHS.md",)
+PAGES = GUIDES + FOR_TEACHERS + FOR_MAINTAINERS
 # What they link to besides.
 FILES = ("hosting/kubernetes/values.yaml",)
-# The first section of the README that is not on the start page.
-REST = "## How a lab works"
 MODULES = {
     "lab_utils": (
         "data",
@@ -49,11 +60,6 @@ Get the course's folder (by `git clone` and its address, or from your teacher), 
 LIVE = re.compile(r"https?://(127\.0\.0\.1|localhost)\b")
 # Characters of a solution's line, and of all of them, that give it away: "return total" may stand anywhere.
 SHORTEST, TELLING = 12, 30
-MORE = """## More
-
-[Working with the labs](guide.md) says how a lab works and what to do when something goes wrong. For teachers: the
-[slides](slides.md), [a class in containers](hosting/README.md), and [a race in 90 minutes](hosting/RACE.md).
-"""
 SLIDES = """# Slides
 
 For teachers: one page a lab, with its question, a figure, what it finds, and what to ask the class. The pages are made
@@ -72,7 +78,7 @@ def write_sources(root: Path, folder: Path, *, solutions: bool = False) -> None:
         solutions: Shows the exercises' solutions in place of stubs.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    for name in GUIDES + FILES:
+    for name in PAGES + FILES:
         _write(folder / name, (root / name).read_text(encoding="utf-8"))
     notebooks = sorted((root / "notebooks").glob("[0-9]*.ipynb"))
     solved = [] if solutions else find_solved(root / "notebooks")
@@ -91,10 +97,8 @@ def write_sources(root: Path, folder: Path, *, solutions: bool = False) -> None:
     shutil.copytree(here / "static", folder / "static")
     for package, modules in MODULES.items():
         _write(folder / "api" / f"{package}.md", write_api(package, modules))
-    start, guide = split_readme((root / "README.md").read_text(encoding="utf-8"))
-    _write(folder / "guide.md", guide)
     _write(folder / "slides.md", SLIDES)
-    _write(folder / "index.md", start + MORE + write_contents([path.stem for path in notebooks]))
+    _write(folder / "index.md", write_front(root) + write_contents([path.stem for path in notebooks]))
 
 
 def find_solved(folder: Path) -> list[tuple[str, ...]]:
@@ -159,20 +163,13 @@ def _say(words: str) -> NotebookNode:
     return nbformat.v4.new_output("display_data", {"text/plain": words})
 
 
-def split_readme(text: str) -> tuple[str, str]:
-    """Returns the README's start, up to the first section of its guide, and that guide as a page of its own."""
-    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
-    # The picture of this very site, and the line below it.
-    text = re.sub(r"!\[[^\]]*\]\([^)]*figures/site\.png\)\n\n[^\n]*\n\n", "", text)
-    start, rest = text.split(REST)
-    return start, f"# Working with the labs\n\n{REST}{rest}"
-
-
 def write_contents(labs: list[str]) -> str:
     """Returns the start page's table of contents, which makes the menu beside each page."""
-    parts = {
-        "Labs": [f"notebooks/{lab}" for lab in labs],
-        "Guides": ["guide", "slides", *(name.removesuffix(".md") for name in GUIDES)],
+    parts = {part.title: [f"notebooks/{labs[lab]}" for lab in part.labs if lab < len(labs)] for part in PARTS}
+    parts |= {
+        "Guides": ["The README <README>", *(name.rpartition(".")[0] for name in GUIDES[1:])],
+        "For teachers": ["slides", *(name.rpartition(".")[0] for name in FOR_TEACHERS)],
+        "For maintainers": [name.rpartition(".")[0] for name in FOR_MAINTAINERS],
         "Reference": [f"api/{package}" for package in MODULES],
     }
     blocks = [

@@ -30,6 +30,7 @@ from xml.etree import ElementTree
 from benchmarks.gpu import GRACE, TIME_IS_UP, run_capped
 from benchmarks.gpu.notebooks import LABS, read_record, write_json
 from lab_common import LabError, checkout
+from lab_common.commandline import read_option
 from lab_common.files import write_atomically
 from lab_common.text import clean
 
@@ -410,7 +411,7 @@ def publish_references(out: Path, root: Path) -> None:
     if (out / "reference" / "gpu_speed.json").exists():
         log = out / "speed_report.log"
         if run_capped([sys.executable, "-m", "benchmarks.gpu.speed_report"], seconds=60, log=log, cwd=root):
-            print(f"The README was not written: {log.name} says why.", flush=True)
+            print(f"docs/performance.md was not written: {log.name} says why.", flush=True)
 
 
 def print_facts(facts: dict[str, Any]) -> None:
@@ -432,7 +433,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     names = [step.name for step in list_steps(Path(), dry=True)]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=checkout() / "runs" / "gpu", metavar="FOLDER")
+    parser.add_argument("--out", type=read_option, default=checkout() / "runs" / "gpu", metavar="FOLDER")
     parser.add_argument("--dry", action="store_true", help="a rehearsal, on a CPU too, at the smallest size")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP", help=", ".join(names))
     parser.add_argument("--fresh", action="store_true", help="run again what is done")

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple
 from benchmarks.gpu import TIME_IS_UP, run_capped
 from course.notebooks import load_notebook
 from lab_common import LabError, checkout
+from lab_common.commandline import read_option
 from lab_common.files import write_atomically
 from lab_common.text import cut_lines
 
@@ -384,7 +385,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.notebooks", description=__doc__.splitlines()[0])
     parser.add_argument("labs", nargs="+", type=int, choices=LABS, metavar="LAB", help="0, 1, 4 or 5")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json", help="what came of each notebook")
+    parser.add_argument(
+        "--out", type=read_option, required=True, metavar="FILE.json", help="what came of each notebook"
+    )
     parser.add_argument("--seconds", type=float, default=3600.0, help="for all together")
     parser.add_argument("--short", action="store_true", help="shortened, as the record says")
     parser.add_argument("--dry", action="store_true", help="a rehearsal: lab 0 alone, small and in a few steps")

@@ -1,7 +1,7 @@
 """Measures training steps of ResNet-152 on 32×32 images against what others type.
 
 ``python -m benchmarks.gpu.speed --out FILE.json`` measures group by group, the most valuable first: the arms of a group
-get ready one after the other and then take turns, five times. Before that, the losses of 30 steps of each of our arms
+get ready one after the other and then take turns, six times. Before that, the losses of 30 steps of each of our arms
 have to lie within 2 % of those of IEEE float32 at the same batch size, in each step; an arm that does not is not timed.
 FILE.json is written after each turn, and another call with the same machine, versions and code goes on with the groups
 that are missing. Exit status: 0 when all is measured, 75 when the time was up before.
@@ -43,6 +43,7 @@ from benchmarks.gpu.roofline import SHEETS, find_sheet, predict
 from benchmarks.gpu.speed_report import ROUNDS, find_best, judge, list_rates
 from benchmarks.gpu.worker import ARMS, CURVE_BATCHES, CURVE_LR, CURVE_SCALE, Host, close_all
 from lab_common import LabError, checkout
+from lab_common.commandline import read_option
 from lab_common.files import read_bounded
 from lab_common.nvidia import query_smi
 from lab_utils import machine
@@ -359,7 +360,7 @@ def add_roofline(result: dict[str, Any], plan: Sequence[Group], gpu: str, dry: b
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.speed", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write, and to go on from")
+    parser.add_argument("--out", type=read_option, required=True, help="the JSON file to write, and to go on from")
     parser.add_argument("--dry", action="store_true", help="rehearse on a CPU, with a tiny network")
     parser.add_argument("--seconds", type=float, default=240.0, help="stop before so many are over (default: 240)")
     parser.add_argument("--batches", type=int, nargs="+", default=[], metavar="N", help="only these batch sizes")

@@ -1,27 +1,30 @@
 """What the benchmark's result says: its goals judged in words, its table, its figure.
 
-``python -m benchmarks.gpu.speed_report`` writes what ``data/reference/gpu_speed.json`` says into the README.
+``python -m benchmarks.gpu.speed_report`` writes what ``data/reference/gpu_speed.json`` says into docs/performance.md.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.claims import Claim, write_block, write_rows
+from benchmarks.claims import PAGE, Claim, write_block, write_rows
 from benchmarks.gpu.worker import ARMS
 from lab_common import checkout
+from lab_utils.timing import SpeedUp, Timing, find_speed_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PEER_TIMES = {128: 4.0, 1024: 2.0}  # the best eager AMP peer's, by batch
+BATCHES = (128, 1024)
+EAGER = {"compiled": False, "graph": False}
 COMPILED_TIMES, ROOFLINE_SHARE = 1.1, 0.55
-ROUNDS = 5
+ROUNDS = 6  # as few as a comparison needs
 # Parts of the names of CUDA kernels, and what such kernels do.
 KINDS = {
     "batch_norm": "batch normalisation",
@@ -32,13 +35,24 @@ KINDS = {
 }
 
 
+def count_rounds(result: dict[str, Any]) -> int:
+    """Returns the rounds that a result was measured in; older results do not name them and have five."""
+    return result.get("key", {}).get("rounds", 5)
+
+
+def list_timings(result: dict[str, Any], stem: str, batch: int, group: str) -> dict[str, Timing]:
+    """Returns the timings, by arm, of those timed in all rounds of one interleaved group."""
+    return {
+        one["arm"]: Timing(one["arm"], tuple(one["seconds"]), images=batch)
+        for one in result["measurements"]
+        if (one["stem"], one["batch"], one["group"]) == (stem, batch, group)
+        and len(one["seconds"]) >= count_rounds(result)
+    }
+
+
 def list_rates(result: dict[str, Any], stem: str, batch: int, group: str) -> dict[str, float]:
     """Returns images per second at the median, by arm, of those timed in all rounds of one interleaved group."""
-    return {
-        one["arm"]: batch / statistics.median(one["seconds"])
-        for one in result["measurements"]
-        if (one["stem"], one["batch"], one["group"]) == (stem, batch, group) and len(one["seconds"]) >= ROUNDS
-    }
+    return {arm: one.images_per_second for arm, one in list_timings(result, stem, batch, group).items()}
 
 
 def find_best(rates: dict[str, float], **wanted: bool) -> tuple[float, str] | None:
@@ -53,19 +67,21 @@ def list_groups(result: dict[str, Any], stem: str, batch: int) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def compare_best(result: dict[str, Any], stem: str, batch: int, peer: dict[str, bool]) -> tuple[float, str] | None:
-    """Returns how many times as fast as the best peer of a kind our best arm is, and says so in words.
+def compare_best(
+    result: dict[str, Any], stem: str, batch: int, own: dict[str, bool], peer: dict[str, bool]
+) -> tuple[SpeedUp, str] | None:
+    """Returns the speed-up of our best arm of a kind over the best peer of a kind, and the rates of the two in words.
 
-    Both from one interleaved group; of several groups, that with the higher ratio. None where there is no such pair.
+    Both from one interleaved group; of several groups, that with the higher speed-up. None where there is no such pair.
     """
     pairs = []
     for group in list_groups(result, stem, batch):
-        rates = list_rates(result, stem, batch, group)
-        ours, other = find_best(rates, ours=True), find_best(rates, ours=False, **peer)
+        timings, rates = list_timings(result, stem, batch, group), list_rates(result, stem, batch, group)
+        ours, other = find_best(rates, ours=True, **own), find_best(rates, ours=False, **peer)
         if ours and other:
             words = f"{ours[1]} {ours[0]:,.0f} against {other[1]} {other[0]:,.0f} images/s"
-            pairs.append((ours[0] / other[0], words))
-    return max(pairs, default=None)
+            pairs.append((find_speed_up(timings[other[1]], timings[ours[1]]), words))
+    return max(pairs, key=lambda pair: pair[0].value, default=None)
 
 
 def judge(result: dict[str, Any], stem: str = "imagenet") -> list[Claim]:
@@ -76,37 +92,37 @@ def judge(result: dict[str, Any], stem: str = "imagenet") -> list[Claim]:
         stem: Of the network.
     """
     claims = []
-    for batch, times in PEER_TIMES.items():
-        pair = compare_best(result, stem, batch, {"amp": True, "compiled": False})
-        text = f"ours against the best eager AMP peer, batch {batch:,}"
-        claims.append(_claim(text, pair, times, f"at least {times:g} times"))
-    for batch in PEER_TIMES:
-        pair = compare_best(result, stem, batch, {"compiled": True})
-        text = f"ours against the best compiled peer, batch {batch:,}"
-        claims.append(_claim(text, pair, COMPILED_TIMES, f"at least {COMPILED_TIMES:g} times"))
+    for batch in BATCHES:
+        pair = compare_best(result, stem, batch, EAGER, EAGER | {"amp": True})
+        claims.append(_claim_speed_up(f"ours, eager, against the best eager AMP peer, batch {batch:,}", pair))
+    for batch in BATCHES:
+        pair = compare_best(result, stem, batch, {}, {"compiled": True})
+        text = f"ours, graph or compiled, against the best compiled peer, batch {batch:,}"
+        claims.append(_claim_speed_up(text, pair, COMPILED_TIMES))
     limit = result.get("roofline", {}).get(stem, {}).get("1024", {}).get("fused")
     rates = [list_rates(result, stem, 1024, group) for group in list_groups(result, stem, 1024)]
     best = max((one for one in (find_best(some, ours=True) for some in rates) if one), default=None)
-    share = None
-    if limit and best:
-        share = best[0] / limit, f"{best[1]} {best[0]:,.0f} of {limit:,.0f} images/s"
-    text = "ours against the computed roofline (fused), batch 1,024"
-    claims.append(_claim(text, share, ROOFLINE_SHARE, f"at least {ROOFLINE_SHARE:.0%}", percent=True))
-    return claims
+    text, bound = "ours against the computed roofline (fused), batch 1,024", f"at least {ROOFLINE_SHARE:.0%}"
+    if not limit or not best:
+        return [*claims, Claim(text, "", bound, None)]
+    share, words = best[0] / limit, f"{best[1]} {best[0]:,.0f} of {limit:,.0f} images/s"
+    return [*claims, Claim(text, f"{share:.0%} ({words})", bound, share >= ROOFLINE_SHARE)]
 
 
-def _claim(text: str, found: tuple[float, str] | None, least: float, bound: str, *, percent: bool = False) -> Claim:
+def _claim_speed_up(text: str, found: tuple[SpeedUp, str] | None, least: float | None = None) -> Claim:
+    """Makes a claim out of a pair; with too few rounds, or without a bound, it is neither kept nor broken."""
+    bound = f"speed-up of at least {least:g}" if least else ""
     if found is None:
         return Claim(text, "", bound, None)
-    value, words = found
-    return Claim(text, f"{value:.0%} ({words})" if percent else f"{value:.2f} times ({words})", bound, value >= least)
+    gain, words = found
+    return Claim(text, f"{gain}; {words}", bound, None if math.isnan(gain.low) else not least or gain.value >= least)
 
 
 def list_rows(result: dict[str, Any], stem: str) -> dict[str, dict[int, dict[str, Any]]]:
     """Returns each timed arm's measurement by batch size: of those in several groups, the last one's."""
     rows: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in ARMS}
     for one in result["measurements"]:
-        if one["stem"] == stem and len(one["seconds"]) >= ROUNDS:
+        if one["stem"] == stem and len(one["seconds"]) >= count_rounds(result):
             rows[one["arm"]][one["batch"]] = one
     return {arm: row for arm, row in rows.items() if row}
 
@@ -144,9 +160,9 @@ def describe_profile(profile: dict[str, Any]) -> str:
         shares[kind] = shares.get(kind, 0.0) + row["share"]
     parts = [f"{kind} {share:.0%}" for kind, share in sorted(shares.items(), key=lambda one: -one[1])]
     return (
-        f"Under the profiler, the {profile['calls']:,.0f} kernels of a step of {profile['arm']} at batch "
-        f"{profile['batch']:,} take {profile['milliseconds']:.1f} ms. The {len(profile['top'])} names of kernels that "
-        f"take the most are {sum(shares.values()):.0%} of it: {', '.join(parts)}."
+        f"Under the profiler, one step of {profile['arm']} at batch {profile['batch']:,} runs "
+        f"{profile['calls']:,.0f} kernels in {profile['milliseconds']:.1f} ms. The {len(profile['top'])} most "
+        f"expensive kernels account for {sum(shares.values()):.0%} of that (rounded): {', '.join(parts)}."
     )
 
 
@@ -156,26 +172,28 @@ def write_report(result: dict[str, Any], stem: str = "imagenet") -> str:
     torch = result["key"]["versions"]["torch"]
     parts = [
         f"Measured on {when:%d %B %Y}; {here['label']}, torch {torch}. Training steps of {result['key']['net']}, "
-        f"{stem} stem, on random 32×32 images that are on the GPU: medians of {ROUNDS} rounds in turn, ± half of their "
-        "range. *losses off by*: the largest distance from those of float32 in 30 steps.",
-        write_rows(claim for claim in claims if claim.holds is not None),
+        f"{stem} stem, on random 32×32 images that are on the GPU, in {count_rounds(result)} rounds of all arms in "
+        "turn. Against a peer: the speed-up in each round's pair, with its 95 % interval. Images per second: medians, "
+        "± half of their range. *losses off by*: the largest distance from those of float32 in 30 steps.",
+        write_rows(claim for claim in claims if claim.measured),
         write_table(result, stem),
     ]
     parts += [describe_profile(one) for one in result["profiles"] if one["stem"] == stem and "top" in one]
-    missing = [claim.text for claim in claims if claim.holds is None]
+    missing = [claim.text for claim in claims if not claim.measured]
     parts += [f"Not measured yet: {'; '.join(missing)}."] if missing else []
     return "\n\n".join(parts)
 
 
 def keep(root: Path) -> None:
-    """Writes the report of ``data/reference/gpu_speed.json`` into the README of a checkout."""
+    """Writes the report of ``data/reference/gpu_speed.json`` into docs/performance.md of a checkout."""
     result = json.loads((root / "data" / "reference" / "gpu_speed.json").read_bytes())
-    write_block(root / "README.md", "make gpu", write_report(result))
+    write_block(root / PAGE, "make gpu", write_report(result))
 
 
 def _write_cell(batch: int, seconds: list[float]) -> str:
-    middle = statistics.median(seconds)
-    return f"{batch / middle:,.0f} ± {(max(seconds) - min(seconds)) / 2 / middle:.1%}"
+    rates = [batch / one for one in seconds]
+    middle = batch / statistics.median(seconds)
+    return f"{middle:,.0f} ± {(max(rates) - min(rates)) / 2 / middle:.1%}"
 
 
 def draw(result: dict[str, Any], stem: str = "imagenet", ax: Axes | None = None) -> Axes:

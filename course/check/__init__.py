@@ -26,7 +26,7 @@ from course.check.guesses import calibration, keep_guess, read_guesses
 from course.check.hints import SECOND_HINTS
 from course.diff import show_diff
 from lab_common import LabError
-from lab_common.text import clean
+from lab_common.text import clean, clean_message
 from lab_utils import machine
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class NotYetError(LabError):
     """An answer that is not right yet: the smallest failing case, yours, expected, one hint, and more after a while."""
 
     def __init__(self, case: str, *, yours: object, expected: object, hint: str) -> None:
-        self.yours, self.expected, self.hint, self.more = str(yours), str(expected), hint, ""
+        self.yours, self.expected, self.hint, self.more = clean_message(yours), clean_message(expected), hint, ""
         super().__init__(f"✘ {case}")
 
     def list_hints(self) -> list[tuple[str, str]]:

@@ -12,6 +12,9 @@ from lab_utils.timing import Records
 
 # Questions, of which the labs have some 20; and the largest ratio, either way, that a figure has room for.
 MOST_QUESTIONS, FARTHEST = 100, 1e12
+NO_GUESS = """There is no guess of yours to show here yet.
+To make one, type a number in place of None in the cell under a lab's heading "Predict".
+Then run that cell and all cells below it. Your guess is left out if the measurement was too noisy to judge it."""
 
 
 def keep_guess(what: str, guess: float | None, found: float, *, noise: str = "") -> None:
@@ -19,14 +22,11 @@ def keep_guess(what: str, guess: float | None, found: float, *, noise: str = "")
 
     Args:
         what: The question, such as ``"lab 1: AMP's speed-up"``.
-        guess: What the learner expected; where None, nothing is kept, and a line says so.
+        guess: What the learner expected; None if there is no guess, and then nothing is kept.
         found: What was measured, in the same unit.
         noise: Why that is no finding, as ``timing.find_noise`` says; then nothing is kept.
     """
-    if guess is None:
-        print("no guess was made")
-        return
-    if noise:
+    if guess is None or noise:
         return
     # As with the tries: a full disk must not stand between a learner and the figure.
     with contextlib.suppress(LabError):
@@ -64,7 +64,7 @@ def calibration() -> None:
     for what in [what for what in kept if what not in ratios]:
         print(f"{what}: guessed {kept[what][0]:g}, found {kept[what][1]:g}, which has no ratio")
     if not ratios:
-        print("No guess has been compared yet: run the labs from their Predict cells on. Of noise none is kept.")
+        print(NO_GUESS)
         return
     typical = math.exp(statistics.median(abs(math.log(ratio)) for ratio in ratios.values()))
     high = sum(ratio > 1 for ratio in ratios.values())

@@ -42,6 +42,8 @@ START, GRACE = 60.0, 1.0
 LONG = 300.0  # seconds that a collective waits where the limit of the ranks is to come first
 PRINTED, SENT = 20, 2**16  # lines of a rank's own print() that are shown, characters that are sent
 # What Gloo says where the ranks do not do the same.
+# With it, macOS lets a fork go on that its Objective-C libraries would end.
+FORK_SAFETY = "OBJC_DISABLE_INITIALIZE_FORK_SAFETY"
 NETWORK = ("gloo", "Timed out", "Application timeout", "Connection closed", "Connection reset")
 
 
@@ -242,6 +244,7 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
         if not any(word in str(one.error) for word in NETWORK):
             one.error.line_of_answer = one.line
             raise one.error
+    _blame_macos(outcomes)
     silent = [(rank, one) for rank, one in enumerate(outcomes) if one.stuck or one.number]
     expected = "every rank calls the same collectives in the same order, on tensors of equal size"
     if failed:
@@ -262,4 +265,15 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
             yours=f"rank {', '.join(str(rank) for rank, _ in silent)} gave no result{where}",
             expected=expected,
             hint="a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype",
+        )
+
+
+def _blame_macos(outcomes: list[Outcome]) -> None:
+    """Raises LabError where macOS may have ended a rank, since it was forked beside threads: no fault of the answer."""
+    if sys.platform == "darwin" and FORK_SAFETY not in os.environ and any(one.number for one in outcomes):
+        raise LabError(
+            "A rank of this check was killed.",
+            where="this kernel",
+            cause="macOS ends forked processes that call its own libraries",
+            fix=f"export {FORK_SAFETY}=YES, then start JupyterLab again from that terminal",
         )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from pathlib import Path
 
 from course.race import baseline, judge
 from course.race.images import NAMES
 from course.race.leagues import LEAGUES
 from lab_common import env_folder
-from lab_common.commandline import find_user, run_command
+from lab_common.commandline import find_user, read_option, run_command
 from lab_common.text import clean, clean_name
 from nodelaunch import choose_nodes, local_nodes
 
@@ -23,7 +23,8 @@ def main() -> None:
     rule = lap.add_mutually_exclusive_group()
     rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
     rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
-    lap.add_argument("--name", default=find_user(), help="who races")
+    # In a team's container every user is called "learner".
+    lap.add_argument("--name", default=os.environ.get("LAB_TEAM") or find_user(), help="who races")
     lap.add_argument(
         "--nodes",
         type=int,
@@ -33,11 +34,11 @@ def main() -> None:
     )
     lap.add_argument("--processes", type=int, default=1, help="on each node")
     lap.add_argument("--data", choices=NAMES, help="if not given, what is there")
-    lap.add_argument("script", type=Path)
+    lap.add_argument("script", type=read_option)
     lap.add_argument("args", nargs=argparse.REMAINDER)
     board = commands.add_parser("board", help="write the leaderboard of race folders")
-    board.add_argument("folders", nargs="+", type=Path, help="such as runs/race; or folders that hold several")
-    board.add_argument("--to", type=Path, default=env_folder("LAB_RUNS", "runs") / "race.html")
+    board.add_argument("folders", nargs="+", type=read_option, help="such as runs/race; or folders that hold several")
+    board.add_argument("--to", type=read_option, default=env_folder("LAB_RUNS", "runs") / "race.html")
     board.add_argument("--evaluate", action="store_true", help="evaluate all saved weights again")
     thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
     thresholds.add_argument("league", choices=LEAGUES)

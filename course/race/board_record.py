@@ -176,9 +176,8 @@ def _compare(record: dict[str, Any]) -> Iterator[tuple[str, bool]]:
     yield "speed_up", _agree(record["speed_up"], alone and alone["seconds"] / seconds)
     yield "efficiency", _agree(record["efficiency"], alone and alone["seconds"] / seconds / nodes)
     yield "curve", times == sorted(times) and curve[-1] == [seconds, top1]
-    # Earlier judges kept up to twice as many.
     samples = Counter(node for _, node, _ in record["usage"])
-    yield "usage", all(node < nodes and count <= 2 * SAMPLES for node, count in samples.items())
+    yield "usage", all(node < nodes and count <= SAMPLES for node, count in samples.items())
 
 
 def _agree(said: float | None, found: float | None) -> bool:

@@ -28,7 +28,7 @@ from course.race.board_record import check_numbers, read_record
 from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, drive, share_cores
 from course.race.evaluate import evaluate
 from course.race.leagues import find_threshold
-from lab_common import LabError, cores, nvidia
+from lab_common import LabError, cores, nvidia, read_path
 from lab_common.files import read_bounded
 from lab_common.text import clean
 from lab_utils import data
@@ -249,7 +249,7 @@ def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[t
         LabError: One is not there, is no text, or has a name that no record holds; or they are too large in all.
     """
     found, left = [], records.CODE_BYTES
-    for path in (Path(script), *map(Path, files or ())):
+    for path in map(read_path, (script, *(files or ()))):
         cause, fix = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all", "leave other data out of it"
         try:
             if not re.fullmatch(r"[\w.-]{1,60}", path.name, re.ASCII):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lab_common import LabError, env_folder
-from lab_common.files import read_bounded, write_atomically
+from lab_common.files import hold_lock, read_bounded, write_atomically
 from lab_common.text import clean
 
 FORMAT = 2
@@ -61,7 +60,7 @@ def hold_race(home: Path) -> Iterator[Path]:
         raise LabError(f"No lap can be kept here: {error.strerror}.", where=clean(home), fix=fix) from error
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold_lock(lock)
         except BlockingIOError:
             cause, fix = "two laps at once would slow each other", "wait for its end, or interrupt it"
             raise LabError("Another lap is running.", where=clean(home), cause=cause, fix=fix) from None

@@ -11,7 +11,9 @@ import html
 import importlib.util
 import json
 import os
+import re
 import select
+import shlex
 import subprocess
 import sys
 import time
@@ -19,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lab_common import LabError, env_folder
-from lab_common.text import clean
+from lab_common import LabError, env_folder, read_folder, read_path
+from lab_common.text import clean, clean_name
 
 if TYPE_CHECKING:
     from IPython.display import HTML
@@ -88,21 +90,27 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
     """Starts TensorBoard on 127.0.0.1, or returns the one that this process has running for the same folder.
 
     Args:
-        logdir: The folder with the event files, or with folders of them; made where it is not there.
+        logdir: The folder with the event files, or with folders of them (one path: TensorBoard shows all runs below
+            it). If it is not there, it is made, and the note says so; if it is an event file, its folder is taken.
         port: The port to try first. Where it is taken, a free one is used and the note says so.
         seconds: How long to wait until the server answers.
 
     Raises:
-        LabError: The server ended or did not answer in time.
+        LabError: The server ended or did not answer in time, or the folder cannot be made.
     """
-    logdir = Path(logdir).resolve()
+    words, logdir = _find_logdir(logdir)
     if logdir in _running:
         if _running[logdir].running:
             return _running[logdir]
         _running[logdir].stop()
     log = env_folder("LAB_RUNS", "runs") / "tensorboard.log"
     for folder in (logdir, log.parent):
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            read_folder(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            cause, fix = "the folder above it is not yours to write", "name a folder of your own"
+            what = f"The folder cannot be made: {error.strerror}."
+            raise LabError(what, where=folder, cause=cause, fix=fix) from error
     if log.exists() and not log.is_file():  # a pipe would wait for somebody to read
         cause, fix = "it is no regular file", "rename what is there, and run the cell again"
         raise LabError("The log of TensorBoard cannot be written.", where=log, cause=cause, fix=fix)
@@ -131,11 +139,67 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
         process.kill()
         raise
     url = choose_url(found)
-    words = [f"Port {port} is in use, so TensorBoard took {found}."] if port not in (0, found) else []
+    if port not in (0, found):
+        words.append(f"Port {port} is in use, so TensorBoard took {found}.")
     words.append(f"TensorBoard is at {url}")
     server = _running[logdir] = Board(logdir, found, url, "\n".join(words), process)
     atexit.register(server.stop)
     return server
+
+
+def _find_logdir(typed: str | Path) -> tuple[list[str], Path]:
+    """The folder that a typed path means, and what the user is told of it.
+
+    Raises:
+        LabError: The path leads in a circle, or is no path of one folder (``runs/*``, ``runs/a,runs/b``, ``gs://…``).
+    """
+    text = os.path.expandvars(os.fspath(typed))
+    try:
+        path = read_path(text).resolve()
+    except RuntimeError as error:
+        raise LabError("The path leads nowhere.", where=typed, cause=str(error), fix="name a folder") from error
+    if not path.exists():
+        _refuse_others(text, path)
+    name = clean_name(path.name, 80)
+    if path.is_file():
+        return [f"{name} is a file, so TensorBoard shows its folder."], path.parent
+    made = (
+        []
+        if path.exists()
+        else [f"{clean_name(path, 300)} was not there and was made: TensorBoard shows nothing until a run writes."]
+    )
+    return made, path
+
+
+def _refuse_others(typed: str, path: Path) -> None:
+    """Refuses what TensorBoard's command line takes, or took, in place of one folder.
+
+    Raises:
+        LabError: The text is a URL, a list of folders, or a pattern, or has quotes or blanks around it.
+    """
+    if re.match(r"[a-z][a-z0-9+.-]*://", typed):
+        cause, fix = "it is a URL; the board reads folders of this machine", "copy the runs here, and name their folder"
+        raise LabError("The log directory has to be a folder.", where=typed, cause=cause, fix=fix)
+    if typed != (plain := typed.strip().strip("'\"").strip()):
+        cause, fix = "quotes or blanks around it were meant for the shell", f"board.start({plain!r})"
+        raise LabError(
+            "The name of the log directory has quotes or blanks around it.", where=typed, cause=cause, fix=fix
+        )
+    # "one:runs/a,two:runs/b", as --logdir took them; a new folder may well be called lr=0.1,size=32.
+    folders = [re.sub(r"^[^/:]+:(?=.)", "", part) for part in typed.split(",")]
+    several = len(folders) > 1
+    if typed not in folders and all((several and "/" in one) or read_path(one).is_dir() for one in folders):
+        above = os.path.commonpath([read_path(folder).parent.absolute() for folder in folders])
+        cause, fix = "TensorBoard finds all runs below a folder by itself", f"board.start({os.path.relpath(above)!r})"
+        fix += f"; to give them names: tensorboard --logdir_spec {shlex.quote(typed)}"
+        raise LabError("The log directory is a list, and has to be one folder.", where=typed, cause=cause, fix=fix)
+    there = next(folder for folder in path.parents if folder.exists())
+    parts = path.relative_to(there).parts
+    for number, part in enumerate(parts):
+        if set(part) & set("*?["):
+            cause = "TensorBoard finds all runs below a folder by itself"
+            fix = f"board.start({str(there.joinpath(*parts[:number]))!r})"
+            raise LabError("The log directory is a pattern, and has to be a folder.", where=typed, cause=cause, fix=fix)
 
 
 def choose_url(port: int) -> str:

@@ -84,6 +84,7 @@ class Dataset:
         valid: For choosing among models.
         test: For the last number only.
         skipped: Images that could not be read and were left out because that was asked for.
+        notes: In words, which files were not taken, and which images were changed.
     """
 
     name: str
@@ -96,13 +97,15 @@ class Dataset:
     valid: Split
     test: Split
     skipped: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
         """One line, the same on every machine that has this data set: sizes, classes, source."""
         sizes = ", ".join(f"{len(getattr(self, split)):,} {split}" for split in ("train", "valid", "test"))
-        left_out = f"; {self.skipped:,} unreadable images were left out" if self.skipped else ""
-        return f"{self.name}: {sizes} images of {len(self.class_names)} classes, {self.source}{left_out}"
+        notes = [f"{self.skipped:,} unreadable images were left out"] if self.skipped else []
+        words = "; ".join([self.source, *notes, *self.notes])
+        return f"{self.name}: {sizes} images of {len(self.class_names)} classes, {words}"
 
     @property
     def for_nodes(self) -> dict[str, object]:
@@ -203,4 +206,5 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         pack,
         **splits,
         skipped=sum(split["skipped"] for split in manifest["splits"].values()),
+        notes=tuple(manifest["source"]["notes"]),
     )

@@ -7,23 +7,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lab_common import LabError, env_folder
+from lab_common import LabError
 from lab_common.commandline import run_command
 from lab_common.text import clean_name
 from lab_utils import data
 from lab_utils.data.archive import refuse_data_set
 from lab_utils.data.fetch import SIZE
-from lab_utils.data.folder import explain_unreadable
+from lab_utils.data.layout import explain_unreadable
 from lab_utils.data.pack import SPLITS, find_damage, read_manifest, restore_pack
 from lab_utils.data.sources import find_cinic10, list_packs, verify_pack
-from lab_utils.data.system import make_command, quote
+from lab_utils.data.system import choose_root, make_command, quote
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 1 after an error, whose message goes to stderr."""
     arguments = _parse(argv)
     try:
-        arguments.run(arguments, env_folder("LAB_DATA", "data"))
+        arguments.run(arguments, choose_root(None))
     except LabError as error:
         print(error, file=sys.stderr)
         return 1
@@ -42,7 +42,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     fetch.set_defaults(run=_fetch)
 
     take = commands.add_parser("import", help="pack CINIC-10 from an archive that you have")
-    take.add_argument("file", type=Path, metavar="FILE.tar.gz")
+    take.add_argument("file", metavar="FILE.tar.gz")
     take.set_defaults(run=_import)
 
     prepare = commands.add_parser("prepare", help="make the data set ready that the labs will use")

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from lab_common import LabError
+from lab_common import LabError, read_path
 from lab_common.files import hold_lock, open_regular
 from lab_common.text import clean_name
 from lab_utils.bars import open_bar
 from lab_utils.data.pack import digest
-from lab_utils.data.system import expand, make_command
+from lab_utils.data.system import make_command
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (
@@ -66,7 +66,7 @@ def fetch_archive(
         LabError: No address brought the right file; or it cannot be written here, or the disk is too small; or another
             process is fetching it.
     """
-    path = expand(folder) / name
+    path = read_path(folder) / name
     part = path.with_name(f"{name}.part")
     with _explain(path):
         if _is_there(path, size=size, md5=md5):

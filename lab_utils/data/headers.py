@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import re
 import tarfile
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from lab_utils.data.images import IMAGE_BYTES
@@ -39,12 +42,16 @@ MOST_LETTERS = 512  # of a member's path; CINIC-10's have fewer than 60
 MOST_PARTS = 100_000
 
 
-class RefusedError(Exception):
-    """Why the archive is refused, in words that follow 'The archive is refused: it has'."""
+HARM = "it is not CINIC-10's archive, or was made to do harm"
+OTHER = "it is not CINIC-10's archive, or was packed from other files as well"
 
-    def __init__(self, reason: str, member: str = "") -> None:
+
+class RefusedError(Exception):
+    """Why the archive is refused, in words that follow 'The archive is refused: it has', and what that likely means."""
+
+    def __init__(self, reason: str, member: str = "", cause: str = HARM) -> None:
         super().__init__(reason)
-        self.reason, self.member = reason, member
+        self.reason, self.member, self.cause = reason, member, cause
 
 
 _PAX = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -121,38 +128,78 @@ def _check_pax(content: bytes) -> None:
         raise RefusedError("a pax header that no archive of images has")
 
 
-class CappedReader:
-    """Decompresses a gzip file, and refuses to go on past a number of bytes, however little they take compressed.
+class _Gzip:
+    """Decompresses one part of a gzip file, with the methods of ``bz2.BZ2Decompressor`` and ``lzma.LZMADecompressor``.
 
     With zlib itself, because Python's gzip goes one by one through the zeros that may stand behind the content: where
     they are a hole in a small file, for days.
     """
 
+    needs_input, eof, unused_data = True, False, b""
+
+    def __init__(self) -> None:
+        self._stream = zlib.decompressobj(zlib.MAX_WBITS | 16)  # of a gzip file, whose checksums it compares
+
+    def decompress(self, data: bytes, size: int) -> bytes:
+        block = self._stream.decompress(self._stream.unconsumed_tail + data, size)
+        self.needs_input = not self._stream.unconsumed_tail
+        self.eof, self.unused_data = self._stream.eof, self._stream.unused_data
+        return block
+
+
+# By a file's first bytes: what decompresses it. The dictionary of an .xz file takes at most 256 MiB here.
+DECOMPRESSORS = {
+    b"\x1f\x8b": _Gzip,
+    b"BZh": bz2.BZ2Decompressor,
+    b"\xfd7zXZ\0": partial(lzma.LZMADecompressor, memlimit=2**28),
+}
+
+
+class CappedReader:
+    """Reads a file, decompressed where it is compressed, and refuses to go on past a number of bytes."""
+
     def __init__(self, file: BinaryIO, size: int, cap: int) -> None:
         """Takes a file of ``size`` bytes, of which no more are read, and the ``cap`` on what they become."""
         self._file, self._unread, self._cap, self._left = file, size, cap, cap
         self._part, self._parts, self._rest = None, 0, b""
+        file.seek(0)
+        first = file.read(min(size, 6))
+        self._make = next((make for mark, make in DECOMPRESSORS.items() if first.startswith(mark)), None)
+        self.compressed = bool(self._make)
+        file.seek(0)
 
     def read(self, size: int) -> bytes:
         """Returns at most ``size`` bytes; empty at the end.
 
         Raises:
             RefusedError: It is more than it may be.
-            EOFError, zlib.error: The file is cut short, damaged, or no gzip file.
+            EOFError, zlib.error, OSError, lzma.LZMAError: The file is cut short or damaged.
         """
-        while self._fill() or self._part:
+        block = self._decompress(size) if self._make else self._take(size)
+        self._left -= len(block)
+        if self._left < 0:
+            raise RefusedError(f"more than {self._cap:,} bytes when decompressed", cause=OTHER)
+        return block
+
+    def _take(self, size: int) -> bytes:
+        block = self._file.read(min(size, self._unread))
+        self._unread = self._unread - len(block) if block else 0
+        return block
+
+    def _decompress(self, size: int) -> bytes:
+        while self._part or self._fill():
             if self._part is None:
                 self._begin_part()
-            block = self._part.decompress(self._rest, size)
-            ended = self._part.eof
-            if not (block or ended or self._rest):
+            data = b""
+            if asked := self._part.needs_input:
+                self._fill()
+                data, self._rest = self._rest, b""
+            block = self._part.decompress(data, size)
+            if self._part.eof:
+                self._rest, self._part = self._part.unused_data, None
+            elif asked and not (block or data):
                 raise EOFError("it ends before its content does")
-            self._rest = self._part.unused_data if ended else self._part.unconsumed_tail
-            self._part = None if ended else self._part
             if block:
-                self._left -= len(block)
-                if self._left < 0:
-                    raise RefusedError(f"more than {self._cap:,} bytes when decompressed")
                 return block
         return b""
 
@@ -164,11 +211,10 @@ class CappedReader:
             if self._rest or not self._unread:
                 return bool(self._rest)
             # Short, because what follows a part in it is copied for each part.
-            self._rest = self._file.read(min(16384, self._unread))
-            self._unread = self._unread - len(self._rest) if self._rest else 0
+            self._rest = self._take(16384)
 
     def _begin_part(self) -> None:
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise RefusedError(f"more than {MOST_PARTS:,} parts that are compressed on their own")
-        self._part = zlib.decompressobj(zlib.MAX_WBITS | 16)  # of a gzip file, whose checksums it compares
+        self._part = self._make()

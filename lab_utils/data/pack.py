@@ -158,7 +158,9 @@ def read_manifest(folder: Path) -> dict | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     manifest["classes"] = [clean_name(name, 80) for name in manifest["classes"]]
-    manifest["source"]["words"] = clean_name(manifest["source"]["words"], 200)
+    source = manifest["source"]
+    source["words"] = clean_name(source["words"], 200)
+    source["notes"] = [clean_name(note, 2000) for note in source["notes"]]
     return manifest
 
 
@@ -178,6 +180,8 @@ def _is_sound(manifest: dict) -> bool:
         and isinstance(sums, dict)
         and set(sums) == set(ARRAYS)
         and all(isinstance(text, str) for text in sums.values())
+        and isinstance(source["notes"], list)
+        and len(source["notes"]) <= 10
     )
 
 

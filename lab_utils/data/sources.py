@@ -13,7 +13,8 @@ from lab_common import LabError, checkout
 from lab_common.text import clean_name
 from lab_utils.bars import open_bar
 from lab_utils.data import shapes
-from lab_utils.data.folder import explain_unreadable, has_layout, pack_folder, survey
+from lab_utils.data.folder import pack_folder, survey_folder
+from lab_utils.data.layout import Folder, explain_unreadable, find_data_sets, is_data_set
 from lab_utils.data.pack import MANIFEST, find_damage, open_arrays, read_manifest, restore_pack
 from lab_utils.data.system import make_command, quote
 from lab_utils.data.write import write_pack
@@ -28,30 +29,28 @@ def find_cinic10(root: Path) -> Path | None:
     Raises:
         LabError: Several folders could be meant, or one cannot be read.
     """
-    if has_layout(root):
-        return root
-    with explain_unreadable(root):
-        children = sorted(root.iterdir()) if root.is_dir() else []
-    folders = [child for child in children if "cinic" in child.name.lower() and has_layout(child)]
-    if len(folders) > 1:
+    tree, imported = Folder(root), root / "packed" / "cinic10"
+    tops = find_data_sets(tree, deepest=1) if root.is_dir() else []
+    if "cinic" not in "".join(tops[:1]).lower() and tops != [""]:
+        with explain_unreadable(imported.parent):
+            restore_pack(imported)
+        if read_manifest(imported):
+            return imported
+        tops = tops or (find_data_sets(tree) if root.is_dir() else [])
+    if len(tops) > 1:
         raise LabError(
-            f"{len(folders)} folders could be CINIC-10.",
-            where=", ".join(map(clean_name, folders)),
-            cause="more than one folder here has 'cinic' in its name and the splits train, valid, test in it",
-            fix=f"point at the one you mean: export LAB_DATA={clean_name(folders[0])}",
+            f"{len(tops)} folders could be CINIC-10.",
+            where=", ".join(clean_name(root / top) for top in tops),
+            cause="more than one folder here has the splits train, valid, test in it",
+            fix=f"point at the one you mean: export LAB_DATA={quote(root / tops[0])}",
         )
-    if folders:
-        return folders[0]
-    imported = root / "packed" / "cinic10"
-    with explain_unreadable(imported.parent):
-        restore_pack(imported)
-    return imported if read_manifest(imported) else None
+    return root / tops[0] if tops else None
 
 
 def pack_homes(root: Path) -> list[Path]:
     """Returns the folders where packs may lie, one that can be written first; never inside somebody's data set."""
     own, spare = root / "packed", checkout() / "data" / "packed"
-    if has_layout(root):
+    if root.is_dir() and is_data_set(Folder(root)):
         return [spare]
     existing = next(parent for parent in (own, root, *root.parents) if parent.exists())
     return [own, spare] if os.access(existing, os.W_OK | os.X_OK) else [spare, own]
@@ -71,9 +70,9 @@ def provide_pack(name: str, root: Path, *, skip_bad: bool = False) -> tuple[Path
     found = find_cinic10(root)
     if found is None:
         raise _explain_absence(root)
-    if not has_layout(found):
+    if found == root / "packed" / "cinic10":
         return _open(found, read_manifest(found))
-    listing, fingerprint = survey(found)
+    listing, left_out, fingerprint = survey_folder(found)
     # The path is part of the name: two folders may share the spare home.
     pack_name = f"cinic10-folder-{hashlib.sha256(os.fsencode(found)).hexdigest()[:8]}"
     opened = _open_current(root, pack_name, fingerprint)
@@ -81,7 +80,7 @@ def provide_pack(name: str, root: Path, *, skip_bad: bool = False) -> tuple[Path
         words = "from a folder in CINIC-10's layout"
         pack = pack_homes(root)[0] / pack_name
         source = {"kind": "folder", "words": words, "fingerprint": fingerprint}
-        pack_folder(found, pack, listing, source=source, skip_bad=skip_bad)
+        pack_folder(found, pack, listing, source=source, left_out=left_out, skip_bad=skip_bad)
         opened = _open(pack, read_manifest(pack))
     return opened
 
@@ -147,7 +146,7 @@ def _open(pack: Path, manifest: dict | None) -> tuple[Path, dict, dict[str, tupl
 
 
 def _explain_absence(root: Path) -> LabError:
-    archives = sorted(root.glob("*[Cc][Ii][Nn][Ii][Cc]*.tar.gz")) if root.is_dir() else []
+    archives = sorted(f for f in root.glob("*[Cc][Ii][Nn][Ii][Cc]*.*") if f.is_file()) if root.is_dir() else []
     if archives:
         cause, fix = "the archive lies there, but was not imported", make_command(f"import {quote(archives[0])}")
     else:

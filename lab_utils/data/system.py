@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from lab_common import LabError, checkout, env_folder
+from lab_common import LabError, checkout, env_folder, read_folder
 from lab_common.text import clean_name
 
 
@@ -16,29 +16,22 @@ def quote(path: object) -> str:
     return "'" + clean_name(path).replace("'", "'\\''") + "'"
 
 
-def expand(path: Path | str) -> Path:
-    """Returns a path with a user's home in place of ``~``.
-
-    Raises:
-        LabError: There is no such user.
-    """
+def find_target(path: Path | str) -> str:
+    """Returns where a symbolic link leads, safe to print; "" where there is none, or nobody can tell."""
     try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        cause, fix = f"there is no such user ({clean_name(error, 200)})", "write the path in full: /home/you/..."
-        raise LabError("The path leads nowhere.", where=clean_name(path, 300), cause=cause, fix=fix) from error
+        return clean_name(Path(path).readlink(), 300)
+    except OSError:
+        return ""
 
 
 def choose_root(root: Path | str | None) -> Path:
     """Returns the folder that holds data sets: a named one, else ``LAB_DATA``, else the repository's ``data/``.
 
     Raises:
-        LabError: It begins with the home of a user that is not known, or leads in a circle.
+        LabError: It begins with the home of a user that is not known, leads in a circle, or is a file.
     """
-    if not root:
-        return env_folder("LAB_DATA", "data")
     try:
-        return expand(root).resolve()
+        return read_folder(root or env_folder("LAB_DATA", "data")).resolve()
     except (OSError, RuntimeError) as error:  # Python before 3.13: RuntimeError
         cause, fix = f"its links lead in a circle ({clean_name(error, 200)})", "name another folder"
         raise LabError("The path leads nowhere.", where=clean_name(root, 300), cause=cause, fix=fix) from error

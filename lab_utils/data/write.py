@@ -8,7 +8,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from numpy.lib.format import open_memmap
 
 from lab_common import LabError
 from lab_common.files import sync_folder
+from lab_common.text import clean_name
+from lab_utils.data.images import decode, describe_bad, is_deep
 from lab_utils.data.pack import FORMAT, MANIFEST, SPLITS, make_draft_folder, put_into_place, sweep_drafts
 from lab_utils.data.system import make_command
 
@@ -25,14 +28,37 @@ from lab_utils.data.system import make_command
 class Draft:
     """The arrays of a pack that is being written, to be filled by position.
 
-    ``skipped`` has the positions, per split, whose image could not be read: they are taken out in the end.
+    ``skipped`` has the positions, per split, whose image could not be read, and ``bad`` their names: they are taken out
+    in the end. ``deep`` names the images that had 16 bits a channel.
     """
 
     folder: Path
     images: dict[str, np.ndarray]
     labels: dict[str, np.ndarray]
     skipped: dict[str, list[int]] = field(default_factory=lambda: {split: [] for split in SPLITS})
-    notes: dict[str, object] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
+    deep: list[str] = field(default_factory=list)
+
+    def put(self, name: str, split: str, position: int, read: Callable[[], bytes]) -> None:
+        """Decodes an image file to its position, or notes that it is bad."""
+        try:
+            content = read()
+            self.images[split][position] = decode(content)
+            if is_deep(content):
+                self.deep.append(name)
+        except (ValueError, OSError) as error:
+            self.bad.append(describe_bad(name, error))
+            self.skipped[split].append(position)
+
+    def describe(self, left_out: str) -> dict[str, object]:
+        """What the manifest keeps of the images that were changed or not taken; told once, on stderr."""
+        notes = [left_out] if left_out else []
+        if count := len(self.deep):
+            few = f"{count:,} image{'s' * (count > 1)} (such as {clean_name(self.deep[0], 200)})"
+            notes.append(f"scaled from 16 bits a channel to 8: {few}")
+        for note in notes:
+            print(f"Note: {note}.", file=sys.stderr)
+        return {"bad": self.bad[:100], "notes": notes}
 
 
 @contextlib.contextmanager
@@ -41,8 +67,9 @@ def write_pack(
     counts: Mapping[str, int],
     *,
     class_names: tuple[str, ...],
-    source: Mapping[str, object],
+    source: dict[str, object],
     mean_std: tuple[tuple[float, ...], tuple[float, ...]] | None = None,
+    left_out: str = "",
 ) -> Iterator[Draft]:
     """Opens a draft of ``counts`` images per split; when the block ends well, the pack stands at ``folder``.
 
@@ -54,6 +81,7 @@ def write_pack(
         class_names: In the order of the labels.
         source: Where the images come from; ``fingerprint`` says whether the pack is still up to date.
         mean_std: Per channel, in 0..1; worked out over the training images where it is None.
+        left_out: In words, the files that were not taken.
     """
     draft_folder, lock = make_draft_folder(folder)
     try:
@@ -66,7 +94,7 @@ def write_pack(
                 _reserve(path, start=arrays[split, kind].offset)
         draft = Draft(draft_folder, {s: arrays[s, "images"] for s in SPLITS}, {s: arrays[s, "labels"] for s in SPLITS})
         yield draft
-        _finish(draft, class_names, dict(source), mean_std)
+        _finish(draft, class_names, source | draft.describe(left_out), mean_std)
         put_into_place(draft_folder, folder)
     except OSError as error:
         raise LabError(
@@ -132,7 +160,7 @@ def _finish(draft: Draft, class_names: tuple[str, ...], source: dict, mean_std: 
             "skipped": len(draft.skipped[split]),
         }
     mean, std = mean_std or measure_mean_std(draft.images["train"])
-    manifest |= {"mean": list(mean), "std": list(std), "source": source | draft.notes}
+    manifest |= {"mean": list(mean), "std": list(std), "source": source}
     with (draft.folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.flush()

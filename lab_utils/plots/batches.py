@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from lab_utils.plots.style import COLOURS, choose_styles, mark_noise, new_axes
-from lab_utils.timing import Timing, find_noise, lie_apart
+from lab_utils.timing import SpeedUp, Timing, find_noise, find_speed_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -74,7 +74,7 @@ def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Ti
     """Finds the batch size from which the candidate stays ahead of the baseline.
 
     Between two measured batch sizes the logarithm of the ratio of speeds is taken to be linear in the logarithm of the
-    batch size. Where the quartiles of the two overlap, neither is ahead, and the batch size is left out.
+    batch size. Where no speed-up is proven, neither is ahead, and the batch size is left out.
 
     Args:
         baseline: Timings, or images per second, by batch size.
@@ -84,20 +84,22 @@ def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Ti
         The batch size; None where the candidate is ahead at every size, not ahead at the largest, or ahead, behind and
         ahead again, which no crossover explains.
     """
-    base, other = _speeds(baseline), _speeds(candidate)
-    both = sorted(base.keys() & other.keys())
-    ratios = [(batch, math.log(other[batch] / base[batch])) for batch in both if _decided(baseline, candidate, batch)]
+    both = sorted(baseline.keys() & candidate.keys())
+    gains = {batch: _find_gain(baseline[batch], candidate[batch]) for batch in both}
+    known = [batch for batch, gain in gains.items() if gain.rounds]
+    ratios = [(batch, math.log(gains[batch].value)) for batch in known if gains[batch].proven]
     ahead = [ratio > 0 for _, ratio in ratios]
-    if len(set(ahead)) < 2 or ahead != sorted(ahead) or ratios[-1][0] != both[-1]:
+    if len(set(ahead)) < 2 or ahead != sorted(ahead) or ratios[-1][0] != known[-1]:
         return None
     (left, low), (right, high) = ratios[ahead.index(True) - 1 : ahead.index(True) + 1]
     return left * (right / left) ** (low / (low - high))
 
 
-def _decided(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Timing | float], batch: int) -> bool:
-    """Whether one of the two is ahead at a batch size, as plain numbers always are."""
-    pair = baseline[batch], candidate[batch]
-    return not all(isinstance(one, Timing) for one in pair) or lie_apart(*pair)
+def _find_gain(baseline: Timing | float, candidate: Timing | float) -> SpeedUp:
+    """Returns the speed-up, which for plain numbers has no noise."""
+    if isinstance(baseline, Timing) and isinstance(candidate, Timing):
+        return find_speed_up(baseline, candidate)
+    return SpeedUp(*[candidate / baseline] * 3, rounds=1)
 
 
 def speed_up(
@@ -108,7 +110,9 @@ def speed_up(
     guess: float | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draws how many times the baseline's images per second the candidate reaches, against the batch size.
+    """Draws the candidate's speed-up over the baseline, with its 95 % interval, against the batch size.
+
+    Where an error bar crosses the line at 1, or has too few rounds to be drawn, no speed-up is proven.
 
     Args:
         sweeps: For each line its timings, at several batch sizes, of ``baseline`` and ``candidate``.
@@ -121,23 +125,23 @@ def speed_up(
     for (label, timings), dashes in zip(sweeps.items(), itertools.cycle(SOLID), strict=False):
         points = group(timings)
         shown += [*points[baseline].values(), *points[candidate].values()]
-        base, other = _speeds(points[baseline]), _speeds(points[candidate])
-        ratios = {batch: other[batch] / base[batch] for batch in sorted(base.keys() & other.keys())}
+        both = sorted(points[baseline].keys() & points[candidate].keys())
+        gains = {batch: find_speed_up(points[baseline][batch], points[candidate][batch]) for batch in both}
+        gains = {batch: gain for batch, gain in gains.items() if gain.rounds}
         colour = choose_styles([candidate])[candidate][0]
-        ax.plot(ratios.keys(), ratios.values(), linestyle=dashes, marker="o", color=colour, label=label)
-        batches |= ratios.keys()
+        middles = [gain.value for gain in gains.values()]
+        below = [gain.value - gain.low for gain in gains.values()]
+        above = [gain.high - gain.value for gain in gains.values()]
+        ax.plot(gains.keys(), middles, linestyle=dashes, marker="o", color=colour, label=label)
+        ax.errorbar(gains.keys(), middles, (below, above), fmt="none", ecolor=colour, capsize=4, elinewidth=1.2)
+        batches |= gains.keys()
     mark_noise(ax, find_noise(shown))
     ax.axhline(1, color=COLOURS.get(baseline, "#7F7F7F"), linewidth=1.5)
     if guess is not None:
         ax.axhline(guess, color="black", linestyle="--", label="my guess")
     ax.set_xscale("log", base=2)
     ax.set_xticks(sorted(batches), [str(batch) for batch in sorted(batches)])
-    ax.set(xlabel="batch size in images", ylabel=f"{candidate}: times the images/s of {baseline}", ylim=(0, None))
+    ax.set(xlabel="batch size in images", ylabel=f"speed-up of {candidate} over {baseline}", ylim=(0, None))
     ax.set_ylim(top=1.05 * ax.get_ylim()[1])  # room above the highest point
     ax.legend()
     return ax
-
-
-def _speeds(line: Mapping[int, Timing | float]) -> dict[int, float]:
-    speeds = {key: one.images_per_second if isinstance(one, Timing) else one for key, one in line.items()}
-    return {batch: speed for batch, speed in speeds.items() if not math.isnan(speed)}

@@ -42,7 +42,7 @@ class Timing:
             the step included; None on a CPU.
         rank: The slowest rank, whose seconds these are; None where ``torch.distributed`` is not in use.
         others: The share of the processors' time, 0 to 1, that other programs took meanwhile; 0 where some was idle, as
-            then they hardly disturb; None in records of before.
+            then they hardly disturb.
         busiest: The program that took at least half of that: a notebook's name, or a process; "" where none is known.
         few: Whether ``LAB_ROUNDS`` allowed fewer rounds than were asked for.
     """
@@ -55,7 +55,7 @@ class Timing:
     device: str = "cpu"
     peak_bytes: int | None = None
     rank: int | None = None
-    others: float | None = None
+    others: float = 0.0
     busiest: str = ""
     few: bool = False
 
@@ -92,7 +92,7 @@ class Timing:
         jumps = self.high > MOST_SPREAD * self.low > 0
         # Where a process that waits for no other did the same work in another time, something else had the processor.
         work = Timing(self.name, self.cpu_seconds if self.rank is None and self.device == "cpu" else ())
-        if (self.others or 0) > MOST_OTHERS or (jumps and work.high < 1.1 * work.low):
+        if self.others > MOST_OTHERS or (jumps and work.high < 1.1 * work.low):
             return "busy"
         return "jumps" if jumps else ""
 
@@ -109,29 +109,26 @@ class Timing:
 
     @classmethod
     def from_record(cls, record: object) -> Timing:
-        """Returns the Timing that ``as_record`` was called on; fields that a newer version added are left out.
+        """Returns the Timing that ``as_record`` was called on.
 
         Raises:
             ValueError: It is no such record.
         """
-        if not isinstance(record, Mapping):
-            raise ValueError("a Timing that is no dictionary")
-        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        texts = [known.get("name"), known.get("device", ""), known.get("busiest", "")]
-        lists = [known.get("seconds"), known.get("cpu_seconds", [])]
-        counts = [known[key] for key in ("images", "warmup") if key in known]
-        counts += [known[key] for key in ("peak_bytes", "rank") if known.get(key) is not None]
-        shares = [known["others"]] if known.get("others") is not None else []
+        if not isinstance(record, Mapping) or record.keys() != {field.name for field in fields(cls)}:
+            raise ValueError("a Timing with other fields than as_record writes")
+        lists = [record["seconds"], record["cpu_seconds"]]
+        counts = [record["images"], record["warmup"]]
+        counts += [record[name] for name in ("peak_bytes", "rank") if record[name] is not None]
         if not (
-            all(isinstance(text, str) for text in texts)
+            all(isinstance(record[name], str) for name in ("name", "device", "busiest"))
             and all(isinstance(numbers, list | tuple) for numbers in lists)
             and all(_is_size(number, int, float) for numbers in lists for number in numbers)
             and all(_is_size(count, int) for count in counts)
-            and all(_is_size(share, float) for share in shares)
-            and isinstance(known.get("few", False), bool)
+            and _is_size(record["others"], float)
+            and isinstance(record["few"], bool)
         ):
             raise ValueError("a Timing whose fields are not those of as_record")
-        return cls(**known | {"seconds": tuple(lists[0]), "cpu_seconds": tuple(lists[1])})
+        return cls(**{**record, "seconds": tuple(lists[0]), "cpu_seconds": tuple(lists[1])})
 
 
 def _is_size(number: object, *types: type) -> bool:
@@ -270,5 +267,5 @@ def _keep_slowest(timing: Timing) -> Timing:
     distributed.all_gather_object(timings, timing)
     rank = max(range(len(timings)), key=lambda index: timings[index].median)
     peak = max((one.peak_bytes for one in timings if one.peak_bytes is not None), default=None)
-    others, busiest = max((one.others or 0.0, one.busiest) for one in timings)
+    others, busiest = max((one.others, one.busiest) for one in timings)
     return replace(timings[rank], rank=rank, peak_bytes=peak, others=others, busiest=busiest)

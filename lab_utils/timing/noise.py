@@ -1,10 +1,10 @@
-"""Says when a measurement is no finding: the machine was busy, the times jump, or the quartiles overlap."""
+"""Says when a measurement is no finding: the machine was busy, the times jump, or the rounds were few."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lab_utils.timing.measure import MOST_SPREAD, ROUNDS, Timing
+from lab_utils.timing.measure import ROUNDS, Timing
 
 
 def find_noise(timings: Iterable[Timing]) -> str:
@@ -16,7 +16,7 @@ def find_noise(timings: Iterable[Timing]) -> str:
     known = [timing for timing in timings if timing.noise]
     if any(timing.noise == "few" for timing in known):
         return f"{ROUNDS} allowed only a few rounds: unset it, and measure again"
-    others, busiest = max(((timing.others or 0, timing.busiest) for timing in known), default=(0, ""))
+    others, busiest = max(((timing.others, timing.busiest) for timing in known), default=(0, ""))
     if any(timing.noise == "busy" for timing in known):
         share = f", other programs took {others:.0%} of its processors" if others else ""
         share += f", most of it {busiest}" if others and busiest else ""
@@ -25,18 +25,3 @@ def find_noise(timings: Iterable[Timing]) -> str:
         widest = max(known, key=lambda one: one.high / one.low)
         return f"the times of {widest.name} jump, quartiles {widest.high / widest.low:.1f}-fold apart: measure again"
     return ""
-
-
-def lie_apart(one: Timing, other: Timing) -> bool:
-    """Whether two set-ups differ by more than their spread: their quartiles do not overlap.
-
-    Fewer than three steps have none; the widest are taken that are not called noise. False where memory ran out.
-    """
-    (low, high), (other_low, other_high) = _range(one), _range(other)
-    return high < other_low or other_high < low
-
-
-def _range(timing: Timing) -> tuple[float, float]:
-    if len(timing.seconds) < 3:
-        return timing.median / MOST_SPREAD**0.5, timing.median * MOST_SPREAD**0.5
-    return timing.low, timing.high

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lab_common import LabError, env_folder
+from lab_common import LabError, env_folder, read_path
 from lab_common.files import open_regular
 from lab_utils import machine
 from lab_utils.timing.measure import Timing
@@ -47,7 +47,7 @@ class Records:
 
     def __init__(self, lab: str, root: str | Path | None = None) -> None:
         self.lab = lab
-        self.path = Path(root or env_folder("LAB_RUNS", "runs")) / f"{lab}.jsonl"
+        self.path = (read_path(root) if root else env_folder("LAB_RUNS", "runs")) / f"{lab}.jsonl"
         self.note = ""
 
     def once(self, kind: str, function: Callable[[], object], *, again: bool = False, **settings: object) -> Any:

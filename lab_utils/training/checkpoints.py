@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from lab_common import LabError
+from lab_common import LabError, read_path
 from lab_common.files import open_regular, sync_folder
 from lab_common.text import clean_name
 from lab_utils.training.states import UnusableError, check_readable, check_whole, read_state, refuse_state, write_state
@@ -52,7 +52,7 @@ class Checkpoints:
     def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
         if keep < 1:
             raise LabError("At least one checkpoint must be kept.", where=f"Checkpoints(keep={keep})", fix="keep=2")
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep = read_path(folder), keep
         # What this process has said already: names of damaged files, and those of higher steps than the one it saved.
         self._told: set[str] = set()
         # Names of the files that it could not load, and that are no longer to count.
@@ -86,14 +86,15 @@ class Checkpoints:
                 # Held until the writer closes the file or dies, however it dies: so the next save can tell a stray one.
                 _try_lock(file)
                 digest = write_state(state, file, folder=self.folder)
-                check_readable(temporary)
+                check_readable(temporary, state)
                 path = self.folder / f"step-{step:09d}-{digest}.pt"
                 # Before the file has its name: whoever names one later has not been seen by us, and keeps it.
                 old, higher = self._find_others(path)
                 temporary.replace(path)
             sync_folder(self.folder)
         except OSError as error:
-            fix = "choose a folder that you may write to"
+            file = isinstance(error, FileExistsError | NotADirectoryError)
+            fix = "choose a folder: a file lies there" if file else "choose a folder that you may write to"
             raise LabError("The checkpoint was not saved.", where=self.folder, cause=str(error), fix=fix) from error
         self._damaged.discard(path.name)
         _remove(old)

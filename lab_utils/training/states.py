@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import pickle
 import pickletools
+import re
 import shutil
 import struct
 import warnings
@@ -17,6 +19,7 @@ import torch
 
 from lab_common import LabError
 from lab_common.text import clean_name
+from lab_utils.training.unfit import find_shard, find_unfit
 
 # What torch raises for want of a disk, of memory or of a device: no other state would mend it.
 NOT_OF_THE_STATE = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
@@ -56,13 +59,19 @@ class _Digest:
 
 def write_state(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
     """Writes a state down to the disk and returns the digest for its name."""
+    if place := find_shard(state):
+        fix = (
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) on every rank, save on rank 0"
+        )
+        cause = "a state_dict() after fully_shard or parallelize_module holds parts: the others' would be lost"
+        raise LabError(f"{place} is a DTensor, of which this rank holds only its part."[:120], cause=cause, fix=fix)
     target = _Digest(file)
     try:
         torch.save(state, target)
     except NOT_OF_THE_STATE:
         raise
     except Exception as error:  # whatever the __getstate__ and __reduce__ of the objects in it raise
-        raise refuse_state(_first_line(error)) from error
+        raise explain_state(state, error) from error
     try:
         if target.error is not None:
             raise target.error
@@ -80,7 +89,7 @@ def write_state(state: dict[str, Any], file: BinaryIO, *, folder: Path) -> str:
     return target.hexdigest()
 
 
-def check_readable(path: Path) -> None:
+def check_readable(path: Path, state: dict[str, Any]) -> None:
     """Refuses at once what loading would refuse when it is needed; mapped, so that no tensor is read."""
     try:
         with path.open("rb") as file:
@@ -88,7 +97,33 @@ def check_readable(path: Path) -> None:
         # On the CPU, where the file is only mapped: tensors of a GPU would be copied back to it.
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, UnusableError) as error:
-        raise refuse_state(_first_line(error)) from error
+        raise explain_state(state, error) from error
+
+
+def explain_state(state: dict[str, Any], error: Exception) -> LabError:
+    """Returns the error for a state that cannot be saved or loaded: which entry, its type, and what to save instead."""
+    found = find_unfit(state, _is_loadable)
+    if not found:
+        return refuse_state(_say(error))
+    (place, kind, instead), *others = found
+    more = f"; so are {', '.join(f'{where} ({what})' for where, what, _ in others[:3])}" if others else ""
+    more += f", and {len(others) - 3} more" if len(others) > 3 else ""
+    return LabError(
+        f"{clean_name(place, 60)} is {clean_name(kind, 32)}, which a checkpoint may not hold.",
+        where="Checkpoints.save",
+        cause="loading it would run code of its class" + clean_name(more, 500),
+        fix=clean_name(f"save {instead}" if instead else f"leave {place} out, and make it anew after loading", 300),
+    )
+
+
+def _is_loadable(content: bytes) -> bool:
+    try:
+        with io.BytesIO(content) as file:
+            _check_pickle(file)
+            _load(file, "cpu")
+    except Exception:
+        return False
+    return True
 
 
 def refuse_state(reason: str) -> LabError:
@@ -130,8 +165,7 @@ def read_state(file: BinaryIO, path: Path, map_location: torch.device | str) -> 
     except UnusableError:
         raise
     except Exception as error:  # torch raises whatever its unpickler and its readers do, a KeyError as well
-        # torch puts advice to load it unsafely before what was wrong.
-        reason = _first_line(error.__context__ or error)
+        reason = _say(error)
         if "unsupported global" in str(error).lower():
             raise _refuse_code(path, reason) from error
         if str(map_location) != "cpu" and _is_readable(file):
@@ -222,6 +256,17 @@ def _refuse_code(path: Path, reason: str) -> LabError:
         cause=f"the file was not made by these labs: {clean_name(reason, 300)}",
         fix="do not load it another way; delete it unless you know who made it",
     )
+
+
+def _say(error: Exception) -> str:
+    """What was wrong, without the advice of torch to load the file all the same."""
+    # It puts that advice before what was wrong, which is the error that it was making its own of.
+    text = str(error.__context__ or error)
+    if found := re.search(r"(?:GLOBAL|but got) (?:<class ')?([^\s']+)", text):
+        return f"it refers to the code of {found[1]}, which is neither a tensor nor a number, text or container"
+    if "Weights only load failed" in text:
+        return "its pickle is none of a state_dict()"
+    return _first_line(error.__context__ or error)
 
 
 def _first_line(error: BaseException) -> str:

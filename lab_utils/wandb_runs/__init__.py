@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from lab_common import read_path
 from lab_utils.wandb_runs.reading import list_runs, read_records, read_run
 from lab_utils.wandb_runs.records import Recorded
 
@@ -75,7 +76,7 @@ def connect(folder: Path | str) -> Connection:
     Args:
         folder: Where runs and caches go; made if it is not there.
     """
-    folder = Path(folder).absolute()
+    folder = read_path(folder).absolute()
     (folder / "wandb").mkdir(parents=True, exist_ok=True)  # the SDK takes another place where this one is missing
     for part in ("CACHE", "DATA", "ARTIFACT"):
         os.environ[f"WANDB_{part}_DIR"] = str(folder / "wandb-home" / part.lower())

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lab_common import LabError
+from lab_common import LabError, read_path
 from lab_utils.wandb_runs.records import Recorded, collect
 
 SETTLE_SECONDS, TRIES = 1.5, 5  # a record that does not end, and was written to just now, is read again
@@ -33,7 +33,7 @@ def read_run(path: Path | str) -> Recorded:
     Raises:
         LabError: There is no record, or the installed SDK cannot read it or shows it in another form.
     """
-    file = _find_record(Path(path))
+    file = _find_record(read_path(path))
     if file.stat().st_size > FILE_BYTES:
         cause, fix = f"it has {file.stat().st_size / 1e9:.1f} GB", "look at the run with: wandb sync"
         raise LabError("The record is larger than any run of the labs.", where=file, cause=cause, fix=fix)
@@ -56,7 +56,7 @@ def read_run(path: Path | str) -> Recorded:
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
     """Has the SDK print a run's records, one by one; none where nothing but the header had reached the disk."""
-    return _inspect(_find_record(Path(path)))
+    return _inspect(_find_record(read_path(path)))
 
 
 def _inspect(file: Path) -> list[dict[str, Any]]:
@@ -82,4 +82,4 @@ def _find_record(path: Path) -> Path:
 
 def list_runs(folder: Path | str) -> list[Path]:
     """Returns the folders of all runs recorded under a folder, by name, which has the second of the start."""
-    return sorted(path for path in Path(folder).glob("wandb/*run-*") if any(path.glob("*.wandb")))
+    return sorted(path for path in read_path(folder).glob("wandb/*run-*") if any(path.glob("*.wandb")))

@@ -76,12 +76,24 @@ FOLLOWED = re.compile(
 OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
 # A cause, though torch raises the same error: of a store that a script opens itself, and of NCCL, which refuses two
 # ranks on one GPU, or has no memory.
-TAKEN = re.compile(r"EADDRINUSE|address already in use|ncclInvalidUsage|out of memory")
+TAKEN = re.compile(r"EADDRINUSE|EADDRNOTAVAIL|address already in use|ncclInvalidUsage|out of memory")
 
 
-def failed_as_consequence(message: str) -> bool:
-    """Whether an error says no more than that another rank is gone or does not answer."""
-    return bool(OF_TORCH.match(message) and FOLLOWED.search(message) and not TAKEN.search(message))
+# Marks of torch's own words, if they are raised in C for a line of the script, which has errors of these types, too.
+MARKS = re.compile(
+    r"gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation|which compares", re.I
+)
+
+
+def failed_as_consequence(message: str, file: str = "/torch/") -> bool:
+    """Returns True if an error says no more than that another rank is gone or does not answer.
+
+    Args:
+        message: The error's.
+        file: Where it was raised, as far as Python knows: the innermost file of its traceback.
+    """
+    known = OF_TORCH.match(message) and FOLLOWED.search(message) and not TAKEN.search(message)
+    return bool(known and ("/torch/" in file or MARKS.search(message)))
 
 
 def shorten_gloo(message: str) -> str:

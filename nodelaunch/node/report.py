@@ -58,16 +58,14 @@ class Events:
     """Lines of JSON in a file that all ranks of a node append to, each in one write."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._rank = folder / "events.jsonl", rank
+        self._path, self._rank, self._file = folder / "events.jsonl", rank, -1
 
     def write(self, event: str, **facts: object) -> None:
         """Adds a line."""
         line = json.dumps({"event": event, "rank": self._rank, "time": time.time(), **facts}) + "\n"
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(descriptor, line.encode())
-        finally:
-            os.close(descriptor)
+        if self._file < 0:  # and kept: a rank that has no file left to open has to say so
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.write(self._file, line.encode())
 
     def introduce(self, *, pid: int, local_rank: int, processes: int) -> None:
         """Says who this rank is, and at which port it meets the others; ``processes`` is how many the node has."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 import errno
 import functools
 import io
+import os
 import pickle
 import socket
+import time
 from datetime import datetime, timedelta, timezone
 
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
@@ -57,7 +59,7 @@ def guard_stores() -> None:
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     dynamic_rendezvous.pickle = StatePickle
-    make_store = TCPStore.__init__
+    make_store, told = TCPStore.__init__, os.environ.get("MASTER_ADDR", "")
     if hasattr(make_store, "__wrapped__"):
         return
 
@@ -65,12 +67,33 @@ def guard_stores() -> None:
     def make_bound_store(
         self: TCPStore, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, *rest, **more
     ) -> None:
+        _check_name(host_name, told)
         # `rest` goes on with timeout, wait_for_workers, multi_tenant, master_listen_fd.
         if is_master and len(rest) < 4 and more.get("master_listen_fd") is None:
             more["master_listen_fd"], port = _bind(host_name, port)
         make_store(self, host_name, port, world_size, is_master, *rest, **more)
 
     TCPStore.__init__ = make_bound_store
+
+
+def _check_name(host: str, told: str) -> None:
+    """Checks that a name has an address; torch would ask again for as long as the group's timeout, half an hour.
+
+    Raises:
+        RuntimeError: It has none, also when asked a second and a third time.
+    """
+    for pause in (0.5, 1.5, 0.0):
+        try:
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return
+        except socket.gaierror as error:
+            # A name that is known in a moment is a node of a cluster that is just being set up.
+            words = f"the name '{host}' of the meeting point is not known on this node"
+            if told and host != told:
+                words += f", and the script set it: MASTER_ADDR was {told}"
+            unknown = RuntimeError(f"{words} ({error.strerror})")
+        time.sleep(pause)
+    raise unknown
 
 
 def _bind(host: str, port: int) -> tuple[int, int]:

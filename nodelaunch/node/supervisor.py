@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -56,6 +57,8 @@ class Supervisor:
         self._writing = threading.Lock()
         self._workers: dict[int, int] = {}  # pid -> rank
         self._memory: dict[int, int] = {}  # rank -> largest resident set, bytes
+        self._halted: set[int] = set()  # ranks that are stopped by a signal
+        self._family: list[int] = []  # elsewhere than on Linux: what ran when the end began
 
     def run(self) -> int:
         """Runs the command to its end, or to a reason to stop; returns the exit status."""
@@ -81,7 +84,7 @@ class Supervisor:
             self._check_bounds(started)
             if time.monotonic() - sampled > 0.5:
                 sampled = time.monotonic()
-                self._sample_memory()
+                self._sample_workers()
         killed = self._end(process)
         for pump in list(self._pumps):
             self._wait_for(pump, started)
@@ -224,10 +227,15 @@ class Supervisor:
                 self._workers[facts["pid"]] = facts["rank"]
             self._put(MARK.encode() + line)
 
-    def _sample_memory(self) -> None:
+    def _sample_workers(self) -> None:
+        """Notes how much memory each worker has, and tells when it is stopped, of which it can say nothing."""
         for pid, rank in list(self._workers.items()):  # a copy: another thread may hear of a worker meanwhile
             with contextlib.suppress(OSError, IndexError):  # gone, or a zombie, which has no memory
                 status = Path(f"/proc/{pid}/status").read_text()
+                halted = "\nState:\tT" in status
+                if halted != (rank in self._halted):
+                    self._halted ^= {rank}
+                    self._say("halted", rank=rank, halted=halted)
                 peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
                 self._memory[rank] = max(peak, self._memory.get(rank, 0))
 
@@ -243,6 +251,8 @@ class Supervisor:
 
     def _end(self, process: subprocess.Popen) -> int:
         """Ends all descendants: first politely, then for certain; returns how many had to be killed."""
+        if not sys.platform.startswith("linux"):  # orphans do not return to this process there
+            self._family = self._find_own()
         if process.poll() is None:
             self._say("stopping", **self._stops[0])
             process.terminate()
@@ -251,12 +261,12 @@ class Supervisor:
             self._pass_events()
             _reap(process)
             time.sleep(0.02)
-        killed = kill_all(self._find_own)
+        killed, self._family = kill_all(self._find_own), []  # later those numbers may be another's
         process.wait()
         return killed
 
     def _find_own(self) -> list[int]:
-        return [pid for pid in _find_descendants() if pid != self._guard.pid]
+        return [pid for pid in _find_descendants(self._family) if pid != self._guard.pid]
 
     def close(self) -> None:
         """Ends all that is left, and then the guard."""
@@ -284,12 +294,12 @@ def _reap(process: subprocess.Popen) -> None:
             pass
 
 
-def _find_descendants() -> list[int]:
-    """Process ids of all living descendants of this process."""
+def _find_descendants(family: Sequence[int] = ()) -> list[int]:
+    """Process ids of all living descendants of this process, of the living of ``family`` and of their descendants."""
     children: dict[int, list[int]] = {}
     for pid, parent, state in list_processes():
         if not state.startswith("Z"):
-            children.setdefault(parent, []).append(pid)
+            children.setdefault(os.getpid() if pid in family else parent, []).append(pid)
     found, todo = [], [os.getpid()]
     while todo:
         below = children.get(todo.pop(), [])

@@ -113,6 +113,12 @@ def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
     if not have:
         return verdicts
     for name, own in have.items():
+        if tuple(map(int, own["python"].split(".")[:2])) < (3, 11):
+            fix = "install a newer Python there, or name the one that is there: python=…"
+            cause = "what the launcher runs on nodes is written for Python 3.11"
+            verdicts.append(
+                Verdict(name, "Python", "red", f"Python {own['python']}: 3.11 or newer is needed", cause, fix)
+            )
         if torchrun and not own["torch"]:
             cause = "torch was not installed there, or python= names another environment"
             fix = f"install torch there, or name the Python that has it: python=…; now: {own['program']}"

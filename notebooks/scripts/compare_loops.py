@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import os
+import statistics
 import time
 from datetime import timedelta
 
@@ -31,6 +32,12 @@ class Clock(L.Callback):
     def note(self):
         """A step ends now."""
         self.ends.append((time.perf_counter(), time.process_time()))
+
+    def find_middle(self):
+        """The median step in wall-clock and in CPU seconds: the steps of one round are not independent."""
+        pairs = itertools.pairwise(self.ends[WARMUP:])
+        steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+        return tuple(map(statistics.median, zip(*steps, strict=True)))
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         """Lightning calls this after each step."""
@@ -102,7 +109,7 @@ LOOPS = {"lab 5": run_ours, "Fabric": run_fabric, "Accelerate": run_accelerate, 
 
 
 def measure(args):
-    """The seconds of each loop's steps, in rounds that begin with another loop each time."""
+    """The seconds of each loop's middle step, round by round; each round begins with another loop."""
     seconds, before = {name: [] for name in LOOPS}, timing.read_usage()
     for round_number in range(args.rounds + 1):
         start = round_number % len(LOOPS)
@@ -111,8 +118,7 @@ def measure(args):
             clock = Clock()
             LOOPS[name](args, clock)
             if round_number:  # the first round is dropped
-                ends = clock.ends[WARMUP:]
-                seconds[name] += [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(ends)]
+                seconds[name].append(clock.find_middle())
     others, busiest = timing.find_others(before)
     rank = dist.get_rank() if RANKS > 1 else None
     return [
@@ -128,7 +134,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--net", default="tiny", choices=models.NAMES)
     parser.add_argument("--batch-size", type=int, default=32, help="images per process")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     args = parser.parse_args()
     if RANKS > 1:
         dist.init_process_group("gloo", timeout=timedelta(minutes=2))

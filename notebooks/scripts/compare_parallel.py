@@ -26,7 +26,7 @@ def parse_arguments():
     parser.add_argument("--net", default="resnet18", choices=models.NAMES)
     parser.add_argument("--stem", default="imagenet", choices=["imagenet", "cifar"])
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=[16], help="global batch size")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     return parser.parse_args()
 
 

@@ -13,8 +13,8 @@ parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--how", choices=("die", "skip"), required=True)
 args = parser.parse_args()
 
-# A hanging rank would end by itself after this time; the launcher's hang_timeout is shorter here.
-dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+# How long a rank waits for the others before it gives up; torch's default is half an hour.
+dist.init_process_group("gloo", timeout=timedelta(seconds=10))
 for step in range(10):
     wrong = dist.get_rank() == 1 and step == 5
     if wrong and args.how == "die":

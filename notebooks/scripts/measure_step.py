@@ -27,7 +27,7 @@ def parse_arguments():
     parser.add_argument("--net", default="resnet18", choices=models.NAMES)
     parser.add_argument("--stems", nargs="+", default=["cifar", "imagenet"])
     parser.add_argument("--batch-sizes", nargs="*", type=int, default=[8], help="images per process")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=6)
     return parser.parse_args()
 
 

@@ -167,7 +167,7 @@ PATHS = (
     GpuPath("how busy the GPU is", "nodelaunch/node/sampler.py: Gpus", "launch: the_sampler_reads_how_busy_the_gpu_is"),
     GpuPath(
         "a rank that waits for its GPU",
-        "nodelaunch/node/worker.py: _read_clock",
+        "nodelaunch/node/watch.py: _read_clock",
         "launch: a_rank_that_waits_for_its_gpu_does_not_look_busy",
     ),
     GpuPath(
@@ -197,7 +197,7 @@ PATHS = (
     ),
     GpuPath(
         "two ranks on one GPU",
-        "nodelaunch/causes.py: look_up",
+        "nodelaunch/messages.py: look_up",
         "torchrun: two_ranks_on_one_gpu_work_or_are_refused_in_words",
     ),
     GpuPath(

@@ -228,6 +228,7 @@ def test_lab_1_trains_and_evaluates_in_a_precision(gpu, define, name):
     names = {"torch": torch, "F": F, "GradScaler": GradScaler, "partial": partial, "itertools": itertools}
     names |= {"models": models, "training": training, "DEVICE": gpu.device, "dataset": SimpleNamespace(batches=make)}
     names["PRECISIONS"] = {"fp32": ("ieee", None), "bf16": ("ieee", torch.bfloat16)}
+    names |= {"FAST": name == "fp32"}  # with units for bf16, and without
     train = define(LAB1, "baseline", "amp-step", "steps", "accuracy", **names)["train_once"]
     assert 0 <= train(name, 0) <= 100
     assert len(find_autocasts(gpu)) == (2 if name == "bf16" else 0)

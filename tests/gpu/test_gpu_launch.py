@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lab_utils import models
 from nodelaunch import local_nodes
-from nodelaunch.causes import look_up
-from nodelaunch.node import worker
+from nodelaunch.messages import look_up
+from nodelaunch.node import watch, worker
 from nodelaunch.node.errors import failed_as_consequence
 from nodelaunch.node.facts import find_gpus, find_versions
 from nodelaunch.node.sampler import Gpus
@@ -82,9 +82,9 @@ def test_a_rank_that_waits_for_its_gpu_does_not_look_busy(gpu, monkeypatch):
     if gpu.real:
         torch.zeros(1, device=gpu.device)
     else:
-        assert worker._read_clock(threading.main_thread().ident) > 0
+        assert watch._read_clock(threading.main_thread().ident) > 0
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert worker._read_clock(threading.main_thread().ident) == 0.0
+    assert watch._read_clock(threading.main_thread().ident) == 0.0
 
 
 def test_the_device_of_a_rank_is_found_and_cuda_not_started(real_gpu):

@@ -68,10 +68,9 @@ elif mode == "once":
         os.kill(os.getpid(), signal.SIGKILL)
     dist.barrier()
 elif mode == "hang":
+    fault()
     if faulty:
-        fault()
-        while True:
-            time.sleep(1000)
+        dist.recv(value, src=0)
     dist.all_reduce(value)
 elif mode == "model":
     DDP(torch.nn.Linear(4, 4))

@@ -12,7 +12,7 @@ from pathlib import Path
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import reader
 
-from course.workspace import BEGIN, END
+from course.workspace import BEGIN, END, GUESS, GUESS_MARK
 
 IMPORTS = {
     "torch",
@@ -97,6 +97,7 @@ def find_faults(path: Path) -> list[str]:
         *find_size_faults(notebook, choose_limits(lab)),
         *find_prose_faults(notebook, path.parent),
         *find_anatomy_faults(notebook, lab, path.parent),
+        *find_guess_faults(notebook),
     ]
 
 
@@ -320,6 +321,23 @@ def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
     solutions = code.count(BEGIN) + len(beside)
     if solutions < len(exercises):
         faults.append(f"{solutions} solutions for {len(exercises)} exercises")
+    return faults
+
+
+def find_guess_faults(notebook) -> list[str]:
+    """An example guess in the first code cell below each heading *Predict*, in the form that the copy looks for."""
+    faults, predicts = [], False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            predicts = predicts or re.search(r"^#+ Predict\b", cell.source, re.MULTILINE) is not None
+            continue
+        lines = [line for line in cell.source.splitlines() if GUESS_MARK in line]
+        if predicts and not lines:
+            faults.append(f"{name_cell(cell)}: no line ends with '{GUESS_MARK}: …', below a heading 'Predict'")
+        faults += [
+            f"{name_cell(cell)}: {line.strip()!r} has no number to replace" for line in lines if not GUESS.match(line)
+        ]
+        predicts = False
     return faults
 
 

@@ -4,9 +4,7 @@ What is saved comes from the drawn data set and from a fresh folder of records, 
 """
 
 import argparse
-import base64
 import os
-import re
 import sys
 import tempfile
 import time
@@ -20,8 +18,6 @@ from notebook_rules import count_minutes
 from lab_common import LabError
 from lab_common.files import write_atomically
 from lab_utils import data
-
-PICTURE = ("01_mixed_precision", "throughput-figure")  # the notebook and the cell of the README's figure
 
 
 def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
@@ -83,23 +79,6 @@ def save_notebook(notebook: nbformat.NotebookNode, path: Path, source: bytes) ->
         file.write((nbformat.writes(notebook) + "\n").encode())
 
 
-def save_picture(notebook: nbformat.NotebookNode, folder: Path) -> None:
-    """Saves the first figure of the README's cell."""
-    cells = {cell.id: cell for cell in notebook.cells}
-    figure = next(output.data["image/png"] for output in cells[PICTURE[1]].outputs if "data" in output)
-    (folder / "lab1_throughput.png").write_bytes(base64.b64decode(figure))
-
-
-def save_needs(notebook: nbformat.NotebookNode, readme: Path, name: str) -> None:
-    """Writes the minutes and the memory that a lab takes into its row of the README's table, its next to last cells."""
-    row = rf"^(\| \[[^|]+\]\(notebooks/{re.escape(name)}\) (?:\|[^|]+){{2}})\|[^|]+\|[^|]+\|"
-    text, lab = readme.read_text(encoding="utf-8"), notebook.metadata["lab"]
-    changed = re.sub(row, rf"\1| {lab['minutes']} | {lab['peak_gib']:.1f} GiB |", text, flags=re.MULTILINE)
-    if changed != text:
-        with write_atomically(readme, mode=readme.stat().st_mode & 0o777) as file:
-            file.write(changed.encode())
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("notebooks", nargs="+", type=Path)
@@ -122,10 +101,6 @@ def main() -> int:
                 except LabError as error:
                     print(error, file=sys.stderr)
                     return 1
-                if (readme := path.parents[1] / "README.md").exists():
-                    save_needs(notebook, readme, path.name)
-                if path.stem == PICTURE[0]:
-                    save_picture(notebook, path.parent / "figures")
     return 0
 
 

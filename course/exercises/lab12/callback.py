@@ -20,6 +20,7 @@ import nodelaunch as launch
 from course.check import NotYetError, OpenError, expect
 from course.exercises.scripts import expect_scripts, read_script
 from course.frameworks import find_python
+from lab_common import read_path
 
 RANKS = 2
 # Seconds that each step sleeps, by rank and epoch. In epoch 1 rank 1 is the slowest, in epoch 2 rank 0, and neither
@@ -60,7 +61,7 @@ class _Epoch:
 
 def verify_callback(path: str | Path) -> str:
     """Fits a network on two ranks with the callback, and compares what it logs with what its steps took."""
-    script, driver = Path(path).resolve(), Path(__file__).with_name("timed_fit.py")
+    script, driver = read_path(path).resolve(), Path(__file__).with_name("timed_fit.py")
     expect_scripts(script)
     tree = read_script(script, path)
     if not any(isinstance(node, ast.ClassDef) and node.name == "SlowestRank" for node in tree.body):

@@ -24,6 +24,7 @@ from course.exercises.lab12 import by_hand
 from course.exercises.lab12.by_hand import LR, MOMENTUM, Means
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
 from course.frameworks import find_python
+from lab_common import read_path
 from lab_utils import data
 
 # Neither of the valid split's shares, of 42 or 21 images, is full batches only, so that a mean of the batches' means
@@ -85,7 +86,7 @@ class _Run:
 
 def verify_lightning_script(path: str | Path) -> str:
     """Runs the script in one process, then on two nodes, and compares both with training by hand."""
-    script = Path(path).resolve()
+    script = read_path(path).resolve()
     expect_scripts(script)
     tree = read_script(script, path)
     _expect_settings(tree)

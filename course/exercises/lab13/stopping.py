@@ -34,6 +34,7 @@ from course.calls import count_collectives
 from course.check import NotYetError, expect
 from course.exercises.ranks import NETWORK, Outcome, fork_ranks
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from lab_common import read_path
 from lab_utils import data
 
 # Four full batches of each rank make an epoch; four images are left over.
@@ -98,7 +99,7 @@ def verify_stopping(path: str | Path) -> str:
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank.
     import torch._dynamo  # noqa: F401
 
-    script = Path(path).resolve()
+    script = read_path(path).resolve()
     expect_scripts(script)
     read_script(script, path)
     print("Your script runs in two processes, which are told to stop three times ...", flush=True)

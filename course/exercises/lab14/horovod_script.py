@@ -46,6 +46,7 @@ from course.exercises.lab5.ddp_script import (
 from course.exercises.lab14.horovod_stand_in import Average, Compression, Horovod
 from course.exercises.ranks import NETWORK, Outcome, fork_ranks
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from lab_common import read_path
 from lab_utils import data, models
 
 LR = 0.05
@@ -117,7 +118,7 @@ def verify_horovod_script(path: str | Path) -> str:
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank.
     import torch._dynamo  # noqa: F401
 
-    script = Path(path).resolve()
+    script = read_path(path).resolve()
     expect_scripts(script)
     tree = read_script(script, path)
     _expect_devices(tree)

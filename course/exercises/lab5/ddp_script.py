@@ -23,6 +23,7 @@ from course.check import NotYetError, expect
 from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
 from course.exercises.lab5.precautions import asks_for_checkpoint, expect_precautions
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from lab_common import read_path
 from lab_utils import data, models
 
 # Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
@@ -76,7 +77,7 @@ class _Runs:
 
 def verify_ddp_script(path: str | Path) -> str:
     """Runs the script on two nodes and judges what it did."""
-    script = Path(path).resolve()
+    script = read_path(path).resolve()
     expect_scripts(script, script.with_name("observed.py"))
     tree = read_script(script, path)
     expect_precautions(tree)

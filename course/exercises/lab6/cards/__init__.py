@@ -124,7 +124,9 @@ class Card:
 
             def run(program: Sequence[str] = (), **more: str) -> launch.JobResult:
                 given = {"env": env | more, "program": program} if program else {"env": env | more}
-                job = launch.TorchrunJob(path, [folder], hang_timeout=HANG_SECONDS, **options, **given)
+                # That ranks train alone is the learner's to find out.
+                given |= {"hang_timeout": HANG_SECONDS, "needs_group": False}
+                job = launch.TorchrunJob(path, [folder], **options, **given)
                 # What is red on this machine is none of the card's faults.
                 return job.run(check=False, force=True, show=show)
 

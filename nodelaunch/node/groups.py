@@ -1,0 +1,134 @@
+"""The process groups that a training script opens: two ranks that form no group of two train twice, each alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from nodelaunch.node.report import Events
+
+# What torchrun tells a rank, and a script may put other values in place of.
+TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Python's own names (sys.addaudithook) for the start of another program, which may be what joins the ranks.
+PROGRAMS = {"subprocess.Popen", "os.exec", "os.system", "os.posix_spawn"}
+TRAINS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun)")
+# By framework, what has it use all ranks; "" where that is not known.
+LIGHTNING = "Trainer(…, devices={devices}, num_nodes={nodes}, strategy='ddp')"
+ACCELERATE = "Accelerator(cpu=True), or env={{'ACCELERATE_USE_CPU': 'true'}}, on nodes without GPUs"
+FRAMEWORKS = {"lightning": LIGHTNING, "pytorch_lightning": LIGHTNING}
+FRAMEWORKS |= {"transformers": "TrainingArguments(use_cpu=True) on nodes without GPUs", "accelerate": ACCELERATE}
+FRAMEWORKS |= dict.fromkeys(("deepspeed", "composer", "ignite"), "")
+
+
+class Groups:
+    """The groups of one rank, told to the launcher as they are opened.
+
+    Args:
+        events: Takes what is told.
+        script: The training script.
+    """
+
+    def __init__(self, events: Events, script: str) -> None:
+        self._events, self._sizes, self._elsewhere = events, set(), False
+        self._told = {name: os.environ.get(name, "") for name in TOLD}
+        try:
+            self._source = Path(script).read_text(errors="replace")
+        except OSError:
+            self._source = ""
+
+    def watch(self) -> None:
+        """Notes each group from now on; of a rank that does not say that it watches, the launcher claims nothing."""
+        from multiprocessing.process import BaseProcess
+
+        from torch.distributed import distributed_c10d, rpc
+
+        # Not public, and the one function through which init_process_group, new_group and DeviceMesh go (torch 2.11 to
+        # 2.14). Frameworks have imported init_process_group by name; this one they find in its module.
+        make_group = getattr(distributed_c10d, "_new_process_group_helper", None)
+        if make_group is None:
+            return
+
+        @functools.wraps(make_group)
+        def make_noted_group(group_size: int, *rest: Any, **more: Any) -> Any:
+            made = make_group(group_size, *rest, **more)
+            if group_size not in self._sizes:
+                self._sizes.add(group_size)
+                self._events.write("groups", sizes=sorted(self._sizes))
+            return made
+
+        distributed_c10d._new_process_group_helper = make_noted_group
+        # Ranks may also join without a group of their own: by RPC, or in processes that they start.
+        if hasattr(rpc, "init_rpc"):  # not every build of torch has RPC
+            rpc.init_rpc = self._note_before(rpc.init_rpc)
+        workers = ("torch.utils.data", "multiprocessing.", "concurrent.futures")  # a DataLoader's, and those of a pool
+        BaseProcess.start = self._note_before(BaseProcess.start, unless=workers)
+        sys.addaudithook(self._note_program)
+        self._events.write("groups", sizes=[])
+
+    def _note_before(self, function: Any, unless: tuple[str, ...] = ()) -> Any:
+        @functools.wraps(function)
+        def noted(*rest: Any, **more: Any) -> Any:
+            if not getattr(getattr(rest[0], "_target", None) if rest else None, "__module__", "").startswith(unless):
+                self._note_elsewhere()
+            return function(*rest, **more)
+
+        return noted
+
+    def _note_program(self, event: str, facts: tuple) -> None:
+        if event in PROGRAMS:
+            words = re.findall(r"[^\s'\",()\[\]]+", str(facts[:2]))[:4]  # of a compiler, python is in an option alone
+            if any(TRAINS.fullmatch(word) for word in words):
+                self._note_elsewhere()
+
+    def _note_elsewhere(self) -> None:
+        if not self._elsewhere:
+            self._elsewhere = True
+            self._events.write("elsewhere")
+
+    def close(self) -> list[str]:
+        """Tells that a framework goes by one process though a group is open; returns what the script believed."""
+        if re.search(r"ProcessGroup(Gloo|NCCL)\(", self._source) or "torchft" in sys.modules:
+            self._note_elsewhere()  # a backend that was made without torch's own function
+        # accelerate on nodes without GPUs opens a group of all ranks, and then trains without it (1.15).
+        state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+        if state and state._shared_state.get("num_processes") == 1:
+            self._events.write("groups", sizes=[1])
+        return self.list_beliefs()
+
+    def list_beliefs(self) -> list[str]:
+        """The beliefs of a script that joined no group of all ranks, in words; the likeliest reason first."""
+        words = self.list_changes()
+        if slurm := [f"{name}={os.environ[name]}" for name in ("SLURM_PROCID", "SLURM_NTASKS") if name in os.environ]:
+            words.append(f"it may believe {', '.join(slurm)}, which were set where the job was started")
+        declared, read = r"--local[-_]rank", r"(?<![-\w])local_rank\b"  # an option that nobody reads explains nothing
+        if all(re.search(word, self._source) for word in (declared, read)) and "LOCAL_RANK" not in self._source:
+            words.append("it waits for --local_rank, which torchrun does not pass (it sets LOCAL_RANK)")
+        if self._sizes:
+            words.append(f"it opened a group of {max(self._sizes)}")
+        elif not words and not self._find_framework():
+            words.append("it did not call init_process_group: that may depend on an argument, or on the number of GPUs")
+        if "cuda" in self._source and (torch := sys.modules.get("torch")) and not torch.cuda.device_count():
+            words.append("it looks for GPUs, and torch sees none here")
+        if framework := self._find_framework():
+            words.append(f"{framework} goes by its own settings, and took this for a job of one process")
+        return words
+
+    def _find_framework(self) -> str:
+        return next((name for name in FRAMEWORKS if name in sys.modules), "")
+
+    def advise(self) -> str:
+        """The change to a script whose framework joins the ranks; "" if the script has to join them itself."""
+        local, size = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), int(self._told["WORLD_SIZE"] or "1")
+        return FRAMEWORKS.get(self._find_framework(), "").format(devices=local, nodes=size // local)
+
+    def list_changes(self) -> list[str]:
+        """Names what torchrun had told this rank and the script has changed."""
+        now = {name: os.environ.get(name, "") for name in TOLD}
+        changes = [
+            f"{name} to {now[name]} (torchrun: {told})" for name, told in self._told.items() if now[name] != told
+        ]
+        return [f"it set {', '.join(changes)}"] if changes else []
