@@ -35,7 +35,6 @@ test test-system drills fuzz: export LAB_SCALE := small
 .PHONY: lab
 lab: setup
 	@$(PY) -m course.running $(LAB_PORT)
-	@$(PY) -m course.environment || echo "The labs may not work properly until this is fixed. Continuing anyway."
 	@$(PY) -m course.prepare --workspace "$(WORKSPACE)"
 	@if [ -n "$$SSH_CONNECTION" ]; then \
 	  echo; echo "You are connected over SSH. On your own computer, run this and leave it open:"; \
