@@ -29,7 +29,7 @@ from lab_utils.machine.facts import measure_memory
 GIB = 2**30
 # CINIC-10's archive and its packed arrays together take about 1.5 GB.
 DISK_NEEDED = 2 * GIB
-# A lab takes up to 2.6 GiB (README.md has the peak of each), and JupyterLab and a browser want theirs.
+# A lab takes up to 2.6 GiB (START.md has the peak of each), and JupyterLab and a browser need more.
 MEMORY_NEEDED, FREE_NEEDED = 3.5 * GIB, 2.6 * GIB
 
 # Tried in a process of its own: an import that breaks half-way leaves this one unable to try again.
