@@ -59,7 +59,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         "--hub", action=argparse.BooleanOptionalAction, help="with accounts: JupyterHub (hosting/hub/README.md)"
     )
 
-    build = todo.add_parser("build", help="build the teams' image anew from this checkout")
+    build = todo.add_parser("build", help="rebuild the teams' image from this checkout")
     build.add_argument("--base", default="", help="the image to build on")
     build.add_argument("--torch", default="", choices=["cpu"], help="cpu: PyTorch's builds without CUDA")
     build.add_argument("--image", help="its name")
@@ -73,7 +73,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for name, words in (
         ("rotate", "give a team a new token; its kernels end"),
         ("reset", "give a team a fresh copy of the labs; the old one is kept"),
-        ("restart", "start a team's containers anew"),
+        ("restart", "restart a team's containers"),
     ):
         todo.add_parser(name, help=words).add_argument("team")
     return parser.parse_args(arguments)
@@ -128,7 +128,7 @@ def _run(chosen: argparse.Namespace) -> None:
         say(f"fresh labs for team {team.name}; what it had: {commands.reset(deployment, team)}")
     elif chosen.command == "restart":
         commands.restart(deployment, team)
-        say(f"team {team.name} was started anew; its files are as they were")
+        say(f"team {team.name} has restarted; its files are unchanged")
     return None
 
 

@@ -20,9 +20,9 @@ code { font-size: 10.5pt; overflow-wrap: anywhere }
 FIRST = (
     "Open the URL and enter the token once; the browser remembers it. If it asks for a user name, that is the team's.",
     "Open notebooks from the top of the list: 00_start_here first. Run each cell with Shift+Enter.",
-    "Save with Ctrl+S. Your work stays when the machine is started anew.",
-    "The token is your team's alone: whoever has it can run programs in your name.",
-    "Open no link to another team's page while you work here: such a page could run programs in your name.",
+    "Save with Ctrl+S. Your work is kept when the machine restarts.",
+    "Keep your team's token secret: anyone who has it can run programs in your name.",
+    "Do not open links to another team's pages while you work here: such a page could run programs in your name.",
 )
 
 
