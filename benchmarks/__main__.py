@@ -2,7 +2,7 @@
 
 Most claims are a ratio or a difference of CPU seconds, measured in one interleaved run on one thread, so that they mean
 the same on a busy machine and on a quiet one; those about launches and kernels are wall-clock seconds. The exit status
-is 1 where a bound is broken. ``python -m benchmarks launch`` measures one section alone; all of them together are
+is 1 if a bound is broken. ``python -m benchmarks launch`` measures one section alone; all of them together are
 written into ``data/reference/bench.json`` and into docs/performance.md.
 """
 

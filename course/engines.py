@@ -276,7 +276,7 @@ def _join_group(made: Engines, deadline: float) -> None:
 
 
 def _find_shell() -> InteractiveShell | None:
-    """The notebook's; None where a program started the ranks."""
+    """The notebook's; None if a program started the ranks."""
     from IPython import get_ipython
 
     return get_ipython()

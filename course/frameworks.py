@@ -17,7 +17,7 @@ from lab_common import LabError, checkout
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework with an environment of its own.
+    """A framework with its own environment.
 
     Attributes:
         title: Its name in a sentence.
@@ -98,7 +98,7 @@ def describe_build(name: str) -> dict[str, str]:
 
 
 def find_fault(name: str) -> str:
-    """Returns what is wrong with a framework's environment, as the end of a sentence; "" where it is whole."""
+    """Returns what is wrong with a framework's environment, as the end of a sentence; "" if it is whole."""
     folder, wanted = find_folder(name), describe_build(name)
     if not folder.exists():
         return "is not here"

@@ -24,7 +24,7 @@ GPU_FIELDS += ("clocks.applications.graphics", "power.limit", "temperature.gpu",
 
 
 def read(lab: str) -> dict[str, Any] | None:
-    """Returns the recorded reference run of a lab, or None where none has been recorded.
+    """Returns the recorded reference run of a lab, or None if none has been recorded.
 
     Returns:
         ``lab``, ``machine`` (the facts of the machine card, with ``label``), ``when`` (UTC) and ``records``, whose

@@ -313,7 +313,7 @@ def zero_by_single(weights, gradient, shard, optimizer):
 
 
 def zero_by_tensor(weights, gradient, shard, optimizer):
-    """Right: the names of before torch 2.14, into a tensor of its own that is copied."""
+    """Right: the names of before torch 2.14, into its own tensor that is copied."""
     part, whole = shard.new_empty(shard.numel()), torch.empty_like(weights)
     dist.reduce_scatter_tensor(part, gradient)
     shard.grad = part.div_(dist.get_world_size())

@@ -1,6 +1,6 @@
 """Runs the notebooks of labs 0, 1, 4 and 5 without Jupyter: ``python -m benchmarks.gpu.notebooks --out FILE 0 1``.
 
-Each notebook gets a process of its own and runs in a copy of its folder. Its code cells run one after the other in one
+Each notebook gets its own process and runs in a copy of its folder. Its code cells run one after the other in one
 namespace, from files, where ``inspect`` and the compiler find their source. What a cell prints and shows, its seconds
 and its figures are kept beside FILE, in ``notebooks/``, after each cell; the committed notebooks are only read.
 

@@ -103,7 +103,7 @@ class TimeIsUpError(Exception):
 
 
 def find_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the largest relative difference of a step's loss; infinite where one is not finite or is missing."""
+    """Returns the largest relative difference of a step's loss; infinite if one is not finite or is missing."""
     pairs = list(zip(losses, expected, strict=False))
     if len(losses) != len(expected) or not all(math.isfinite(one) for pair in pairs for one in pair):
         return math.inf
@@ -125,7 +125,7 @@ class Session:
         return self.end - time.monotonic() - SPARE
 
     def save(self) -> None:
-        """Writes the result, its goals judged anew."""
+        """Writes the result, after judging its goals again."""
         self.result["goals"] = {stem: [asdict(claim) for claim in judge(self.result, stem)] for stem in SHOWN}
         write_json(self.out, self.result)
 
@@ -231,7 +231,7 @@ class Session:
             self.save()
 
     def _check_losses(self, group: Group, row: dict[str, Any]) -> str:
-        """Notes how far the losses of one of ours are off; returns why it is not timed, "" where it may be."""
+        """Notes how far the losses of one of ours are off; returns why it is not timed, "" if it may be."""
         if not row["ours"]:
             return ""
         curve = self.result["curves"][f"{group.stem}/{group.batch}"]
@@ -289,7 +289,7 @@ def read_clocks() -> dict[str, str]:
 
 
 def make_key(here: dict[str, Any], setup: Setup, scale: Scale) -> dict[str, object]:
-    """Returns what two calls have to share so that the later goes on where the earlier stopped."""
+    """Returns the facts that two calls must share for the later to continue where the earlier stopped."""
     versions = {}
     for package in ("torch", "torchvision", "triton", "timm", "lightning"):
         try:
@@ -307,7 +307,7 @@ def make_key(here: dict[str, Any], setup: Setup, scale: Scale) -> dict[str, obje
 
 
 def load_result(out: Path, key: dict[str, object]) -> dict[str, Any]:
-    """Returns an earlier call's result where it has the same key, else an empty one; another's is kept beside it."""
+    """Returns an earlier call's result if it has the same key, otherwise an empty one; a different one is kept."""
     curve = {"lr": CURVE_LR, "batches": CURVE_BATCHES, "scale": CURVE_SCALE, "limit": LIMIT}
     fresh = {"key": key, "curve": curve, "curves": {}, "measurements": [], "groups": [], "profiles": []}
     try:

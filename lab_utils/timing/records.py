@@ -163,7 +163,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
     """Returns a record from its line.
 
     Raises:
-        ValueError: It is none, or larger or nested more deeply than any, or holds halves of characters.
+        ValueError: It is not a record, is larger or more deeply nested than any, or contains halves of characters.
     """
     if len(line) > LINE_BYTES:
         raise ValueError(f"it has {len(line) / 2**20:.0f} MB")
@@ -239,7 +239,7 @@ def decode(text: bytes) -> Any:
     """Returns what ``encode`` was given.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply to be read, or holds a Timing that is none.
+        ValueError: It is not JSON, is nested too deeply to be read, or contains an invalid Timing.
     """
 
     def untag(found: dict[str, Any]) -> object:

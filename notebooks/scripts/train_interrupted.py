@@ -46,7 +46,7 @@ def save(path, model, optimizer, step):
 
 
 def train(model, optimizer, path, steps, every, notes, began):
-    """One attempt: it loads the checkpoint, trains, and saves after each so many steps and at the end."""
+    """Makes one attempt: loads the checkpoint, trains, and saves after every ``every`` steps and at the end."""
     step = 0
     if path.exists():
         state = torch.load(path)
@@ -78,7 +78,7 @@ def draw_lifetime(mtbf):
 
 
 def attempt(seconds, notes, *task):
-    """Runs ``train`` in a process of its own, and kills it after so many seconds. Returns whether it has finished.
+    """Runs ``train`` in its own process, and kills it after that many seconds. Returns whether it has finished.
 
     The seconds of a start count from the end of the attempt before: it takes time until a killed process is gone.
     """
