@@ -68,7 +68,7 @@ def draw_rates(rates: dict[str, float]) -> Figure:
 
 
 def main() -> int:
-    """Measures the claims of the named sections, of all where none is named; prints them; returns the exit status."""
+    """Measures the claims of the named sections, or of all; prints them; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all where none is named"

@@ -1,7 +1,7 @@
 """Frameworks that the labs' lock does not have: where the Python of each one's own environment is.
 
 ``make engines ENGINE=lightning`` builds one in ``.engines/lightning/`` (``setup_engine.py``). It sees all packages of
-``.venv/`` and adds those of ``engines/lightning.lock``. A lab starts its Python as a program of its own.
+``.venv/`` and adds those of ``engines/lightning.lock``. A lab starts its Python as a separate program.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def collect(
 
     Raises:
         LabError: A team's container does not run, its report cannot be made, or what it sent was cut off; the other
-            teams' folders are there, and of this one what came.
+            teams' folders are there, and this team's with the files that arrived.
     """
     whole, failed, target = [], {}, target.resolve()
     try:

@@ -80,7 +80,7 @@ print(*[line for line in launch.find_log().read_text().splitlines() if "step" in
 def lab(
     cinic_folder: Path, chromium: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Lab]:
-    """`make lab` and a browser for the whole file; lab 13 finds a Slurm where one can be had."""
+    """`make lab` and a browser for the whole file; lab 13 finds a Slurm if this machine can run one."""
     if not os.geteuid() and not find_missing_packages():
         request.getfixturevalue("slurm")
     with start_lab(tmp_path_factory.mktemp("lab"), cinic_folder) as started:

@@ -3,8 +3,8 @@
 ``python -m benchmarks.gpu.speed --out FILE.json`` measures group by group, the most valuable first: the arms of a group
 get ready one after the other and then take turns, six times. Before that, the losses of 30 steps of each of our arms
 have to lie within 2 % of those of IEEE float32 at the same batch size, in each step; an arm that does not is not timed.
-FILE.json is written after each turn, and another call with the same machine, versions and code goes on with the groups
-that are missing. Exit status: 0 when all is measured, 75 when the time was up before.
+FILE.json is written after each turn, and another call with the same machine, versions and code continues with the
+missing groups. Exit status: 0 when all is measured, 75 when the time was up before.
 
 Data are random uint8 images on the GPU. The optimizer is SGD with learning rate 0.1, momentum 0.9 and weight decay
 1e-4. For the comparison of losses it is ``worker.CURVE_LR``, and the last BatchNorm of each residual block is scaled by

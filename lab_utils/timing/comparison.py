@@ -21,7 +21,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times as fast one set-up is as another, with its 95 % interval.
+    """The speed-up of one set-up over another, with its 95 % interval.
 
     Args:
         value: Old time ÷ new time; NaN if one of the two ran out of memory.

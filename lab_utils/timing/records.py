@@ -42,7 +42,7 @@ class Records:
 
     Args:
         lab: The lab, such as ``lab1``, which names the file ``<lab>.jsonl``.
-        root: The folder; ``LAB_RUNS`` or ``runs/`` where None.
+        root: The folder; ``LAB_RUNS`` or ``runs/`` if None.
     """
 
     def __init__(self, lab: str, root: str | Path | None = None) -> None:
@@ -57,7 +57,7 @@ class Records:
 
         Args:
             kind: What was done, such as ``sweep``.
-            function: Called without arguments where nothing fitting is stored; returns what ``add`` can store.
+            function: Called without arguments if nothing fitting is stored; returns what ``add`` can store.
             again: Calls the function in any case.
             settings: All that the result depends on besides the machine: what JSON can hold, and functions, such as
                 the step that is measured, which count as changed when their source is.

@@ -55,7 +55,7 @@ def read_run(path: Path | str) -> Recorded:
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Has the SDK print a run's records, one by one; none if nothing but the header had reached the disk."""
+    """Makes the SDK print a run's records, one by one; none if only the header had reached the disk."""
     return _inspect(_find_record(read_path(path)))
 
 
