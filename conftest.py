@@ -1,6 +1,6 @@
-"""Settings that all tests share, and the kernels of the notebooks inherit: threads, scale, and folders of their own.
+"""Settings for all tests, which the notebooks' kernels inherit: threads, scale, and their own folders.
 
-It lies at the root so that the notebooks are tested under the same settings as the modules.
+It is at the root so that the notebooks are tested under the same settings as the modules.
 """
 
 import functools
@@ -45,7 +45,7 @@ LONGEST = (
 
 
 def pytest_configure(config):
-    """Gives all tests, and the kernels of the notebooks, folders of their own and the small scale."""
+    """Gives all tests, and the kernels of the notebooks, their own folders and the small scale."""
     config.addinivalue_line("markers", "drill: starts processes, cuts them off, and looks at what is left")
     config.addinivalue_line("markers", "gpu: of a path that runs on a GPU; rehearsed on a CPU (tests/gpu)")
     config.addinivalue_line("markers", "hosting: builds images and runs containers; `make test-hosting` alone runs it")
@@ -68,7 +68,7 @@ gc.disable()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Leaves out of all searches for garbage what the collection made."""
+    """Keeps the garbage collector from searching the objects that the collection made."""
     try:
         return (yield)
     finally:
@@ -78,9 +78,9 @@ def pytest_collection(session):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks what needs more than a Python, before marks are chosen by, and begins with what takes longest.
+    """Marks tests that need more than Python, before ``-m`` selects by marks, and puts the longest tests first.
 
-    So that no process is left alone with it at the end.
+    A long test at the end would keep one process busy while the others have nothing left to do.
     """
     for item in items:
         # A parameter may be the name of a fixture, for which the test asks later.
@@ -94,14 +94,14 @@ def pytest_collection_modifyitems(items):
 
 @functools.cache
 def draw_data():
-    """Draws the data set before a notebook does: on a slow machine that shows its progress, which is stored nowhere."""
+    """Draws the data set before a notebook does: on a slow machine that shows progress, which no notebook stores."""
     from lab_utils import data
 
     data.load()
 
 
 def is_lab(item):
-    """Whether a test is a cell of one of the labs."""
+    """Returns True if a test is a cell of one of the labs."""
     return item is not None and item.path.parent == Path(__file__).parent / "notebooks"
 
 
@@ -125,7 +125,7 @@ def pytest_runtest_setup(item):
 
 
 def end_watch(item):
-    """Ends the watch over a notebook's memory at its last cell; returns what is wrong with its peak, or ""."""
+    """Ends the watch over a notebook's memory at its last cell; returns what is wrong with the peak, or ""."""
     import torch
 
     from tests.harness.memory import find_memory_fault, read_stored_peak
@@ -141,9 +141,9 @@ def end_watch(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Lets no test change the settings that the next one starts from, not even where monkeypatch was forgotten.
+    """Fails a test that changes the settings for the next one, for example because it forgot monkeypatch.
 
-    And no notebook take more memory than it may.
+    Also fails a notebook that took more memory than it may.
     """
     fault = ""
     if is_lab(item):
@@ -169,7 +169,7 @@ OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config, specs):
-    """Gives each process of ``pytest -n 3`` process ids of its own, where root can.
+    """Gives each process of ``pytest -n 3`` its own process ids, if the user is root.
 
     A preflight sees every job of its user, and tests leave some behind on purpose, which are red to those of another.
     """
@@ -180,7 +180,7 @@ def pytest_xdist_setupnodes(config, specs):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keeps a file's tests in one process of ``pytest -n 3``, but for one file, and the longest labs' together."""
+    """Keeps a file's tests in one process of ``pytest -n 3``, except for one file; groups the longest labs."""
     from xdist.scheduler import LoadScopeScheduling
 
     config.option.loadscopereorder = False  # which would begin with the file of the most tests

@@ -23,7 +23,7 @@ KERNEL, TITLE = "training-labs", "Training Labs"
 
 
 def find_installed() -> dict[str, str]:
-    """Versions of what is kept, by name; what is not installed is left out."""
+    """Returns the versions of the packages to keep, by name; those that are not installed are left out."""
     found = {}
     for name in KEPT:
         try:
@@ -34,18 +34,18 @@ def find_installed() -> dict[str, str]:
 
 
 def read_oldest() -> dict[str, str]:
-    """The oldest versions that the labs take of what is kept, by name."""
+    """Returns the oldest versions that the labs accept of the packages to keep, by name."""
     pattern = rf'^    "({"|".join(KEPT)})>=([\d.]+)'
     return dict(re.findall(pattern, (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def read_numbers(text: str) -> list[int]:
-    """The numbers of a version, as far as versions are compared here: "2.11.0+cu128" is [2, 11, 0]."""
+    """Returns the numbers of a version that are compared here: "2.11.0+cu128" is [2, 11, 0]."""
     return [int(number) for number in text.partition("+")[0].split(".") if number.isdecimal()]
 
 
 def explain_old(installed: dict[str, str]) -> str:
-    """What to do about versions that the labs do not take; "" if all are new enough."""
+    """Explains what to do about versions that are too old for the labs; "" if all are new enough."""
     oldest = read_oldest()
     old = [name for name in installed if read_numbers(installed[name]) < read_numbers(oldest[name])]
     if not old:
@@ -66,7 +66,7 @@ def explain_old(installed: dict[str, str]) -> str:
 
 
 def explain_forbidden() -> str:
-    """What to do if this user may not install any package for this Python; "" if they may."""
+    """Explains what to do if this user may not install packages for this Python; "" if they may."""
     if os.access(sysconfig.get_path("purelib"), os.W_OK) or site.ENABLE_USER_SITE:
         return ""
     return (
@@ -87,7 +87,7 @@ def install(kept: dict[str, str]) -> None:
 
 
 def install_kernel() -> None:
-    """Tells Jupyter of a kernel that runs this Python and finds its commands."""
+    """Registers a Jupyter kernel that runs this Python and finds its commands."""
     folders = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
     if site.ENABLE_USER_SITE:
         folders.append(sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")))

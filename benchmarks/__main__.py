@@ -2,7 +2,7 @@
 
 Most claims are a ratio or a difference of CPU seconds, measured in one interleaved run on one thread, so that they mean
 the same on a busy machine and on a quiet one; those about launches and kernels are wall-clock seconds. The exit status
-is 1 where a bound is broken. ``python -m benchmarks launch`` measures one section alone; all of them together are
+is 1 if a bound is broken. ``python -m benchmarks launch`` measures one section alone; all of them together are
 written into ``data/reference/bench.json`` and into docs/performance.md.
 """
 
@@ -68,7 +68,7 @@ def draw_rates(rates: dict[str, float]) -> Figure:
 
 
 def main() -> int:
-    """Measures the claims of the named sections, of all where none is named; prints them; returns the exit status."""
+    """Measures the claims of the named sections, or of all; prints them; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
     parser.add_argument(
         "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; all where none is named"

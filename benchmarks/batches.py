@@ -112,7 +112,7 @@ def measure_images(ways: dict[str, tuple[Iterable, int]]) -> dict[str, timing.Ti
 
 
 def find_dali(folder: Path, dataset: data.Dataset) -> Iterable | None:
-    """Returns NVIDIA DALI's batches of the images in a folder, made on the CPU; None where it is not installed.
+    """Returns NVIDIA DALI's batches of the images in a folder, made on the CPU; None if it is not installed.
 
     FFCV is not compared: its installation compiles it, and ends where the machine has no OpenCV to build with.
     """

@@ -1,4 +1,4 @@
-"""What a benchmark claims, the table that says whether it holds, and what is kept: a file and a page."""
+"""Claims of a benchmark: their table of results, the file and the page that keep them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PAGE = Path("docs", "performance.md")
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim with what was measured and, in the same unit, the bound that it has to keep.
+    """A claim with its measured result and, in the same unit, the bound that it has to keep.
 
     Attributes:
         text: What was compared or timed.
         measured: The result.
-        bound: What it has to keep; "" where the result is stated alone.
-        holds: Whether it does; None where it cannot be measured on this machine.
+        bound: The bound to keep; "" if the result is stated alone.
+        holds: True if the bound is kept; None if it cannot be measured on this machine.
         numbers: What the result was computed from, for the file.
     """
 
@@ -35,7 +35,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """Whether it holds, in words; empty where there is nothing to keep."""
+        """Describes in words whether the claim holds; empty if it has no bound."""
         return VERDICTS[self.holds] if self.bound or self.holds is None else ""
 
 
@@ -49,7 +49,7 @@ def print_table(claims: Iterable[Claim]) -> None:
 
 
 def save_claims(claims: Sequence[Claim], path: Path, **circumstances: object) -> None:
-    """Writes claims as JSON, with the circumstances that they were measured in."""
+    """Writes claims as JSON, with the circumstances in which they were measured."""
     content = {**circumstances, "claims": [asdict(claim) | {"verdict": claim.verdict} for claim in claims]}
     with write_atomically(path) as file:
         file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
@@ -62,10 +62,10 @@ def write_rows(claims: Iterable[Claim]) -> str:
 
 
 def write_block(page: Path, command: str, text: str) -> None:
-    """Writes what a command measured into a page, in place of what it measured before.
+    """Writes a command's results into a page, in place of its earlier ones.
 
     Raises:
-        ValueError: The page has no two lines that say where it stands.
+        ValueError: The page lacks the two lines between which the results go.
     """
     begin, end = f"<!-- BEGIN: {command} -->", f"<!-- END: {command} -->"
     block = "\n".join((begin, text, end))

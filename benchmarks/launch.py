@@ -177,7 +177,7 @@ def check_host_preflights() -> list[Claim]:
 
 @contextlib.contextmanager
 def connect(hosts: Hosts) -> Iterator[list[Node]]:
-    """Nodes as a learner makes them, with connections of their own."""
+    """Nodes as a learner makes them, with their own connections."""
     nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config)
     try:
         yield nodes

@@ -6,7 +6,7 @@ does it measure those, and it refuses to compare once the file has changed.
 
 The ranks are on two hosts made of namespaces (``tests.harness.hosts``), half of them on each. What each host sends to
 the other is shaped by the token bucket of ``tc``, so ranks of one host share a link; what they send to each other is
-free. Where no hosts can be made, only the loopback of this machine is measured, for which no bound is claimed.
+free. If no hosts can be made, only the loopback of this machine is measured, for which no bound is claimed.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def check_all(folder: Path, work: Work | None = None) -> list[Claim]:
 
 
 def main() -> int:
-    """Runs the claims alone; the exit status is 1 where the bound is broken."""
+    """Runs the claims alone; the exit status is 1 if the bound is broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prediction", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="one network, two ranks, a very slow link")
     parser.add_argument(

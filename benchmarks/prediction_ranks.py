@@ -122,7 +122,7 @@ def calibrate_steps(cases: list[tuple[str, int]], rounds: int) -> list[dict]:
 
 
 def calibrate_link(size: int, rounds: int) -> float:
-    """Seconds that an all-reduce of so many bytes takes of a train of them: of the quickest, by its slowest rank."""
+    """Returns the seconds per all-reduce of this size in a series of them: the fastest series, by its slowest rank."""
     tensors, rows = [torch.zeros(size // 4) for _ in range(TRAIN)], []
     for _ in range(2 + rounds):
         dist.barrier()

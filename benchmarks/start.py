@@ -1,4 +1,4 @@
-"""The claims about starting: what an import of ours costs, and how long a learner waits for the first plot."""
+"""Claims about starting: the cost of importing our package, and a learner's wait for the first plot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_all(folder: Path) -> list[Claim]:
 
 
 def check_import() -> Claim:
-    """What the package, and what a torchrun script takes of it, add to ``import torch``, in CPU seconds."""
+    """Measures what the package, and a torchrun script's part of it, add to ``import torch``, in CPU seconds."""
     command = [sys.executable, "-c", IMPORT_SCRIPT]
     # Else each run would compile the package anew, where a shell forbids to keep that.
     env = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
@@ -46,9 +46,9 @@ def check_import() -> Claim:
 
 
 def check_first_plot(folder: Path) -> Claim:
-    """From a kernel that is not there yet to lab 0's first figure of a measurement; the data set is packed.
+    """Times a fresh kernel up to lab 0's first figure of a measurement; the data set is packed.
 
-    The kernel has as many threads as a learner's: the one thread of the other measurements is not handed to it.
+    The kernel has as many threads as a learner's: it does not inherit the single thread of the other measurements.
     """
     path = checkout() / "notebooks" / "00_start_here.ipynb"
     notebook = nbformat.read(path, as_version=4)

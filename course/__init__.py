@@ -1,1 +1,1 @@
-"""What makes a course of the labs: exercises that answer, the learner's copy, reports, and what instructors need."""
+"""The course around the labs: checked exercises, the learner's copy, reports, and tools for instructors."""

@@ -8,7 +8,7 @@ from lab_common import LabError
 
 
 def count_collectives(group: dist.ProcessGroup | None = None) -> int:
-    """Returns how many collectives this rank has started in a process group, the default one where None.
+    """Returns how many collectives this rank has started in a process group, the default one if None.
 
     The group numbers them itself, so that those count, too, that torch's DDP starts in C++, and those that a program
     calls under another name.

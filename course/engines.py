@@ -98,7 +98,7 @@ def start(n: int = 4, *, threads: int = 1, timeout: float = 20.0) -> Engines:
     folder = _make_folder()
     supervisor = _start_supervisor(folder, n, threads)
     try:
-        pids = _hear(supervisor, deadline, folder)
+        pids = _read_pids(supervisor, deadline, folder)
         client = _connect(folder, pids, deadline)
         view = client[:]
         view.block = True
@@ -117,7 +117,7 @@ def start(n: int = 4, *, threads: int = 1, timeout: float = 20.0) -> Engines:
 
 
 def stop() -> None:
-    """Ends the ranks that :func:`start` started; does nothing where there are none."""
+    """Ends the ranks that :func:`start` started; does nothing if there are none."""
     while _live:
         made = _live.pop()
         # Without the ranks first: a client that loses its controller waits for nothing.
@@ -221,8 +221,8 @@ def _start_supervisor(folder: Path, n: int, threads: int) -> subprocess.Popen:
         )
 
 
-def _hear(supervisor: subprocess.Popen, deadline: float, folder: Path) -> tuple[int, ...]:
-    """The process ids of the ranks, once they are started."""
+def _read_pids(supervisor: subprocess.Popen, deadline: float, folder: Path) -> tuple[int, ...]:
+    """Returns the process ids of the ranks, once they have started."""
     while select.select([supervisor.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
         line = supervisor.stdout.readline()
         if not line:
@@ -276,7 +276,7 @@ def _join_group(made: Engines, deadline: float) -> None:
 
 
 def _find_shell() -> InteractiveShell | None:
-    """The notebook's; None where a program started the ranks."""
+    """The notebook's; None if a program started the ranks."""
     from IPython import get_ipython
 
     return get_ipython()
@@ -322,7 +322,7 @@ def supervise(folder: Path, n: int) -> None:
 
 def run_controller(folder: Path, parent: int) -> None:
     """The controller of ipyparallel, whose sockets are files in ``folder``."""
-    _belong_to(parent)
+    _die_with(parent)
     from ipyparallel.controller.app import IPController
 
     class FileController(IPController):
@@ -348,7 +348,7 @@ def run_controller(folder: Path, parent: int) -> None:
 
 def run_engine(folder: Path, rank: int, parent: int) -> None:
     """An engine of ipyparallel with the number ``rank``."""
-    _belong_to(parent)
+    _die_with(parent)
     from ipyparallel.engine.app import IPEngine
 
     IPEngine.launch_instance(
@@ -364,7 +364,7 @@ def run_engine(folder: Path, rank: int, parent: int) -> None:
     )
 
 
-def _belong_to(parent: int) -> None:
+def _die_with(parent: int) -> None:
     os.setsid()
     die_with_parent = partial(set_process, PR_SET_PDEATHSIG, signal.SIGKILL)
     die_with_parent()

@@ -1,4 +1,4 @@
-"""``python -m course.environment`` checks that everything the labs need is here, each with the command that mends it.
+"""``python -m course.environment`` checks that everything the labs need is here, and names the command to fix it.
 
 Nothing here imports torchvision, so that it can say when torch and torchvision do not fit together.
 """
@@ -51,7 +51,7 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Verdict:
-    """One checked fact: whether it is as the labs need it, what was found, the command that mends it."""
+    """One checked fact: whether it suits the labs, what was found, and the command that fixes it."""
 
     ok: bool
     what: str
@@ -80,7 +80,7 @@ def check_environment() -> list[Verdict]:
 
 
 def probe_torch() -> dict:
-    """Imports torch and torchvision in a fresh process and returns what was found there; "error" where it failed."""
+    """Imports torch and torchvision in a fresh process and returns the facts found there; "error" if it failed."""
     try:
         child = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ def probe_torch() -> dict:
 
 
 def check_python() -> Verdict:
-    """Checks that this Python is one of those the package is made for."""
+    """Checks that the package supports this Python."""
     from packaging.specifiers import SpecifierSet
 
     try:
@@ -106,7 +106,7 @@ def check_python() -> Verdict:
 
 
 def check_versions() -> Verdict:
-    """Checks that every package the labs need is installed in a version that they are written for."""
+    """Checks that every package the labs need is installed in a supported version."""
     from packaging.requirements import Requirement
 
     try:
@@ -131,7 +131,7 @@ def check_versions() -> Verdict:
 
 
 def check_pair(found: dict) -> Verdict:
-    """Checks that torch and torchvision, each of which is built for exactly one of the other, go together."""
+    """Checks that torch and torchvision match: each is built for exactly one version of the other."""
     pair = describe_pair()
     if found.get("torchvision"):
         return Verdict(True, f"{pair} go together")
@@ -141,7 +141,7 @@ def check_pair(found: dict) -> Verdict:
 
 
 def check_gpu(found: dict) -> Verdict:
-    """Checks that torch can use the GPU that the machine's driver knows of."""
+    """Checks that torch can use the GPU that the machine's driver reports."""
     if found.get("gpus"):
         return Verdict(
             True, f"{found['gpus']} GPU{'s' if found['gpus'] > 1 else ''} (torch built with CUDA {found['cuda']})"
@@ -166,7 +166,7 @@ def _lists_gpu() -> bool:
 
 
 def check_programs() -> Verdict:
-    """Checks that cells and terminals find the programs of packages, beside this Python or where its user's lie."""
+    """Checks that cells and terminals find the packages' programs, beside this Python or in the user's folder."""
     places = [Path(sys.executable).parent, sysconfig.get_path("scripts")]
     places += [sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))]
     path = os.pathsep.join(map(str, places))
@@ -204,7 +204,7 @@ def check_disk() -> Verdict:
 
 
 def check_shared_memory(gpus: int = 0, folder: Path = Path("/dev/shm")) -> Verdict:
-    """Checks shared memory, through which DataLoader workers, and the processes of several GPUs, hand on tensors."""
+    """Checks shared memory, through which DataLoader workers and the processes of several GPUs pass tensors."""
     if not folder.exists():
         return Verdict(True, "shared memory: no limit that this system shows")
     # Docker gives 64 MiB, which is enough for a few workers with 32×32 images, but not for NCCL between GPUs.
@@ -215,7 +215,7 @@ def check_shared_memory(gpus: int = 0, folder: Path = Path("/dev/shm")) -> Verdi
 
 
 def check_threads() -> Verdict:
-    """Says how many threads torch will use for one operation, and checks the setting."""
+    """Reports how many threads torch will use for one operation, and checks the setting."""
     setting = os.environ.get("OMP_NUM_THREADS", "")
     if not setting:
         return Verdict(True, "OMP_NUM_THREADS is not set: torch takes one thread per core")
@@ -230,7 +230,7 @@ def check_threads() -> Verdict:
 
 
 def check_scale() -> Verdict:
-    """Checks that ``LAB_SCALE``, where it is set, is one of its two values."""
+    """Checks that ``LAB_SCALE``, if set, has one of its two values."""
     if not os.environ.get("LAB_SCALE"):
         return Verdict(True, "LAB_SCALE is not set: the labs choose by the device")
     try:
@@ -240,7 +240,7 @@ def check_scale() -> Verdict:
 
 
 def main() -> int:
-    """Prints one line per check, with the fix under each that failed; returns the exit status, 1 where one failed."""
+    """Prints one line per check, with the fix under each that failed; returns the exit status, 1 if one failed."""
     verdicts = check_environment()
     for verdict in verdicts:
         print(f"[ok]   {verdict.what}" if verdict.ok else f"[fail] {verdict.what}\n       fix: {verdict.fix}")

@@ -1,7 +1,7 @@
 """Frameworks that the labs' lock does not have: where the Python of each one's own environment is.
 
 ``make engines ENGINE=lightning`` builds one in ``.engines/lightning/`` (``setup_engine.py``). It sees all packages of
-``.venv/`` and adds those of ``engines/lightning.lock``. A lab starts its Python as a program of its own.
+``.venv/`` and adds those of ``engines/lightning.lock``. A lab starts its Python as a separate program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lab_common import LabError, checkout
 
 @dataclass(frozen=True)
 class Framework:
-    """A framework with an environment of its own.
+    """A framework with its own environment.
 
     Attributes:
         title: Its name in a sentence.
@@ -98,7 +98,7 @@ def describe_build(name: str) -> dict[str, str]:
 
 
 def find_fault(name: str) -> str:
-    """Returns what is wrong with a framework's environment, as the end of a sentence; "" where it is whole."""
+    """Returns what is wrong with a framework's environment, as the end of a sentence; "" if it is whole."""
     folder, wanted = find_folder(name), describe_build(name)
     if not folder.exists():
         return "is not here"

@@ -1,4 +1,4 @@
-"""What lab 7 draws and reads of its loaders: their speed, a profile as a timeline, the memory of processes."""
+"""Lab 7's figures and measurements of its loaders: speed, a profile as a timeline, memory of processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def draw_speed(
         ax: Where to draw.
         speed: Images per second of each round, by kind and number of workers.
         used: Images per second that the training step uses.
-        rules: Numbers of workers that rules of thumb recommend, by what the rule says.
+        rules: Numbers of workers that rules of thumb recommend, by the rule.
     """
     tried = sorted({workers for _, workers in speed})
     colours = (OTHER_COLOURS[2], OTHER_COLOURS[1], OTHER_COLOURS[3])
@@ -51,12 +51,12 @@ def draw_speed(
 def draw_profiles(ax: Axes, profiles: Mapping[str, profile], *, name: str = "train") -> None:
     """Draws when each profiled loop worked (grey) and when it waited for its DataLoader (orange), a row for each.
 
-    Rows begin where their first work does. The axis ends after six rounds of the slowest, so that single ones are seen.
+    Rows start at their first work. The axis ends after six rounds of the slowest, so that single rounds are visible.
 
     Args:
         ax: Where to draw.
         profiles: Finished profiles, by the name of their row.
-        name: What the loop calls its work, by ``record_function``.
+        name: The loop's name for its work, in ``record_function``.
     """
     longest = 0.0
     for row, prof in enumerate(profiles.values()):
@@ -76,13 +76,13 @@ def draw_profiles(ax: Axes, profiles: Mapping[str, profile], *, name: str = "tra
 
 
 def sum_pss(processes: Iterable[int | str]) -> float:
-    """Returns the MiB that processes take together: each page once, however many of them share it.
+    """Returns the MiB that processes use together: each page once, however many of them share it.
 
     Args:
         processes: Their numbers, or ``"self"``.
 
     Returns:
-        The sum of what Linux calls the proportional set size; NaN where there is no ``/proc``, or a process has ended.
+        The sum of Linux's proportional set sizes; NaN if there is no ``/proc``, or a process has ended.
     """
     total = 0.0
     for process in processes:

@@ -3,7 +3,7 @@
 nbgrader strips the same solutions by the same markers, and wants to know which cell is the answer and which one gives
 the points: an exercise's cell becomes its answer, its check (one point) and what follows. In FOLDER then run
 ``nbgrader generate_assignment lab1`` and, once the work is in, ``nbgrader autograde lab1``. nbgrader itself is not a
-part of the pack; it belongs into an environment where this package and its requirements are.
+part of the pack; it belongs in an environment with this package and its requirements.
 
 Metadata of cells: https://nbgrader.readthedocs.io/en/stable/contributor_guide/metadata.html
 """

@@ -23,7 +23,7 @@ def load_notebook(path: Path) -> dict[str, Any]:
     nbformat would take minutes to validate a large one, which a figure in it is not worth.
 
     Raises:
-        OSError: The file cannot be read, or is none, or larger than ``NOTEBOOK_BYTES``.
+        OSError: The file cannot be read, is not a regular file, or is larger than ``NOTEBOOK_BYTES``.
         ValueError: It is no notebook of nbformat 4.
     """
     try:

@@ -1,4 +1,4 @@
-"""What lab 11 needs around its pipelines: who worked when, seen from outside, and a schedule run by its order."""
+"""Tools for lab 11's pipelines: who worked when, watched from outside, and a schedule run in a given order."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Embedding(nn.Module):
         self.tokens, self.places = net.tokens, net.places
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Adds what a byte is and where it stands."""
+        """Adds the embeddings of each byte and of its position."""
         return self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
 
 
 def list_layers(net: nn.Module) -> nn.Sequential:
-    """Returns the layers of a ResNet of torchvision's, or of the GPT in ``scripts/gpt.py``, to be cut between them.
+    """Returns the layers of a torchvision ResNet, or of the GPT in ``scripts/gpt.py``, between which to cut.
 
     They are the network's own modules. A slice of the result is a stage.
     """
@@ -45,16 +45,15 @@ def simulate(
 ) -> tuple[dict[int, Rows], list[tuple[int, str]]]:
     """Finds when each rank of a pipeline works, if messages took no time.
 
-    A forward pass needs that of the rank before, a backward pass that of the rank after.
+    A forward pass needs the previous rank's forward pass, a backward pass the next rank's backward pass.
 
     Args:
         orders: For each rank its work in order: ``F0``, ``B0`` … for forward and backward of each micro-batch.
         forward: Seconds of a forward pass on each rank.
-        backward: Those of a backward pass.
+        backward: Seconds of a backward pass on each rank.
 
     Returns:
-        Rows for ``plots.timeline``, by rank; and, where ranks wait for ever, each of them with the work that it waits
-        for.
+        Rows for ``plots.timeline``, by rank; and each rank that waits forever, with the work that it waits for.
     """
     ended: dict[tuple[int, str], float] = {}
     rows: dict[int, Rows] = {rank: [] for rank in range(len(orders))}
@@ -78,14 +77,14 @@ def simulate(
 
 @contextlib.contextmanager
 def watch(*stages: nn.Module) -> Iterator[Rows]:
-    """Notes when this rank runs forward and backward, whatever code does it.
+    """Notes when this rank runs forward and backward, whatever code does so.
 
     Args:
-        stages: The rank's stages, whose forward passes count; of backward passes all do.
+        stages: The rank's stages, whose forward passes count; all backward passes count.
 
     Returns:
-        Rows for ``plots.timeline``: ``phase``, and ``start`` and ``end`` in seconds of a clock that the processes of a
-        machine share.
+        Rows for ``plots.timeline``: ``phase``, and ``start`` and ``end`` in seconds of a clock that all processes of
+        the machine share.
     """
     rows: Rows = []
     begun: list[float] = []
@@ -113,9 +112,9 @@ def time_layers(layers: nn.Sequential, inputs: torch.Tensor, *, repeats: int) ->
     """Measures each layer alone, forward and backward.
 
     Args:
-        layers: They run one after the other.
-        inputs: Of the first.
-        repeats: Rounds; the quickest of each layer counts, since noise only adds.
+        layers: The layers, which run one after the other.
+        inputs: Input of the first layer.
+        repeats: Rounds; the fastest of each layer counts, since noise only adds.
 
     Returns:
         Seconds of each layer.
@@ -135,14 +134,14 @@ def time_layers(layers: nn.Sequential, inputs: torch.Tensor, *, repeats: int) ->
 
 
 def find_idle(rows_by_rank: Mapping[int, Rows]) -> float:
-    """The share of all ranks' time, from the first row's start to the last one's end, in which a rank did not work."""
+    """Returns the idle share of all ranks' time, from the first row's start to the last one's end."""
     rows = [row for some in rows_by_rank.values() for row in some]
     span = max(row["end"] for row in rows) - min(row["start"] for row in rows)
     return 1 - sum(row["end"] - row["start"] for row in rows) / (span * len(rows_by_rank))
 
 
 def count_held(rows: Rows) -> int:
-    """The most micro-batches whose forward pass was done and whose backward pass had not begun."""
+    """Returns the most micro-batches that were between their forward and their backward pass."""
     held = most = 0
     for row in sorted(rows, key=lambda row: row["start"]):
         held += 1 if row["phase"] == "forward" else -1
@@ -164,11 +163,11 @@ def run_order(
 
     Args:
         order: ``F0``, ``B0`` … for forward and backward of each micro-batch.
-        stage: This rank's.
+        stage: This rank's stage.
         inputs: The micro-batches; used by the first rank.
-        targets: Theirs; used by the last rank.
-        find_loss: The mean loss of a micro-batch.
-        shape: Of what a stage sends for one micro-batch, float32.
+        targets: Their targets; used by the last rank.
+        find_loss: Returns the mean loss of a micro-batch.
+        shape: Shape of a stage's output for one micro-batch, float32.
     """
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     received, outputs, sent = {}, {}, []

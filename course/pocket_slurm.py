@@ -1,9 +1,9 @@
 """A Slurm of two nodes on this machine: ``make slurm`` starts it, ``make slurm-down`` ends it.
 
-All is real Slurm: ``munged``, ``slurmctld``, and one ``slurmd`` for each of the nodes c1 and c2, as yourself, on the
-loopback interface where that can be. They live on without the terminal that started them. Their files are in one
-private folder, whose ``slurm.conf`` leads Slurm's commands to them: ``export SLURM_CONF=…``. :func:`find` does that for
-a notebook.
+It is real Slurm: ``munged``, ``slurmctld``, and one ``slurmd`` for each of the nodes c1 and c2, run by yourself, on the
+loopback interface if possible. They outlive the terminal that started them. Their files are in one private folder,
+whose ``slurm.conf`` tells Slurm's commands where they are: ``export SLURM_CONF=…``. :func:`find` does that for a
+notebook.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class Cluster:
     """A Slurm that answers.
 
     Attributes:
-        version: Of Slurm, such as ``"22.05.8"``.
-        nodes: Their names.
-        partitions: Their names.
+        version: Slurm's version, such as ``"22.05.8"``.
+        nodes: The names of its nodes.
+        partitions: The names of its partitions.
     """
 
     version: str
@@ -100,7 +100,7 @@ class Cluster:
 
     @property
     def pocket(self) -> bool:
-        """Whether it is one of two nodes on one machine, as this module makes them."""
+        """True if it has two nodes on one machine, as made by this module."""
         return (self.nodes, self.partitions) == (NODES, PARTITIONS)
 
     def __str__(self) -> str:
@@ -111,8 +111,8 @@ class PocketSlurm:
     """The cluster, whether it runs or not.
 
     Args:
-        folder: Where its files are; None takes this user's own in /tmp.
-        follow: Whether its daemons are killed when the thread that starts them ends: for tests.
+        folder: Folder of its files; None means this user's own in /tmp.
+        follow: True to kill its daemons when the thread that starts them ends: for tests.
     """
 
     def __init__(self, folder: Path | None = None, *, follow: bool = False) -> None:
@@ -121,10 +121,10 @@ class PocketSlurm:
         self._follow, self._children = follow, dict[str, subprocess.Popen]()
 
     def up(self) -> list[str]:
-        """Starts what does not run, and returns its names: [] where all ran already.
+        """Starts the daemons that do not run yet, and returns their names: [] if all ran already.
 
         Raises:
-            LabError: Slurm's programs, or the folder, cannot be had; or a daemon did not start.
+            LabError: Slurm's programs are missing, the folder cannot be used, or a daemon did not start.
         """
         self._check_here()
         self._check_folder()
@@ -148,7 +148,7 @@ class PocketSlurm:
         """Cancels all jobs and ends all daemons.
 
         Returns:
-            Whether something ran, and the jobs that did not end in time and were killed.
+            True if something ran, and the jobs that did not end in time and were killed.
         """
         if not self.folder.exists():
             return self._end_all(), []
@@ -175,10 +175,10 @@ class PocketSlurm:
         return list(dict.fromkeys(self.run("squeue", "--noheader", "--format=%A").split()))
 
     def wait_empty(self, seconds: float = 20.0) -> None:
-        """Returns when no job is left.
+        """Waits until no job is left.
 
         Raises:
-            LabError: Some are, after so many seconds.
+            LabError: Some jobs are left after that many seconds.
         """
         if not _wait(lambda: not self.list_jobs(), seconds):
             fix = "scancel NUMBER"
@@ -200,7 +200,7 @@ class PocketSlurm:
         return self.list_jobs()
 
     def _check_here(self) -> None:
-        """Raises LabError where this machine or user cannot have the cluster."""
+        """Raises LabError if this machine or user cannot run the cluster."""
         if missing := find_missing_packages():
             cause, fix = f"these packages are not installed: {', '.join(missing)}", INSTALL
             if not shutil.which("apt-get", path=PATH):
@@ -209,7 +209,7 @@ class PocketSlurm:
         _find_user()
 
     def _check_folder(self) -> None:
-        """Raises LabError where the folder cannot be the cluster's."""
+        """Raises LabError if the folder cannot be used for the cluster."""
         elsewhere = "python -m course.pocket_slurm up --folder /tmp/another"
         if len(os.fsencode(self.folder)) > LONGEST_FOLDER or not re.fullmatch(r"[A-Za-z0-9._/+-]+", str(self.folder)):
             cause = f"a socket's path is short, and slurm.conf knows no quotes: at most {LONGEST_FOLDER} plain letters"
@@ -223,7 +223,7 @@ class PocketSlurm:
             raise LabError("This folder is not the pocket Slurm's.", where=self.folder, cause=cause, fix=elsewhere)
 
     def _check_content(self) -> None:
-        """Raises LabError where other files are in the folder."""
+        """Raises LabError if the folder contains other files."""
         # A file of ours that did not get its name in time may be there, too.
         if all(path.name.startswith(f".{self.conf.name}.") for path in self.folder.iterdir()):
             return
@@ -234,7 +234,7 @@ class PocketSlurm:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keeps others from starting or ending the cluster meanwhile."""
+        """Prevents others from starting or ending the cluster meanwhile."""
         while True:
             descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -248,7 +248,7 @@ class PocketSlurm:
                 os.close(descriptor)
 
     def _write_files(self) -> None:
-        """Makes the folder anew; what a machine that was switched off has left is of no use."""
+        """Recreates the folder; leftovers from before a power cut are useless."""
         for old in self.folder.iterdir():
             shutil.rmtree(old) if old.is_dir() else old.unlink()
         # First: by it the folder is known as ours.
@@ -312,7 +312,7 @@ class PocketSlurm:
         return LabError(f"{role} did not start, or did not get ready.", where=log, cause=said[-1][:300], fix=fix)
 
     def _find_role(self, entry: Path) -> str:
-        """What a process is in this cluster, by its folder in /proc; "" for any other."""
+        """Returns a process's role in this cluster, by its folder in /proc; "" for any other."""
         with contextlib.suppress(OSError):
             if f"SLURM_CONF={self.conf}".encode() not in (entry / "environ").read_bytes().split(b"\0"):
                 return ""
@@ -327,7 +327,7 @@ class PocketSlurm:
         return ""
 
     def _end_all(self) -> bool:
-        """Ends every process of this cluster and of its jobs; returns whether there was one."""
+        """Ends every process of this cluster and of its jobs; returns True if there was one."""
         found = self.find_processes()
         # First the one that would start a job anew, last the one that answers for all others.
         for role in ("slurmctld", "step", *NODES, "munged"):
@@ -356,15 +356,15 @@ class PocketSlurm:
 def find(
     folder: Path | None = None, *, needs: Sequence[str] = (), say: Callable[[str], object] = print
 ) -> Cluster | None:
-    """Returns the Slurm that a notebook uses: one that answers already, or else the pocket Slurm, if it runs.
+    """Returns the Slurm that a notebook uses: one that answers already, otherwise the pocket Slurm, if it runs.
 
     In the second case SLURM_CONF is set, so that all programs that are started from here find it. A notebook may itself
-    run in a job of Slurm: that job's ``SLURM_…`` are taken away, since ``srun`` would start its tasks in it.
+    run in a job of Slurm: that job's ``SLURM_…`` variables are removed, since ``srun`` would start its tasks in it.
 
     Args:
-        folder: Of the pocket Slurm; None takes this user's own.
-        needs: Partitions without which a Slurm is not used.
-        say: Gets a sentence on what was found, or on what to do where nothing was.
+        folder: Folder of the pocket Slurm; None means this user's own.
+        needs: Partitions that a Slurm must have.
+        say: Receives a sentence on what was found, or on what to do if nothing was.
     """
     mine, given, words = PocketSlurm(folder), os.environ.get("SLURM_CONF"), "No Slurm answers."
     running = set(mine.find_processes().values()) if sys.platform.startswith("linux") else set()
@@ -389,12 +389,12 @@ def _tell(found: Cluster, say: Callable[[str], object]) -> Cluster:
 
 
 def wait(cluster: Cluster | None, *jobs: str, seconds: float = 120.0) -> None:
-    """Returns when none of these jobs waits or runs any more; at once where there is no cluster.
+    """Waits until none of these jobs is pending or running; returns immediately if there is no cluster.
 
     Args:
-        cluster: What :func:`find` returned.
-        jobs: Their numbers.
-        seconds: The most to wait.
+        cluster: Result of :func:`find`.
+        jobs: The jobs' numbers.
+        seconds: The longest wait.
 
     Raises:
         LabError: They are not over by then.
@@ -410,19 +410,19 @@ def wait(cluster: Cluster | None, *jobs: str, seconds: float = 120.0) -> None:
 
 
 def find_missing_packages() -> list[str]:
-    """Returns the Debian packages of which a program is not here."""
+    """Returns the Debian packages of missing programs."""
     missing = [package for program, package in PROGRAMS.items() if not shutil.which(program, path=PATH)]
     return missing if sys.platform.startswith("linux") else list(PROGRAMS.values())
 
 
 def _name_command(what: str) -> str:
-    """How "up" or "down" is typed here: a team's container has no Makefile."""
+    """Returns the command for "up" or "down" here: a team's container has no Makefile."""
     short = {"up": "make slurm", "down": "make slurm-down"}
     return short[what] if (checkout() / "Makefile").exists() else f"python -m course.pocket_slurm {what}"
 
 
 def _advise() -> str:
-    """What to do for a Slurm of one's own, in two sentences."""
+    """Explains in two sentences how to get your own Slurm."""
     if not sys.platform.startswith("linux"):
         return "What follows was recorded on Linux: Slurm runs there only."
     first = f"install it ({INSTALL}), then " if find_missing_packages() else ""
@@ -456,7 +456,7 @@ def _ask(*argv: str, conf: str | Path | None = None) -> str:
 
 
 def _find_user() -> str:
-    """This user's name, without which Slurm does not start."""
+    """Returns this user's name, without which Slurm does not start."""
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError as error:
@@ -465,17 +465,17 @@ def _find_user() -> str:
 
 
 def _write_cgroup() -> str:
-    """Slurm without control groups, which a container may not have."""
+    """Returns settings for a Slurm without control groups, which a container may not have."""
     version = re.search(r"(\d+)\.(\d+)", _ask("slurmctld", "-V"))
     new = version and (int(version[1]), int(version[2])) >= (23, 2)
     return "CgroupPlugin=disabled\n" if new else "CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n"
 
 
 def _find_address() -> tuple[str, str]:
-    """Returns the address at which daemons and commands meet, and the line that has them listen at no other.
+    """Returns the address at which daemons and commands meet, and the line that makes them listen at no other.
 
-    With NoInAddrAny Slurm listens where the machine's own name leads. On Debian and Ubuntu that is often 127.0.1.1,
-    from which answers come as 127.0.0.1, so that srun waits for ever: there it has to listen at all addresses.
+    With NoInAddrAny Slurm listens at the address of the machine's name. On Debian and Ubuntu that is often 127.0.1.1,
+    from which answers arrive as 127.0.0.1, so that srun waits forever: there Slurm has to listen at all addresses.
     """
     with contextlib.suppress(OSError):  # the name has no address, or one that is not this machine's
         address = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)[0][4][0]

@@ -24,14 +24,14 @@ GPU_FIELDS += ("clocks.applications.graphics", "power.limit", "temperature.gpu",
 
 
 def read(lab: str) -> dict[str, Any] | None:
-    """Returns the recorded reference run of a lab, or None where none has been recorded.
+    """Returns the recorded reference run of a lab, or None if none has been recorded.
 
     Returns:
         ``lab``, ``machine`` (the facts of the machine card, with ``label``), ``when`` (UTC) and ``records``, whose
         results hold Timings.
 
     Raises:
-        LabError: The file cannot be read, or is no reference run: it has to name hardware, versions, clocks and date.
+        LabError: The file cannot be read, or is not a reference run: it must name hardware, versions, clocks and date.
     """
     path = reference_path(lab)
     try:
@@ -63,7 +63,7 @@ def recorded(lab: str, kind: str, by: str) -> tuple[str, dict[str, Any]]:
 
 
 def _check_reference(run: Any) -> None:
-    """Raises ValueError where something that JSON held is no reference run."""
+    """Raises ValueError if parsed JSON is not a reference run."""
     here = run.get("machine") if isinstance(run, dict) else None
     if not isinstance(here, dict) or not isinstance(run.get("records"), list):
         raise ValueError("it has no machine or no records")
@@ -79,15 +79,15 @@ def _check_reference(run: Any) -> None:
 
 
 def reference_path(lab: str) -> Path:
-    """Returns where the reference run of a lab lies."""
+    """Returns the path of a lab's reference run."""
     return checkout() / "data" / "reference" / f"{lab}.json"
 
 
 def describe_machine() -> dict[str, Any]:
-    """Returns the facts of the machine card with ``label``, and what a GPU's speed depends on besides.
+    """Returns the facts of the machine card with ``label``, and others on which a GPU's speed depends.
 
     Returns:
-        The fields of ``machine.Machine``, ``label``, ``cudnn`` and ``nccl`` (versions; None where torch has none),
+        The fields of ``machine.Machine``, ``label``, ``cudnn`` and ``nccl`` (versions; None if torch has none),
         ``driver`` (None without ``nvidia-smi``) and ``clocks``: for each GPU of ``nvidia-smi`` its ``GPU_FIELDS``.
     """
     here, gpus = machine.describe(), read_gpus()
@@ -102,9 +102,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def read_gpus() -> list[dict[str, str]]:
-    """Returns for each GPU what ``nvidia-smi`` tells of it; [] where it tells nothing.
+    """Returns the facts of each GPU from ``nvidia-smi``; [] if there are none.
 
-    It refuses a whole query for one field that it does not know, so each is asked for alone then.
+    A single unknown field makes it refuse the whole query; then each field is queried alone.
     """
     try:
         return [dict(zip(GPU_FIELDS, row, strict=True)) for row in query_smi(f"gpu={','.join(GPU_FIELDS)}")]
@@ -128,8 +128,8 @@ def save_reference(lab: str, *, allow_cpu: bool = False, folder: Path | None = N
 
     Args:
         lab: The lab, such as ``lab1``.
-        allow_cpu: Accepts a machine without a GPU, and records in which none was used.
-        folder: ``data/reference`` of the checkout where None.
+        allow_cpu: Accepts a machine without a GPU, and records that used none.
+        folder: The folder; ``data/reference`` of the checkout if None.
 
     Raises:
         LabError: There is no GPU, or no record of this machine and this version of torch.
@@ -169,7 +169,7 @@ def save_reference(lab: str, *, allow_cpu: bool = False, folder: Path | None = N
 
 
 def used_gpu(record: dict[str, Any]) -> bool:
-    """Whether one of a record's Timings was measured on a GPU; True, too, where it has none."""
+    """Returns True if one of a record's Timings was measured on a GPU, or if it has no Timings."""
     result = encode(record["result"])
     return b'"device": "cuda' in result or b'"device": "' not in result
 

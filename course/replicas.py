@@ -1,6 +1,6 @@
-"""What lab 4 compares its emulation of DataParallel with: the same step with one thing changed at a time.
+"""Variants of lab 4's emulation of DataParallel: the same step with one thing changed at a time.
 
-That tells what each thing costs; hooks note when each copy of a network computes.
+They show what each thing costs; hooks note when each copy of a network computes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from lab_utils.parallel import CpuDataParallel
 
 
 class InThreads(CpuDataParallel):
-    """The emulation without copies: the threads run forward on the one module itself."""
+    """The emulation without copies: all threads run forward on the same module."""
 
     def replicate(self, module: nn.Module, device_ids: Sequence[int]) -> list[nn.Module]:
-        """Makes no copies."""
+        """Returns the module itself for each device, without copies."""
         return [module for _ in device_ids]
 
 
 def step_in_threads(
     model: CpuDataParallel, images: torch.Tensor, labels: torch.Tensor, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Trains one step on the emulation's copies, of which each thread runs forward and its own backward.
+    """Trains one step on the emulation's copies, where each thread runs forward and its own backward.
 
-    The emulation itself has one backward for all, which one thread runs. All else is the same, gradients included.
+    The emulation itself has one backward for all, in one thread. Everything else is the same, including gradients.
     """
 
     def run(replica: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def note_phases(model: nn.Module) -> list[tuple[int, dict[str, Any]]]:
     """Notes when forward and backward of a model, and of each copy made of it later, begin and end.
 
     Returns:
-        The list that grows: the number of a module, and a row as ``plots.timeline`` takes it, with its ``thread``.
+        A growing list: the number of a module, and a row for ``plots.timeline``, with its ``thread``.
     """
     rows: list[tuple[int, dict[str, Any]]] = []
     begun: dict[tuple[int, str], float] = {}

@@ -1,4 +1,4 @@
-"""``python -m course.running PORT``: is the port free for JupyterLab? Where a Jupyter has it, says that one's URL."""
+"""``python -m course.running PORT`` checks that a port is free for JupyterLab, or prints the URL of a Jupyter on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lab_common.commandline import find_user, run_command
 
 
 def find_url(port: int) -> str:
-    """Returns the URL, with its token, of this user's Jupyter server on a port of this computer; "" where none is."""
+    """Returns the URL, with its token, of this user's Jupyter server on a port of this computer; "" if none is."""
     from jupyter_server.serverapp import list_running_servers  # takes seconds, which a free port does not need
 
     for server in list_running_servers():
@@ -21,7 +21,7 @@ def find_url(port: int) -> str:
 
 
 def main() -> int:
-    """Returns 0 where the port is free."""
+    """Returns 0 if the port is free."""
     wanted = sys.argv[1] if len(sys.argv) == 2 else ""
     if not re.fullmatch("[0-9]{1,5}", wanted) or not 1 <= int(wanted) <= 65535:
         print(f"LAB_PORT has to be a number from 1 to 65535, and is {wanted[:60]!a}. Such as: make lab LAB_PORT=8899")

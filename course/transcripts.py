@@ -1,6 +1,6 @@
-"""What a command prints, or a measurement finds: here where its programs are, and else as it was recorded elsewhere.
+"""Output of commands and measurements: live if their programs are here, otherwise as recorded elsewhere.
 
-``LAB_RECORD=1`` in the environment, on a machine that has the programs, records what a notebook shows anew in
+With ``LAB_RECORD=1`` in the environment, a machine that has the programs records a notebook's output again in
 ``data/reference/``.
 """
 
@@ -26,11 +26,11 @@ MOST_CHARACTERS, MOST_COMMANDS, MOST_BYTES = 4000, 80, 2**20
 
 
 class Transcript:
-    """Shows commands and what they print: ``show = Transcript("lab13/slurm", cluster)``, then ``show("squeue")``.
+    """Shows commands and their output: ``show = Transcript("lab13/slurm", cluster)``, then ``show("squeue")``.
 
     Args:
-        name: Of the record, ``data/reference/NAME.json``.
-        here: What runs the commands, such as a cluster, whose ``str`` names its version; None where there is none.
+        name: Name of the record, ``data/reference/NAME.json``.
+        here: The system that runs the commands, such as a cluster, whose ``str`` names its version; None if missing.
     """
 
     def __init__(self, name: str, here: object | None) -> None:
@@ -43,12 +43,12 @@ class Transcript:
         """Prints a command and its output, and returns what it wrote to stdout.
 
         Args:
-            argv: The command's words. Of a path only the name is shown and recorded.
+            argv: The command's words. For a path only the name is shown and recorded.
             cwd: The folder to run it in.
-            seconds: The most that it may take.
+            seconds: Time limit.
 
         Raises:
-            LabError: It cannot be run, takes longer, or there is too much to record.
+            LabError: It cannot be run, takes longer, or prints too much to record.
         """
         shown = shlex.join(part.name if isinstance(part, Path) else str(part) for part in argv)
         self._seen[shown] += 1
@@ -80,15 +80,15 @@ class Transcript:
 
 
 def recall(name: str, measure: Callable[[], Any] | None, here: str) -> tuple[Any, str]:
-    """What is measured here, or was recorded where its programs were; and which of both it is, in words.
+    """Returns a measurement from here or from a record, and a description of which it is.
 
     Args:
-        name: Of the record, ``data/reference/NAME.json``.
-        measure: Returns what JSON can hold; None where it cannot be measured here.
-        here: What measures, with its version.
+        name: Name of the record, ``data/reference/NAME.json``.
+        measure: Returns a value that JSON can hold; None if it cannot be measured here.
+        here: Name and version of the measuring program.
 
     Raises:
-        LabError: It has to be recalled, and the record is missing or damaged.
+        LabError: The record is needed, but missing or damaged.
     """
     path = checkout() / "data" / "reference" / f"{name}.json"
     if measure is None:
@@ -111,7 +111,7 @@ def _check_result(found: Any) -> bool:
 
 
 def _load(path: Path, is_whole: Callable[[Any], bool]) -> dict[str, Any]:
-    """What a record holds; nothing where there is none."""
+    """Returns the content of a record; {} if there is none."""
     try:
         found = json.loads(read_bounded(path, MOST_BYTES))
         if not is_whole(found):
@@ -146,7 +146,7 @@ def _run(argv: list[str], cwd: Path | None, seconds: float) -> tuple[str, str]:
 
 
 def _shorten(text: str, cwd: Path | None) -> str:
-    """Without what only this machine has: paths, and too much of it."""
+    """Returns the text without this machine's paths, cut to a limit."""
     for folder in filter(None, (cwd, checkout(), Path.home())):
         text = text.replace(f"{folder}/", "…/").replace(str(folder), "…") if len(str(folder)) > 1 else text
     return cut_lines(clean(text.expandtabs().rstrip()), first=40, last=20, longest=200)[:MOST_CHARACTERS]

@@ -116,13 +116,13 @@ out.flush()
 
 @dataclass(frozen=True)
 class Bounds:
-    """What of one team is fetched.
+    """Limits on what is fetched from one team.
 
     Attributes:
-        files: Their number, and that of the folders that are made for them.
-        largest: Bytes of one.
-        total: Bytes of all.
-        seconds: For all of it, the report included.
+        files: Most files, and most folders that are made for them.
+        largest: Most bytes of one file.
+        total: Most bytes of all files.
+        seconds: Most seconds for all of it, the report included.
     """
 
     files: int = 20_000
@@ -133,16 +133,16 @@ class Bounds:
 
 @dataclass
 class Collected:
-    """What was fetched of one team.
+    """The files fetched from one team.
 
     Attributes:
-        folder: Where it lies.
-        files: How many of its files.
+        folder: Their folder.
+        files: Number of files fetched.
         report: Whether its report was made.
         left_out: What was left out and why, up to ``MOST_NAMED``.
         more: How many were left out beyond those.
-        problem: Why it is not whole; "" where it is.
-        folders: How many were made for its files.
+        problem: Why it is incomplete; "" if it is complete.
+        folders: Number of folders made for the files.
     """
 
     folder: Path
@@ -154,12 +154,12 @@ class Collected:
     folders: int = 0
 
     def describe(self) -> str:
-        """One line: where it lies, and how much of it was left out."""
+        """Returns one line: the folder, and how many files were left out."""
         count = len(self.left_out) + self.more
         return f"{self.folder}" + (f" ({count} left out: {self.folder / LEFT_OUT})" if count else "")
 
     def leave_out(self, name: str, reason: str) -> None:
-        """Notes what was left out."""
+        """Notes that a file was left out."""
         if len(self.left_out) < MOST_NAMED:
             self.left_out.append((name, reason))
         else:
@@ -169,17 +169,17 @@ class Collected:
 def collect(
     deployment: Deployment, teams: Sequence[Team], target: Path, *, bounds: Bounds | None = None
 ) -> list[Collected]:
-    """Fetches each team's report and work into ``target/<team>``, a new folder; one of before is kept beside it.
+    """Fetches each team's report and work into ``target/<team>``, a new folder; an earlier one is kept beside it.
 
     Args:
         deployment: Of these teams.
         teams: Whose work.
         target: The folder for all of them.
-        bounds: What of one team is fetched.
+        bounds: Limits on what is fetched from one team.
 
     Raises:
         LabError: A team's container does not run, its report cannot be made, or what it sent was cut off; the other
-            teams' folders are there, and of this one what came.
+            teams' folders are there, and this team's with the files that arrived.
     """
     whole, failed, target = [], {}, target.resolve()
     try:
@@ -211,14 +211,14 @@ def collect(
 
 
 def find_room(target: Path, bounds: Bounds) -> Bounds:
-    """The bounds, with no more than half of what is free here: of bytes, and of files where their number is bounded."""
+    """Returns the bounds, cut to half of the free bytes here, and of the free inodes if the disk limits those."""
     free = os.statvfs(target)
     files = min(bounds.files, free.f_favail // 4) if free.f_files else bounds.files  # each may need a folder
     return replace(bounds, files=files, total=min(bounds.total, free.f_bavail * free.f_frsize // 2))
 
 
 def _collect_team(deployment: Deployment, team: Team, target: Path, bounds: Bounds) -> Collected:
-    """Fetches one team's work; where nothing of it came, no folder is made."""
+    """Fetches one team's work; if nothing arrives, no folder is made."""
     status, said = deployment.ask(team, "true", timeout=20)
     if status:
         problem = clean_name(said[-300:]) or "its container does not run"
@@ -249,7 +249,7 @@ def _collect_team(deployment: Deployment, team: Team, target: Path, bounds: Boun
 def receive(stream: BinaryIO, one: Collected, bounds: Bounds) -> None:
     """Reads what a team's container sends, and writes its files below ``one.folder``.
 
-    What breaks the rules ends the reading: ``one.problem`` then says so, and what came before it is there.
+    A broken rule ends the reading: ``one.problem`` then says so, and the files before it are kept.
 
     Raises:
         OSError: The files cannot be written here.
@@ -309,7 +309,7 @@ def _take_file(stream: BinaryIO, name: str, size: int, one: Collected, most: int
 
 
 def _write_new(stream: BinaryIO, size: int, path: Path, one: Collected | None = None) -> None:
-    """Writes a file that is not there yet; one that does not come whole is removed."""
+    """Writes a new file; an incomplete one is removed."""
     with path.open("xb") as file:  # never through anything that is there
         try:
             _copy(stream, size, file)
@@ -331,7 +331,7 @@ def _copy(stream: BinaryIO, size: int, file: BinaryIO | None) -> None:
 
 
 def _make_safe(part: str) -> str:
-    """A part of a path that no terminal obeys, and no command takes for an option."""
+    """Returns a part of a path without terminal control characters, and that no command takes for an option."""
     part = clean_name(part)
     return f"_{part}" if part.startswith("-") else part
 
@@ -369,7 +369,7 @@ def _write_left_out(one: Collected) -> None:
 
 
 def _give_name(fresh: Path, final: Path) -> Path:
-    """Gives a folder its name; what had it gets the time at which it was collected behind its own."""
+    """Renames a folder to its final name; an older folder of that name gets its collection time as a suffix."""
     if os.path.lexists(final):
         stamp = datetime.fromtimestamp(final.lstat().st_mtime, UTC).strftime("%Y%m%dT%H%M%SZ")
         for number in range(1000):

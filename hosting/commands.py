@@ -1,4 +1,4 @@
-"""What an instructor does with a class: start it, look at it, end it, and help one team of it."""
+"""The instructor's commands: start a class, look at it, end it, and help one team."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def build(engine: Engine, settings: Settings, *, base: str = "", torch: str = ""
     """Builds the teams' image from this checkout.
 
     Args:
-        engine: What builds.
-        settings: Name the image.
+        engine: The engine that builds.
+        settings: The deployment's settings, which name the image.
         base: The image to build on; the Dockerfile's own by default.
         torch: ``cpu`` takes PyTorch's smaller builds without CUDA.
     """
@@ -51,7 +51,7 @@ def build(engine: Engine, settings: Settings, *, base: str = "", torch: str = ""
 def up(deployment: Deployment, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
     """Starts what does not run yet, waits until every team's JupyterLab answers, and writes the hand-out.
 
-    What is right is left alone: a team that works does not notice.
+    Containers that are up to date are left alone: a team at work does not notice.
 
     Raises:
         LabError: The port is taken, Compose failed, or a team's JupyterLab does not answer in time.
@@ -74,7 +74,7 @@ def up(deployment: Deployment, *, say: Callable[[str], None] = print, seconds: f
 
 
 def _wait_for(deployment: Deployment, team: Team, what: str, end: float, *command: str) -> None:
-    """Repeats a command in a team's container until it succeeds, or it is too late."""
+    """Repeats a command in a team's container until it succeeds or time runs out."""
     while (answer := deployment.ask(team, *command, timeout=20))[0]:
         if time.monotonic() > end:
             container = name_container(deployment.settings, team, 0)
@@ -98,7 +98,7 @@ def wait_for_front(deployment: Deployment, end: float) -> None:
 
 
 def prepare(deployment: Deployment, say: Callable[[str], None]) -> Deployment:
-    """What both variants need before they start: the other one ended, the port, the image, and what can be guarded.
+    """Prepares both variants: ends the other one, checks port and image, and finds out what can be guarded.
 
     Returns:
         The deployment, whose settings say whether the teams' containers can be kept from the cloud's metadata.
@@ -127,7 +127,7 @@ def prepare(deployment: Deployment, say: Callable[[str], None]) -> Deployment:
 
 
 def guard(deployment: Deployment) -> None:
-    """Starts the guard before the teams' networks, which are there by now, or ends it where it can do nothing."""
+    """Starts the guard for the teams' networks, which exist by now, or ends it if it can do nothing."""
     if deployment.settings.guarded:
         start_guard(deployment.engine, deployment.settings, deployment.teams, image_id=deployment.image_id)
     else:
@@ -135,7 +135,7 @@ def guard(deployment: Deployment) -> None:
 
 
 def describe_bounds(deployment: Deployment, fault: Sequence[str] = ()) -> list[str]:
-    """What the teams are held to, in lines for a terminal.
+    """Describes the teams' limits, in lines for a terminal.
 
     Args:
         deployment: Of these teams.
@@ -150,13 +150,13 @@ def describe_bounds(deployment: Deployment, fault: Sequence[str] = ()) -> list[s
 
 
 def _list_composed(deployment: Deployment) -> list[str]:
-    """The containers that Compose has made for this deployment."""
+    """Lists the containers that Compose has made for this deployment."""
     label = f"label=com.docker.compose.project={deployment.settings.project}"
     return deployment.engine.ask("ps", "-a", "--filter", label, "--format", "{{.Names}}").stdout.split()
 
 
 def _end_orphans(deployment: Deployment) -> None:
-    """Ends the containers of teams that have left, where Compose did not."""
+    """Ends the containers of teams that have left, if Compose did not."""
     if deployment.engine.orphans:
         return
     settings = deployment.settings
@@ -189,7 +189,7 @@ def _check_port(settings: Settings) -> None:
 
 
 def is_served(settings: Settings, team: Team) -> bool:
-    """Whether a team's JupyterLab answers through the front. No token is sent, so that no certificate is asked for."""
+    """Returns True if a team's JupyterLab answers through the front. Sends no token, so checks no certificate."""
     url = f"{settings.url}/hub/" if settings.hub else settings.find_url(team.name)
     scheme, _, rest = url.partition("://")
     host, _, path = f"{rest}api".partition("/")
@@ -204,14 +204,14 @@ def is_served(settings: Settings, team: Team) -> bool:
 
 
 def _read_page(settings: Settings, request: str, *, name: str) -> bytes:
-    """What the front answers, up to ``LONGEST_PAGE`` bytes and for ``PAGE_SECONDS``; a redirection is not followed.
+    """Reads the front's answer, up to ``LONGEST_PAGE`` bytes and for ``PAGE_SECONDS``; follows no redirection.
 
-    The answer is the team's own: it may be of any length, come drop by drop, or lead elsewhere.
+    The team controls the answer: it may be of any length, arrive byte by byte, or redirect elsewhere.
 
     Args:
         settings: Of the deployment.
-        request: In full.
-        name: Of the host that TLS is to be for; "" without TLS.
+        request: The complete request.
+        name: Host name for TLS; "" without TLS.
 
     Raises:
         OSError: The front does not answer, or not in time.
@@ -249,9 +249,9 @@ def end_bounds(deployment: Deployment) -> None:
 
 
 def rotate(deployment: Deployment, team: Team) -> Path:
-    """Starts a team's JupyterLab anew with the new token that ``read_deployment`` made; returns the new hand-out.
+    """Restarts a team's JupyterLab with the new token that ``read_deployment`` made; returns the new hand-out.
 
-    Its kernels end with it, and what was started on the other node: that is what shuts out whoever had the old token.
+    This ends its kernels and its processes on the other node, which shuts out anybody with the old token.
     """
     engine, others = deployment.engine, range(1, deployment.settings.nodes)
     names = [name_container(deployment.settings, team, node) for node in others]
@@ -285,7 +285,7 @@ def reset(deployment: Deployment, team: Team) -> str:
 
 
 def read_logs(deployment: Deployment, container: str) -> str:
-    """What a container of the deployment has printed lately; a team can print there what it wants.
+    """Returns the latest output of a container of the deployment; a team controls what is printed there.
 
     Raises:
         LabError: There is no such container.
@@ -307,6 +307,6 @@ def _is_ours(deployment: Deployment, container: str) -> bool:
 
 
 def restart(deployment: Deployment, team: Team) -> None:
-    """Starts a team's containers anew, as one does with a computer that is stuck; its files stay."""
+    """Restarts a team's containers, as one would a computer that hangs; its files stay."""
     for node in range(deployment.settings.nodes):
         deployment.engine.run("restart", name_container(deployment.settings, team, node))

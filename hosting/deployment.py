@@ -1,4 +1,4 @@
-"""What is deployed for a class: teams, tokens, settings and engine, read and checked before anything of it starts."""
+"""A class's deployment: teams, tokens, settings and engine, all read and checked before anything starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lab_common import LabError, read_path
 
 @dataclass(frozen=True)
 class Deployment:
-    """Everything that one class is deployed with, read and checked; nothing of it is started by that."""
+    """Everything that one class is deployed with, read and checked; nothing is started yet."""
 
     folder: Path
     settings: Settings
@@ -28,24 +28,24 @@ class Deployment:
 
     @property
     def image_id(self) -> str:
-        """Of the teams' image; its name stays the same when it is built anew."""
+        """Id of the teams' image; its name stays the same when it is rebuilt."""
         return self.engine.ask("image", "inspect", "-f", "{{.Id}}", self.settings.image).stdout.strip()
 
     @property
     def setup(self) -> Setup:
-        """What was decided beside the settings, for the files."""
+        """Decisions beyond the settings, for the files."""
         guarded, podman = self.settings.guarded, self.engine.podman
         return Setup(self.tokens, self.shares, self.machine, self.image_id, podman=podman, guarded=guarded)
 
     def write(self) -> list[Path]:
-        """Writes Compose's files, where they have changed."""
+        """Writes Compose's files if they have changed."""
         return write_files(self.folder, self.teams, self.settings, self.setup)
 
     def find(self, name: str) -> Team:
         """Returns the team of that name.
 
         Raises:
-            LabError: There is none.
+            LabError: There is no such team.
         """
         for team in self.teams:
             if team.name == name:
@@ -57,7 +57,7 @@ class Deployment:
     def ask(self, team: Team, *command: str, node: int = 0, timeout: float = 60.0) -> tuple[int, str]:
         """Runs a command in a team's container; returns its exit status and what it printed.
 
-        It runs in our own folder: in the team's, programs can find files of the team in place of ours.
+        It runs in our own folder: in the team's folder, programs could find the team's files in place of ours.
         """
         container = name_container(self.settings, team, node)
         asked = self.engine.ask("exec", "-w", LABS, container, *command, timeout=timeout)
@@ -72,9 +72,9 @@ def read_deployment(
     Args:
         folder: Where the deployment's files are kept.
         settings: Of the deployment.
-        engine: ``docker`` or ``podman``; what is there by default.
+        engine: ``docker`` or ``podman``; by default whichever is installed.
         renew: A team that gets a new token.
-        starts: Whether containers are started, so that the teams' GPUs have to be there.
+        starts: True if containers are started, so that the teams' GPUs must exist.
 
     Raises:
         LabError: The first thing that would go wrong.
@@ -107,7 +107,7 @@ def _check_names(teams: list[Team], settings: Settings) -> None:
 def open_deployment(folder: Path, *, engine: str = "", renew: str = "") -> Deployment:
     """Reads the deployment that was started from a folder.
 
-    One whose data or GPUs have gone can still be looked at, collected and ended; a new token (``renew``) starts a
+    If its data or GPUs are gone, it can still be looked at, collected and ended; a new token (``renew``) starts a
     container, which needs them.
     """
     settings = load_settings(folder)
@@ -133,10 +133,10 @@ def make_private(folder: Path) -> None:
 
 
 def parse_settings(folder: Path, given: dict) -> Settings:
-    """The settings that were kept, if any were, with what was given now in their place.
+    """Returns the stored settings, if there are any, updated with those given now.
 
     Raises:
-        LabError: What was kept cannot be read, or the settings are unsafe or cannot work.
+        LabError: The stored settings cannot be read, or the settings are unsafe or cannot work.
     """
     kept = load_settings(folder) if (folder / NAME).exists() else Settings()
     given = {name: value for name, value in given.items() if value is not None}

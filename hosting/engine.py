@@ -31,13 +31,13 @@ CONTROLLERS = frozenset({"memory", "swap", "cpu", "cpuset", "pids"})
 
 @dataclass(frozen=True)
 class Machine:
-    """What the engine can give to containers.
+    """Resources that the engine can give to containers.
 
     Attributes:
         memory: Bytes.
         cpus: The numbers of its CPUs.
-        processes: Processes and threads that it can have in all.
-        limits: Of ``CONTROLLERS``, those with which the engine can limit a container.
+        processes: Most processes and threads in total.
+        limits: Those of ``CONTROLLERS`` with which the engine can limit a container.
     """
 
     memory: int
@@ -48,12 +48,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine and its Compose.
+    """A container engine and its Compose.
 
     Attributes:
         program: ``docker`` or ``podman``.
         compose: The command of Compose, in parts.
-        folder: Where Compose's files lie, and the log of what it says.
+        folder: Folder of Compose's files and its log.
     """
 
     program: str
@@ -62,39 +62,39 @@ class Engine:
 
     @property
     def podman(self) -> bool:
-        """Whether Podman runs the containers, also behind Docker's client."""
+        """True if Podman runs the containers, even behind Docker's client."""
         return self.program == "podman" or "podman" in os.environ.get("DOCKER_HOST", "")
 
     @property
     def orphans(self) -> tuple[str, ...]:
-        """What makes ``up`` end containers that the files no longer name.
+        """Options that make ``up`` end containers that the files no longer name.
 
-        podman-compose 1.6 would then end every container but those that it makes anew.
+        With them, podman-compose 1.6 would end every container except those that it recreates.
         """
         return () if self.compose == ("podman-compose",) else ("--remove-orphans",)
 
     def run_compose(self, files: Sequence[Path], *arguments: str, variables: Mapping[str, str] | None = None) -> None:
-        """Runs Compose on its files; what it says goes into the log.
+        """Runs Compose on its files; its output goes into the log.
 
         Raises:
-            LabError: Compose failed; ends with what it said last.
+            LabError: Compose failed; the message ends with its last output.
         """
         given = [part for file in files for part in ("-f", str(file))]
         self._call([*self.compose, *given, *arguments], cwd=self.folder, env={**os.environ, **(variables or {})})
 
     def run(self, *arguments: str, cwd: Path | None = None) -> None:
-        """Runs the engine itself; what it says goes into the log.
+        """Runs the engine itself; its output goes into the log.
 
         Raises:
-            LabError: It failed; ends with what it said last.
+            LabError: It failed; the message ends with its last output.
         """
         self._call([self.program, *arguments], cwd=cwd or self.folder, env=dict(os.environ))
 
     def ask(self, *arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-        """What the engine answers, whatever it is: for questions whose refusal is an answer, too.
+        """Returns the engine's answer, even an error: for questions whose refusal is an answer, too.
 
-        Where an answer takes too long, the status is 124. Where it is longer than ``LONGEST_ANSWER`` bytes, the command
-        is killed, and the status is that of the signal, below zero: no command in a container has such a one.
+        If an answer takes too long, the status is 124. If it is longer than ``LONGEST_ANSWER`` bytes, the command is
+        killed, and the status is that of the signal, below zero, which no command in a container can return.
         """
         command, said = [self.program, *arguments], {}
         with _start(command, timeout, stderr=subprocess.PIPE) as (process, late):
@@ -118,14 +118,14 @@ class Engine:
 
     @contextmanager
     def stream(self, *arguments: str, timeout: float) -> Iterator[BinaryIO]:
-        """Gives what a command of the engine prints, as it comes; it ends with the block, or after ``timeout`` s."""
+        """Streams the output of an engine command; it ends with the block, or after ``timeout`` s."""
         with _start([self.program, *arguments], timeout, stderr=subprocess.DEVNULL) as (process, _):
             yield process.stdout
 
     def measure(self) -> Machine:
-        """What the engine says of its machine, which need not be this one: Docker Desktop has a smaller one of its own.
+        """Asks the engine about its machine, which need not be this one: Docker Desktop runs a smaller one.
 
-        Where it says nothing, this machine is what counts.
+        If it does not answer, this machine is measured.
         """
         told: dict = {}
         with suppress(ValueError, RecursionError):
@@ -148,7 +148,7 @@ class Engine:
         return Machine(memory or _measure_memory(), tuple(cpus), _measure_processes(), limits)
 
     def has_image(self, name: str) -> bool:
-        """Whether an image is there without being fetched."""
+        """True if an image is here already, so that nothing has to be pulled."""
         return self.ask("image", "inspect", name).returncode == 0
 
     def _call(self, command: list[str], *, cwd: Path, env: dict[str, str]) -> None:
@@ -182,7 +182,7 @@ def _measure_memory() -> int:
 
 
 def _measure_processes() -> int:
-    """How many processes and threads the kernel has room for."""
+    """Returns how many processes and threads the kernel allows."""
     found = []
     for name in ("pid_max", "threads-max"):
         with suppress(OSError, ValueError):
@@ -194,9 +194,9 @@ def _measure_processes() -> int:
 def _start(
     command: Sequence[str], seconds: float, *, stderr: int
 ) -> Iterator[tuple[subprocess.Popen, threading.Event]]:
-    """Runs a command while the block lasts; ends it, with all that it started, with the block or after a time.
+    """Runs a command during the block; ends it and all its children with the block or after a time.
 
-    Gives the process, and an event that says whether the time was over first.
+    Yields the process, and an event that is set if the time was over first.
     """
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
     late = threading.Event()
@@ -219,21 +219,21 @@ def _start(
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Ends a process that was started in a group of its own, and that group."""
+    """Kills a process and the process group that it leads."""
     if process.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read_answer(pipe: BinaryIO, said: dict[str, bytes], name: str, process: subprocess.Popen) -> None:
-    """Reads a pipe to its end; ends the process where the answer is too long."""
+    """Reads a pipe to its end; kills the process if the answer is too long."""
     said[name] = pipe.read(LONGEST_ANSWER + 1)
     if len(said[name]) > LONGEST_ANSWER:
         _kill(process)
 
 
 def _write_log(pipe: BinaryIO, log: Path, said: list[str]) -> None:
-    """Adds what a program says to the log, and keeps the last three lines of it in ``said``."""
+    """Appends a program's output to the log, and keeps its last three lines in ``said``."""
     with log.open("a", encoding="utf-8") as file:
         while line := pipe.readline(LONGEST_LINE):
             # Others' names and texts are in it, and somebody will read the log in a terminal.
@@ -248,11 +248,11 @@ def find_engine(folder: Path, *, wanted: str = "") -> Engine:
     """Finds an engine that answers and its Compose: Docker first, then Podman.
 
     Args:
-        folder: Where Compose's files lie.
-        wanted: ``docker`` or ``podman``, where both are there.
+        folder: Folder of Compose's files.
+        wanted: ``docker`` or ``podman``, if both are installed.
 
     Raises:
-        LabError: None is there, or it does not answer, or it has no Compose; names what each said.
+        LabError: None is installed, or it does not answer, or it has no Compose; quotes what each said.
     """
     said = []
     for program, candidates in (

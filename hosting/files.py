@@ -33,16 +33,16 @@ PORT, FRONT_PORT = 8888, 8443
 
 @dataclass(frozen=True)
 class Setup:
-    """What was decided for a deployment beside its settings.
+    """Decisions for a deployment beyond its settings.
 
     Attributes:
         tokens: The teams' tokens by their names.
-        shares: What each team's containers may use.
-        machine: What the engine can give, and hold them to.
-        image_id: Of the image that the teams' containers are made from, which has the same name after it was built
-            anew; podman-compose looks at the name alone.
-        podman: Whether Podman runs the containers: its networks reach each other unless they are told not to.
-        guarded: Whether the guard (hosting/guard.py) can keep the containers from the cloud's metadata.
+        shares: The resources that each team's containers may use.
+        machine: The resources that the engine has, and the limits that it can enforce.
+        image_id: Id of the image that the teams' containers are made from. A rebuilt image has the same name, and
+            podman-compose looks at the name alone.
+        podman: True if Podman runs the containers: its networks reach each other unless they are told not to.
+        guarded: True if the guard (hosting/guard.py) can keep the containers from the cloud's metadata.
     """
 
     tokens: Mapping[str, str]
@@ -54,13 +54,13 @@ class Setup:
 
 
 def write_files(folder: Path, teams: Sequence[Team], settings: Settings, setup: Setup) -> list[Path]:
-    """Writes Compose's and Caddy's files; returns those that Compose is to be given, in their order.
+    """Writes Compose's and Caddy's files; returns those to pass to Compose, in order.
 
     Args:
-        folder: Where they go.
-        teams: Of the class.
-        settings: Of the deployment.
-        setup: What was decided beside them.
+        folder: Folder to write to.
+        teams: The class's teams.
+        settings: The deployment's settings.
+        setup: Decisions beyond the settings.
     """
     write_tokens(folder / TOKENS, setup.tokens)
     caddy = make_caddyfile(teams, settings)
@@ -78,14 +78,14 @@ def write_files(folder: Path, teams: Sequence[Team], settings: Settings, setup: 
 
 
 def name_container(settings: Settings, team: Team, node: int) -> str:
-    """The name of one of a team's containers."""
+    """Returns the name of one of a team's containers."""
     return f"{settings.project}-{team.name}-node{node}"
 
 
 def write_tokens(folder: Path, tokens: Mapping[str, str]) -> None:
-    """Writes each team's token into a file of its own.
+    """Writes each team's token into its own file.
 
-    The container's user has to read it, who is another than the one here. Others cannot: the folder is its owner's.
+    The container's user, who differs from the user here, must be able to read it. The folder keeps others out.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for path in folder.iterdir():
@@ -98,7 +98,7 @@ def write_tokens(folder: Path, tokens: Mapping[str, str]) -> None:
 
 
 def make_base(teams: Sequence[Team], settings: Settings, caddy: str, setup: Setup) -> dict:
-    """The front and a node with JupyterLab for each team, each team on a network of its own."""
+    """Returns the base file: the front, and for each team a node with JupyterLab on its own network."""
     options = {"driver_opts": {"isolate": "true"}} if setup.podman else {}
     front: dict = {
         "image": settings.front,
@@ -131,7 +131,7 @@ def make_base(teams: Sequence[Team], settings: Settings, caddy: str, setup: Setu
 
 
 def _make_node(team: Team, settings: Settings, node: int, setup: Setup) -> dict:
-    """What both nodes of a team have in common."""
+    """Returns the settings that both nodes of a team have in common."""
     share = setup.shares[team.name][node]
     made: dict = {
         "image": settings.image,
@@ -150,7 +150,7 @@ def _make_node(team: Team, settings: Settings, node: int, setup: Setup) -> dict:
 
 
 def make_environment(share: Share, *, nodes: int = 1, guarded: bool) -> dict[str, str]:
-    """What a container is told of its share, and whether it waits for the guard.
+    """Returns the variables that tell a container its share, and whether to wait for the guard.
 
     A team's nodes have the same CPUs, so a job on all of them takes a part of the threads on each: threads that wait
     for each other on too few CPUs are many times slower than one.
@@ -175,7 +175,7 @@ def _make_lab(team: Team, settings: Settings, setup: Setup) -> dict:
 
 
 def make_nodes(teams: Sequence[Team], settings: Settings, setup: Setup) -> dict:
-    """The overlay that gives each team a second node, and both nodes the keys that they make for each other."""
+    """Returns the overlay that gives each team a second node, and both nodes the keys they make for each other."""
     services = {}
     # The data sets are in both nodes: nothing of them has to be copied.
     usual = {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
@@ -189,7 +189,7 @@ def make_nodes(teams: Sequence[Team], settings: Settings, setup: Setup) -> dict:
 
 
 def make_gpus(teams: Sequence[Team], settings: Settings) -> dict:
-    """The overlay that gives each team its GPUs: ``node0`` all of them, ``node1`` the second half.
+    """Returns the overlay that gives each team its GPUs: ``node0`` all of them, ``node1`` the second half.
 
     With one process per node, as in lab 5, the nodes then train on different GPUs, and lab 4 has all of them on one.
     ``device_ids`` is what isolates: CUDA_VISIBLE_DEVICES can be unset by anybody, and without either a container gets
@@ -211,7 +211,7 @@ def make_gpus(teams: Sequence[Team], settings: Settings) -> dict:
 
 
 def make_caddyfile(teams: Sequence[Team], settings: Settings) -> str:
-    """The front: TLS, and each team's path to that team's JupyterLab; other paths and hosts are nobody's."""
+    """Returns the front's Caddyfile: TLS, and each team's path to its JupyterLab; other paths and hosts fail."""
     # Port 80 is closed: asked for proof there, Caddy loses time and one of the authority's few attempts.
     auto = "\ttls {\n\t\tissuer acme {\n\t\t\tdisable_http_challenge\n\t\t}\n\t}\n"
     tls = {"auto": auto, "internal": "\ttls internal\n", "none": ""}.get(
@@ -244,7 +244,7 @@ def _quote_host(address: str) -> str:
 
 
 def write_changed(path: Path, text: str, *, mode: int = 0o644) -> None:
-    """Writes a file where its text or its permissions are others: one that is right is left alone."""
+    """Writes a file if its text or permissions differ; otherwise leaves it alone."""
     with suppress(OSError):
         if path.read_text(encoding="utf-8") == text and path.stat().st_mode & 0o777 == mode:
             return

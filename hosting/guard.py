@@ -33,15 +33,15 @@ REMEDY = (
 
 
 def name_guard(settings: Settings) -> str:
-    """The name of the guard's container."""
+    """Returns the name of the guard's container."""
     return f"{settings.project}-guard"
 
 
 def can_guard(engine: Engine, settings: Settings) -> bool:
-    """Whether the engine's containers may change this machine's routing; the image has to be there.
+    """Returns True if the engine's containers may change this machine's routing; needs the image.
 
     Raises:
-        LabError: They could before, and it cannot be found out now: a guard that runs must not end by an accident.
+        LabError: They could before, and the check fails now: a running guard must not end by accident.
     """
     name = f"{name_guard(settings)}-trial-{secrets.token_hex(4)}"
     tried = engine.ask("run", "--rm", *_make_options(settings, name), "try", timeout=60)
@@ -56,7 +56,7 @@ def can_guard(engine: Engine, settings: Settings) -> bool:
 
 
 def start_guard(engine: Engine, settings: Settings, teams: Sequence[Team], *, image_id: str) -> None:
-    """Starts the guard for the teams' networks, which have to be there, where it does not run for them yet.
+    """Starts the guard for the teams' networks, which must exist, if it does not run for them yet.
 
     Raises:
         LabError: It does not start.
@@ -84,18 +84,18 @@ def start_guard(engine: Engine, settings: Settings, teams: Sequence[Team], *, im
 
 
 def stop_guard(engine: Engine, settings: Settings) -> None:
-    """Ends the guard, which takes its rules away."""
+    """Ends the guard, which removes its rules."""
     engine.ask("stop", "-t", "10", name_guard(settings), timeout=60)
     engine.ask("rm", "-f", name_guard(settings), timeout=60)
 
 
 def is_guarded(engine: Engine, settings: Settings) -> bool:
-    """Whether the guard runs."""
+    """Returns True if the guard runs."""
     return engine.ask("inspect", "-f", "{{.State.Running}}", name_guard(settings)).stdout.strip() == "true"
 
 
 def find_networks(engine: Engine, settings: Settings, teams: Sequence[Team]) -> list[str]:
-    """The addresses of the teams' networks, as Docker or Podman names them, such as ``10.89.0.0/24``.
+    """Returns the addresses of the teams' networks, as Docker or Podman gives them, such as ``10.89.0.0/24``.
 
     Raises:
         LabError: The engine does not know one of the networks, or no address of it.
@@ -113,7 +113,7 @@ def find_networks(engine: Engine, settings: Settings, teams: Sequence[Team]) -> 
 
 
 def _make_options(settings: Settings, name: str) -> list[str]:
-    """How the guard is run: with this machine's network, the one capability that it needs, and nothing to write to."""
+    """Returns the guard's options: this machine's network, the one capability it needs, nothing writable."""
     limits = ["--memory=64m", "--pids-limit=32", "--read-only", "--log-driver=json-file", "--log-opt=max-size=1m"]
     may = ["--network=host", "--user=0:0", "--cap-drop=ALL", "--cap-add=NET_ADMIN", "--security-opt=no-new-privileges"]
     return [f"--name={name}", *may, *limits, settings.image, PROGRAM]

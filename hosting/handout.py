@@ -46,7 +46,7 @@ def write_handout(folder: Path, teams: Sequence[Team], tokens: Mapping[str, str]
 
 
 def describe_team(team: Team, settings: Settings) -> str:
-    """What a team has, in words."""
+    """Describes a team's nodes and GPUs in words."""
     gpus = {0: "no GPU", 1: "1 GPU"}.get(len(team.gpus), f"{len(team.gpus)} GPUs")
     nodes = "two nodes, node0 (where you are) and node1" if settings.nodes == 2 else "one node"
     return f"{gpus}; {nodes}"

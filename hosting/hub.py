@@ -1,6 +1,6 @@
 """The variant with accounts: JupyterHub before the same teams, with their tokens as passwords and their volumes.
 
-What never changes is in ``hosting/hub/``; written here is what depends on the deployment.
+Constant files are in ``hosting/hub/``; this module writes those that depend on the deployment.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ ALIVE = f'import urllib.request; urllib.request.urlopen("http://127.0.0.1:{HUB_P
 
 
 def write_hub(folder: Path, teams: Sequence[Team], settings: Settings, setup: Setup) -> list[Path]:
-    """Writes what the hub and its front read; returns the files for Compose, in their order.
+    """Writes the files of the hub and its front; returns the files for Compose, in order.
 
     Args:
         folder: The deployment's; all goes into its folder ``hub``.
-        teams: Of ``read_teams``.
-        settings: Of the deployment.
-        setup: What was decided beside them. Of the tokens, only their hashes are written.
+        teams: Result of ``read_teams``.
+        settings: The deployment's settings.
+        setup: Decisions beyond the settings. Only the hashes of the tokens are written.
 
     Raises:
         LabError: A team has the name of one of the hub's own paths, or others can read its secrets.
@@ -57,7 +57,7 @@ def write_hub(folder: Path, teams: Sequence[Team], settings: Settings, setup: Se
 
 
 def _describe_team(team: Team, setup: Setup) -> dict:
-    """What the hub has to know of a team. The limits are those of Compose, in the words of the engine's own API."""
+    """Describes a team for the hub. The limits are those of Compose, in terms of the engine's API."""
     (share,) = setup.shares[team.name]
     made = limit(share, setup.machine)
     host = {name: made[name] for name in ("mem_limit", "memswap_limit", "pids_limit") if name in made}
@@ -76,7 +76,7 @@ def _describe_team(team: Team, setup: Setup) -> dict:
 
 
 def make_front(teams: Sequence[Team], settings: Settings) -> str:
-    """The Caddyfile: TLS as without accounts, each team's path to its server, and all else to the hub."""
+    """Returns the Caddyfile: TLS as without accounts, each team's path to its server, all other paths to the hub."""
     routes = "".join(
         f"\tredir /{team.name} /user/{team.name}/\n\tredir /{team.name}/ /user/{team.name}/\n" for team in teams
     )
@@ -84,7 +84,7 @@ def make_front(teams: Sequence[Team], settings: Settings) -> str:
 
 
 def make_compose(folder: Path, teams: Sequence[Team], settings: Settings, caddy: str, setup: Setup) -> dict:
-    """What of the front and the hub depends on the deployment; the teams' containers are started by the hub.
+    """Returns Compose's file for the front and the hub; the hub itself starts the teams' containers.
 
     The project and the teams' networks have the same names as without accounts: ``up`` of one variant ends the other,
     so that two servers never work on one volume.
@@ -127,7 +127,7 @@ def _check_names(teams: Sequence[Team], settings: Settings) -> None:
 
 
 def _keep_secrets(path: Path) -> None:
-    """Makes the hub's secrets once: a new key could not read what the hub has kept."""
+    """Makes the hub's secrets once: with a new key the hub could not read its stored data."""
     if not path.exists():
         write_changed(path, "".join(f"{name}={secrets.token_hex(32)}\n" for name in VARIABLES), mode=0o600)
     elif path.stat().st_mode & 0o077:
@@ -143,7 +143,7 @@ def _keep_secrets(path: Path) -> None:
 def up(deployment: Deployment, *, say: Callable[[str], None] = print, seconds: float = START_SECONDS) -> Path:
     """Starts the hub, or changes it to what ``teams.csv`` says now, and writes the hand-out.
 
-    A team's container is started by its first login, and goes on while the hub is started anew.
+    A team's first login starts its container, which keeps running while the hub restarts.
 
     Raises:
         LabError: The port is taken, Compose failed, or the hub does not answer in time.
@@ -181,6 +181,6 @@ def down(deployment: Deployment) -> None:
 
 
 def rotate(deployment: Deployment, team: Team) -> Path:
-    """Tells the hub the team's new token, at which the old one's logins end; returns the new hand-out."""
+    """Gives the hub the team's new token, which ends logins made with the old one; returns the new hand-out."""
     write_hub(deployment.folder, deployment.teams, deployment.settings, deployment.setup)
     return write_handout(deployment.folder, deployment.teams, deployment.tokens, deployment.settings)

@@ -1,6 +1,6 @@
 """Divides a machine among the teams: memory, CPUs, processes and shared memory of each container.
 
-A team's share stays as it is while the class runs, so that a team that comes later starts no other's container anew.
+A team's share is fixed while the class runs, so that adding a team restarts nobody else's container.
 ``down`` forgets the shares; the next ``up`` divides the machine evenly again.
 """
 
@@ -34,14 +34,14 @@ LOG_SIZE = "10m"
 
 @dataclass(frozen=True)
 class Share:
-    """What one container may use.
+    """Resources that one container may use.
 
     Attributes:
         memory: Bytes, those in /dev/shm included.
         shm: Bytes of /dev/shm.
         processes: Processes and threads.
-        cpus: How many CPUs' time.
-        cpuset: The CPUs of its team alone, such as ``0,1``; "" where teams share CPUs.
+        cpus: CPU time, in CPUs.
+        cpuset: The CPUs of its team alone, such as ``0,1``; "" if teams share CPUs.
     """
 
     memory: int
@@ -57,13 +57,13 @@ Shares = Mapping[str, Sequence[Share]]
 def divide(
     machine: Machine, teams: Sequence[Team], settings: Settings, *, kept: Mapping[str, tuple[Share, ...]] | None = None
 ) -> dict[str, tuple[Share, ...]]:
-    """Returns the shares of each team, one for each of its nodes; all of them together fit the machine.
+    """Returns the shares of each team, one for each of its nodes; together they fit the machine.
 
     Args:
-        machine: What is divided.
-        teams: Of the class.
-        settings: What was told; the rest is decided here.
-        kept: Shares of teams that run, which stay. What comes beside them may be more than the machine has.
+        machine: The machine to divide.
+        teams: The class's teams.
+        settings: The instructor's choices; the rest is decided here.
+        kept: Shares of running teams, which stay. With new ones beside them, the sum may exceed the machine.
     """
     kept = {team.name: kept[team.name] for team in teams if team.name in (kept or {})}
     count = len(teams)
@@ -87,9 +87,9 @@ def divide(
 
 
 def _choose_cpus(machine: Machine, settings: Settings, teams: int, free: list[int]) -> tuple[float, str]:
-    """A team's CPUs: some of its own, where each team can have whole ones, and otherwise a part of the time of all.
+    """Chooses a team's CPUs: its own if there are enough for each team, otherwise a part of the time of all.
 
-    Its own are better: PyTorch starts as many threads as a process has CPUs, and no other team's work is measured.
+    Its own are better: PyTorch starts as many threads as a process has CPUs, and no other team disturbs timings.
     """
     wanted = len(machine.cpus) / teams if settings.cpus == AUTO else float(settings.cpus)
     own = int(wanted)
@@ -109,10 +109,10 @@ def _list_cpus(shares: Sequence[Share]) -> list[str]:
 
 
 def check_shares(machine: Machine, teams: Sequence[Team], settings: Settings) -> None:
-    """Refuses what was told where this machine does not have it.
+    """Refuses settings that ask for more than this machine has.
 
     Raises:
-        LabError: Names the setting, and what there is.
+        LabError: Names the setting, and what the machine has.
     """
     count, shares = len(teams), divide(machine, teams, settings)
     memory = settings.memory == AUTO or count * parse_size(settings.memory) <= machine.memory - RESERVE
@@ -147,14 +147,14 @@ def check_shares(machine: Machine, teams: Sequence[Team], settings: Settings) ->
 def keep_shares(
     folder: Path, machine: Machine, teams: Sequence[Team], settings: Settings, *, save: bool
 ) -> dict[str, tuple[Share, ...]]:
-    """Returns the teams' shares: those that they have, where nothing else was told, and new ones beside them.
+    """Returns the teams' shares: those that they have, unless the settings differ, and shares for new teams.
 
     Args:
-        folder: Where they are kept.
-        machine: What is divided.
-        teams: Of the class.
-        settings: Of the deployment.
-        save: Whether they are kept for the next command.
+        folder: Folder that stores them.
+        machine: The machine to divide.
+        teams: The class's teams.
+        settings: The deployment's settings.
+        save: True to store them for the next command.
     """
     told = [settings.memory, settings.cpus, settings.shm, settings.nodes]
     kept: dict[str, tuple[Share, ...]] = {}
@@ -175,12 +175,12 @@ def keep_shares(
 
 
 def forget_shares(folder: Path) -> None:
-    """Has the next ``up`` divide the machine anew."""
+    """Makes the next ``up`` divide the machine again."""
     (folder / NAME).unlink(missing_ok=True)
 
 
 def limit(share: Share, machine: Machine) -> dict:
-    """What Compose is told of a container's share, as far as the engine can hold it to it."""
+    """Returns a container's share in Compose's terms, as far as the engine can enforce it."""
     made: dict = {"shm_size": f"{share.shm}b", "logging": {"driver": "json-file", "options": {"max-size": LOG_SIZE}}}
     if "memory" in machine.limits:
         made["mem_limit"] = f"{share.memory}b"
@@ -197,7 +197,7 @@ def limit(share: Share, machine: Machine) -> dict:
 
 
 def describe_limits(shares: Shares, machine: Machine) -> list[str]:
-    """What the teams may use, in lines for a terminal; teams with the same share are in one line."""
+    """Describes the teams' shares, in lines for a terminal; teams with equal shares are in one line."""
     groups: dict[tuple, list[str]] = {}
     for name, nodes in shares.items():
         words = [f"{show_size(share.memory)} and /dev/shm {show_size(share.shm)}" for share in nodes]
@@ -228,5 +228,5 @@ def describe_limits(shares: Shares, machine: Machine) -> list[str]:
 
 
 def show_size(size: int) -> str:
-    """Bytes in words."""
+    """Returns a number of bytes in readable units."""
     return f"{size / GIB:.1f} GB" if size >= GIB else f"{size / MIB:.0f} MB"

@@ -1,4 +1,4 @@
-"""What ``up`` was told about a deployment, kept beside the tokens, so that other commands need not be told again."""
+"""A deployment's settings, which ``up`` stores beside the tokens so that other commands can read them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ class Settings:
         data: A folder with data sets for all teams, read-only; "" for the drawn one in the image.
         memory: Memory of each team, for all its containers.
         cpus: CPUs of each team.
-        shm: Size of each container's /dev/shm, which is a part of its memory.
+        shm: Size of each container's /dev/shm, which counts towards its memory.
         image: The teams' image.
         front: The image with Caddy.
-        project: What names of containers, networks and volumes begin with.
-        subdomains: Whether each team has a host name of its own, such as red.labs.example.org: a browser then keeps the
-            teams' pages apart, as it does with those of strangers.
-        share_gpus: Whether two teams may be given one GPU.
-        hub: Whether JupyterHub stands before the teams (hosting/hub.py), in place of a JupyterLab each.
-        guarded: Whether the teams' containers are kept from the cloud's metadata (hosting/guard.py); `up` finds out.
+        project: Prefix of the names of containers, networks and volumes.
+        subdomains: True if each team has its own host name, such as red.labs.example.org: a browser then isolates the
+            teams' pages as it does unrelated sites.
+        share_gpus: True if two teams may use the same GPU.
+        hub: True if JupyterHub serves the teams (hosting/hub.py), in place of a JupyterLab each.
+        guarded: True if the guard keeps the containers from the cloud's metadata (hosting/guard.py); `up` finds out.
     """
 
     teams: str = "hosting/teams.csv"
@@ -67,11 +67,11 @@ class Settings:
 
     @property
     def url(self) -> str:
-        """What every team's URL begins with, without a slash at the end."""
+        """Start of every team's URL, without a slash at the end."""
         return self._make_url(self.address)
 
     def find_url(self, team: str) -> str:
-        """A team's URL, at which its JupyterLab is."""
+        """Returns the URL of a team's JupyterLab."""
         return self._make_url(f"{team}.{self.address}" if self.subdomains else self.address) + f"/{team}/"
 
     def _make_url(self, host: str) -> str:
@@ -80,14 +80,14 @@ class Settings:
 
 
 def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
-    """Returns the settings, where they are safe and can work.
+    """Returns the settings if they are safe and can work.
 
     Args:
         settings: Of the deployment.
-        starts: Whether containers are started with them, so that their folders have to be there.
+        starts: True if containers are started with them, so that their folders must exist.
 
     Raises:
-        LabError: An open port without TLS, an address that no certificate is given for, a value that is none, or a
+        LabError: An open port without TLS, an address for which no certificate is given, an invalid value, or a
             folder that the teams could not use.
     """
     name, tls = settings.address, settings.tls
@@ -180,13 +180,13 @@ def check_settings(settings: Settings, *, starts: bool = True) -> Settings:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``16gb`` or ``512m``."""
+    """Returns the bytes of a size such as ``16gb`` or ``512m``."""
     number, unit = SIZE.fullmatch(text).groups()
     return int(number) << {"m": 20, "g": 30}[unit[0]]
 
 
 def _check_data(folder: Path) -> None:
-    """Refuses a folder with which the teams, who can but read it, could do nothing."""
+    """Refuses a folder that is useless to the teams, who can only read it."""
     packs = [manifest.parent for manifest in folder.glob("packed/*/manifest.json")]
     inside = [folder, folder / "packed", *packs, *(file for pack in packs for file in pack.iterdir())] if packs else []
     modes = {path: path.stat().st_mode for path in inside}
@@ -208,13 +208,13 @@ def _check_data(folder: Path) -> None:
 
 
 def save_settings(settings: Settings, folder: Path) -> None:
-    """Keeps the settings in a folder, for ``load_settings``."""
+    """Stores the settings in a folder, for ``load_settings``."""
     with write_atomically(folder / NAME) as file:
         file.write((json.dumps(asdict(settings), indent=2) + "\n").encode())
 
 
 def load_settings(folder: Path) -> Settings:
-    """Returns what ``save_settings`` kept; its folders need not be there, so that a deployment can always be ended.
+    """Returns what ``save_settings`` stored; the folders need not exist, so that a deployment can always be ended.
 
     Raises:
         LabError: No class was started here, or the file is broken.

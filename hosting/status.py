@@ -1,4 +1,4 @@
-"""How the teams of a class stand: alive, GPUs, disk, and which labs are done."""
+"""Status of the teams of a class: containers, GPUs, disk, and which labs are done."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ QUERY = "gpu=index,uuid,utilization.gpu,memory.used,memory.total"
 
 @dataclass(frozen=True)
 class Standing:
-    """One team.
+    """Status of one team.
 
     Attributes:
-        team: Which.
+        team: The team.
         nodes: The state of each of its containers, as the engine names it, such as ``running``.
-        answers: Whether its JupyterLab answers at its URL.
-        gpus: A line per GPU; empty where ``nvidia-smi`` finds none.
-        used: Bytes in its work volume; None where its container does not answer.
-        free: Bytes that are free on the volume's disk.
+        answers: True if its JupyterLab answers at its URL.
+        gpus: A line per GPU; empty if ``nvidia-smi`` finds none.
+        used: Bytes in its work volume; None if its container does not answer.
+        free: Free bytes on the volume's disk.
         labs: For each lab, how many of its exercises are solved, and of how many.
-        fault: What is wrong with what its container answered.
+        fault: What is wrong with its container's answer.
     """
 
     team: Team
@@ -60,7 +60,7 @@ class Standing:
 
 
 def read_status(deployment: Deployment) -> list[Standing]:
-    """Asks every team's containers how they stand."""
+    """Asks every team's containers for their status."""
     devices = read_gpus()
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         return list(pool.map(lambda team: _read_team(deployment, team, devices), deployment.teams))
@@ -85,12 +85,12 @@ def _read_team(deployment: Deployment, team: Team, devices: dict[str, str]) -> S
 
 
 def parse_facts(said: str) -> tuple[int, int, tuple[tuple[int, int], ...]]:
-    """Returns what a team's container answered: bytes that are used, that are free, and solved exercises of each lab.
+    """Returns a team's container's answer: used bytes, free bytes, and solved exercises of each lab.
 
     The team can make its container answer anything.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError: The answer is another than ``ASK`` prints.
+        ValueError, TypeError, KeyError, RecursionError: The answer is not what ``ASK`` prints.
     """
     facts = json.loads(said.splitlines()[-1] if said else "")
     labs = [(_check_count(solved, of), _check_count(of, MOST_EXERCISES)) for solved, of in facts["labs"]]
@@ -106,14 +106,14 @@ def _check_count(value: object, most: int) -> int:
 
 
 def check_guard(deployment: Deployment) -> list[str]:
-    """What is wrong with the guard, in a line for a terminal; nothing where it runs, or cannot."""
+    """Describes what is wrong with the guard, in a line for a terminal; empty if it runs, or cannot."""
     if not deployment.settings.guarded or is_guarded(deployment.engine, deployment.settings):
         return []
     return ["The guard does NOT run: the teams' containers can reach the cloud's metadata. fix: python3 -m hosting up"]
 
 
 def read_gpus() -> dict[str, str]:
-    """Returns how busy each GPU is, in words, by index and by UUID; empty where ``nvidia-smi`` finds none."""
+    """Returns how busy each GPU is, in words, by index and by UUID; empty if ``nvidia-smi`` finds none."""
     try:
         rows = query_smi(QUERY)
     except OSError:

@@ -1,4 +1,4 @@
-"""The teams' tokens: long, random, each of its own, and in one file that only the instructor can read."""
+"""The teams' tokens: long, random, all different, and in one file that only the instructor can read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def keep_tokens(folder: Path, teams: Sequence[Team], *, renew: str = "") -> dict
     """Makes a token for each team that has none, and checks those that are there.
 
     Args:
-        folder: Where ``tokens.env`` lies, a line ``TOKEN_RED=...`` for team red.
+        folder: Folder of ``tokens.env``, with a line ``TOKEN_RED=...`` for team red.
         teams: Of the class; the token of a team that has left stays, should it come back.
         renew: The name of a team that gets a new one.
 

@@ -1,4 +1,4 @@
-"""What all packages of the labs share: one kind of error, whole files, clean text, and where things are.
+"""Shared by all packages of the labs: one kind of error, whole files, clean text, and where things are.
 
 It imports nothing of ours and little else, so that it also runs on a node that has nothing but Python.
 """
@@ -12,10 +12,10 @@ from typing import Any
 
 
 class LabError(Exception):
-    """What a learner can cause and mend: what happened, where, the likely cause, one command that fixes it, the log.
+    """An error that a learner can cause and fix: what happened, where, the likely cause, one fix, the log.
 
     Args:
-        what: One sentence, at most 120 characters, that stands on the first line.
+        what: One sentence, at most 120 characters, for the first line.
         where: The file, cell, host or address concerned.
         cause: The likely cause.
         fix: One command or action that fixes it.
@@ -31,26 +31,26 @@ class LabError(Exception):
         super().__init__("\n".join([self.what, *(f"  {label}: {text}" for label, text in self.list_hints() if text)]))
 
     def list_hints(self) -> list[tuple[str, str]]:
-        """What stands below the first line: a label and a text each, which may be empty."""
+        """Returns the lines below the first one as pairs of a label and a text, which may be empty."""
         return [("where", self.where), ("likely", self.cause), ("fix", self.fix), ("log", self.log)]
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback: the message alone, which is all that a learner needs."""
+        """Gives IPython the message alone in place of a traceback: it is all that a learner needs."""
         return str(self).splitlines()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook keeps as plain text of an error that is displayed: what print() shows."""
+        """Gives a notebook the plain text of a displayed error, as print() shows it."""
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        """What JupyterLab shows of an error that is displayed."""
+        """Returns the HTML that JupyterLab shows for a displayed error."""
         from lab_common.markup import write_card
 
         return write_card("error", self.what, self.list_hints())
 
 
 def checkout() -> Path:
-    """Returns the labs' folder: the one with this package, else the one around the current folder, else that one."""
+    """Returns the labs' folder: the one with this package, or one around the current folder, or that folder."""
     root = Path(__file__).resolve().parents[1]
     if (root / "pyproject.toml").exists():
         return root
@@ -80,7 +80,7 @@ def read_folder(text: str | os.PathLike[str]) -> Path:
     """Returns a folder's path that a person typed, as :func:`read_path`; the folder may still have to be made.
 
     Raises:
-        LabError: There is no such user, or something that is no folder lies on the way.
+        LabError: There is no such user, or something on the path is not a folder.
     """
     folder = read_path(text)
     with contextlib.suppress(OSError):  # what cannot be asked is told where the folder is used
@@ -96,11 +96,11 @@ def read_folder(text: str | os.PathLike[str]) -> Path:
 def env_folder(variable: str, default: str) -> Path:
     """Returns the folder that an environment variable names, or ``default``.
 
-    Relative ones count from the repository's root and not from the current folder, so that ``make`` there and a
-    notebook in ``workspace/`` mean the same.
+    Relative paths start at the repository's root, not at the current folder, so that ``make`` there and a
+    notebook in ``workspace/`` mean the same folder.
 
     Raises:
-        LabError: The variable begins with a user's home that is not known, or leads in a circle.
+        LabError: The variable begins with the home of an unknown user, or follows links in a circle.
     """
     value = os.environ.get(variable) or default
     try:

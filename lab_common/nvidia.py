@@ -13,7 +13,7 @@ PLAIN_ROWS = "--format=csv,noheader,nounits"
 
 
 def find_smi() -> str | None:
-    """Returns the path of ``nvidia-smi``; None where it is not installed."""
+    """Returns the path of ``nvidia-smi``; None if it is not installed."""
     return shutil.which("nvidia-smi")
 
 

@@ -1,7 +1,7 @@
-"""What the notebooks import, so that they hold only the lines that teach: data, models, training, timing, plots.
+"""Modules for the notebooks, which then hold only the lines that teach: data, models, training, timing, plots.
 
 Each module is imported by its name (``from lab_utils import data, timing``); this file imports none of them, so that
-``import lab_utils`` costs nothing and works even where torch and torchvision do not fit together.
+``import lab_utils`` costs nothing and works even if torch and torchvision do not fit together.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["LabError", "checkout", "choose_repair", "describe_pair", "env_folder
 
 
 def choose_repair() -> str:
-    """Returns the command that installs everything anew in the environment that is running."""
+    """Returns the command that reinstalls everything in the current environment."""
     root = checkout()
     if Path(sys.prefix).resolve() == (root / ".venv").resolve():
         return "rm -rf .venv && make setup"

@@ -8,7 +8,7 @@ def open_bar(total: float | None, title: str, *, show: bool = True, **options: A
 
     Args:
         total: How much there is to do; None where nobody knows.
-        title: What stands before the bar.
+        title: Text before the bar.
         show: Whether to show it where one can see it; in a log it would be a line per update.
         options: What else ``tqdm`` takes, such as ``unit`` and ``delay``.
     """

@@ -17,7 +17,7 @@ from lab_common import LabError
 class CpuDataParallel(nn.DataParallel):
     """DataParallel whose devices are threads of this process.
 
-    ``forward`` and ``replicate`` are torch's own, and so is what becomes of attributes, buffers and gradients. Only
+    ``forward`` and ``replicate`` are torch's own, and so is the handling of attributes, buffers and gradients. Only
     what copies between GPUs is replaced by copies in memory: scatter, gather, the copying of weights, and the threads.
     As on GPUs, replica 0 shares the memory of the module that is wrapped. Unlike there, one thread runs the backward of
     all replicas, layer by layer in turn, since autograd has one thread for the CPU and one for each GPU.

@@ -118,7 +118,7 @@ def check_published() -> list[dict[str, float | str]]:
 
 
 def read_records() -> dict[str, float]:
-    """The values of a Setup by the last measurement of lab 5 on this machine; {} where there is none."""
+    """The values of a Setup by the last measurement of lab 5 on this machine; {} if there is none."""
     import numpy as np
 
     from lab_utils import machine, timing

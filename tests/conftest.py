@@ -1,4 +1,4 @@
-"""What tests share: cells of a notebook, folders of a test's own, hosts, a Slurm cluster, engines, a busy machine."""
+"""Shared test fixtures: notebook cells, temporary folders, hosts, a Slurm cluster, engines, a busy machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 
 
 def _need(missing: str, what: str) -> None:
-    """Skips the test, or fails it where the environment promises that everything is here."""
+    """Skips the test, or fails it if the environment promises that everything is here."""
     if missing and os.environ.get("LAB_REQUIRE_HOSTS") == "1":
         pytest.fail(f"LAB_REQUIRE_HOSTS=1, but {what} cannot be made here: {missing}", pytrace=False)
     if missing:
@@ -47,14 +47,14 @@ def _need(missing: str, what: str) -> None:
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the test's own jobs and records."""
+    """The test's own folder for jobs and records."""
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     return tmp_path / "runs"
 
 
 @pytest.fixture
 def state() -> JobState:
-    """What is known of two nodes, a and b, of one rank each, which have started."""
+    """The state of a job on two nodes, a and b, of one rank each, which have started."""
     made = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
     for rank, node in enumerate("ab"):
         hear(made, node, "worker", rank=rank, pid=57 + rank, host=node, local_rank=0, node=rank, processes=1)
@@ -79,7 +79,7 @@ def warm_python() -> Iterator[list[str]]:
 
 @pytest.fixture(scope="session")
 def warm_up(warm_python: list[str]) -> Callable[[pytest.MonkeyPatch], None]:
-    """What :func:`warm_ranks` does, for fixtures that tests share."""
+    """The work of :func:`warm_ranks`, as a function for shared fixtures."""
     start, program = TorchrunJob.__init__, [*warm_python, str(Path(warm.__file__).with_name("warm_worker.py"))]
 
     def run(patch: pytest.MonkeyPatch) -> None:
@@ -90,15 +90,15 @@ def warm_up(warm_python: list[str]) -> Callable[[pytest.MonkeyPatch], None]:
 
 @pytest.fixture
 def warm_ranks(warm_up: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs have neither torchrun nor torch to import: for tests of what ranks do, of whoever starts them."""
+    """Makes jobs import neither torchrun nor torch: for tests of what ranks do, whoever starts them."""
     warm_up(monkeypatch)
 
 
 @pytest.fixture
 def warm_torchrun(warm_python: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun and its workers import no torch: for tests of what they say and do, of jobs on this machine.
+    """Makes torchrun and its workers import no torch: for tests of their output and actions, in jobs on this machine.
 
-    Not for what is in their environment or memory, nor where processes are stopped: those are of a warm Python's fork.
+    Not for tests of their environment or memory, or of stopped processes: these are forks of a warm Python.
     """
     warm.write_python(tmp_path / "warm-python", warm_python)
     start, python = TorchrunJob.__init__, str(tmp_path / "warm-python")
@@ -113,7 +113,7 @@ def warm_torchrun(warm_python: list[str], tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, str], Path]:
-    """Writes a file of the test, such as a training script, and returns its path."""
+    """Writes a file for the test, such as a training script, and returns its path."""
 
     def run(name: str, text: str) -> Path:
         path = tmp_path / name
@@ -140,13 +140,13 @@ def run_cells_of(root: Path, tmp_path: Path) -> Callable[..., dict]:
 
 @pytest.fixture
 def no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the reference runs that have been recorded."""
+    """Hides the recorded reference runs."""
     monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
 
 
 @pytest.fixture
 def record_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes a checkout that has a reference run of a lab, with these results of a kind, each by its setting."""
+    """Makes a checkout with a reference run of a lab, with these results of a kind, each by its setting."""
 
     def record(lab: str, label: str, kind: str, **results: Iterable[tuple[object, object]]) -> None:
         records = timing.Records(lab, tmp_path)
@@ -169,7 +169,7 @@ def record_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
 @pytest.fixture(scope="session", params=["real", "drawn"])
 def cinic_folder(request, tmp_path_factory):
-    """A LAB_DATA with CINIC-10's layout in it: the real sample where it is, else drawn pictures; never both."""
+    """A LAB_DATA with CINIC-10's layout: the real sample if it is here, otherwise drawn pictures; never both."""
     folder = tmp_path_factory.mktemp("data")
     if request.param == "real":
         # A link, so that what is packed lands beside it in this folder.
@@ -184,7 +184,7 @@ def cinic_folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def hosts() -> Iterator[Hosts]:
-    """Two hosts, n1 and n2, and the launcher's side n0, for the whole session; each test finds them mended."""
+    """Two hosts, n1 and n2, and the launcher's side n0, for the whole session; restored before each test."""
     _need(find_missing(), "hosts out of namespaces")
     with Hosts() as made:
         yield made
@@ -200,7 +200,7 @@ def _mend_hosts(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[PocketSlurm]:
-    """A Slurm of two nodes, c1 and c2, on the loopback interface, to which SLURM_CONF leads."""
+    """A Slurm of two nodes, c1 and c2, on the loopback interface; SLURM_CONF names its configuration."""
     _need("the tests start it as root only" if os.geteuid() else ", ".join(find_missing_packages()), "a Slurm cluster")
     with tempfile.TemporaryDirectory(prefix="lab-slurm-") as folder, pytest.MonkeyPatch.context() as patch:
         cluster = PocketSlurm(Path(folder, "s"), follow=True)
@@ -236,7 +236,7 @@ def ray() -> Path:
 
 @pytest.fixture
 def no_fork_is_left() -> Iterator[None]:
-    """Running or unreaped. What other programs the process has, such as wandb's, end with it."""
+    """Fails if a fork is left, running or unreaped. Other children, such as wandb's, end with the process."""
     ours = psutil.Process()
     before = ours.children()
     yield
@@ -278,7 +278,7 @@ def chromium() -> str:
 
 @pytest.fixture
 def keep(tmp_path: Path, record_property: Callable[[str, object], None]) -> Callable[[Page, str], None]:
-    """Keeps a picture of a page among the test's artefacts: in LAB_ARTEFACTS, or in pytest's own folder."""
+    """Saves a picture of a page as a test artefact: in LAB_ARTEFACTS, or in pytest's own folder."""
 
     def run(page: Page, name: str) -> None:
         picture = Path(os.environ.get("LAB_ARTEFACTS") or tmp_path) / f"{name}.png"
@@ -290,12 +290,12 @@ def keep(tmp_path: Path, record_property: Callable[[str, object], None]) -> Call
 
 @pytest.fixture(scope="session")
 def survivors() -> Callable[[str], list[int]]:
-    """A function that finds the living processes of a job, on this machine and on its hosts, by what they inherited."""
+    """A function that finds a job's living processes, on this machine and its hosts, by their environment."""
     return find_survivors
 
 
 def find_survivors(job_id: str) -> list[int]:
-    """The process ids, seen from outside the hosts, of all that carries LAB_JOB_ID=job_id; a zombie carries nothing."""
+    """Returns the process ids, as seen outside the hosts, of all processes with LAB_JOB_ID=job_id; no zombies."""
     wanted, found = f"LAB_JOB_ID={job_id}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile

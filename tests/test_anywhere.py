@@ -51,7 +51,7 @@ class Hub:
         return self.home / "training-labs" / "workspace"
 
     def run(self, *command: object, limit: int = 900) -> str:
-        """Runs a command of the learner in the home folder; what it prints, where it ends well."""
+        """Runs a learner's command in the home folder; returns its output if it succeeds."""
         settings = {"HOME": str(self.home), "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
         # pip reads the second one as: no isolation, so that setuptools is not downloaded.
         settings |= {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "OMP_NUM_THREADS": "1", "LAB_SCALE": "small"}

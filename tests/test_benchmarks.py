@@ -1,4 +1,4 @@
-"""What is kept of a benchmark: the file, the page's table, the picture. What is measured, `make bench` measures."""
+"""Tests of a benchmark's output: the file, the page's table, the picture. `make bench` does the measuring."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_the_table_says_which_claim_is_broken_and_which_was_only_stated(capsys):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with a page that has the place for the table."""
+    """A checkout with a page that has markers for the table."""
     (tmp_path / "data" / "reference").mkdir(parents=True)
     (tmp_path / bench.PICTURE.parent).mkdir(parents=True)
     (tmp_path / PAGE).parent.mkdir()
@@ -72,7 +72,7 @@ def test_the_picture_has_a_bar_for_each_way_and_ours_in_its_own_colour():
 
 
 def test_the_ways_that_are_compared_make_the_same_images_but_for_their_draws(monkeypatch):
-    """With no shift and no mirror all of them give the normalised image."""
+    """Without shift and mirror all of them return the normalised image."""
     dataset = batches.data.load()
     monkeypatch.setattr(torch, "rand", lambda *size, **_: torch.ones(*size))
     monkeypatch.setattr(torch, "randint", lambda low, high, size, **_: torch.full(size, (low + high - 1) // 2))

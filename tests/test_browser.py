@@ -80,7 +80,7 @@ print(*[line for line in launch.find_log().read_text().splitlines() if "step" in
 def lab(
     cinic_folder: Path, chromium: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Lab]:
-    """`make lab` and a browser for the whole file; lab 13 finds a Slurm where one can be had."""
+    """`make lab` and a browser for the whole file; lab 13 finds a Slurm if this machine can run one."""
     if not os.geteuid() and not find_missing_packages():
         request.getfixturevalue("slurm")
     with start_lab(tmp_path_factory.mktemp("lab"), cinic_folder) as started:
@@ -90,7 +90,7 @@ def lab(
 
 @pytest.fixture
 def pages(lab: Lab) -> Iterator[list[Page]]:
-    """Takes the tabs of a test, which are closed after it; all kernels are ended, too."""
+    """A list for the tabs of a test; afterwards they are closed and all kernels are ended."""
     opened: list[Page] = []
     yield opened
     for page in opened:
@@ -189,7 +189,7 @@ def test_a_learner_meets_each_stub_solves_it_sees_all_and_runs_it_again(lab, ope
 
 
 def expect_key_kept_secret(lab: Lab, path: Path) -> None:
-    """Lab 3 went online with the key that it found, and the key is in no file: no notebook, no log, no home folder."""
+    """Asserts that lab 3 went online with the key that it found, and that no notebook, log or home folder has it."""
     cells = {cell.id: cell for cell in nbformat.read(lab.folder / path.name, as_version=4).cells}
     (said,) = [output.text for output in cells["connect"].outputs]
     assert said.startswith("online: ") and said.count("\n") == 1
@@ -203,7 +203,7 @@ def expect_key_kept_secret(lab: Lab, path: Path) -> None:
 
 
 def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(lab, open_notebook, keep):
-    """Only up to the training run: a later cell of the lab ends the server, and a frame that has loaded stays."""
+    """Runs only up to the training: a later cell of the lab ends the server, and a loaded frame would stay."""
     path = Path(shutil.copy(ROOT / "notebooks" / "02_tensorboard.ipynb", lab.folder / "inline.ipynb"))
     ids = [cell.id for cell in nbformat.read(path, as_version=4).cells]
     page = open_notebook(path.name)
@@ -216,7 +216,7 @@ def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(l
     assert page.evaluate(f"fetch({frame}.data).then(answer => answer.status)") == 200
 
     def shows_the_run() -> bool:
-        """Whether its page names the run, which it fetches through the proxy, after a learner's click on reload."""
+        """Returns True if the page, reloaded through the proxy as by a learner, names the run."""
         page.evaluate(f"void ({frame}.contentWindow.stale = true, {frame}.contentWindow.location.reload())")
         with suppress(TimeoutError):
             text = f"{frame}.contentDocument.body?.innerText"
@@ -239,20 +239,20 @@ def start_job(page: Page) -> None:
 
 
 def run_cell(page: Page, index: int) -> str:
-    """Runs one cell of a kernel that is idle, to its end, and returns what it shows."""
+    """Runs one cell in an idle kernel, to its end, and returns its output."""
     start_cell(page, index)
     page.wait_for("labs.ended && labs.kernel === 'idle'")
     return page.evaluate(TEXT.format(index)).strip()
 
 
 def find_job(lab: Lab, survivors: Callable[[str], list[int]]) -> str:
-    """The id of the one job that runs."""
+    """Returns the id of the only running job."""
     (job,) = (folder.name for folder in (lab.runs / "jobs").iterdir() if survivors(folder.name))
     return job
 
 
 def find_step(log: str) -> int:
-    """The last step of which the end of a log tells."""
+    """Returns the last step that the end of a log mentions."""
     return int(re.findall(r"step (\d+)", log)[-1])
 
 
@@ -272,7 +272,7 @@ def test_interrupting_a_two_node_cell_leaves_no_process_and_the_kernel_goes_on(l
 
 @pytest.mark.drill
 def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_shown(lab, open_notebook, keep, survivors):
-    """The reopened notebook shows what was saved. What comes while no tab is open is in the job's log alone."""
+    """The reopened notebook shows what was saved. Output while no tab is open goes only to the job's log."""
     enough = lab.runs / "enough"
     name = lab.write("closed.ipynb", TWO_NODES.format(enough=enough), LOG).name
     page = open_notebook(name)
@@ -324,7 +324,7 @@ def cut_lab_0(lab: Lab, name: str, ids: Sequence[str]) -> dict[str, int]:
 
 
 def answer_topk(page: Page, place: int, *lines: str) -> str:
-    """Writes an answer to exercise 0.1 into its cell, runs that, and returns what it shows."""
+    """Writes an answer to exercise 0.1 into its cell, runs that, and returns its output."""
     body = "\n".join(f"    {line}" for line in lines)
     source = f"def count_topk(logits, labels, k):\n{body}\n\n\ncheck.exercise('0.1', count_topk)"
     page.evaluate(f"labs.rewrite({place}, {json.dumps(source)})")
@@ -364,7 +364,7 @@ def test_a_stub_a_slip_wrong_answers_and_a_right_one_are_told_apart_on_a_busy_ma
 
 
 def find_pictures(path: Path) -> dict[str, list[str]]:
-    """The figures that are stored in a notebook, by the id of their cell."""
+    """Returns the figures that are stored in a notebook, by the id of their cell."""
     outputs = {cell.id: cell.get("outputs", []) for cell in nbformat.read(path, as_version=4).cells}
     data = {name: [output.get("data", {}).get("image/png") for output in some] for name, some in outputs.items()}
     return {name: [one.strip() for one in some if one] for name, some in data.items() if any(some)}

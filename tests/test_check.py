@@ -1,4 +1,4 @@
-"""What all checks have in common: hints that grow, what is kept of the tries, progress, the solution beside yours."""
+"""Tests of what all checks share: growing hints, stored attempts, progress, the solution beside yours."""
 
 import ast
 import contextlib
@@ -76,7 +76,7 @@ def test_another_exercise_has_its_own_count():
 
 
 def list_functions():
-    """The exercises whose answer is a function."""
+    """Returns the exercises whose answer is a function."""
     for number in NUMBERS:
         with contextlib.suppress(LabError):
             if find_solution(number).startswith("def "):
@@ -84,7 +84,7 @@ def list_functions():
 
 
 def write_answer(number, body, folder):
-    """A function with the signature of the solution, as a cell defines it."""
+    """Returns a function with the signature of the solution, as a cell defines it."""
     (function,) = ast.parse(find_solution(number)).body
     function.body, function.returns = ast.parse(body).body, None
     for arg in ast.walk(function.args):
@@ -281,7 +281,7 @@ def test_right():
 
 @pytest.mark.parametrize(("unlucky", "row"), [(0, "3 1 0"), (2, "2 1 1")])
 def test_the_table_counts_what_the_tests_show(tmp_path, root, unlucky, row):
-    """A wrong answer whose test fails, perhaps for its hint, is missed; too few make the whole fail."""
+    """A wrong answer whose test fails, perhaps because of its hint, counts as missed; too few make the whole fail."""
     (tmp_path / "test_answers.py").write_text(ANSWERS.format(unlucky=unlucky))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.harness.checks_table", f"--rootdir={root}"]
     env = {**os.environ, "PYTHONPATH": str(root)}

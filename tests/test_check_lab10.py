@@ -25,7 +25,7 @@ MB = 10**6
 
 @pytest.fixture
 def quick(request, monkeypatch):
-    """Ranks that wait for each other in vain do not wait long in a test, and none is late where it is not the point."""
+    """Shortens the time that ranks wait in vain; makes no rank late unless that is the point."""
     if request.node.callspec.id in ("one rank gathers", "two parts"):
         monkeypatch.setattr(ranks, "COLLECTIVE", 2.0)
     late = 0.5 if request.node.callspec.id.startswith("no wait") else 0.0
@@ -313,7 +313,7 @@ def zero_by_single(weights, gradient, shard, optimizer):
 
 
 def zero_by_tensor(weights, gradient, shard, optimizer):
-    """Right: the names of before torch 2.14, into a tensor of its own that is copied."""
+    """Right: the names of before torch 2.14, into its own tensor that is copied."""
     part, whole = shard.new_empty(shard.numel()), torch.empty_like(weights)
     dist.reduce_scatter_tensor(part, gradient)
     shard.grad = part.div_(dist.get_world_size())

@@ -260,7 +260,7 @@ def receive_without_wait(shape, own, rank):
 
 
 def one_buffer(*, fresh):
-    """Receives into the same tensor again and again, which asks for gradients anew where `fresh`."""
+    """Receives into the same tensor again and again; with `fresh` it requires gradients again each time."""
     buffers = {}
 
     def take(shape, own, rank):

@@ -358,7 +358,7 @@ def drop_last_of_the_last_rank(ranks):
 
 
 def first_images(ranks):
-    """The first so many pairs, as if what was repeated stood at the end."""
+    """Returns the first pairs, that many, as if repeated images were at the end."""
     pairs = join(ranks)
     return of_pairs(pairs[: len({image for image, _ in pairs})])
 

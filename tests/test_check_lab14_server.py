@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("runs", "no_fork_is_left")
 
 @pytest.fixture
 def soon(monkeypatch):
-    """What does not end is ended sooner."""
+    """Shortens the time limit for servers that hang."""
     monkeypatch.setattr(parameter_server, "LIMIT", 1.5)
 
 
@@ -71,7 +71,7 @@ def serve_in_turn_by(*, count=lambda rounds: rounds, send=send_to_all, receive=r
 
 
 def step_by(change):
-    """A server whose step is other than that of plain SGD; it changes the weights."""
+    """Makes a server whose step differs from plain SGD; ``change`` changes the weights."""
     return serve_in_turn_by(step=change)
 
 
@@ -112,7 +112,7 @@ def one_after_the_other(weights, workers, rounds, lr):
 
 
 def answer_each(weights, workers, rounds, lr):
-    """A step, and new weights, for each gradient by itself."""
+    """Takes a step and sends new weights for each gradient separately."""
     gradient = torch.empty_like(weights)
     send_to_all(weights, workers)
     for number in range(rounds):
@@ -221,7 +221,7 @@ def serve_but_one(weights, workers, rounds, lr):
 
 
 def end_early(*, step, gradients):
-    """The last round lacks its step, or the last worker's gradient."""
+    """Makes servers that skip the last round's step, or the last worker's gradient."""
 
     def serve_in_turn(weights, workers, rounds, lr):
         serve_in_turn_by()(weights, workers, rounds - 1, lr)
@@ -445,7 +445,7 @@ def receive_any_answer_in_order(gradient, update, workers):
 
 
 def receive_too_late(gradient, update, workers):
-    """Gives away what has not come yet."""
+    """Reads the buffer before the gradient has arrived."""
     coming = torch.empty_like(gradient)
     work = dist.irecv(coming)
     gradient.copy_(coming)
@@ -502,7 +502,7 @@ def rebind_at_once(weights, workers, updates, lr):
 
 
 def keep_gradients(*, average):
-    """A server whose steps take earlier gradients, too: all of them, or the newest of each worker."""
+    """Makes a server whose steps also use earlier gradients: all of them, or the newest of each worker."""
 
     def serve_at_once(weights, workers, updates, lr):
         gradient, ages, seen = torch.empty_like(weights), [], dict.fromkeys(workers, 0)
@@ -522,7 +522,7 @@ def keep_gradients(*, average):
 
 
 def receive_ahead(weights, workers, updates, lr):
-    """Leaves a receive open, which takes the gradient that is on its way."""
+    """Leaves a receive open, which takes a gradient that is still on its way."""
     ages = serve_at_once_by()(weights, workers, updates, lr)
     dist.irecv(torch.empty_like(weights), src=workers[0])
     return ages
@@ -536,7 +536,7 @@ def take_the_rest(weights, workers, updates, lr):
 
 
 def count_own(weights, workers, updates, lr):
-    """Ages that count only what the worker itself has given."""
+    """Returns ages that count only the worker's own updates."""
     given = Counter()
 
     def note(update, seen, worker):
@@ -552,7 +552,7 @@ def go_on(weights, workers, updates, lr):
 
 
 def send_last_apart(weights, workers, updates, lr):
-    """The worker gets the last step, and the caller does not."""
+    """Gives the last step to the worker, but not to the caller."""
     ages = serve_at_once_by(count=lambda updates: updates - 1)(weights, workers, updates, lr)
     worker = dist.recv(gradient := torch.empty_like(weights))
     dist.send(weights - lr * gradient, dst=worker)
@@ -635,7 +635,7 @@ def test_servers_at_once_that_get_stuck_are_refused(answer, words):
 
 
 def at_once_with_counters(weights, workers, updates, lr):
-    """Ages that every update of another worker makes older."""
+    """Returns ages to which every update by another worker adds one."""
     older, ages = dict.fromkeys(workers, 0), torch.zeros(updates, dtype=torch.int64)
     for work in [dist.isend(weights, worker) for worker in workers]:
         work.wait()

@@ -22,7 +22,7 @@ def own_home(tmp_path_factory):
 
 
 def define(**kinds):
-    """An answer that defines the named summaries; __ stands for the slash."""
+    """Makes an answer that defines the named summaries; __ means a slash."""
 
     def define_summaries(run):
         for name, kind in kinds.items():

@@ -72,7 +72,7 @@ def count_runs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def right(root, tmp_path_factory, warm_up):
-    """What the lab's own script gives."""
+    """The result of the lab's own script."""
     with pytest.MonkeyPatch.context() as patch:
         warm_up(patch)
         return ddp_script._run(root / "notebooks" / "scripts" / "train_ddp.py", tmp_path_factory.mktemp("right"))
@@ -275,7 +275,7 @@ def test_wrong_scripts_get_their_hint(write, count_runs, survivors, monkeypatch,
 
 @pytest.fixture
 def alter(right, write, monkeypatch):
-    """A function that puts altered runs in the place of the check's own, and returns the script's name."""
+    """A function that replaces the check's own runs by altered ones, and returns the script's name."""
 
     def alter(*, ranks=(0, 1), images=None, kept=None, lines=None, results=None, saved=None):
         results = copy.deepcopy(right.job.results) if results is None else results
@@ -455,7 +455,7 @@ def test_wrong_commands_get_their_hint_without_a_run(typed, hint, count_runs):
 
 @pytest.fixture
 def said(monkeypatch, root):
-    """A function that has the two commands say something, without running them; gives the lines that bash would run."""
+    """A function that sets the output of the two commands, without running them; returns the lines for bash."""
     monkeypatch.chdir(root / "notebooks")
 
     def said(*lines, ok=False, kind="exit", message="ChildFailedError"):
@@ -496,7 +496,7 @@ def test_commands_that_fail_get_their_hint(said, line, hint):
 
 
 def test_an_error_in_the_script_itself_is_the_one_that_is_named(said):
-    """Not torchrun's own, nor what the other rank says of the connection."""
+    """Neither torchrun's own error, nor the other rank's complaint about the connection."""
     frame = 'File "/home/me/scripts/train_ddp.py", line 98, in main'
     own = "AttributeError: expected 'f' to be string, path, or a file-like object with a 'write' attribute"
     followed = "RuntimeError: [/x/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:24921"
@@ -570,7 +570,7 @@ def test_commands_as_a_shell_takes_them_are_accepted(said, before, after):
 
 
 def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count_runs):
-    """For real, open to no other machine, and nothing is left of them; what waits for the second in vain ends, too."""
+    """Runs them for real, closed to other machines. Nothing is left, even if one waits for the other in vain."""
     monkeypatch.chdir(root / "notebooks")
     mark = f"LAB_TEST={secrets.token_hex(8)}"
     monkeypatch.setenv(*mark.split("="))
@@ -640,7 +640,7 @@ def test_right_answers_about_set_epoch_are_accepted(answer, capsys):
 
 
 def accumulation(plan):
-    """A step made of the named parts; those between brackets come for every micro-batch."""
+    """Makes a step from the named parts; those in brackets are repeated for every micro-batch."""
     before, _, rest = plan.partition("[")
     inside, _, after = rest.partition("]")
 

@@ -1,4 +1,4 @@
-"""The cards of lab 6: what is drawn, what each broken job shows, and which mends are refused and which accepted."""
+"""The cards of lab 6: what is drawn, what each broken job shows, and which fixes are refused or accepted."""
 
 import copy
 import itertools
@@ -79,19 +79,19 @@ SEND_CHANNELS_LAST = (".detach(), 1)", ".detach().transpose(1, 2).contiguous(), 
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch, runs):
-    """A folder for the cards, as the notebook's own."""
+    """A folder for the cards, in place of the notebook's own."""
     monkeypatch.chdir(tmp_path)
 
 
 def draw(letter):
-    """Draws until the card with this fault comes."""
+    """Draws cards until the one with this fault appears."""
     pile = BY_LETTER[letter].pile
     drawn = (cards.draw(pile, turn) for turn in itertools.count(1))
     return next(card for card in drawn if card.fault.letter == letter)
 
 
 def mend(letter, *edits):
-    """A card whose cause is named, which opens its job, and whose job the learner has changed."""
+    """Returns a card whose cause is named, which opens its job, and whose job the learner has changed."""
     card = draw(letter)
     card.name(letter)
     text = card.path.read_text()
@@ -103,7 +103,7 @@ def mend(letter, *edits):
 
 
 def break_after(letter, *edits):
-    """As if the learner had written this in the right job: its text is the solution's with these edits."""
+    """Pretends that the learner wrote this into the right job: the solution's text with these edits."""
     card = mend(letter)
     text = read_job(card.fault.job)
     for old, new in edits:
@@ -217,7 +217,7 @@ REPORTS = []
 
 @pytest.fixture
 def right(tmp_path, warm_ranks):
-    """What the right job reports: it is run once, and not for each test."""
+    """The report of the right job, which runs once for all tests."""
     if not REPORTS:
         path = tmp_path / "card.py"
         path.write_text(read_job("ddp"))
@@ -310,7 +310,7 @@ def round_to_float32(rank, results):
     ids=["of all already", "divided as float32", "of each rank"],
 )
 def test_counts_that_add_up_are_right(alter, change, capsys):
-    """As after an all_reduce before they are kept, or where each rank looks at all points; and as the job has them."""
+    """As after an early all_reduce, or if each rank looks at all points; and as the job has them."""
     check.exercise("6.3", alter("F", change))
     assert "✔ 6.3" in capsys.readouterr().out
 
@@ -630,7 +630,7 @@ def run_batch(job, folder):
 
 @pytest.fixture
 def quick_slurm(warm_python, tmp_path, monkeypatch):
-    """Jobs have no launcher; torchrun, which one card is about, is one that only reports what its ranks would."""
+    """Runs jobs without a launcher; torchrun, which one card is about, only reports what its ranks would."""
     path, python = tmp_path / "fake.py", tmp_path / "python"
     path.write_text(FAKE_TORCHRUN)
     python.write_text(f'#!/bin/sh\n[ "$1" = -m ] && shift 2 && exec {sys.executable} -IS {path} "$@"\nexit 1\n')
@@ -653,7 +653,7 @@ ANEW = "0, 1; none; 0; 0, 1, 2, 3, 4, 5"
 
 
 def load_from(start):
-    """Loads what another start has saved."""
+    """Loads a checkpoint that another start has saved."""
     old = f"    old = folder / {NAME.replace('{start}', start)}\n"
     return [(PATH, PATH + old), ("if path.", "if old."), ("load(path)", "load(old)")]
 
@@ -670,7 +670,7 @@ RUN = f"srun --label torchrun {NNODES}"
 
 
 def in_bash(before, after=""):
-    """srun starts a bash, which does more than to start torchrun."""
+    """Makes srun start a bash that does more than start torchrun."""
     start = [(RUN, f"srun bash -c '{before} torchrun --nnodes=1"), ("train.py .", f"train.py . {after}'")]
     return [*start, (ENDPOINT, "localhost:29999"), ('"$SLURM_JOB_ID"\\n', "$SLURM_JOB_ID\\n")]
 
@@ -753,7 +753,7 @@ def test_right_mends_about_schedulers_get_the_tick(letter, edits, capsys):
 
 @pytest.fixture
 def warm_slurm(warm_python, warm_torchrun, tmp_path, monkeypatch):
-    """As the learner starts them, but for the import of torch: for what the cards show."""
+    """Runs jobs as the learner does, except that torch is already imported: for tests of the cards' output."""
     python = tmp_path / "slurm-python"
     # torchrun starts its ranks by PYTHON_EXEC.
     python.write_text(f'#!/bin/sh\nexport PYTHON_EXEC="$0"\nexec {shlex.join(warm_python)} "$@"\n')
@@ -1026,7 +1026,7 @@ def test_a_card_does_not_give_its_fault_away(fault):
 
 
 def draw_again(card, capsys):
-    """What a new kernel would have: the card as it is drawn, and what it says."""
+    """Draws a card again as a new kernel would; returns it and its message."""
     capsys.readouterr()
     again = draw(card.fault.letter)
     return again, capsys.readouterr().out.splitlines()[-1]

@@ -25,7 +25,7 @@ def refuse(number, answer, words):
 
 @pytest.fixture
 def soon(monkeypatch):
-    """What does not end is ended sooner."""
+    """Shortens the time limit for answers that hang."""
     monkeypatch.setattr(reductions, "LIMIT", 1.0)
 
 
@@ -209,7 +209,7 @@ def send_all_to_next(x):
 
 
 def direct(x):
-    """As many bytes as in a ring, but not round one."""
+    """Sends as many bytes as a ring does, but not around a ring."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks, own = x.chunk(n), x.chunk(n)[rank]
     others = [other for other in range(n) if other != rank]
@@ -270,7 +270,7 @@ def twos(x):
 
 
 def ring_by_element(x):
-    """A ring in messages of one number each; a chunk here has two or three."""
+    """A ring with messages of one number each; a chunk here has two or three."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks, received = x.chunk(n), torch.empty_like(x.chunk(n)[0])
     for step in range(2 * (n - 1)):
@@ -345,7 +345,7 @@ def test_an_error_in_the_code_is_no_try():
 
 
 def by_batches(x):
-    """Two loops, the other way round the ring, with batches of operations."""
+    """Two loops in the other direction around the ring, with batches of operations."""
     rank, n = dist.get_rank(), dist.get_world_size()
     chunks = x.view(n, -1)
     for adds in (True, False):
@@ -393,7 +393,7 @@ def into_chunks(x):
 
 
 def take_solution(root, name):
-    """The notebook's own, as a function."""
+    """Returns the notebook's solution as a function."""
     source = find_solutions(nbformat.read(root / "notebooks" / "08_collectives.ipynb", 4))[name]
     names = {"torch": torch, "dist": dist}
     exec(compile(source.partition("\ncheck.exercise")[0], str(root / "notebooks" / "cell.py"), "exec"), names)
@@ -454,7 +454,7 @@ def for_four_ranks(x):
 
 
 def by_element(x):
-    """A butterfly in messages of one number each."""
+    """A butterfly with messages of one number each."""
     rank, distance = dist.get_rank(), 1
     while distance < dist.get_world_size():
         received = torch.empty_like(x)

@@ -40,7 +40,7 @@ def refuse(number, answer):
 
 @pytest.fixture
 def late(request, monkeypatch):
-    """An answer that waits for the rank that is late waits in vain, and in a test not as long."""
+    """Makes an answer that waits for the late rank wait in vain, but for a shorter time in tests."""
     if request.node.callspec.id in ("blocking", "no work", "waits in send", "waits", "returns the buffer"):
         monkeypatch.setattr(overlap, "LATE", 1.0)
         monkeypatch.setattr(comm_hook, "LATE", 1.0)
@@ -600,7 +600,7 @@ def average_by_load(net, optimizer, number, every):
 
 
 def average_by_lists(net, optimizer, number, every):
-    """Right: parameters and those buffers that are no integers."""
+    """Right: parameters and all buffers that are not integers."""
     buffers = [buffer for buffer in net.buffers() if buffer.is_floating_point()]
     local_by(tensors=lambda *_: [*net.parameters(), *buffers])(net, optimizer, number, every)
 
@@ -654,7 +654,7 @@ def short(monkeypatch):
 
 
 def note_pids(folder, work):
-    """The function, which first writes its process id into a file of the folder."""
+    """Wraps the function so that it first writes its process id into a file of the folder."""
 
     def noted(*arguments):
         (folder / str(os.getpid())).touch()
@@ -721,7 +721,7 @@ def test_the_ranks_end_with_a_kernel_that_is_killed(tmp_path):
 
 
 def wait_for(find, seconds=60):
-    """What a function returns, once that is true; None where it never is."""
+    """Returns a function's result once it is true; None if it never is."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := find():
@@ -731,7 +731,7 @@ def wait_for(find, seconds=60):
 
 
 def is_running(pid):
-    """Whether a process is there, and is no zombie that waits for its parent."""
+    """Returns True if a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""What ends a command from outside is told in words, and by its exit status."""
+"""Tests that a command ended from outside explains why, and has the matching exit status."""
 
 import argparse
 import getpass
@@ -104,7 +104,7 @@ def test_a_user_without_a_name_is_called_by_the_number(monkeypatch):
 
 
 def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(root, tmp_path):
-    """As of somebody who has moved it to a larger disk."""
+    """Such a link exists if somebody has moved the environment to a larger disk."""
     checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
     checkout.mkdir()
     elsewhere.mkdir()
@@ -118,7 +118,7 @@ def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(r
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
-    """As of `--output /dev/null` by root."""
+    """For example `--output /dev/null` as root."""
     device = tmp_path / "null"
     try:
         os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))

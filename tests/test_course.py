@@ -1,4 +1,4 @@
-"""The labs as a course of nbgrader: what is written, and nbgrader itself on it, in an environment of its own."""
+"""The labs as a course of nbgrader: what is written, and nbgrader itself on it, in its own environment."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Frameworks in environments of their own: built once, repaired, refused in words; on toy wheels, without a network."""
+"""Frameworks in their own environments: built once, repaired, clearly refused; on toy wheels, without a network."""
 
 import contextlib
 import hashlib
@@ -96,7 +96,7 @@ def write_wheel(folder: Path, name: str, version: str, *needs: str, script: str 
 
 
 def write_sources(folder: Path) -> str:
-    """Writes the package that has to be compiled; returns its line in a lock."""
+    """Writes a package that has to be compiled; returns its line in a lock."""
     path, top = folder / "horovod-1.0.tar.gz", folder / "horovod-1.0"
     top.mkdir(exist_ok=True)
     (top / "backend.py").write_text(BACKEND, encoding="utf-8")
@@ -130,7 +130,7 @@ class Checkout:
         self.make_venv()
 
     def make_venv(self) -> None:
-        """Makes .venv, as a set-up does that is just over."""
+        """Makes .venv, as after a finished set-up."""
         venv = self.folder / ".venv"
         shutil.rmtree(venv, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
@@ -145,24 +145,24 @@ class Checkout:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Without a network and without the settings of a make around us."""
+        """Returns an environment without a network and without the settings of an outer make."""
         environment = {name: text for name, text in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         uv = {"UV_NO_INDEX": "1", "UV_FIND_LINKS": str(self.wheels), "UV_OFFLINE": "1", "UV_NO_CONFIG": "1"}
         path = os.pathsep.join((str(self.bin), str(Path(sys.executable).parent), environment["PATH"]))
         return environment | uv | {"UV_CACHE_DIR": str(self.folder.parent / "cache"), "PATH": path}
 
     def put_uv(self, does: str) -> Path:
-        """Puts a uv before the real one that does something else, in the language of a shell."""
+        """Puts a uv that runs other shell code before the real one."""
         (self.bin / "uv").write_text(f"#!/bin/sh\n{does}\n")
         (self.bin / "uv").chmod(0o755)
         return self.bin / "uv"
 
     def link(self, name: str) -> None:
-        """Puts a program among those that are found first."""
+        """Links a program into the folder that is first on PATH."""
         (self.bin / name).symlink_to(shutil.which(name, path=f"{Path(sys.executable).parent}:/usr/bin"))
 
     def run(self, *words: str) -> tuple[int, str]:
-        """Runs a command; returns its status, and all that it said."""
+        """Runs a command; returns its status and all of its output."""
         run = subprocess.run(words, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=300)
         return run.returncode, run.stdout + run.stderr
 
@@ -170,12 +170,12 @@ class Checkout:
         return self.run(".venv/bin/python", "setup_engine.py", *(names or (self.name,)))
 
     def ask(self, code: str, *, engine: bool = True) -> str:
-        """What a Python of the checkout prints: the environment's own, or that of .venv."""
+        """Returns the output of a Python of the checkout: the environment's own, or that of .venv."""
         python = str(self.python) if engine else ".venv/bin/python"
         return self.run(python, "-c", code)[1].strip()
 
     def find_python(self, folder: Path | None = None) -> str:
-        """What find_python returns, or says, in a notebook that lies in another folder."""
+        """Returns the result or the error of find_python in a notebook in another folder."""
         code = (
             "from course.frameworks import find_python\nfrom lab_common import LabError\n"
             f"try:\n    print(find_python({self.name!r}))\nexcept LabError as error:\n    print(error)"
@@ -224,7 +224,7 @@ class CompilingCheckout(Checkout):
         (seen / "torch.py").write_text("class version:\n    cuda = '13.0'\n")
 
     def set_compiler(self, then: str = "", name: str = "g++") -> None:
-        """Sets what the compiler does, in the language of a shell."""
+        """Sets the shell code that the compiler runs."""
         (self.bin / name).write_text(GPP.format(place=self.folder.parent, then=then), encoding="utf-8")
         (self.bin / name).chmod(0o755)
 
@@ -245,13 +245,13 @@ class CompilingCheckout(Checkout):
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether neither an environment nor what compiles it is left."""
+        """True if neither an environment nor temporary files of its compilation are left."""
         return not self.engine.exists() and not list(self.temporary.iterdir())
 
 
 @pytest.fixture
 def checkout(root, tmp_path):
-    """In a folder whose name no shell and no encoding takes lightly."""
+    """A checkout in a folder whose name is hard on shells and encodings."""
     return Checkout(root, tmp_path / "Zoë's labs")
 
 
@@ -341,7 +341,7 @@ def test_what_is_cut_off_moved_or_out_of_date_is_refused_and_built_anew(built, h
 
 
 def test_a_build_that_is_killed_half_way_is_repaired(checkout):
-    """Killed by its own uv, at the moment when that begins."""
+    """Its own uv kills it at the moment when uv starts."""
     program = checkout.put_uv("kill -9 $PPID")
     assert checkout.build()[0] < 0
     assert checkout.python.exists() and checkout.find_python().startswith("Lightning's environment is incomplete.")
@@ -383,7 +383,7 @@ def test_a_whole_environment_stays_if_its_kernel_cannot_be_installed(built):
 
 
 def test_only_what_the_lock_names_is_installed(checkout):
-    """What a package needs beside it has to stand in the lock, with its hash."""
+    """A package's dependencies must be in the lock, with their hashes."""
     write_wheel(checkout.wheels, "needed", "1.0")
     checkout.lock.write_text(write_wheel(checkout.wheels, "toy", "1.0", "needed"))
     assert checkout.build()[0] == 0
@@ -429,7 +429,7 @@ def test_one_that_is_compiled_is_built_once_for_the_torch_of_the_labs(compiling)
 
 
 def test_another_torch_asks_for_another_compilation(compiling):
-    """Also where uv remembers what it compiled."""
+    """Even if uv has the compiled package in its cache."""
     assert compiling.build()[0] == 0
     compiling.make_venv(torch="2.14.1+cpu")
     assert compiling.find_python().splitlines()[0] == "Horovod's environment was compiled for another torch."
@@ -482,7 +482,7 @@ def test_a_failed_compilation_shows_its_error_and_can_be_repeated(compiling):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 def test_an_interrupted_compilation_leaves_nothing(compiling, number):
-    """Also no process, which would write on into a folder that is being removed."""
+    """Not even a process, which would continue to write into a folder that is being removed."""
     pid = compiling.folder.parent / "pid"
     compiling.set_compiler(then=f'echo $$ > "{pid}"; for i in $(seq 9999); do : > "$TMPDIR/$i"; sleep 0; done')
     command = [compiling.folder / ".venv" / "bin" / "python", "setup_engine.py", "horovod"]

@@ -291,7 +291,7 @@ def test_a_killed_runner_leaves_its_results_whole_and_its_step_does_not_go_on(ca
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Lets the command have these steps, on a machine with so many GPUs."""
+    """Lets the command have these steps, on a machine with that many GPUs."""
 
     def run(out, *steps, gpus=0, arguments=("--dry",)):
         here = FACTS["machine"] | {"gpus": [{}] * gpus, "torchvision": "", "cuda": "", "cudnn": 1, "nccl": ""}

@@ -1,4 +1,4 @@
-"""The benchmark on a GPU, rehearsed on a CPU: its arithmetic, its arms, what it refuses, and how it goes on."""
+"""The benchmark on a GPU, rehearsed on a CPU: its arithmetic, its arms, what it refuses, and how it resumes."""
 
 import contextlib
 import json
@@ -91,7 +91,7 @@ def test_a_data_sheet_belongs_to_one_board():
 
 
 def train_plainly(setup, pool, steps):
-    """Five lines of PyTorch, which every arm has to agree with."""
+    """Trains in five lines of PyTorch, with which every arm has to agree."""
     model, losses = setup.build(), []
     optimizer = torch.optim.SGD(model.parameters(), LR, **SGD)
     for index in range(steps):
@@ -117,7 +117,7 @@ def assert_trains_alike(training, pool, setup=EXACT):
 
 
 def pretend_timm(monkeypatch):
-    """What our loop takes of timm, which the lock does not have: a table of networks, and the optimizer."""
+    """Stands in for timm, which is not in the lock, as far as our loop uses it: networks and the optimizer."""
     timm, optim = types.ModuleType("timm"), types.ModuleType("timm.optim")
     timm.is_model = lambda name: name == "resnet18"
     timm.create_model = lambda name, num_classes: replace(EXACT, net=name).build()
@@ -283,7 +283,7 @@ WRONG = {"lr": slow_down, "momentum": forget_momentum, "batch norm": freeze, "ha
 
 @pytest.fixture
 def inline(monkeypatch):
-    """Has workers answer in this process, one for each arm as on a GPU; returns them by arm."""
+    """Makes workers answer in this process, one for each arm as on a GPU; returns them by arm."""
     hosts = {}
 
     class Inline:

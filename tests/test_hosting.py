@@ -497,7 +497,7 @@ def test_what_ends_a_command_from_outside_is_told_in_a_line(monkeypatch, capfd, 
 
 
 def test_a_folder_in_place_of_a_token_is_mended(tmp_path):
-    """Docker makes one where a file that it is to mount is missing."""
+    """Docker makes one if a file that it is to mount is missing."""
     for name in ("red", "green"):
         (tmp_path / "tokens" / name).mkdir(parents=True)
     write_tokens(tmp_path / "tokens", {"red": "r" * 48})

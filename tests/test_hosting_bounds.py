@@ -1,4 +1,4 @@
-"""What one team of two, in real containers, can do to the machine and to the other: no more than its share."""
+"""Two teams in real containers: neither can take more than its share from the machine or from the other."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ import os; os._exit(0)
 
 @pytest.fixture(scope="module")
 def hosted(podman, tmp_path_factory) -> Iterator[Hosted]:
-    """A class of two teams with a node each, little memory, and what CPUs the machine has for each."""
+    """A class of two teams with a node each, little memory, and as many CPUs for each as the machine has."""
     options = ("--nodes", 1, "--memory", "1gb", "--shm", "256m", "--cpus", "auto")
     with bring_up(podman, tmp_path_factory.mktemp("class"), *options) as found:
         yield found
@@ -65,7 +65,7 @@ def hosted(podman, tmp_path_factory) -> Iterator[Hosted]:
 
 @pytest.fixture
 def metadata() -> Iterator[None]:
-    """A machine beside this one that answers at the address of clouds' metadata."""
+    """A machine beside this one that answers at the address of the clouds' metadata service."""
     remove_metadata()
     inside = ["ip", "netns", "exec", META]
     server = None
@@ -98,7 +98,7 @@ def remove_metadata() -> None:
 
 
 def ask(hosted: Hosted, port: int, *, container: str = RED) -> str:
-    """What a team's container gets from the metadata service."""
+    """Returns the metadata service's answer to a team's container."""
     return hosted.podman.ask(container, "python", "-I", "-c", ASK, port)
 
 
@@ -226,7 +226,7 @@ TRICKS = {
 
 @pytest.mark.parametrize("answer", TRICKS.values(), ids=TRICKS)
 def test_a_team_whose_container_answers_oddly_is_named_alone(hosted, answer):
-    """The team's own programs stand where ours are looked for: in its home, and where Python looks first."""
+    """The team puts its own programs where ours are looked for: in its home, and where Python looks first."""
     program = "while True: print('[')" if answer is None else f"print('{answer}')"
     home = "/home/learner"
     plant = [f"{home}/json.py", f"{home}/course/__init__.py", f"{home}/usercustomize.py"]

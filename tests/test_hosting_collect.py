@@ -1,4 +1,4 @@
-"""What `collect` takes from a team's container: regular files within bounds, and nothing that the team points to."""
+"""Tests that `collect` takes only regular files within bounds from a container, and follows no link of the team."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ os.execv(sys.executable, [sys.executable] + told)
 
 @pytest.fixture
 def fetch(tmp_path):
-    """Collects teams from folders of the test, ``labs-<team>-node0``."""
+    """Collects teams from the test's folders ``labs-<team>-node0``."""
     program = tmp_path / "engine"
     program.write_text(ENGINE.replace("{folder!r}", repr(str(tmp_path))))
     program.chmod(0o755)
@@ -69,7 +69,7 @@ def fetch(tmp_path):
 
 
 def pack(*frames):
-    """What a container sends: each a frame and the bytes behind it."""
+    """Returns a container's stream: frames, each with the bytes that follow it."""
     return b"".join(json.dumps(frame).encode() + b"\n" + body for frame, body in frames)
 
 
@@ -125,7 +125,7 @@ def test_a_folder_of_tricks_gives_regular_files_alone(fetch, tmp_path):
 
 
 def test_what_was_collected_before_is_neither_changed_nor_lost(fetch, tmp_path):
-    """Not even what only looks as if it were ours: a link that lies where a team's folder comes."""
+    """Not even something that only looks like ours: a link in the place of a team's folder."""
     (fetch.work / "notes.txt").write_text("first")
     fetch("red")
     (fetch.work / "notes.txt").write_text("second")
@@ -159,7 +159,7 @@ def test_the_labs_come_before_what_fills_the_bounds(fetch):
 
 
 def test_a_file_that_grows_or_shrinks_meanwhile_is_fetched_as_it_was(fetch):
-    """TensorBoard's files do, during the class: the engines' own copies fail then."""
+    """TensorBoard's files do so during the class: the engines' own copy commands fail then."""
     (fetch.work / "labs").mkdir()
     log, ended = fetch.work / "labs" / "log", threading.Event()
 
@@ -185,7 +185,7 @@ def test_a_file_that_grows_or_shrinks_meanwhile_is_fetched_as_it_was(fetch):
 
 
 def test_collect_goes_on_after_teams_that_it_cannot_collect(fetch):
-    """No container of the first runs; the second sends without end; the third nothing; the last's report is missing."""
+    """The first has no running container, the second sends endlessly, the third nothing, the last has no report."""
     (fetch.work / "ours.txt").write_text("kept")
     begun = time.monotonic()
     for hub, words in ((False, "hosting up, and"), (True, "hosting up --no-hub, and")):

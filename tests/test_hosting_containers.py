@@ -1,4 +1,4 @@
-"""Two teams in real containers behind the TLS front: what an instructor, a team and a stranger do, and see."""
+"""Two teams in real containers behind the TLS front: what an instructor, a team and a stranger do and see."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_token_opens_its_own_team_and_no_other(hosted):
 
 
 def test_a_foreign_origin_is_refused(hosted):
-    """A page of another site can open sockets and send forms with a learner's cookie; it must not get in with it."""
+    """Another site's page can open sockets and send forms with a learner's cookie; that must not let it in."""
     token, ours, foreign = hosted.token("red"), f"https://localhost:{hosted.port}", "https://evil.example"
     kernel = json.loads(hosted.ask("/red/api/kernels", token=token, method="POST")[1])["id"]
     address = f"wss://localhost:{hosted.port}/red/api/kernels/{kernel}/channels"
@@ -151,14 +151,14 @@ def test_the_two_nodes_of_a_team_reach_each_other_from_the_first_cell(hosted):
 
 
 def test_a_job_on_both_nodes_takes_no_more_threads_than_they_have_cpus(hosted):
-    """Two threads each of two ranks, which wait for each other on two busy CPUs, were eleven times slower than one."""
+    """With two threads each, two ranks that waited for each other on two busy CPUs were eleven times slower."""
     ask = "for node in node0 node1; do ssh $node nproc; done; nproc"
     threads = [int(number) for number in hosted.podman.ask("labtest-red-node0", "sh", "-c", ask).split()]
     assert threads == [max(1, os.cpu_count() // 2)] * 3
 
 
 def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
-    """Lightning and Ray; the others have no place in the image, and a learner is told whom to ask."""
+    """Lightning and Ray; the others are not in the image, and a message says whom to ask."""
     find = "import sys; from course import frameworks; print(frameworks.find_python(sys.argv[1]))"
     have = {"lightning", "ray"}
     for node in ("node0", "node1"):
@@ -172,7 +172,7 @@ def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
 
 
 def test_a_team_starts_a_slurm_of_its_own_and_ends_it(hosted):
-    """As lab 13 asks for; both nodes of that Slurm are in one container."""
+    """As lab 13 needs it; both nodes of that Slurm are in one container."""
     ask, team = hosted.podman.ask, "labtest-red-node0"
     pocket, own = ("python", "-m", "course.pocket_slurm"), "SLURM_CONF=/tmp/lab-slurm-10001/slurm.conf"
     try:
@@ -185,7 +185,7 @@ def test_a_team_starts_a_slurm_of_its_own_and_ends_it(hosted):
 
 
 def start_long_job(hosted):
-    """Starts a job on both nodes of team red from a shell, as a cell would; returns when it is at work."""
+    """Starts a job on both nodes of team red from a shell, as a cell would; returns when it runs."""
     podman, where = hosted.podman, f"{HOME}/work"
     for name, text in {"steps.py": STEPS, "long_job.py": LONG_JOB}.items():
         podman.ask("labtest-red-node0", "sh", "-c", f"cat > {where}/{name} <<'EOF'\n{text}\nEOF")
@@ -258,7 +258,7 @@ def test_work_survives_down_and_up_a_kill_and_a_new_image(hosted):
 
 
 def test_after_a_power_cut_the_machine_brings_the_teams_back(hosted):
-    """What a reboot is to the containers: all end at once, and podman-restart.service starts them."""
+    """Simulates a reboot: all containers end at once, and podman-restart.service starts them."""
     write_work(hosted, "kept")
     hosted.podman.call("kill", *hosted.started())
     unit = Path("/lib/systemd/system/podman-restart.service").read_text()
@@ -274,7 +274,7 @@ def test_after_a_power_cut_the_machine_brings_the_teams_back(hosted):
 
 
 def answers(hosted, team):
-    """Whether a team's JupyterLab answers through the front, which may not listen yet."""
+    """Returns True if a team's JupyterLab answers through the front, which may not listen yet."""
     with contextlib.suppress(OSError, http.client.HTTPException):
         return hosted.ask(f"/{team}/api/contents", token=hosted.token(team))[0] == 200
 
@@ -315,7 +315,7 @@ def test_data_of_the_class_are_read_by_both_nodes_and_changed_by_nobody(hosted, 
 
 
 def test_a_certificate_of_one_s_own_and_none_at_all(hosted, tmp_path):
-    """Only the front is made anew for either."""
+    """Either change recreates only the front."""
     nodes = {name: when for name, when in hosted.started().items() if name in NODES}
     made = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=class -addext subjectAltName=DNS:localhost"
     run("openssl", *made.split(), "-keyout", tmp_path / "key.pem", "-out", tmp_path / "cert.pem")
@@ -416,7 +416,7 @@ ln -f work/labs/00_start_here.ipynb work/labs/twice.ipynb
 
 
 def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
-    """The team replaces its report by a link to the instructor's file, and ours by a program that leaves it there."""
+    """The team replaces its report by a link to the instructor's file, and our program by one that keeps the link."""
     victim, into = tmp_path / "authorized_keys", tmp_path / "in"
     victim.write_text("the instructor's")
     hosted.podman.ask("labtest-red-node0", "sh", "-c", TRAP.replace("%s", str(victim)))
@@ -444,7 +444,7 @@ def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
 
 @pytest.fixture(scope="module")
 def prepared(hosted):
-    """Team red's JupyterLab shows its application to the tests, and its kernels measure in two rounds."""
+    """Makes team red's JupyterLab expose its application to the tests, and its kernels measure in two rounds."""
     config = json.dumps({"LabApp": {"expose_app_in_browser": True}})
     startup = f"{HOME}/.ipython/profile_default/startup"
     rounds = "import os; os.environ['LAB_ROUNDS'] = '2'"
@@ -458,7 +458,7 @@ def prepared(hosted):
 
 @pytest.fixture
 def page(prepared, chromium, tmp_path):
-    """A browser that has logged in as team red; the kernels are ended after it."""
+    """A browser that has logged in as team red; its kernels are ended afterwards."""
     token = prepared.token("red")
     with Browser(tmp_path / "profile", flags=["--ignore-certificate-errors"]) as browser:
         yield browser.open(f"https://localhost:{prepared.port}/red/lab?token={token}")
@@ -470,7 +470,7 @@ def page(prepared, chromium, tmp_path):
 def test_a_team_runs_a_lab_in_its_browser(hosted, page, tmp_path, lab):
     """The labs with their solutions: lab 5 on node0 and node1, as LAB_NODES says in a team's container.
 
-    Where LAB_BRIEF=1, lab 5 only up to the proof that two nodes train as one: tests/test_lab5.py takes it to its end.
+    With LAB_BRIEF=1, lab 5 stops after the proof that two nodes train as one: tests/test_lab5.py runs all of it.
     """
     team, name = "labtest-red-node0", f"{lab}.ipynb"
     hosted.podman.ask(team, "sh", "-c", f"rm -rf {HOME}/work/solved && cp -r /srv/labs/notebooks {HOME}/work/solved")

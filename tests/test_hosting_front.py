@@ -35,7 +35,7 @@ SIGNER = "pki/authorities/local/root.crt"
 
 @pytest.fixture
 def gateway(podman):
-    """This machine's address on a network of its own, at which containers there find the ports that it publishes."""
+    """This machine's address on its own network, at which containers there find the ports that it publishes."""
     podman.call("network", "rm", "-f", NETWORK, check=False)
     podman.call("network", "create", NETWORK)
     yield podman.inspect(NETWORK)["subnets"][0]["gateway"]

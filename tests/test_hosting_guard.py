@@ -1,4 +1,4 @@
-"""The guard without an engine: which networks it is told, and what is said where there can be none."""
+"""The guard without an engine: the networks that it gets, and the message if there can be no guard."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_network_without_an_address_is_not_left_unguarded(deployment, tmp_path
 @pytest.mark.parametrize("before", [False, True])
 @pytest.mark.parametrize(("status", "can"), [(0, True), (guard.REFUSED, False), (125, None), (1, None)])
 def test_an_accident_of_the_trial_ends_no_guard(deployment, tmp_path, status, can, before):
-    """As when an engine is out of memory, or too slow: 125 is what engines end with where they start nothing."""
+    """As when an engine is out of memory, or too slow: engines end with 125 if they start nothing."""
     (tmp_path / "run-status").write_text(f"{status}")
     (tmp_path / "run").write_text("no space left on device")
     settings = replace(deployment.settings, guarded=before)

@@ -200,7 +200,7 @@ def python(root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load(python, root):
-    """Starts JupyterHub with the configuration and logins to a class; returns what came of it."""
+    """Starts JupyterHub with the configuration and logins to a class; returns the results."""
 
     def run(hosted, logins, idle):
         folder, teams, _, _ = hosted
@@ -222,7 +222,7 @@ def load(python, root):
 
 @pytest.fixture(scope="module")
 def loaded(load, tmp_path_factory):
-    """A class at a hub that was loaded: its folder, its tokens, and what came of it."""
+    """A class at a loaded hub: its folder, its tokens, and the results."""
     hosted = folder, _, tokens, _ = make_class(tmp_path_factory.mktemp("class"))
     right = {"username": "red", "password": tokens["red"]}
     last = "0" if tokens["red"][-1] != "0" else "1"

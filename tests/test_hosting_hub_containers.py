@@ -1,4 +1,4 @@
-"""The hub in a container of its own: two teams log in, get their containers, and cannot cross."""
+"""The hub in its own container: two teams log in, get their containers, and cannot reach each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORK = "/home/learner/work/labs/ours.txt"
 
 
 class Visitor:
-    """A browser without pictures: it keeps cookies, follows where it is sent, and fills in the form of the login."""
+    """A text-only browser: it keeps cookies, follows redirections, and fills in the login form."""
 
     def __init__(self, url: str) -> None:
         self.url, self.cookies = url, http.cookiejar.CookieJar()
@@ -27,7 +27,7 @@ class Visitor:
         self._opener = urllib.request.build_opener(keeps, urllib.request.HTTPSHandler(context=insecure()))
 
     def get(self, path: str, form: dict | None = None) -> tuple[int, str, str]:
-        """Status, address and text of the page that a path leads to."""
+        """Returns status, address and text of the page at a path."""
         data = urllib.parse.urlencode(form).encode() if form else None
         try:
             answer = self._opener.open(urllib.request.Request(self.url + path, data=data), timeout=60)
@@ -37,13 +37,13 @@ class Visitor:
             return answer.status, answer.url.removeprefix(self.url), answer.read().decode(errors="replace")
 
     def log_in(self, team: str, token: str) -> tuple[int, str, str]:
-        """What the form leads to."""
+        """Submits the login form; returns the next page."""
         page = self.get("/hub/login")[2]
         ticket = re.search(r'name="_xsrf"\s+value="([^"]+)"', page)[1]
         return self.get("/hub/login?next=", {"username": team, "password": token, "_xsrf": ticket})
 
     def wait_for_lab(self, team: str, seconds: float = 120.0) -> str:
-        """Opens a team's own path until its server answers; returns the address at which it did."""
+        """Opens a team's path until its server answers; returns the final address."""
         end = time.monotonic() + seconds
         while True:
             status, where, page = self.get(f"/{team}/")
@@ -122,7 +122,7 @@ def test_a_team_s_container_is_held_to_its_share_and_kept_from_the_metadata(host
 
 
 def test_no_secret_of_the_hub_was_on_a_command_line(hosted):
-    """podman-compose puts there what it finds in variables and files of variables."""
+    """podman-compose puts variables, and the contents of variable files, on its command lines."""
     kept = (hosted.state / "hub" / "secrets.env").read_text().split()
     told = json.dumps(hosted.podman.inspect("labtest-hub"))
     assert len(kept) == 2 and not any(line.partition("=")[2] in told for line in kept)

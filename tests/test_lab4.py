@@ -31,7 +31,7 @@ def run_cells(run_cells_of):
 
 
 def make_found(seconds, links=(0.011, 0.101, 0.001), batches=(16, 64, 256)):
-    """What ``Records`` makes of the script's report, with one time for each set-up; ``links`` in the script's order."""
+    """Makes the result of ``Records`` for the script's report, with a time per set-up; ``links`` in its order."""
     cases = [
         {"batch": batch}
         | {
@@ -77,7 +77,7 @@ def test_the_bytes_of_the_cost_model_by_hand(run_cells, capsys):
 
 
 def test_the_prediction_is_computing_plus_bytes_over_the_links_speed(run_cells, capsys):
-    """A block as large as the weights takes 10 ms to copy and 100 ms to all-reduce, the meeting left out."""
+    """A block as large as the weights takes 10 ms to copy and 100 ms to all-reduce, without the rendezvous."""
     names = run_cells("count-bytes", "predicted", found=FOUND, runs=read_runs(FOUND), BATCHES=[16, 64, 256], NET="tiny")
     assert names["SPEED"] == pytest.approx({"DP": 1e9, "DDP": 1e8})
     assert "DP's link: 1.0 GB/s, DDP's link: 0.1 GB/s" in capsys.readouterr().out
@@ -90,7 +90,7 @@ def test_the_prediction_is_computing_plus_bytes_over_the_links_speed(run_cells, 
 
 
 def test_the_what_if_takes_the_time_that_each_stem_took_here(run_cells, monkeypatch):
-    """With the CIFAR stem a step takes ten times as long: over a link ten times as slow it is sped up as much."""
+    """With the CIFAR stem a step takes ten times as long: a link ten times slower gives the same speed-up."""
     seconds = {"imagenet": 64 * 0.05, "cifar": 8 * 0.5}  # of a batch of 64, and of 8
     stems = iter(seconds.values())
     monkeypatch.setattr("lab_utils.timing.measure", lambda *_, **__: Timing("step", (next(stems),)))
@@ -108,7 +108,7 @@ def test_the_what_if_takes_the_time_that_each_stem_took_here(run_cells, monkeypa
 
 
 def test_the_what_if_of_one_gpu_takes_the_times_of_that_gpu(run_cells, monkeypatch):
-    """A pretended one: it computes as fast as itself, and is kept busy by larger batches."""
+    """A pretended GPU: it computes as fast as itself, and larger batches keep it busy."""
     monkeypatch.setattr("lab_utils.timing.measure", lambda *_, **__: Timing("step", (1.0,)))
     names = run_cells(
         "baseline", "count-bytes", "what-if", GPUS=1, ON_GPUS=False, FULL=False, NET="tiny", DEVICE="cpu", CORES=1
@@ -230,7 +230,7 @@ def test_the_lab_trains_three_times_for_as_many_steps_and_notes_each_device(run_
 
 
 def test_set_ups_that_were_noise_are_measured_again(run_cells, root):
-    """Reports of the script, during the first of which other programs took the processors."""
+    """Reports of the script; during the first one, other programs used the processors."""
     tag = runpy.run_path(str(root / SCRIPT))["tag"]
 
     def make_report(others):
@@ -331,7 +331,7 @@ no_gpu = pytest.mark.skipif(GPUS < 2, reason="NOT TESTED HERE: training on two G
 
 @pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=no_gpu)])
 def test_the_ways_of_a_step_differ_in_time_only(run_cells, monkeypatch, gpus):
-    """Each leaves the same gradients, in float64 and with BatchNorm's stored statistics."""
+    """All give the same gradients, in float64 and with BatchNorm's stored statistics."""
     monkeypatch.setattr("lab_utils.timing.interleave", lambda steps, **_: [Timing(name, (1.0,)) for name in steps])
     names = run_cells("baseline", "causes", ON_GPUS=gpus, NET="tiny", BATCHES=[4, 8], CORES=2)
     torch.manual_seed(0)
@@ -354,7 +354,7 @@ def test_the_ways_of_a_step_differ_in_time_only(run_cells, monkeypatch, gpus):
 
 
 def train_by_script(root, device, how, *arguments):
-    """What each rank of ``train_parallel.py`` reports, in the order of the ranks."""
+    """Returns the reports of ``train_parallel.py`` in the order of the ranks."""
     script = root / "notebooks" / "scripts" / "train_parallel.py"
     command = ["--how", how, "--device", device, "--batch-size", 16, "--steps", 4, *arguments]
     job = launch.TorchrunJob(script, command, nodes=launch.local_nodes(1), nproc_per_node=1 + (how == "ddp"))
@@ -363,7 +363,7 @@ def train_by_script(root, device, how, *arguments):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
 def test_the_three_set_ups_train_alike_but_for_batch_norms_halves(root, device, request):
-    """With stored statistics all three agree; with the batch's own DP and DDP do, whose devices get the same halves."""
+    """With stored statistics all three agree; with the batch's, DP and DDP do, whose devices get the same halves."""
     if device == "cpu":  # CUDA is not for forks
         request.getfixturevalue("warm_torchrun")
     train = partial(train_by_script, root, device)

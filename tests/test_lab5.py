@@ -90,7 +90,7 @@ def test_a_learner_meets_each_stub_solves_it_and_runs_the_lab_on_two_hosts_and_a
 
 
 def expect_said(path):
-    """Each cell of the notebook printed what it has to."""
+    """Asserts that each cell of the notebook printed what it must."""
     notebook = nbformat.read(path, as_version=4)
     outputs = {cell.id: read_output(cell) for cell in notebook.cells if cell.cell_type == "code"}
     for cell, words in SAID.items():
@@ -99,7 +99,7 @@ def expect_said(path):
 
 
 def expect_jobs(runs, homes):
-    """Nothing of the lab ran on the launcher's machine, and nothing of it is left on any."""
+    """Asserts that the lab ran nothing on the launcher's machine, and left nothing on any."""
     ids = {path.name for path in (runs / "jobs").iterdir()}
     for number, home in enumerate(homes):
         there = {path.name for path in (home / "jobs").iterdir()}
@@ -115,7 +115,7 @@ def expect_jobs(runs, homes):
 
 
 def read_output(cell) -> str:
-    """What a cell printed or showed, as text."""
+    """Returns a cell's output as text."""
     parts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 

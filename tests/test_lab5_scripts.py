@@ -112,7 +112,7 @@ def assert_same_end(found, expected):
 
 
 def read_epochs(report):
-    """What was printed after each epoch: its number, loss, accuracy and images."""
+    """Returns the values printed after each epoch: its number, loss, accuracy and images."""
     return re.findall(r"epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images", report["printed"])
 
 
@@ -213,7 +213,7 @@ def make_elastic_job(scripts, first, *arguments, **options):
 @pytest.mark.drill
 @pytest.mark.usefixtures("runs")
 def test_a_job_goes_on_with_one_node_when_the_other_is_lost(scripts, images, survivors):
-    """In the second epoch of three; its images, dealt to one process now, are each trained on once."""
+    """In the second of three epochs; its images now all go to one process, which trains on each once."""
     train = ["train_ddp.py", "--batch-size", 8, "--epochs", 3, "--checkpoint", "lost.pt"]
     job = make_elastic_job(scripts, scripts / "crash_once.py", "node", 8, *train, env={"LAB_DATA": str(images.parent)})
     job_id = job.id
@@ -277,7 +277,7 @@ def test_two_processes_equal_one_on_the_same_global_batches(run, alone):
 
 @pytest.fixture(scope="module")
 def killed(run, tmp_path_factory):
-    """What a run of two processes left that was killed in step 9; the first epoch, of 5 steps, is saved."""
+    """The files of a run of two processes, killed in step 9; the first epoch, of 5 steps, is saved."""
     disks = tmp_path_factory.mktemp("killed")
     # The killed run is not watched, and computes as usual: it gets the first epoch of one that does not.
     options = ("--checkpoint", "run.pt")
@@ -370,7 +370,7 @@ def test_the_learner_s_copy_has_five_gaps_and_is_still_a_script(scripts):
 @pytest.mark.skipif(torch.__version__.split("+")[0] != "2.14.1", reason="the lab says it of torch 2.14.1")
 @pytest.mark.parametrize(("level", "status"), [("INFO", 0), ("DETAIL", -signal.SIGSEGV)])
 def test_the_debug_level_that_the_lab_warns_of(level, status):
-    """DETAIL crashes DDP on Gloo; once it does not, the lab's sentence goes."""
+    """DETAIL crashes DDP on Gloo; once it no longer does, remove the lab's sentence."""
     program = (
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"

@@ -1,4 +1,4 @@
-"""Lab 8 outside of its notebook: the model of two numbers on a shaped link between two hosts, and starts by hand."""
+"""Lab 8 outside its notebook: the two-number model on a shaped link between two hosts, and starts by hand."""
 
 import ast
 import json
@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 @pytest.fixture
 def fit(root):
-    """The notebook's own."""
+    """The notebook's function ``fit``."""
     cells = nbformat.read(root / "notebooks" / "08_collectives.ipynb", 4).cells
     (source,) = (cell.source for cell in cells if cell.id == "fit")
     (function,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
@@ -54,7 +54,7 @@ def fit(root):
 
 @pytest.mark.usefixtures("runs")
 def test_the_figure_shows_what_each_rank_holds(run_cells_of, monkeypatch):
-    """Of ranks whose answer arrives with its names sorted, as ipyparallel sends a dictionary."""
+    """The ranks' answers arrive with sorted names, because ipyparallel sorts a dictionary's keys."""
     right = run_cells_of("08_collectives", "predict-tensors")["predict_tensors"]()
     place = {"scatter": 1, "reduce_scatter": 1, "gather": 2, "all_gather": 2, "all_to_all": 3}
     held = [
@@ -76,7 +76,7 @@ def test_the_fit_finds_the_two_numbers(fit):
 
 
 def test_two_numbers_predict_an_all_reduce_on_a_shaped_link(hosts, fit, tmp_path):
-    """At most 5 % off at sizes that were not fitted, on 100 Mb/s between two hosts."""
+    """At most 5 % error at sizes that were not fitted, at 100 Mb/s between two hosts."""
     if not shutil.which("tc"):
         pytest.skip("NOT TESTED HERE: tc is not installed (apt-get install iproute2)")
     script = tmp_path / "rank.py"
@@ -127,7 +127,7 @@ def test_the_script_is_started_by_torchrun(root):
 
 
 def test_the_script_is_started_by_mpich(root):
-    """Whose mpirun tells a program its rank by these two variables."""
+    """MPICH's mpirun passes a program its rank in these two variables."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "PMI_SIZE": "2"}
     ranks = [
@@ -144,7 +144,7 @@ def test_the_script_is_started_by_mpich(root):
 
 
 def test_functions_are_shared_with_what_they_use():
-    """Also those that import as they like, and that call one another."""
+    """Including functions that import modules themselves, and that call one another."""
     from course import engines
 
     with pytest.raises(LabError, match="No ranks are live"):

@@ -26,7 +26,7 @@ MADE_LATER |= {"race.py", "runs/race"}
 
 @pytest.fixture(scope="module")
 def make(root):
-    """Starts make in the checkout, as a shell does that is not itself started by make."""
+    """Runs make in the checkout, as from a shell that was not started by make."""
     environment = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
 
     def start(*arguments, **more):
@@ -55,14 +55,14 @@ def release(make, tmp_path_factory):
 
 
 def find_code(text):
-    """The words of all code in a Markdown text, in fences and within a line, without comments behind commands."""
+    """Returns the words of all code in a Markdown text, in fences and inline, without comments after commands."""
     fences = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     return [re.sub(r"\s#.*", "", line).strip() for block in [*fences, *spans] for line in block.splitlines()]
 
 
 def find_named_files(text):
-    """The files and folders that a Markdown text names, by links, as words of code, and as modules that Python runs."""
+    """Returns the files and folders that a Markdown text names: in links, in code, and as modules that Python runs."""
     code = find_code(text)
     words = {word.strip("\"'(),") for line in code for word in line.split()}
     path = re.compile(r"(\.?[\w-]*/)+[\w.-]+|(\.?[\w-]+/)+|[\w.-]+\.(md|py|lock|yml|html|gz)")
@@ -73,7 +73,7 @@ def find_named_files(text):
 
 
 def wait_for(port, *, listening, seconds=20):
-    """Whether a server begins, or ceases, to listen within some seconds."""
+    """Returns True if a server starts, or stops, listening in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         with socket.socket() as probe:
@@ -84,7 +84,7 @@ def wait_for(port, *, listening, seconds=20):
 
 
 def ask(address, token=None):
-    """The JSON at an address, or the status with which the server refuses."""
+    """Returns the JSON at an address, or the status with which the server refuses."""
     headers = {"Authorization": f"token {token}"} if token else {}
     try:
         with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:

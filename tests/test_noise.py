@@ -98,7 +98,7 @@ def test_lab_4_says_so_in_its_figure_and_keeps_no_guess(run_cells_of, more):
 
 
 def make_measured(seconds, **more):
-    """What lab 5's script reports; ``seconds`` by what, the same for all stems and batches."""
+    """Makes a report of lab 5's script; ``seconds`` by what is timed, the same for all stems and batches."""
     parts = {"buckets": [{"bytes": 40_000_000, "ready": 0.1, "send": 0.2}], "backward": 0.5, "busy": 1.0}
     steps = [
         {"stem": stem, "batch": batch, **parts}

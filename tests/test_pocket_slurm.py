@@ -1,4 +1,4 @@
-"""The pocket Slurm: started and ended more than once, mended, as an ordinary user too, and refused in words."""
+"""The pocket Slurm: started and ended more than once, repaired, also as an ordinary user, and clearly refused."""
 
 import contextlib
 import os

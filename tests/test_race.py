@@ -405,7 +405,7 @@ def test_laps_that_are_there_are_not_run_again(home, quick, write):
 
 
 def sign(home, lap, **changes):
-    """Writes a record anew, with a right hash."""
+    """Rewrites a record, with the right hash."""
     records.write_record(home / lap["lap"], {**lap, **changes})
 
 
@@ -455,7 +455,7 @@ NO_IMAGES = evaluate.Images(np.zeros((1, 3, 32, 32), np.uint8), np.zeros(1, np.i
 
 
 def repack(path, kind, **members):
-    """Writes a file of weights anew, with other members."""
+    """Rewrites a file of weights, with other members."""
     with zipfile.ZipFile(path) as file:
         whole = {name: file.read(name) for name in file.namelist()}
     with zipfile.ZipFile(path, "w", kind) as file:

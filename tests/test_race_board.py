@@ -122,7 +122,7 @@ def write(folder: Path, record: dict) -> str:
 
 
 def change(folder: Path, **changes) -> None:
-    """Writes a record anew with other values and its right hash."""
+    """Rewrites a record with other values and the right hash."""
     write(folder, json.loads((folder / "record.json").read_text()) | changes)
 
 

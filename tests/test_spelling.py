@@ -16,7 +16,7 @@ NO_SLIPS = "fro,abd,sme"
 
 
 def find_slips(*paths: Path) -> list[str]:
-    """What codespell says of files, a line for each slip: file, line, slip and what was probably meant."""
+    """Runs codespell on files; returns a line for each slip: file, line, slip and the probable intention."""
     command = [sys.executable, "-m", "codespell_lib", f"--ignore-words-list={NO_SLIPS}", *map(str, paths)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300).stdout.splitlines()
 

@@ -1,4 +1,4 @@
-"""TensorBoard as a learner starts it, the event files that a killed run leaves, and the log of several processes."""
+"""TensorBoard as a learner starts it, the event files of a killed run, and the log of several processes."""
 
 import contextlib
 import importlib.util
@@ -55,7 +55,7 @@ def ask(url):
 
 
 def read_tags(port, runs=2):
-    """The scalar tags of each run, as TensorBoard serves them, once it has read the files."""
+    """Returns the scalar tags of each run, as TensorBoard serves them, once it has read the files."""
     end = time.monotonic() + 30
     while True:
         found = json.loads(ask(f"http://127.0.0.1:{port}/data/plugin/scalars/tags"))
@@ -65,7 +65,7 @@ def read_tags(port, runs=2):
 
 
 def wait_gone(pid, seconds=10):
-    """Whether a process ends in time."""
+    """Returns True if a process ends in time."""
     end = time.monotonic() + seconds
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
@@ -109,7 +109,7 @@ def test_a_busy_port_gets_a_new_one_and_a_word(logs):
 
 
 def test_two_folders_get_a_server_each(logs):
-    """The second must not show the runs of the first, nor end it."""
+    """The second must neither show the runs of the first nor end it."""
     with board.start(logs / "first", port=0) as first, board.start(logs / "second", port=first.port) as second:
         assert f"Port {first.port} is in use, so TensorBoard took {second.port}." in second.note
         tags = [set().union(*read_tags(server.port, runs=1).values()) for server in (first, second)]
@@ -436,7 +436,7 @@ sys.stdin.read()
 @pytest.mark.drill
 @pytest.mark.parametrize("taken", [False, True])
 def test_what_the_magic_lacks_is_why_the_lab_has_its_own_start(logs, tmp_path, taken):
-    """``%tensorboard``'s server outlives a kernel that is killed, and starts not where the named port is taken."""
+    """``%tensorboard``'s server outlives a killed kernel, and does not start if the named port is taken."""
     binary = Path(sys.executable).with_name("tensorboard")
     environment = os.environ | {"TMPDIR": str(tmp_path), "TENSORBOARD_BINARY": str(binary)}
     port = find_free_port()
@@ -464,7 +464,7 @@ def test_what_the_magic_lacks_is_why_the_lab_has_its_own_start(logs, tmp_path, t
 
 
 def read_points(port, run, expected):
-    """Step and value of each point that TensorBoard serves, once they are the expected ones or 30 s are over."""
+    """Returns step and value of each point from TensorBoard, once they are as expected or 30 s are over."""
     end, found = time.monotonic() + 30, None
     while found != expected and time.monotonic() < end:
         try:
@@ -479,7 +479,7 @@ def read_points(port, run, expected):
 @pytest.mark.drill
 @pytest.mark.parametrize("plain", [False, True])
 def test_two_writers_in_one_directory_lose_points_on_the_page(tmp_path, plain):
-    """The lab's server draws both files and goes on with the last; the plain command drops points of either file."""
+    """The lab's server draws both files and continues with the last; the plain command drops points of either file."""
     first, second = ((0, 1.0), (1, 1.0)), ((0, 2.0), (1, 2.0))
     port = find_free_port()
     with SummaryWriter(tmp_path / "run") as one, SummaryWriter(tmp_path / "run") as other:
@@ -515,7 +515,7 @@ def test_two_writers_in_one_directory_lose_points_on_the_page(tmp_path, plain):
 
 @pytest.mark.drill
 def test_a_run_that_is_trained_again_replaces_its_old_curve(tmp_path):
-    """As when its cell is run again: the old event file goes, and a new one comes before the server has looked."""
+    """As when its cell is run again: a new event file replaces the old one before the server has looked."""
     with board.start(tmp_path, port=0) as server:
         for value in (1.0, 2.0):
             shutil.rmtree(tmp_path / "run", ignore_errors=True)

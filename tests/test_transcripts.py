@@ -1,4 +1,4 @@
-"""What commands print: run where their programs are, recorded on demand, and else shown with where and when."""
+"""Tests of command output: run if the programs are here, recorded on demand, otherwise shown with place and date."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ HERE = "toy 1.0"
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Where the record of "lab/toy" lies, in a checkout of the test's own."""
+    """Path of the record of "lab/toy", in the test's own checkout."""
     monkeypatch.setattr(transcripts, "checkout", lambda: tmp_path)
     return tmp_path / "data" / "reference" / "lab" / "toy.json"
 

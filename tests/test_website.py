@@ -1,4 +1,4 @@
-"""The web site: what becomes of a notebook, the slides, links that lead nowhere; and the whole of it in a browser."""
+"""The web site: converted notebooks, the slides, broken links; and the whole site in a browser."""
 
 import base64
 import functools
@@ -30,7 +30,7 @@ def notebooks(root):
 
 
 def make_lab(**changes):
-    """A small notebook with all that a lab has; ``changes`` replace the sources of cells by their id."""
+    """Returns a small notebook with all parts of a lab; ``changes`` replaces the sources of cells by their id."""
     figure = new_output("display_data", {"image/png": PNG, "text/plain": "<Figure>"})
     cells = [
         new_markdown_cell(
@@ -72,7 +72,7 @@ def test_a_page_has_stubs_and_no_output_of_what_a_solution_printed():
 
 
 def test_an_output_that_shows_a_solution_is_left_out(tmp_path):
-    """Cells after a stub print what stood in its place; what gives less than the whole away stays."""
+    """Cells after a stub may print its solution; output that reveals only a part stays."""
     lines = ["total = sum(count for count, _ in found)", "return total / max(1, len(found))"]
     solved = "def mean(found):\n    ### BEGIN SOLUTION\n    " + "\n    ".join(lines) + "\n    ### END SOLUTION"
     lab = make_lab(solved=solved)
@@ -222,7 +222,7 @@ def site(sphinx, root, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(site, tmp_path_factory):
-    """Where a server has the site, below a path of its own."""
+    """URL of a server with the site below a subpath."""
     top = tmp_path_factory.mktemp("server")
     (top / "courses").mkdir()
     (top / "courses" / "labs").symlink_to(site)
@@ -237,7 +237,7 @@ def address(site, tmp_path_factory):
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
-        """Says nothing."""
+        """Logs nothing."""
 
 
 def show(browser, address, width=1400, theme="light"):
@@ -301,7 +301,7 @@ def test_the_menus_of_a_phone_are_opened_by_the_keyboard(address, chromium, tmp_
 
 
 def test_no_page_shows_a_solution(site, root):
-    """Neither in a cell nor in what a later cell prints."""
+    """Neither in a cell nor in the output of a later cell."""
     solved, pages = find_solved(root / "notebooks"), sorted((site / "notebooks").glob("*.html"))
     assert len(solved) > 50 and len(pages) >= 16
     for page in pages:

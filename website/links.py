@@ -27,7 +27,7 @@ class _Page(HTMLParser):
 
 
 def find_broken(folder: Path) -> list[str]:
-    """Returns each link that leads nowhere, as "page: link"; and what a page loads from elsewhere, since all lies here.
+    """Returns each broken link, as "page: link"; and what a page loads from other servers, since all files are here.
 
     Links to other sites (``https:``, ``mailto:``) are not followed.
     """

@@ -74,7 +74,7 @@ def write_sources(root: Path, folder: Path, *, solutions: bool = False) -> None:
 
     Args:
         root: The checkout.
-        folder: Where to; what lies there is removed first.
+        folder: The target; its old content is removed first.
         solutions: Shows the exercises' solutions in place of stubs.
     """
     shutil.rmtree(folder, ignore_errors=True)

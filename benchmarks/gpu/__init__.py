@@ -1,4 +1,4 @@
-"""What is run on a machine with a GPU, each part in a process of its own: ``python -m benchmarks.gpu``."""
+"""Benchmarks and tests for a machine with a GPU, each in its own process: ``python -m benchmarks.gpu``."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ TIME_IS_UP = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to retry the op
 def run_capped(
     command: Sequence[str], *, seconds: float, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> int | None:
-    """Runs a command in a session of its own, and ends all that it started when it ends or its time is up.
+    """Runs a command in its own session, and ends all its descendants when it ends or its time is up.
 
     Args:
         command: The program and its arguments.
         seconds: How long it may run.
-        log: Takes what it prints; what an earlier call left there stays.
+        log: Receives its output, after that of earlier calls.
         env: Set in addition to this process's environment.
-        cwd: Its folder; this process's where None.
+        cwd: Its folder; this process's if None.
 
     Returns:
-        The exit status, negative for a signal; None where its time was up.
+        The exit status, negative for a signal; None if its time was up.
 
     Raises:
-        OSError: The program cannot be started, or the log not be written.
-        KeyboardInterrupt: The user's, once all that was started has ended.
+        OSError: The program cannot be started, or the log cannot be written.
+        KeyboardInterrupt: The user interrupted; everything that was started has ended by then.
     """
     with log.open("ab") as file:
         more = {"env": {**os.environ, **(env or {})}, "cwd": cwd, "stdout": file, "stderr": subprocess.STDOUT}
@@ -48,9 +48,9 @@ def run_capped(
 
 
 def end_family(child: subprocess.Popen) -> None:
-    """Interrupts a command that runs, waits a little, and kills what is left of its session and of its descendants.
+    """Interrupts a running command, waits briefly, and kills the rest of its session and of its descendants.
 
-    A process that left the session, and whose parent has ended before, cannot be told from others; it stays.
+    A process that left the session and whose parent has already ended cannot be identified; it survives.
     """
     family: set[psutil.Process] = set()
     try:

@@ -1,10 +1,10 @@
 """Tests and measures on a machine with a GPU: ``make gpu``, or ``python -m benchmarks.gpu``, in at most 9 minutes.
 
 The most valuable comes first: the tests of what runs on a GPU, the notebooks of labs 0, 1, 4 and 5, their records as
-reference runs, and ResNet-152 against what others type. Each step is a process of its own with a cap. What is known is
-on the disk after each, in OUT/results.json and OUT/STEP.log, and another call goes on where this one ended: a step that
-ran to its end is not run again as long as its sources and the machine are the same. On a GPU the files of
-OUT/reference/ are copied to data/reference/. ``--dry`` rehearses all of it on a CPU, at the smallest size.
+reference runs, and ResNet-152 against other people's scripts. Each step is its own process with a time limit. The
+results are on the disk after each, in OUT/results.json and OUT/STEP.log, and another call continues where this one
+ended: a finished step is not run again as long as its sources and the machine are the same. On a GPU the files of
+OUT/reference/ are copied to data/reference/. ``--dry`` rehearses everything on a CPU, at the smallest size.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ ASK = "import json; from course.reference import describe_machine; print(json.du
 
 @dataclass(frozen=True)
 class Step:
-    """One process.
+    """One step, which runs as its own process.
 
     Attributes:
-        name: Names the log, too.
-        command: ``{seconds}`` stands for the seconds that it may take.
+        name: Its name, also that of the log.
+        command: The command; ``{seconds}`` is replaced by the seconds that it may take.
         cap: The most seconds.
-        needs: Packages without which it is left out.
-        code: Files and folders of the checkout: where a source there changes, the step is run again.
-        least: Seconds below which it is not begun.
-        always: Whether it is run again even where nothing changed.
-        files: What has to be there; where it is not, the step is left out.
-        leaves: Files and folders of OUT that are removed before it begins anew.
-        resumes: Whether it goes on where it was cut off, with what it left.
+        needs: Packages without which it is skipped.
+        code: Files and folders of the checkout: if a source there changes, the step is run again.
+        least: It is not started with fewer seconds than this left.
+        always: True to run it again even if nothing changed.
+        files: Required files; if one is missing, the step is skipped.
+        leaves: Files and folders of OUT that are removed before it starts over.
+        resumes: True if it continues where it was cut off, with the files that it left.
         after: Called when it has ended by itself.
     """
 
@@ -85,9 +85,9 @@ def list_steps(out: Path, *, dry: bool, before: dict[str, Any] | None = None) ->
     """Returns the steps, the most valuable first; ``dry`` makes them small.
 
     Args:
-        out: The folder of what they find.
-        dry: Whether it is the rehearsal.
-        before: An earlier content of ``gpu_tests.json``, to which the outcomes of the tests are added.
+        out: The folder for their results.
+        dry: True for the rehearsal.
+        before: Earlier content of ``gpu_tests.json``, to which the outcomes of the tests are added.
     """
     python, labs = sys.executable, [f"lab{lab}" for lab in (LABS[:1] if dry else LABS)]
     pytest = (python, "-m", "pytest", "-c", "tests/gpu/pytest.ini", "--confcutdir=tests/gpu", "tests/gpu")
@@ -139,9 +139,9 @@ def list_steps(out: Path, *, dry: bool, before: dict[str, Any] | None = None) ->
 
 
 def describe_here(root: Path) -> dict[str, Any]:
-    """Returns what the machine is, the date and the version of the code.
+    """Returns the machine's facts, the date and the version of the code.
 
-    Asked for in a process of its own, whose hold on the GPU ends with it.
+    A separate process asks for them, so that the GPU is released when it ends.
 
     Raises:
         LabError: torch cannot be imported, or does not answer.
@@ -165,7 +165,7 @@ def describe_here(root: Path) -> dict[str, Any]:
 
 
 def ask_git(root: Path, *arguments: str) -> str | None:
-    """Returns what git says of the checkout; None where it says nothing: there is no git, or no repository."""
+    """Returns git's answer about the checkout; None if there is no git or no repository."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=30)
         return said.stdout.strip() if said.returncode == 0 else None
@@ -173,7 +173,7 @@ def ask_git(root: Path, *arguments: str) -> str | None:
 
 
 def name_missing(machine: dict[str, Any]) -> list[str]:
-    """Says in words what is not here, and what that costs."""
+    """Lists what this machine lacks and what that costs."""
     found = [f"{name} is not installed: {loss}" for name, loss in USEFUL.items() if not has_package(name)]
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
         found.append("there is no C compiler: torch.compile fails")
@@ -187,7 +187,7 @@ def name_missing(machine: dict[str, Any]) -> list[str]:
 
 
 def has_package(name: str) -> bool:
-    """Whether a package can be imported, as far as its files tell."""
+    """Returns True if a package can be imported, judging by its files."""
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
@@ -195,7 +195,7 @@ def has_package(name: str) -> bool:
 
 
 def identify(step: Step, facts: dict[str, Any], root: Path) -> str:
-    """Returns a digest of a step's command and sources and of the machine: with another one it is run again."""
+    """Returns a digest of a step's command, sources and machine: the step is run again when it changes."""
     here = facts["machine"]
     digest = hashlib.sha256(repr([step.command, here["label"], here["torch"], here["python"]]).encode())
     for name in step.code:
@@ -207,13 +207,13 @@ def identify(step: Step, facts: dict[str, Any], root: Path) -> str:
 
 
 class Run:
-    """One call: the steps one after the other, and what is known of them, which is on the disk at any time.
+    """One call: runs the steps in order and keeps their results on the disk at all times.
 
     Args:
-        out: The folder; ``results.json`` of an earlier call is taken over.
-        facts: What ``describe_here`` returned.
-        seconds: For all steps together.
-        fresh: Steps of which is forgotten what an earlier call found.
+        out: The folder; ``results.json`` of an earlier call is continued.
+        facts: Result of ``describe_here``.
+        seconds: Time limit for all steps together.
+        fresh: Steps whose earlier results are forgotten.
         publish: Called after each step that has ended by itself.
     """
 
@@ -234,7 +234,7 @@ class Run:
         write_json(self.path, self.results)
 
     def run(self, steps: Sequence[Step], *, again: Sequence[str] = ()) -> None:
-        """Runs the steps that are not done; those in ``again`` also where they have failed before."""
+        """Runs the steps that are not done; those in ``again`` also if they have failed before."""
         for step in steps:
             identity = identify(step, self.results, self.root)
             before = self.results["steps"].get(step.name, {})
@@ -253,14 +253,14 @@ class Run:
                 self.run_step(step, identity)
 
     def remove(self, names: Sequence[str]) -> None:
-        """Removes what a step left in an earlier call."""
+        """Removes files that a step left in an earlier call."""
         for name in names:
             shutil.rmtree(self.out / name, ignore_errors=True)
             with contextlib.suppress(OSError):
                 (self.out / name).unlink()
 
     def find_obstacle(self, step: Step) -> str:
-        """Says why a step cannot be run now, in words; "" where it can."""
+        """Explains why a step cannot be run now; "" if it can."""
         packages = [name for name in step.needs if not has_package(name)]
         files = [name for name in step.files if not (self.root / name).exists()]
         if packages or files:
@@ -269,7 +269,7 @@ class Run:
         return f"not begun: {left:.0f} s were left of {self.minutes:g} minutes" if left < step.least else ""
 
     def run_step(self, step: Step, identity: str) -> None:
-        """Runs one step and notes what came of it."""
+        """Runs one step and notes its outcome."""
         cap = min(step.cap, self.end - time.monotonic())
         log = self.out / f"{step.name}.log"
         log.unlink(missing_ok=True)
@@ -300,7 +300,7 @@ class Run:
         print(f"{step.name}: {self.results['steps'][step.name]['outcome']}, {seconds:.0f} s", flush=True)
 
     def note(self, step: Step, outcome: str, identity: str, seconds: float) -> None:
-        """Writes what is known of a step."""
+        """Writes a step's outcome to the results."""
         when = datetime.now(UTC).isoformat(timespec="seconds")
         known = {"outcome": outcome, "seconds": round(seconds, 1), "identity": identity, "when": when}
         self.results["steps"][step.name] = known
@@ -308,7 +308,7 @@ class Run:
 
 
 def tell_status(status: int | None, cap: float) -> str:
-    """Returns an outcome in words: ``passed``, ``failed: …``, or what another call goes on with."""
+    """Returns an outcome in words: ``passed``, ``failed: …``, or where another call will continue."""
     if status is None:
         return f"cut off after {cap:.0f} s: call again to go on"
     if status == TIME_IS_UP:
@@ -319,10 +319,10 @@ def tell_status(status: int | None, cap: float) -> str:
 
 
 def choose_failed(out: Path, here: dict[str, Any]) -> dict[str, Any]:
-    """Has pytest run those tests alone that failed before on this machine and torch, and says which.
+    """Makes pytest run only the tests that failed before on this machine and torch, and prints which.
 
     Returns:
-        The earlier content of ``gpu_tests.json``; {} where no such test is known, and all are run.
+        The earlier content of ``gpu_tests.json``; {} if no such test is known, so that all are run.
     """
     before = read_record(out / "reference" / "gpu_tests.json")
     same = before.get("torch") == here["torch"] and before.get("machine", {}).get("label") == here["label"]
@@ -338,15 +338,15 @@ def choose_failed(out: Path, here: dict[str, Any]) -> dict[str, Any]:
 
 
 def keep_outcomes(out: Path, before: dict[str, Any] | None = None) -> None:
-    """Writes what came of each test as ``reference/gpu_tests.json``, from pytest's report in ``tests.xml``.
+    """Writes each test's outcome to ``reference/gpu_tests.json``, from pytest's report in ``tests.xml``.
 
     Args:
         out: The folder.
-        before: An earlier content. It stays, with its date and commit, but for what was run again, which is listed
-            with the date and commit of now.
+        before: Earlier content. It stays, with its date and commit, except for tests that were run again, which are
+            listed with today's date and commit.
 
     Raises:
-        LabError: There is no such report: pytest did not come so far.
+        LabError: There is no such report: pytest did not get that far.
     """
     try:
         cases = list(ElementTree.parse(out / "tests.xml").iter("testcase"))
@@ -380,7 +380,7 @@ def keep_notebooks(out: Path) -> None:
     """Copies the records of the notebooks to ``reference/gpu/``; the figures stay where they are.
 
     Raises:
-        LabError: A record is larger than what is kept in the repository.
+        LabError: A record is too large for the repository.
     """
     (out / "reference" / "gpu").mkdir(parents=True, exist_ok=True)
     for path in sorted((out / "notebooks").glob("lab*.json")):
@@ -391,14 +391,14 @@ def keep_notebooks(out: Path) -> None:
 
 
 def keep_speed(out: Path) -> None:
-    """Copies what the benchmark found to ``reference/``, once a group has been measured."""
+    """Copies the benchmark's result to ``reference/``, once a group has been measured."""
     if read_record(out / "speed.json").get("groups"):
         (out / "reference").mkdir(exist_ok=True)
         shutil.copy(out / "speed.json", out / "reference" / "gpu_speed.json")
 
 
 def publish_references(out: Path, root: Path) -> None:
-    """Copies what is under ``reference/`` to data/reference, and has what is made from it written anew."""
+    """Copies ``reference/`` to data/reference, and regenerates the pages made from it."""
     for path in sorted((out / "reference").rglob("*.json")):
         target = root / "data" / "reference" / path.relative_to(out / "reference")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -415,7 +415,7 @@ def publish_references(out: Path, root: Path) -> None:
 
 
 def print_facts(facts: dict[str, Any]) -> None:
-    """Prints what the machine is, and what is missing."""
+    """Prints the machine's facts, and what is missing."""
     here, changed = facts["machine"], {True: ", changed", False: "", None: ""}[facts["changed"]]
     print(f"{here['label']}: torch {here['torch']}, torchvision {here['torchvision']}, Python {here['python']}")
     print(f"CUDA {here['cuda']}, cuDNN {here['cudnn']}, NCCL {here['nccl']}, driver {here['driver'] or 'not known'}")
@@ -427,7 +427,7 @@ def print_facts(facts: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 where a step failed or was cut off, 130 after an interrupt."""
+    """Runs the command line; returns 0, 1 if a step failed or was cut off, 130 after an interrupt."""
     # A shell that starts us in the background has interrupts ignored, and what we start would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,7 +1,7 @@
 """Our arms of the benchmark: one training step of ResNet-152, eager, compiled, and as a CUDA graph of the whole step.
 
-A step takes uint8 images and labels that lie on the device, normalises them there, and trains. What it has of its own,
-beside ``channels_last``, autocast to bfloat16 and the fused SGD, is in ``make_training``.
+A step takes uint8 images and labels on the device, normalises them there, and trains. What distinguishes an arm,
+besides ``channels_last``, autocast to bfloat16 and the fused SGD, is in ``make_training``.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What all arms have in common.
+    """Settings that all arms have in common.
 
     Attributes:
-        net: As for ``models.build``; also timm's name of it.
+        net: As for ``models.build``; timm uses the same name.
         stem: As for ``models.build``.
-        device: Where it trains.
-        backend: Of ``torch.compile``.
-        amp: Whether our arms use autocast; False for tests of their arithmetic.
+        device: The device that trains.
+        backend: Backend of ``torch.compile``.
+        amp: True if our arms use autocast; False for tests of their arithmetic.
     """
 
     net: str
@@ -57,13 +57,13 @@ class Setup:
 
 
 class Training:
-    """An arm at work on its batches: the network, its optimizer, and the step, which returns its loss.
+    """A running arm: the network, its optimizer, and the step, which returns its loss.
 
     Args:
         model: The network, on the device.
-        optimizer: Of all its parameters.
+        optimizer: The optimizer of all its parameters.
         step: Trains on one batch.
-        prepare: What a loader did before, which the clock does not see: from uint8 images to what ``step`` takes.
+        prepare: A loader's work, which is not timed: makes the input of ``step`` from uint8 images.
     """
 
     peak: int | None = None  # bytes at the capture; a replay allocates nothing
@@ -83,9 +83,9 @@ class Training:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Puts the first weights back, and clears the momentum, in place, since a graph has their addresses.
+        """Restores the first weights and clears the momentum, in place, since a graph has their addresses.
 
-        Momentum of zeros is what SGD starts from: the first step's is the gradient itself.
+        SGD starts from zero momentum: in the first step it is the gradient itself.
         """
         for tensor, first in zip(self._tensors(), self._first, strict=True):
             tensor.copy_(first)
@@ -94,7 +94,7 @@ class Training:
                 state["momentum_buffer"].zero_()
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate; where it is a tensor, in place."""
+        """Sets the learning rate, in place if it is a tensor."""
         for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -111,10 +111,10 @@ class Training:
         """Trains ``count`` steps on the batches in turn.
 
         Args:
-            batches: As ``prepare`` left them.
+            batches: Batches from ``prepare``.
             count: Number of steps.
             mark: Called with each step's number before it, and with ``count`` at the end.
-            losses: Takes the loss of each step, for which the program waits.
+            losses: Receives the loss of each step, for which the program waits.
         """
         for index in range(count):
             mark(index)
@@ -124,7 +124,7 @@ class Training:
         mark(count)
 
     def capture(self, batch: Batch) -> None:
-        """Makes a step a CUDA graph; weights and momentum are another's afterwards: ``reset`` follows."""
+        """Turns a step into a CUDA graph. This changes weights and momentum: call ``reset`` afterwards."""
         self.step = capture_step(self.step, batch, partial(self.optimizer.zero_grad, set_to_none=True))
         self.peak = torch.cuda.max_memory_allocated()
 
@@ -134,12 +134,12 @@ def capture_step(step: Step, batch: Batch, drop_gradients: Callable[[], None]) -
 
     As in PyTorch's notes, "CUDA Graphs, Whole-network capture" (https://docs.pytorch.org/docs/stable/notes/cuda.html):
     it warms up on a side stream, so that no algorithm is searched for and no momentum made during the capture, and has
-    no gradients when the capture begins, so that they lie in the graph's memory and each replay writes them anew.
-    One graph per process: no memory is shared with another.
+    no gradients when the capture begins, so that they are in the graph's memory and each replay overwrites them.
+    One graph per process: no two graphs share memory.
 
     Args:
         step: Reads nothing back from the device, and uses autocast without its cache.
-        batch: Whose shapes the step is captured for.
+        batch: The step is captured for the shapes of this batch.
         drop_gradients: Sets them to None.
     """
     images, labels = (tensor.clone() for tensor in batch)
@@ -170,12 +170,12 @@ def make_training(
     """Builds one of our arms.
 
     Args:
-        setup: What all arms have in common.
+        setup: Settings that all arms have in common.
         compiled: ``net`` compiles normalisation, network and loss as one; ``blocks`` each residual block, of which
             those of one shape share their code, as in PyTorch's recipe "regional compilation"
-            (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html); nothing where empty.
-        mode: Of ``torch.compile``.
-        weights: Of convolutions and linear layers; BatchNorm stays in float32.
+            (https://docs.pytorch.org/tutorials/recipes/regional_compilation.html); "" compiles nothing.
+        mode: Mode of ``torch.compile``.
+        weights: Type of the weights of convolutions and linear layers; BatchNorm stays in float32.
     """
     model = setup.build().to(setup.device, memory_format=torch.channels_last)
     for module in model.modules() if weights != torch.float32 else ():
@@ -214,12 +214,12 @@ def make_training(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Returns the residual blocks of a ResNet; the network itself where it has none."""
+    """Returns the residual blocks of a ResNet; the network itself if it has none."""
     return [module for module in model.modules() if hasattr(module, "downsample")] or [model]
 
 
 def make_reference(setup: Setup) -> Training:
-    """Builds what every curve is compared with: float32 and PyTorch's plain SGD, in the standard layout."""
+    """Builds the reference for every curve: float32 and PyTorch's plain SGD, in the standard layout."""
     model = setup.build().to(setup.device)
     optimizer = torch.optim.SGD(model.parameters(), LR, foreach=False, **SGD)
 
@@ -235,18 +235,18 @@ def make_reference(setup: Setup) -> Training:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: how it is built, and the settings of its process.
+    """One way to train: how to build it, and the settings of its process.
 
     Attributes:
         make: Builds its ``Training``.
-        ours: Whether it is ours or a peer.
-        compiled: Whether it uses ``torch.compile``.
-        graph: Whether its step becomes a CUDA graph.
-        amp: Whether it uses autocast or 16-bit weights.
+        ours: True if it is ours, False for a peer.
+        compiled: True if it uses ``torch.compile``.
+        graph: True if its step becomes a CUDA graph.
+        amp: True if it uses autocast or 16-bit weights.
         benchmark: ``torch.backends.cudnn.benchmark``; PyTorch's default is False.
-        tf32_matmul: Whether float32 means TF32 in matrix products; PyTorch's default is False.
-        tf32_conv: Whether it does in convolutions; PyTorch's default is True.
-        package: What has to be installed.
+        tf32_matmul: True if float32 means TF32 in matrix products; PyTorch's default is False.
+        tf32_conv: The same for convolutions; PyTorch's default is True.
+        package: A package that must be installed.
         source: The script that it follows.
     """
 

@@ -1,12 +1,12 @@
 """Runs the notebooks of labs 0, 1, 4 and 5 without Jupyter: ``python -m benchmarks.gpu.notebooks --out FILE 0 1``.
 
-Each notebook gets a process of its own and runs in a copy of its folder. Its code cells run one after the other in one
+Each notebook gets its own process and runs in a copy of its folder. Its code cells run one after the other in one
 namespace, from files, where ``inspect`` and the compiler find their source. What a cell prints and shows, its seconds
 and its figures are kept beside FILE, in ``notebooks/``, after each cell; the committed notebooks are only read.
 
-The cells of these labs have no magics: a cell that has one is a syntax error, which the record names. Of IPython they
-use ``display`` and ``HTML``, for which there are stand-ins, also where IPython is installed: what is tried on one
-machine is then what runs on the other.
+The cells of these labs have no magics: a cell that has one is a syntax error, which the record names. From IPython
+they use ``display`` and ``HTML``, which have stand-ins here even if IPython is installed, so that every machine runs
+the same code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAILED = "failed in cell"
 
 
 class Shorter(NamedTuple):
-    """A text of a cell that is replaced, and the factor by which less is done there."""
+    """A replacement of text in a cell, and the factor by which it shortens the work."""
 
     cell: str
     text: str
@@ -76,7 +76,7 @@ def find_notebook(lab: int, folder: Path) -> Path:
     """Returns the notebook of a lab.
 
     Raises:
-        LabError: There is none.
+        LabError: There is no such notebook.
     """
     found = sorted(folder.glob(f"{lab:02d}_*.ipynb"))
     if not found:
@@ -88,7 +88,7 @@ def read_cells(path: Path, changes: list[Shorter]) -> dict[str, str]:
     """Returns the source of each code cell by its id, with some texts replaced.
 
     Raises:
-        LabError: The notebook cannot be read, or one of the texts does not stand in its cell once.
+        LabError: The notebook cannot be read, or one of the texts does not occur exactly once in its cell.
     """
     try:
         notebook = load_notebook(path)
@@ -105,23 +105,23 @@ def read_cells(path: Path, changes: list[Shorter]) -> dict[str, str]:
 
 
 class Screen(io.TextIOBase):
-    """What a cell prints, kept and passed on to the log."""
+    """Keeps a cell's output and passes it on to the log."""
 
     def __init__(self, log: Any) -> None:
         self.log, self.kept = log, io.StringIO()
 
     def write(self, text: str) -> int:
-        """Keeps and passes on."""
+        """Keeps the text and passes it on."""
         self.log.write(text)
         return self.kept.write(text)
 
     def flush(self) -> None:
-        """Passes on."""
+        """Flushes the log."""
         self.log.flush()
 
 
 class HTML:
-    """Stands in for IPython's: what is shown is its text, without the marks."""
+    """Stand-in for IPython's HTML, which shows its text without the tags."""
 
     def __init__(self, data: str) -> None:
         self.data = data
@@ -131,13 +131,13 @@ class HTML:
 
 
 class Printer:
-    """What IPython hands to ``_repr_pretty_``, as far as ours call it."""
+    """Stand-in for the printer that IPython passes to ``_repr_pretty_``, with the methods that we call."""
 
     def __init__(self) -> None:
         self.said = ""
 
     def text(self, text: str) -> None:
-        """Takes the next part of the text."""
+        """Adds the next part of the text."""
         self.said += text
 
 
@@ -151,10 +151,10 @@ def display(*values: object) -> None:
 
 
 def stand_in_for_ipython() -> None:
-    """Puts modules in the place of ``IPython`` and ``IPython.display``, which know of no shell.
+    """Replaces ``IPython`` and ``IPython.display`` by modules without a shell.
 
-    Where matplotlib and tqdm find IPython imported, they ask it for its shell. A notebook shows a table as HTML; of the
-    text that is kept here pandas would leave out columns.
+    If matplotlib and tqdm find IPython imported, they ask it for its shell. A notebook shows a table as HTML; in the
+    text that is kept here, pandas would leave out columns.
     """
     with contextlib.suppress(ImportError):
         import pandas
@@ -173,9 +173,9 @@ class Notebook:
 
     Args:
         cells: Source by id.
-        record: The facts that stand before the cells.
-        path: The record's file; figures lie beside it.
-        log: Takes what is printed, besides.
+        record: Facts that precede the cells.
+        path: The record's file; figures go beside it.
+        log: Also receives the output.
     """
 
     def __init__(self, cells: dict[str, str], record: dict[str, Any], path: Path, log: Any) -> None:
@@ -186,7 +186,7 @@ class Notebook:
         self.names.__dict__.update({"display": display, "get_ipython": lambda: None})
 
     def run(self, folder: Path) -> bool:
-        """Runs the cells until one fails; returns whether none did. The sources go to files in ``folder``."""
+        """Runs the cells until one fails; returns True if none did. The sources go to files in ``folder``."""
         import matplotlib
 
         matplotlib.use("agg")
@@ -205,7 +205,7 @@ class Notebook:
         return not failed
 
     def run_cell(self, name: str, source: str, file: Path) -> bool:
-        """Runs one cell and keeps what came of it; returns whether it failed."""
+        """Runs one cell and keeps its outcome; returns True if it failed."""
         screen, error, start = Screen(self.log), "", time.perf_counter()
         self.figures = []
         with contextlib.redirect_stdout(screen), contextlib.redirect_stderr(screen):
@@ -243,7 +243,7 @@ class Notebook:
 
 
 def execute(source: str, file: Path, names: dict[str, Any]) -> None:
-    """Runs a cell's source, which is written to a file, and displays the value of an expression at its end."""
+    """Writes a cell's source to a file, runs it, and displays the value of an expression at its end."""
     file.write_text(source, encoding="utf-8")
     tree = ast.parse(source, str(file))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -254,7 +254,7 @@ def execute(source: str, file: Path, names: dict[str, Any]) -> None:
 
 
 def hide_places(text: str) -> str:
-    """Puts an ellipsis in the place of this machine's folders, and of the middle of a long text."""
+    """Replaces this machine's folders, and the middle of a long text, by an ellipsis."""
     places = [os.environ.get("LAB_RUNS"), os.environ.get("LAB_DATA"), str(Path.cwd()), str(checkout()), sys.prefix]
     for place in filter(None, places):
         text = text.replace(place, "…")
@@ -262,7 +262,7 @@ def hide_places(text: str) -> str:
 
 
 def tell_error(error: BaseException) -> str:
-    """Returns a LabError's message, or a traceback from the cell on."""
+    """Returns a LabError's message, or the traceback starting at the cell."""
     if isinstance(error, LabError):
         return str(error)
     frames = error.__traceback__
@@ -272,18 +272,18 @@ def tell_error(error: BaseException) -> str:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Writes JSON whole or not at all."""
+    """Writes JSON atomically."""
     with write_atomically(path) as file:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
 
 
 def run_here(lab: int, folder: Path, changes: list[Shorter]) -> bool:
-    """Runs one notebook in this process, which is then of no other use; returns whether all cells ran.
+    """Runs one notebook in this process, which cannot be reused afterwards; returns True if all cells ran.
 
     Args:
         lab: Its number.
-        folder: Takes ``labN.json``, the figures, and the copy in which it runs.
-        changes: What is shortened.
+        folder: Receives ``labN.json``, the figures, and the copy in which it runs.
+        changes: Texts that shorten it.
     """
     from course.reference import describe_machine
 
@@ -307,7 +307,7 @@ def run_here(lab: int, folder: Path, changes: list[Shorter]) -> bool:
 
 
 def identify(lab: int, changes: list[Shorter]) -> str:
-    """Returns a digest of all that decides what a record says, but for the machine: sources, changes, settings."""
+    """Returns a digest of all that determines a record except the machine: sources, changes, settings."""
     root, settings = checkout(), [os.environ.get(name, "") for name in ("LAB_SCALE", "LAB_ROUNDS", "LAB_NODES")]
     digest = hashlib.sha256(repr([changes, settings]).encode())
     folders = [root / name for name in ("lab_common", "lab_utils", "nodelaunch", "course", "notebooks/scripts")]
@@ -318,7 +318,7 @@ def identify(lab: int, changes: list[Shorter]) -> str:
 
 
 def read_outcome(lab: int, folder: Path, changes: list[Shorter]) -> str:
-    """Returns what came of a run to its end of the same sources, which would do so again; "" where there was none."""
+    """Returns the outcome of an earlier complete run of the same sources; "" if there was none."""
     record = read_record(folder / f"lab{lab}.json")
     outcome = str(record.get("outcome", ""))
     ended = outcome == "passed" or outcome.startswith(FAILED)
@@ -326,12 +326,12 @@ def read_outcome(lab: int, folder: Path, changes: list[Shorter]) -> str:
 
 
 def run_all(labs: list[int], out: Path, seconds: float, choose: Callable[[int], list[Shorter]]) -> int:
-    """Runs notebooks, each in a process of its own, as long as there is time; what came of each stands in ``out``.
+    """Runs notebooks, each in its own process, as long as there is time; the outcomes go to ``out``.
 
-    Those that ran to their end or to a cell that failed, from the same sources, are not run again.
+    A notebook that ran to its end or to a failed cell, from the same sources, is not run again.
 
     Returns:
-        The exit status: TIME_IS_UP where a notebook was cut off or not begun; else 1 where a cell failed; else 0.
+        The exit status: TIME_IS_UP if a notebook was cut off or not started; otherwise 1 if a cell failed, else 0.
     """
     folder, end = out.parent / "notebooks", time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
@@ -352,7 +352,7 @@ def run_all(labs: list[int], out: Path, seconds: float, choose: Callable[[int], 
 
 
 def run_one(lab: int, folder: Path, seconds: float, changes: list[Shorter]) -> str:
-    """Runs one notebook in a process of its own; returns what came of it, in words."""
+    """Runs one notebook in its own process; returns the outcome in words."""
     log, root = folder / f"lab{lab}.log", checkout()
     log.unlink(missing_ok=True)
     # torchrun starts scripts elsewhere, which import the labs' packages; tqdm's bars would fill the record.
@@ -375,7 +375,7 @@ def run_one(lab: int, folder: Path, seconds: float, changes: list[Shorter]) -> s
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Returns a record; {} where there is none."""
+    """Returns a record; {} if there is none."""
     with contextlib.suppress(OSError, ValueError):
         return json.loads(path.read_bytes())
     return {}

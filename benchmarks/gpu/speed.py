@@ -3,8 +3,8 @@
 ``python -m benchmarks.gpu.speed --out FILE.json`` measures group by group, the most valuable first: the arms of a group
 get ready one after the other and then take turns, six times. Before that, the losses of 30 steps of each of our arms
 have to lie within 2 % of those of IEEE float32 at the same batch size, in each step; an arm that does not is not timed.
-FILE.json is written after each turn, and another call with the same machine, versions and code goes on with the groups
-that are missing. Exit status: 0 when all is measured, 75 when the time was up before.
+FILE.json is written after each turn, and another call with the same machine, versions and code continues with the
+missing groups. Exit status: 0 when all is measured, 75 when the time was up before.
 
 Data are random uint8 images on the GPU. The optimizer is SGD with learning rate 0.1, momentum 0.9 and weight decay
 1e-4. For the comparison of losses it is ``worker.CURVE_LR``, and the last BatchNorm of each residual block is scaled by
@@ -103,7 +103,7 @@ class TimeIsUpError(Exception):
 
 
 def find_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the largest relative difference of a step's loss; infinite where one is not finite or is missing."""
+    """Returns the largest relative difference of a step's loss; infinite if one is not finite or is missing."""
     pairs = list(zip(losses, expected, strict=False))
     if len(losses) != len(expected) or not all(math.isfinite(one) for pair in pairs for one in pair):
         return math.inf
@@ -125,7 +125,7 @@ class Session:
         return self.end - time.monotonic() - SPARE
 
     def save(self) -> None:
-        """Writes the result, its goals judged anew."""
+        """Writes the result, after judging its goals again."""
         self.result["goals"] = {stem: [asdict(claim) for claim in judge(self.result, stem)] for stem in SHOWN}
         write_json(self.out, self.result)
 
@@ -231,7 +231,7 @@ class Session:
             self.save()
 
     def _check_losses(self, group: Group, row: dict[str, Any]) -> str:
-        """Notes how far the losses of one of ours are off; returns why it is not timed, "" where it may be."""
+        """Notes how far the losses of one of ours are off; returns why it is not timed, "" if it may be."""
         if not row["ours"]:
             return ""
         curve = self.result["curves"][f"{group.stem}/{group.batch}"]
@@ -289,7 +289,7 @@ def read_clocks() -> dict[str, str]:
 
 
 def make_key(here: dict[str, Any], setup: Setup, scale: Scale) -> dict[str, object]:
-    """Returns what two calls have to share so that the later goes on where the earlier stopped."""
+    """Returns the facts that two calls must share for the later to continue where the earlier stopped."""
     versions = {}
     for package in ("torch", "torchvision", "triton", "timm", "lightning"):
         try:
@@ -307,7 +307,7 @@ def make_key(here: dict[str, Any], setup: Setup, scale: Scale) -> dict[str, obje
 
 
 def load_result(out: Path, key: dict[str, object]) -> dict[str, Any]:
-    """Returns an earlier call's result where it has the same key, else an empty one; another's is kept beside it."""
+    """Returns an earlier call's result if it has the same key, otherwise an empty one; a different one is kept."""
     curve = {"lr": CURVE_LR, "batches": CURVE_BATCHES, "scale": CURVE_SCALE, "limit": LIMIT}
     fresh = {"key": key, "curve": curve, "curves": {}, "measurements": [], "groups": [], "profiles": []}
     try:

@@ -1,6 +1,6 @@
-"""What the benchmark's result says: its goals judged in words, its table, its figure.
+"""Report of the benchmark's result: its goals judged in words, its table, its figure.
 
-``python -m benchmarks.gpu.speed_report`` writes what ``data/reference/gpu_speed.json`` says into docs/performance.md.
+``python -m benchmarks.gpu.speed_report`` writes the report of ``data/reference/gpu_speed.json`` to docs/performance.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KINDS = {
 
 
 def count_rounds(result: dict[str, Any]) -> int:
-    """Returns the rounds that a result was measured in; older results do not name them and have five."""
+    """Returns the number of rounds of a result; older results do not name it and have five."""
     return result.get("key", {}).get("rounds", 5)
 
 
@@ -56,7 +56,7 @@ def list_rates(result: dict[str, Any], stem: str, batch: int, group: str) -> dic
 
 
 def find_best(rates: dict[str, float], **wanted: bool) -> tuple[float, str] | None:
-    """Returns rate and name of the fastest arm that has the attributes of ``wanted``; None where there is none."""
+    """Returns rate and name of the fastest arm with the attributes of ``wanted``; None if there is none."""
     fitting = [(rate, arm) for arm, rate in rates.items() if all(getattr(ARMS[arm], k) == v for k, v in wanted.items())]
     return max(fitting, default=None)
 
@@ -72,7 +72,7 @@ def compare_best(
 ) -> tuple[SpeedUp, str] | None:
     """Returns the speed-up of our best arm of a kind over the best peer of a kind, and the rates of the two in words.
 
-    Both from one interleaved group; of several groups, that with the higher speed-up. None where there is no such pair.
+    Both are from one interleaved group; of several groups, the one with the higher speed-up. None without such a pair.
     """
     pairs = []
     for group in list_groups(result, stem, batch):
@@ -85,11 +85,11 @@ def compare_best(
 
 
 def judge(result: dict[str, Any], stem: str = "imagenet") -> list[Claim]:
-    """Returns the goals of the benchmark for one stem, each with what was measured and whether it is met.
+    """Returns the goals of the benchmark for one stem, each with its measured value and whether it is met.
 
     Args:
-        result: What ``benchmarks.gpu.speed`` writes.
-        stem: Of the network.
+        result: Result of ``benchmarks.gpu.speed``.
+        stem: The network's stem.
     """
     claims = []
     for batch in BATCHES:
@@ -110,7 +110,7 @@ def judge(result: dict[str, Any], stem: str = "imagenet") -> list[Claim]:
 
 
 def _claim_speed_up(text: str, found: tuple[SpeedUp, str] | None, least: float | None = None) -> Claim:
-    """Makes a claim out of a pair; with too few rounds, or without a bound, it is neither kept nor broken."""
+    """Makes a claim from a pair; with too few rounds, or without a bound, it neither holds nor fails."""
     bound = f"speed-up of at least {least:g}" if least else ""
     if found is None:
         return Claim(text, "", bound, None)
@@ -119,7 +119,7 @@ def _claim_speed_up(text: str, found: tuple[SpeedUp, str] | None, least: float |
 
 
 def list_rows(result: dict[str, Any], stem: str) -> dict[str, dict[int, dict[str, Any]]]:
-    """Returns each timed arm's measurement by batch size: of those in several groups, the last one's."""
+    """Returns each timed arm's measurement by batch size; the last one if it was in several groups."""
     rows: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in ARMS}
     for one in result["measurements"]:
         if one["stem"] == stem and len(one["seconds"]) >= count_rounds(result):
@@ -130,7 +130,7 @@ def list_rows(result: dict[str, Any], stem: str) -> dict[str, dict[int, dict[str
 def write_table(result: dict[str, Any], stem: str = "imagenet") -> str:
     """Returns a Markdown table: an arm each row, images per second and their spread for each batch size.
 
-    The spread is half of what lies between the slowest and the fastest round, in per cent of the median.
+    The spread is half the difference between the slowest and the fastest round, in per cent of the median.
     """
     rows = list_rows(result, stem)
     batches = sorted({batch for row in rows.values() for batch in row})
@@ -153,7 +153,7 @@ def write_table(result: dict[str, Any], stem: str = "imagenet") -> str:
 
 
 def describe_profile(profile: dict[str, Any]) -> str:
-    """Says in words what the kernels of a profile do that take the most time, with their shares of the step."""
+    """Describes what a profile's most expensive kernels do, with their shares of the step."""
     shares: dict[str, float] = {}
     for row in profile["top"]:
         kind = next((words for part, words in KINDS.items() if part in row["name"]), "others")
@@ -167,7 +167,7 @@ def describe_profile(profile: dict[str, Any]) -> str:
 
 
 def write_report(result: dict[str, Any], stem: str = "imagenet") -> str:
-    """Returns what was measured in Markdown: where and when, the goals that could be judged, all arms, a profile."""
+    """Returns the measurements in Markdown: where and when, the goals that could be judged, all arms, a profile."""
     here, when, claims = result["machine"], datetime.fromisoformat(result["when"]), judge(result, stem)
     torch = result["key"]["versions"]["torch"]
     parts = [
@@ -200,9 +200,9 @@ def draw(result: dict[str, Any], stem: str = "imagenet", ax: Axes | None = None)
     """Draws images per second as bars by batch size, with the slowest and the fastest round; peers are grey.
 
     Args:
-        result: What ``benchmarks.gpu.speed`` writes.
-        stem: Of the network.
-        ax: Where to draw; a new figure where None.
+        result: Result of ``benchmarks.gpu.speed``.
+        stem: The network's stem.
+        ax: Where to draw; a new figure if None.
 
     Returns:
         The Axes.

@@ -1,8 +1,8 @@
 """The processes of the benchmark: on a GPU one for each arm, which stays while arms take turns.
 
 Settings such as ``cudnn.benchmark`` belong to a process, and so do cuDNN's choices: PyTorch keeps the plan of a
-convolution whether it was searched for or taken from heuristics, so that in one process the arm that comes first would
-choose for all. An arm that runs out of memory or dies takes no other with it.
+convolution whether it was searched for or taken from heuristics, so that in one process the first arm would choose for
+all. An arm that runs out of memory or dies does not affect the others.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def make_pool(batch: int, device: torch.device, *, permuted: bool = False) -> li
 
     Args:
         batch: Images in each.
-        device: Where they lie.
-        permuted: Whether each batch has its images in another order: the same loss, but for the order of its sums.
+        device: The device that holds them.
+        permuted: True to shuffle each batch's images: the same loss, except for the order of its sums.
     """
     generator = torch.Generator().manual_seed(23)
     pool = []
@@ -50,14 +50,14 @@ def make_pool(batch: int, device: torch.device, *, permuted: bool = False) -> li
 
 
 class Clock:
-    """Takes the time from step ``lead`` to step ``stop``: by CUDA events on a GPU, by the wall clock on a CPU."""
+    """Times the steps from ``lead`` to ``stop``: with CUDA events on a GPU, with the wall clock on a CPU."""
 
     def __init__(self, device: torch.device, lead: int, stop: int) -> None:
         self.device, self.ends = device, (lead, stop)
         self.marks: list[Any] = []
 
     def __call__(self, index: int) -> None:
-        """Marks a step's beginning; of no others than the two."""
+        """Marks the beginning of a step, if it is one of the two."""
         if index not in self.ends:
             return
         if self.device.type == "cuda":
@@ -77,17 +77,17 @@ class Clock:
 
 
 class Worker:
-    """What a process can be asked for; each method returns what JSON can hold."""
+    """Requests that a process answers; each method returns a value that JSON can hold."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.running: dict[str, tuple[Training, list[Batch]]] = {}
 
     def _set(self, arm: Arm) -> dict[str, object]:
-        """Sets what is global in PyTorch as this arm has it; on a CPU several arms share a process.
+        """Sets PyTorch's global settings for this arm; on a CPU several arms share a process.
 
-        By the older names, as timm's script does it: they set the newer ones, too, and not the other way round, and
-        ``torch.compile`` refuses to run where the two differ.
+        It uses the older names, as timm's script does: they set the newer ones, too, but not the other way round, and
+        ``torch.compile`` refuses to run if the two differ.
         """
         torch.backends.cudnn.benchmark = arm.benchmark
         torch.backends.cuda.matmul.allow_tf32 = arm.tf32_matmul
@@ -96,10 +96,10 @@ class Worker:
         return {"cudnn_benchmark": arm.benchmark, "tf32": {"matmul": matmul == "tf32", "conv": conv == "tf32"}}
 
     def build(self, arm: str, batch: int, permuted: bool = False) -> dict[str, object]:
-        """Builds an arm, and compiles it, which several processes may do at once: cuDNN measures nothing meanwhile.
+        """Builds and compiles an arm. Several processes may do so at once: cuDNN measures nothing meanwhile.
 
-        cuDNN keeps its plans by, among others, ``deterministic``. With that set, the steps that compile leave none
-        behind that the arm uses later.
+        ``deterministic`` is part of the key under which cuDNN keeps its plans. With it set, the compiling steps leave
+        no plan that the arm uses later.
         """
         start = time.perf_counter()
         self.drop(arm)
@@ -116,7 +116,7 @@ class Worker:
         return {"settings": settings, "build_seconds": time.perf_counter() - start}
 
     def warm(self, arm: str, steps: int, curve: int = 0) -> dict[str, object]:
-        """Captures the graph where there is one, takes the losses of ``curve`` steps, and warms up.
+        """Captures the graph if the arm has one, records the losses of ``curve`` steps, and warms up.
 
         The curve starts from weights and a learning rate at which float32 does not depend on the order of its sums;
         the last BatchNorm of each residual block is scaled down for that.
@@ -175,7 +175,7 @@ class Worker:
         return {"arm": arm, "top": rows, **busy}
 
     def drop(self, arm: str) -> dict[str, object]:
-        """Lets go of an arm: its memory, and what was compiled for it."""
+        """Frees an arm: its memory, and its compiled code."""
         self.running.pop(arm, None)
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
@@ -193,7 +193,7 @@ def calm(training: Training) -> None:
 
 
 def serve(connection: Connection, setup: Setup) -> None:
-    """Answers requests, a method's name and its arguments, until it is sent None or nobody is left to answer."""
+    """Answers requests, each a method's name and arguments, until it receives None or the connection closes."""
     if setup.device.type == "cpu":
         torch.set_num_threads(1)
     worker = Worker(setup)
@@ -203,7 +203,7 @@ def serve(connection: Connection, setup: Setup) -> None:
 
 
 def answer(worker: Worker, name: str, arguments: dict[str, Any]) -> dict[str, object]:
-    """Calls one of a worker's methods; what it raises is an answer, too."""
+    """Calls one of a worker's methods; an exception becomes an answer, too."""
     try:
         return getattr(worker, name)(**arguments)
     except Exception as error:
@@ -216,7 +216,7 @@ def answer(worker: Worker, name: str, arguments: dict[str, Any]) -> dict[str, ob
 
 
 class Host:
-    """A process as its parent sees it."""
+    """The parent's handle on a worker process."""
 
     def __init__(self, setup: Setup) -> None:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
@@ -226,12 +226,12 @@ class Host:
         theirs.close()
 
     def ask(self, name: str, **arguments: object) -> None:
-        """Sends a request; answers come in the order of the requests."""
+        """Sends a request; answers arrive in the order of the requests."""
         with contextlib.suppress(OSError):  # it has ended: finish tells
             self.connection.send((name, arguments))
 
     def finish(self, seconds: float) -> dict[str, Any]:
-        """Waits for the next answer; ``error`` says what came instead of one, ``late`` that no time was left."""
+        """Waits for the next answer; ``error`` holds what arrived instead of one, ``late`` means no time was left."""
         try:
             if self.connection.poll(max(0.0, seconds)):
                 return self.connection.recv()

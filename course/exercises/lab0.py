@@ -87,7 +87,7 @@ def _explain_count(count: float, size: int, k: int) -> str:
 
 
 class _Device:
-    """A pretend accelerator with a clock of its own: ``step`` queues work and returns, ``synchronize`` waits for it.
+    """A pretend accelerator with its own clock: ``step`` queues work and returns, ``synchronize`` waits for it.
 
     Times are in seconds of the pretend clock, exact and the same on every machine.
     """

@@ -1,7 +1,7 @@
-"""Ranks for a check: forked processes with a Gloo group, which end within a bounded time whatever an answer does.
+"""Ranks for a check: forked processes with a Gloo group, which end within a time limit whatever an answer does.
 
-A fork has the learner's function with all that it refers to. What goes wrong there, a deadlock or an abort, ends with
-the fork: the notebook's kernel and its live ranks stay as they are.
+A fork has the learner's function with everything that it refers to. A deadlock or an abort affects only the fork: the
+notebook's kernel and its live ranks stay as they are.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ NETWORK = ("gloo", "Timed out", "Application timeout", "Connection closed", "Con
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank.
+    """The outcome of one rank.
 
     Attributes:
-        value: What its work returned; None where it did not.
-        error: The exception that it raised, as a copy.
-        line: The learner's own line that the error went through, or in which the rank stood at the limit.
-        stuck: Whether it had not returned at the limit, or when it was ended since another had failed.
-        number: The signal that it died of by itself; 0 where it did not.
-        calls: The collectives that it had started; None where it could not say.
-        printed: What it printed.
+        value: The return value of its work; None if it did not return.
+        error: A copy of the exception that it raised.
+        line: The learner's own line that raised the error, or in which the rank was at the time limit.
+        stuck: True if it had not returned at the time limit, or when it was ended because another had failed.
+        number: The signal that killed it before we did; 0 if there was none.
+        calls: The collectives that it had started; None if it could not report them.
+        printed: Its output.
     """
 
     value: Any = None
@@ -74,17 +74,17 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
     """Runs a function on ranks that are forked for it, and ends them.
 
     Args:
-        work: Called on each rank with the rank's number; there is a Gloo group of ``count`` ranks. What it returns has
-            to be picklable.
-        answer: The learner's function, which ``work`` calls: its lines are named where it fails.
-        case: What is tried, in a few words.
+        work: Called on each rank with the rank's number; there is a Gloo group of ``count`` ranks. Its return value
+            must be picklable.
+        answer: The learner's function, which ``work`` calls: if it fails, the error names its line.
+        case: The test case, in a few words.
         count: The number of ranks.
 
     Returns:
-        What the ranks returned, in their order.
+        The ranks' return values, in order.
 
     Raises:
-        NotYetError: The ranks waited for each other, or sent what does not fit together, or did not end.
+        NotYetError: The ranks waited for each other, or sent mismatching data, or did not end.
         LabError: A process group is open in this process, or the ranks did not find each other.
         Exception: An error of the answer, as the first rank reported it.
     """
@@ -102,11 +102,11 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
 def fork_ranks(
     work: Callable[[int], Any], answer: Callable | None, count: int, *, limit: float, timeout: float = LONG
 ) -> list[Outcome]:
-    """Runs a function on ranks that are forked for it, ends them, and returns what became of each, by rank.
+    """Runs a function on ranks that are forked for it, ends them, and returns their outcomes, by rank.
 
     Args:
         work: As of :func:`run_on_ranks`.
-        answer: As of :func:`run_on_ranks`; None where the ranks run nothing of the learner's.
+        answer: As of :func:`run_on_ranks`; None if the ranks run none of the learner's code.
         count: The number of ranks.
         limit: Seconds that the work may take on a rank, once the group is made.
         timeout: Seconds that a collective waits for the other ranks.
@@ -127,7 +127,7 @@ def fork_ranks(
             said = _gather([pipe for _, pipe in ranks], time.monotonic() + START + limit)
         finally:
             # Those that died by themselves have a signal to tell; the others are ended.
-            numbers = [_bury(pid, one) for (pid, _), one in zip(ranks, said, strict=False)]
+            numbers = [_reap(pid, one) for (pid, _), one in zip(ranks, said, strict=False)]
             for _, pipe in ranks:
                 pipe.close()
     return [one or Outcome(number=number, stuck=not number) for one, number in zip(said, numbers, strict=True)]
@@ -189,7 +189,7 @@ def _run_rank(rank: int, work: Callable, answer: Callable | None, limit: float, 
 
 
 def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
-    """Makes the group; the ranks may be late for that, on a busy machine, and not for a collective."""
+    """Makes the group; on a busy machine ranks may be late for that, but not for a collective."""
     try:
         files, start = dist.FileStore(store, world_size), timedelta(seconds=START)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=files, timeout=start)
@@ -204,7 +204,7 @@ def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
 
 
 def _copy_error(error: BaseException) -> Exception:
-    """The error, or one with its words where it cannot be sent."""
+    """Returns the error, or one with the same text if it cannot be pickled."""
     with suppress(Exception):
         copied = pickle.loads(pickle.dumps(error))
         if isinstance(copied, Exception):
@@ -213,7 +213,7 @@ def _copy_error(error: BaseException) -> Exception:
 
 
 def _gather(pipes: list[Connection], end: float) -> list[Outcome | None]:
-    """Waits for what each says; for the other ranks only shortly, where one has failed."""
+    """Waits for each rank's report; once one has failed, only briefly for the others."""
     said: dict[Connection, Outcome | None] = dict.fromkeys(pipes)
     silent = set(pipes)
     while silent and (left := end - time.monotonic()) > 0:
@@ -226,8 +226,8 @@ def _gather(pipes: list[Connection], end: float) -> list[Outcome | None]:
     return list(said.values())
 
 
-def _bury(pid: int, said: Outcome | None) -> int:
-    """Ends a fork, and returns the signal that it had died of before; 0 where there was none."""
+def _reap(pid: int, said: Outcome | None) -> int:
+    """Ends and reaps a fork; returns the signal that had killed it before, or 0."""
     if not said:
         time.sleep(0.02)  # one that dies closes its pipe a moment before
     ended, status = os.waitpid(pid, os.WNOHANG)
@@ -238,7 +238,7 @@ def _bury(pid: int, said: Outcome | None) -> int:
 
 
 def _judge(outcomes: list[Outcome], case: str) -> None:
-    """Raises what went wrong: first an error that is the answer's own, then what the ranks did to each other."""
+    """Raises the failure: first an error of the answer itself, then one between the ranks."""
     failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
     for _, one in failed:
         if not any(word in str(one.error) for word in NETWORK):
@@ -269,7 +269,7 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
 
 
 def _blame_macos(outcomes: list[Outcome]) -> None:
-    """Raises LabError where macOS may have ended a rank, since it was forked beside threads: no fault of the answer."""
+    """Raises LabError if macOS may have ended a rank because it was forked beside threads: not the answer's fault."""
     if sys.platform == "darwin" and FORK_SAFETY not in os.environ and any(one.number for one in outcomes):
         raise LabError(
             "A rank of this check was killed.",

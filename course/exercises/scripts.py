@@ -1,4 +1,4 @@
-"""What checks of a learner's script share: reading it, and the pictures that it is tried with."""
+"""Shared by the checks of a learner's script: reading it, and the pictures for its test runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lab_utils.data.write import write_pack
 
 
 def expect_scripts(*scripts: Path) -> None:
-    """Demands that the files are there.
+    """Checks that the files exist.
 
     Raises:
-        LabError: One is not.
+        LabError: One is missing.
     """
     for script in scripts:
         if not script.is_file():
@@ -27,16 +27,16 @@ def expect_scripts(*scripts: Path) -> None:
 
 
 def read_script(script: Path, shown: str | Path) -> ast.Module:
-    """Returns the script as a tree; a SyntaxError is the learner's to see, with its line.
+    """Returns the script as a tree; a SyntaxError passes through, so that the learner sees its line.
 
     Args:
-        script: Where it is.
-        shown: What the learner calls it.
+        script: Path of the script.
+        shown: The learner's name for it.
 
     Raises:
-        OpenError: It has places that were not filled in.
+        OpenError: It has gaps that were not filled in.
         LabError: It cannot be read.
-        SyntaxError: It is no Python.
+        SyntaxError: It is not valid Python.
     """
     try:
         text = read_bounded(script, attempts.SOURCE_BYTES).decode()
@@ -57,7 +57,7 @@ def read_script(script: Path, shown: str | Path) -> ast.Module:
 
 
 def draw_shapes(pack: Path, counts: Mapping[str, int]) -> None:
-    """Packs the first pictures of shapes10, so many of each split."""
+    """Packs the first pictures of shapes10, the given number of each split."""
     source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
     with write_pack(pack, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
         for split, count in counts.items():

@@ -4,7 +4,7 @@
 this file, which needs the standard library alone, so that it starts quickly. ``srun`` runs its command once for each
 task, with the variables of Slurm.
 
-Where nothing is to be trained, as in lab 13, ``torchrun`` only notes its arguments, and the tasks run one after the
+If nothing is to be trained, as in lab 13, ``torchrun`` only notes its arguments, and the tasks run one after the
 other. A torchrun that is not found by PATH, and a script that is started without one, import torch: what they find is a
 small package that notes them, too. In lab 6 torchrun is the real one, and the tasks run side by side, on this machine.
 """
@@ -60,7 +60,7 @@ def read_request(text: str) -> dict[str, str]:
     """Returns the variables that sbatch sets, from the ``#SBATCH`` lines of a batch script.
 
     Raises:
-        ValueError: A number is none, or a quotation mark is missing.
+        ValueError: A number is invalid, or a quotation mark is missing.
     """
     head = re.match(r"(?:[ \t]*(?:#.*)?\n)*", text)[0]  # behind the first command, sbatch reads no more of them
     words = [word for line in re.findall(r"^#SBATCH\s+(.*)", head, re.M) for word in shlex.split(line, comments=True)]
@@ -155,7 +155,7 @@ def _show(words: Sequence[str], nodes: Sequence[dict[str, str]]) -> int:
 
 
 def read_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns srun's options by their long names, and what stands behind them: the command."""
+    """Returns srun's options by their long names, and the command after them."""
     found, rest = {}, list(words)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)

@@ -22,7 +22,7 @@ SCRIPT = checkout() / "notebooks" / "scripts" / "race_baseline.py"
 
 
 def count_epochs(league: str, images: int) -> int:
-    """The epochs of the baseline on a data set with so many training images in a lap."""
+    """The epochs of the baseline on a data set with that many training images in a lap."""
     return max(1, round(PASSES[league] / images))
 
 

@@ -1,4 +1,4 @@
-"""Runs the script once, on nodes that have the lap's images, and follows what it saves."""
+"""Runs the script once, on nodes that have the lap's images, and follows the weights that it saves."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ PATIENCE = 20.0  # seconds for a program on a node that is asked to end or to an
 
 @dataclass(frozen=True)
 class Lap:
-    """What is to run.
+    """A lap to run.
 
     Attributes:
-        folder: The lap's, on this machine: ``code`` in it, and ``run/data`` with the images.
-        script: Its name in ``code``.
-        args: Its own arguments.
+        folder: The lap's folder on this machine: it has ``code``, and ``run/data`` with the images.
+        script: The script's name in ``code``.
+        args: The script's own arguments.
         pack: The name of the pack with the images.
-        facts: Of each node, what ``sealed.describe`` said there.
+        facts: The result of ``sealed.describe`` on each node.
         nproc_per_node: Processes on each node.
         within: Seconds after which the job is ended; None lets it end by itself.
-        show: Whether to print what the ranks print.
+        show: True to print the ranks' output.
     """
 
     folder: Path
@@ -84,10 +84,10 @@ class _Follower:
 
 @dataclass(frozen=True)
 class Drive:
-    """What one run of the script left behind.
+    """The result of one run of the script.
 
     Attributes:
-        versions: Of the weights: seconds since the launch, the file, its SHA-256 as it came.
+        versions: Versions of the weights: seconds since the launch, the file, its SHA-256 on arrival.
         usage: Seconds since the launch, number of the node, busy share of its devices.
         span: Seconds since the launch at which all ranks had started, and at which the last weights were seen.
     """
@@ -139,7 +139,7 @@ def drive(lap: Lap, nodes: list[Node], begin: Callable[[], None]) -> Drive:
 
 
 def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
-    """The job, whose nodes have its data already: a lap's time has no copying in it."""
+    """Makes the job, whose nodes have its data already: a lap's time includes no copying."""
     pack = f"packed/{lap.pack}"
     where = DataFolder(lap.folder / RUN / "data" / pack, pack, MANIFEST, copy_data=True)
     script, files = Path(sealed.__file__), []
@@ -158,7 +158,7 @@ def _prepare(lap: Lap, nodes: list[Node], target: str) -> TorchrunJob:
 
 
 def _wait(running: RunningJob, end: float | None) -> float:
-    """Waits for the end of a job, or ends it in time; returns when all ranks had started, in seconds."""
+    """Waits for the end of a job, or ends it in time; returns the seconds until all ranks had started."""
     try:
         result = running.wait(None if end is None else max(0.0, end - time.monotonic()))
     except TimeoutError:
@@ -168,7 +168,7 @@ def _wait(running: RunningJob, end: float | None) -> float:
 
 
 def _list_usage(seen: Watch, nodes: list[Node], lap: Lap) -> list[tuple[float, int, float]]:
-    """Samples as (seconds since the launch, number of the node, busy share of the devices that the node's job has)."""
+    """Returns samples: (seconds since the launch, number of the node, busy share of the devices of the node's job)."""
     found, most = [], max(1, min(records.SAMPLES, records.MOST_SAMPLES // len(nodes)))
     for number, (node, fact) in enumerate(zip(nodes, lap.facts, strict=False)):
         samples = [one for one in seen.samples if one.node == node.name]
@@ -191,6 +191,6 @@ def _measure(sample: Usage, node: Node, fact: dict[str, Any], processes: int) ->
 
 
 def share_cores(node: Node, cores: float) -> int:
-    """The cores that a node's job has: nodes of one machine have a share of it each."""
+    """Returns the cores of a node's job: nodes on the same machine have a share of it each."""
     # A container may have one and a half; devices are counted whole.
     return max(1, int(cores) // (node.together if node.here else 1))

@@ -1,7 +1,7 @@
-"""Says how many images saved weights tell right, in a process of its own: ``python -m course.race.evaluate FOLDER``.
+"""Measures the top-1 accuracy of saved weights in a separate process: ``python -m course.race.evaluate FOLDER``.
 
 The folder has ``images.npy`` uint8 (N, 3, 32, 32), ``labels.npy`` int64 (N,), ``given.json``, which names the versions.
-A file is read with ``weights_only=True``: no code of whoever wrote it runs.
+Files are read with ``weights_only=True``: no code of their author runs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ WRAPPERS = ("module.", "_orig_mod.", "module.")
 
 @dataclass(frozen=True)
 class Images:
-    """What the judge evaluates on.
+    """The images of the judge's evaluation.
 
     Attributes:
         images: uint8 (N, 3, 32, 32).
-        labels: int64 (N,), as the lap's classes are numbered.
+        labels: int64 (N,), in the lap's numbering of the classes.
         mean: Per channel, in 0..1; subtracted.
         std: Standard deviation, by which the images are divided.
-        classes: Their number.
+        classes: The number of classes.
     """
 
     images: np.ndarray
@@ -54,7 +54,7 @@ def evaluate(versions: Sequence[Path], on: Images) -> list[tuple[str, float] | s
     """Evaluates files of weights.
 
     Returns:
-        For each the network and its top-1, or why there is none, as text.
+        For each file the network and its top-1, or the reason why there is none.
 
     Raises:
         LabError: The evaluation did not end, or ended without an answer.
@@ -83,7 +83,7 @@ def find_net(state: Mapping[str, torch.Tensor], num_classes: int) -> tuple[str, 
     """Returns the name and the stem of the network of ``lab_utils.models`` that these weights fit.
 
     Raises:
-        ValueError: They fit none.
+        ValueError: They fit no network.
     """
     shapes = {name: tuple(value.shape) for name, value in state.items()}
     for name in models.NAMES:
@@ -121,7 +121,7 @@ def _measure(net: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -
 
 
 def _tell(error: Exception) -> str:
-    """What was wrong, on one line: without torch's advice to load the file unsafely, before that and behind it."""
+    """Returns an error's message on one line, without torch's advice to load the file unsafely."""
     if isinstance(error, pickle.UnpicklingError):
         error = error.__context__ or error
     words = " ".join(str(error)[:1000].split()).partition(" Please use `torch.serialization")[0]
@@ -129,7 +129,7 @@ def _tell(error: Exception) -> str:
 
 
 def main(folder: Path) -> None:
-    """Prints, as one line of JSON, what :func:`evaluate` returns."""
+    """Prints the result of :func:`evaluate` as one line of JSON."""
     given = json.loads((folder / "given.json").read_text())
     labels = torch.from_numpy(np.load(folder / "labels.npy"))
     mean, std = (torch.tensor(given[key]).view(3, 1, 1) for key in ("mean", "std"))

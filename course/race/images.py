@@ -1,8 +1,8 @@
-"""The images of a lap: a pack of its own for the script, and what the judge evaluates on.
+"""The images of a lap: the script's own pack, and the images for the judge's evaluation.
 
-The script gets images of the split ``train`` alone, in a new order and with classes that are numbered anew: weights of
-an earlier lap give the wrong numbers, until somebody compares them with the lap's own images. What keeps such weights
-away is the seal (:mod:`course.race.sealed`).
+The script gets only images of the split ``train``, in a new order and with renumbered classes: weights of an earlier
+lap predict the wrong numbers, unless somebody matches them to the lap's own images. The seal
+(:mod:`course.race.sealed`) keeps such weights away.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUNDING = 0.005
 
 
 def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], dict[str, int]]:
-    """Writes the pack of a lap below ``root``, where ``data.load(root=root)`` finds it.
+    """Writes the pack of a lap below ``root``, for ``data.load(root=root)``.
 
     Returns:
         The mapping (a label of the data set → the label in the lap), and the number of images of each split.
@@ -64,12 +64,12 @@ def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], dict[str, in
 
 
 def choose_seed(dataset: data.Dataset) -> int | None:
-    """A new seed for what can be drawn; None for a data set that has its ``valid`` split once and for all."""
+    """Returns a new seed for a drawn data set; None for one with a fixed ``valid`` split."""
     return secrets.randbits(63) if dataset.name == "shapes10" else None
 
 
 def find_images(dataset: data.Dataset, mapping: list[int], seed: int | None) -> Images:
-    """What the judge evaluates on: ``valid``; of shapes10 as many images that nobody has seen, drawn with ``seed``."""
+    """Returns the images for the evaluation: ``valid``, or as many unseen images of shapes10, drawn with ``seed``."""
     images, labels = dataset.valid.images.numpy(), dataset.valid.labels.numpy()
     if seed is not None:
         images, labels = shapes.draw_images("valid", range(len(labels)), seed=seed)
@@ -77,7 +77,7 @@ def find_images(dataset: data.Dataset, mapping: list[int], seed: int | None) -> 
 
 
 def hash_images(on: Images) -> str:
-    """SHA-256 over images and labels."""
+    """Returns the SHA-256 over images and labels."""
     return hashlib.sha256(np.ascontiguousarray(on.images).tobytes() + on.labels.tobytes()).hexdigest()
 
 
@@ -85,7 +85,7 @@ def evaluate_again(record: dict[str, Any], weights: Path) -> str:
     """Evaluates the weights of a record once more, on the same images.
 
     Returns:
-        Why the record is wrong, or cannot be tested; "" where it is right.
+        Why the record is wrong, or cannot be tested; "" if it is right.
     """
     told = record["data"]
     if told["name"] not in NAMES:  # of another one nobody is made to fetch anything

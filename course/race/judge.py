@@ -1,8 +1,8 @@
-"""Runs one lap: starts the script, takes the time, evaluates what it saved, and writes the record.
+"""Runs one lap: starts the script, takes the time, evaluates the saved weights, and writes the record.
 
-Nothing that the script says counts. The judge's clock runs in the judge's process; it ends a lap when it sees the last
-saved weights. Only afterwards it draws or takes the images on which it evaluates them. The record is there before the
-launch, as that of a lap that did not end: a lap counts also if somebody ends it, or kills the judge.
+Nothing that the script reports counts. The clock runs in the judge's process, which ends a lap when it sees the last
+saved weights. Only then does the judge draw or choose the images for their evaluation. The record is written before the
+launch, as of an unfinished lap: a lap counts even if somebody ends it, or kills the judge.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ def run_lap(
     """Runs a script as one lap of the race, and keeps its record.
 
     Args:
-        script: It gets ``--checkpoint FILE`` beside ``args``, and saves there a ``state_dict`` of a network of
+        script: It gets ``--checkpoint FILE`` besides ``args``, and saves there a ``state_dict`` of a network of
             ``lab_utils.models``, or a dictionary that has one under ``model``.
-        args: Its own arguments.
-        nodes: As of ``TorchrunJob``, on this machine or reached by SSH; this machine as one node where none is given.
+        args: The script's own arguments.
+        nodes: As of ``TorchrunJob``, on this machine or reached by SSH; by default this machine as one node.
         nproc_per_node: Processes on each node.
         league: ``sprint`` or ``distance``: reach its top-1 in the least time. Ignored with ``within``.
-        within: Reach the most top-1 in so many seconds; the judge ends the job then.
-        name: Who races.
-        files: What the script imports or reads beside itself, text; with it at most 16 KiB.
-        dataset: ``shapes10`` or ``cinic10``; None takes what is there, as ``data.load`` does.
-        compare: Whether to run the script on the first node alone before, for speed-up and efficiency.
-        show: Whether to print what the ranks print.
+        within: Reach the highest top-1 in that many seconds; then the judge ends the job.
+        name: Name of the team.
+        files: Text files that the script imports or reads; with the script at most 16 KiB.
+        dataset: ``shapes10`` or ``cinic10``; None chooses as ``data.load`` does.
+        compare: True to run the script on the first node alone first, for speed-up and efficiency.
+        show: True to print the ranks' output.
 
     Returns:
-        The record, as it is kept; ``board_record.PROPERTIES`` has its keys.
+        The stored record; ``board_record.PROPERTIES`` has its keys.
 
     Raises:
         JobError: The script failed. Its record says so under ``failed``.
-        LabError: Likewise: it saved no weights, or what it saved cannot be evaluated. Or nothing was launched: another
+        LabError: Likewise: it saved no weights, or its weights cannot be evaluated. Or nothing was launched: another
             lap runs, or the nodes are not ready.
     """
     nodes = list(nodes or local_nodes(1))
@@ -112,7 +112,7 @@ def run_lap(
 
 @contextlib.contextmanager
 def _count_failure(folder: Path, record: dict[str, Any]) -> Iterator[None]:
-    """Writes down why a lap that was launched did not end."""
+    """Records why a launched lap did not end."""
     try:
         yield
     except BaseException as error:
@@ -127,7 +127,7 @@ def _count_failure(folder: Path, record: dict[str, Any]) -> Iterator[None]:
 
 
 def _keep(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Writes the record, and reads it as the board will: one that it refuses would take all later laps with it."""
+    """Writes the record and reads it as the board will: a refused record would invalidate all later laps."""
     before = (folder / records.RECORD).exists()
     whole = records.write_record(folder, record)
     try:
@@ -143,17 +143,17 @@ def _keep(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
 def run_laps(
     script: str | Path, args: Sequence[object] = (), *, count: int = 3, **options: Any
 ) -> list[dict[str, Any]]:
-    """Runs a script until so many laps of it have ended in this race folder, and returns their records, oldest first.
+    """Runs a script until this race folder has ``count`` finished laps of it; returns their records, oldest first.
 
     Args:
-        script: As of :func:`run_lap`.
-        args: Likewise.
-        count: Laps that there are to be, beside those that did not end; those of the same code, arguments, rules,
-            images, nodes and name count.
-        options: As of :func:`run_lap`.
+        script: As for :func:`run_lap`.
+        args: As for :func:`run_lap`.
+        count: Number of finished laps to reach; those with the same code, arguments, rules, images, nodes and name
+            count.
+        options: As for :func:`run_lap`.
 
     Raises:
-        LabError: As :func:`run_lap` says.
+        LabError: As for :func:`run_lap`.
     """
     wanted = {
         "name": str(options.get("name", ""))[:60],
@@ -182,7 +182,7 @@ def run_laps(
 
 
 def _check(nodes: list[Node], args: Sequence[object], *, within: float | None, compare: bool) -> None:
-    """Refuses nodes that cannot race, and what no record holds."""
+    """Refuses nodes that cannot race, and values that no record can hold."""
     where = "run_lap(…)"
     if any(node.backend != "nodelaunch.backends.direct" for node in nodes):
         fix = "race on this machine, or on hosts: LAB_NODES=hostA,hostB"
@@ -198,7 +198,7 @@ def _check(nodes: list[Node], args: Sequence[object], *, within: float | None, c
 
 @contextlib.contextmanager
 def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
-    """Makes a lap's folder; of a lap without a record nothing stays, and of any neither its images nor the versions."""
+    """Makes a lap's folder; removes it if there is no record, and always the images and the versions."""
     for lap in home.iterdir():
         if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", lap.name):
             _open(lap)
@@ -216,7 +216,7 @@ def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
 
 
 def _open(lap: Path) -> None:
-    """Takes back what a script can do to a lap's folder: Landlock leaves it the right to hide one by its mode."""
+    """Makes a lap's folder readable again: Landlock does not stop a script from changing its mode."""
     with contextlib.suppress(OSError):
         lap.chmod(0o755)
         (lap / records.RECORD).chmod(0o644)
@@ -230,7 +230,7 @@ def _sweep(folder: Path) -> None:
 
 
 def _explain(error: JobError) -> None:
-    """Raises what it means that a script was refused a file or a connection; any other error stays what it is."""
+    """Raises an explanation if a script was refused a file or a connection; ignores any other error."""
     failure = error.result.failure
     if "PermissionError" in failure.message:
         raise LabError(
@@ -246,7 +246,7 @@ def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[t
     """Reads the script and its files.
 
     Raises:
-        LabError: One is not there, is no text, or has a name that no record holds; or they are too large in all.
+        LabError: One is missing, is not text, or has a name that no record can hold; or they are too large in total.
     """
     found, left = [], records.CODE_BYTES
     for path in map(read_path, (script, *(files or ()))):
@@ -268,7 +268,7 @@ def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[t
 
 
 def _copy_code(code: list[tuple[Path, bytes]], folder: Path) -> dict[str, str]:
-    """Copies the script and its files beside each other, so that what is kept is what runs; returns their hashes."""
+    """Copies the script and its files into one folder, so that the stored code is what runs; returns their hashes."""
     folder.mkdir()
     for path, content in code:
         (folder / path.name).write_bytes(content)
@@ -276,17 +276,17 @@ def _copy_code(code: list[tuple[Path, bytes]], folder: Path) -> dict[str, str]:
 
 
 def _place(node: Node, folder: Path) -> Node:
-    """The node with the lap's data as its LAB_DATA."""
+    """Returns the node with the lap's data as its LAB_DATA."""
     return replace(node, data=f"{folder / RUN if node.here else _find_folder(node, folder.name)}/data")
 
 
 def _find_folder(node: Node, lap: str) -> str:
-    """The lap's folder on a node that is another machine."""
+    """Returns the lap's folder on a node that is another machine."""
     return f"{node.folder}/race/{lap}"
 
 
 def _ask(node: Node) -> dict[str, Any]:
-    """What a node is: the answer of ``sealed.describe`` there."""
+    """Describes a node: the result of ``sealed.describe`` there."""
     process = node.popen([node.python, "-c", make_program(cores, nvidia, sealed), "--describe"])
     try:
         out, _ = process.communicate(timeout=PATIENCE)
@@ -298,7 +298,7 @@ def _ask(node: Node) -> dict[str, Any]:
 
 
 def _clean(node: Node, lap: str) -> None:
-    """Takes away what a lap left on a node: the ranks' scratch folders, and on another machine its own."""
+    """Removes a lap's files from a node: the ranks' scratch folders, and on another machine the lap's folder."""
     mine = [] if node.here else [_find_folder(node, lap)]
     remove = "import glob, shutil, sys, tempfile\n"
     remove += "for path in [*glob.glob(f'{tempfile.gettempdir()}/lap-{sys.argv[1]}-*'), *sys.argv[2:]]:\n"
@@ -308,7 +308,7 @@ def _clean(node: Node, lap: str) -> None:
 
 
 def _describe_data(dataset: data.Dataset, mapping: list[int], counts: dict[str, int]) -> dict[str, Any]:
-    """The images of a lap, before the judge has chosen its own."""
+    """Describes the images of a lap, before the judge has chosen its own."""
     return {
         "name": dataset.name,
         "source": dataset.source,
@@ -322,7 +322,7 @@ def _describe_data(dataset: data.Dataset, mapping: list[int], counts: dict[str, 
 
 
 def _judge(record: dict[str, Any], folder: Path, drives: list[Drive], dataset: data.Dataset) -> dict[str, Any]:
-    """Evaluates what was saved, keeps the last weights, and returns what the record of the lap says of it."""
+    """Evaluates the saved weights, keeps the last ones, and returns their part of the lap's record."""
     seed = images.choose_seed(dataset)
     on = images.find_images(dataset, record["data"]["mapping"], seed)
     for _, path, digest in (version for one in drives for version in one.versions):
@@ -358,7 +358,7 @@ def _judge(record: dict[str, Any], folder: Path, drives: list[Drive], dataset: d
 
 
 def _measure_busy(drive: Drive) -> dict[str, Any]:
-    """How busy the devices were, while the script trained and at each moment."""
+    """Returns how busy the devices were, on average while the script trained and over time."""
     begin, end = drive.span
     busy = [share for when, _, share in drive.usage if begin <= when <= end]
     return {
@@ -368,7 +368,7 @@ def _measure_busy(drive: Drive) -> dict[str, Any]:
 
 
 def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) -> dict[str, Any]:
-    """Hardware and its class, versions, and the seal."""
+    """Describes hardware and its class, versions, and the seal."""
     count, first = len(nodes), facts[0]
     shares = [share_cores(node, fact["cores"]) for node, fact in zip(nodes, facts, strict=True)]
     used = [gpu for fact in facts for gpu in fact["gpus"][:processes]]
@@ -391,7 +391,7 @@ def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) ->
 
 
 def tell(record: dict[str, Any]) -> str:
-    """A lap in two lines."""
+    """Describes a lap in two lines."""
     goal = (
         f"within {record['within']:g} s" if record["within"] else f"{record['league']}, {record['threshold']:.0%} top-1"
     )

@@ -1,4 +1,4 @@
-"""What a lap leaves behind: a folder with its record, its code and its weights; each record names the one before."""
+"""The records of laps: each has a folder with record, code and weights, and names the record before it."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
 
 
 def find_home() -> Path:
-    """The race folder: ``race`` in LAB_RUNS or ``runs``."""
+    """Returns the race folder: ``race`` in LAB_RUNS or ``runs``."""
     return env_folder("LAB_RUNS", "runs") / "race"
 
 
 def hash_record(record: Mapping[str, Any]) -> str:
-    """SHA-256 over a record without its own hash."""
+    """Returns the SHA-256 over a record without its own hash."""
     rest = {key: value for key, value in record.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def hash_file(path: Path, most: int = WEIGHTS_BYTES) -> str:
-    """SHA-256 of a regular file of at most ``most`` bytes.
+    """Returns the SHA-256 of a regular file of at most ``most`` bytes.
 
     Raises:
-        OSError: It is none, or larger.
+        OSError: It is not a regular file, or larger.
     """
     return hashlib.sha256(read_bounded(path, most)).hexdigest()
 
 
 @contextlib.contextmanager
 def hold_race(home: Path) -> Iterator[Path]:
-    """Holds a race folder for one lap: two at once would slow each other.
+    """Locks a race folder for one lap: two at once would slow each other down.
 
     Raises:
         LabError: Another lap runs, or the folder cannot be written.
@@ -70,7 +70,7 @@ def hold_race(home: Path) -> Iterator[Path]:
 
 
 def read_laps(home: Path) -> list[dict[str, Any]]:
-    """All records of a race folder, oldest first; what cannot be read is left out."""
+    """Returns all records of a race folder, oldest first, except unreadable ones."""
     found = []
     for path in home.glob(f"*/{RECORD}"):
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -81,7 +81,7 @@ def read_laps(home: Path) -> list[dict[str, Any]]:
 
 
 def find_newest(home: Path) -> str:
-    """The hash of the record that no other one names; "" in a folder without laps."""
+    """Returns the hash of the record that no other one names; "" in a folder without laps."""
     laps = read_laps(home)
     named = {str(record.get("previous")) for record in laps}
     ends = [record["sha256"] for record in laps if record["sha256"] not in named]

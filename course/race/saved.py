@@ -1,7 +1,7 @@
 """Watches a file on a node and sends each version of it, until its standard input ends. Standard library only.
 
-A version is a line with its number of bytes, then these. The line is sent as soon as the version is seen. What is no
-regular file in this very folder, such as a link to weights from before, is none.
+A version is a line with its number of bytes, then these bytes. The line is sent as soon as the version is seen.
+Anything but a regular file in this folder, such as a link to earlier weights, is ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST = 512 * 2**20
 
 
 def look(folder: int, name: str) -> tuple[int, ...] | None:
-    """What changes with the file's content, or None where there is no regular file."""
+    """Returns a key that changes with the file's content; None if there is no regular file."""
     with suppress(OSError):
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
@@ -27,7 +27,7 @@ def look(folder: int, name: str) -> tuple[int, ...] | None:
 
 
 def read(folder: int, name: str) -> bytes:
-    """The file's content, at most ``LARGEST`` bytes; nothing of what took its place meanwhile and is no such file."""
+    """Returns the file's content, at most ``LARGEST`` bytes; nothing if it has become something else meanwhile."""
     with suppress(OSError):
         # A pipe would keep us waiting.
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)

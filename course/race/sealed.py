@@ -1,10 +1,10 @@
-"""Runs a learner's script as ``python script.py …`` does, while the kernel lets it use its own lap's files alone.
+"""Runs a learner's script like ``python script.py …``, while the kernel lets it use only its own lap's files.
 
-This file runs on the nodes: it takes the standard library and ``lab_common`` alone. Linux's Landlock (from 5.13
-on, where it is switched on) keeps the promise: a process gives up rights, which neither it nor what it starts can take
-back. So the contents of the learner's files stay closed. It is no wall around the script: what stands in its code, its
-arguments or its environment, where the system and Python have their files, in names and attributes of files, in shared
-memory, or is sent by a program beside it, it can have. Without Landlock nothing is closed, and the record says so.
+This file runs on the nodes: it uses only the standard library and ``lab_common``. Linux's Landlock (from 5.13 on, if it
+is enabled) enforces this: a process gives up rights, which neither it nor its children can regain. So the contents of
+the learner's files stay closed. It is not a wall around the script: the script can still use anything in its code, its
+arguments or its environment, in the files of the system and of Python, in names and attributes of files, in shared
+memory, or from a program beside it. Without Landlock nothing is closed, and the record says so.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -40,14 +40,14 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "MPLC
 
 
 def find_version() -> int:
-    """Returns the version of Landlock's interface that this kernel has; 0 where it has none."""
+    """Returns the version of this kernel's Landlock interface; 0 if it has none."""
     if not sys.platform.startswith("linux"):
         return 0
     return max(0, ctypes.CDLL(None).syscall(CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
 
 
 def seal(readable: list[str], writable: list[str]) -> None:
-    """Gives up reading and writing files outside of these folders, in this thread and all that it starts.
+    """Gives up reading and writing files outside these folders, in this thread and everything that it starts.
 
     Raises:
         OSError: The kernel refuses.
@@ -76,7 +76,7 @@ def seal(readable: list[str], writable: list[str]) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is an address of this machine's loopback; a name is none."""
+    """Returns True if a host is a loopback address; a name does not count."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -84,7 +84,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_network(first: str) -> None:
-    """Adds an audit hook: Python's sockets reach this machine and the first node alone. A reminder, no barrier."""
+    """Adds an audit hook: Python's sockets reach only this machine and the first node. A reminder, not a barrier."""
 
     def hook(event: str, arguments: tuple) -> None:
         if event in ("socket.connect", "socket.sendto", "socket.sendmsg") and isinstance(arguments[1], tuple):
@@ -96,7 +96,7 @@ def refuse_network(first: str) -> None:
 
 
 def describe() -> dict[str, object]:
-    """What the judge writes down of a node: the seal, the processor, cores, GPUs, and versions."""
+    """Describes a node for the judge: the seal, the processor, cores, GPUs, and versions."""
     cpu, gpus = "", []
     with suppress(OSError):  # not on macOS
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()

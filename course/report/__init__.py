@@ -1,8 +1,8 @@
-"""What a team did, as one HTML page that needs no other file: progress, guesses, measurements, figures, answers.
+"""A team's report as one self-contained HTML page: progress, guesses, measurements, figures, answers.
 
 ``python -m course.report --team "Team 3"`` writes it, to be handed in; ``python -m course.report compare A.html
-B.html`` sets several teams side by side. It reads what the labs kept under ``LAB_RUNS`` and the figures that are saved
-in the team's notebooks; nothing leaves the machine. What cannot be read is left out, and the page names it.
+B.html`` compares several teams. It reads the labs' records under ``LAB_RUNS`` and the figures that are saved in the
+team's notebooks; nothing leaves the machine. Unreadable files are left out, and the page names them.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _describe_lab(lab: int, paths: Sequence[Path], exercises: dict, standings: d
 
 
 def _read_timings(lab: int) -> Iterator[tuple]:
-    """A row for each Timing of the newest records of a lab."""
+    """Yields a row for each Timing of the newest records of a lab."""
     newest: dict[str, dict] = {}
     for record in Records(f"lab{lab}").read():
         newest[json.dumps([record["kind"], record["settings"]], sort_keys=True, default=repr)] = record
@@ -131,7 +131,7 @@ def _read_timings(lab: int) -> Iterator[tuple]:
 
 
 def _tell_time(when: str) -> str:
-    """A moment to the minute, as 2026-11-23 06:05; what is none stays as it is."""
+    """Returns a time to the minute, as 2026-11-23 06:05; invalid dates are returned unchanged."""
     try:
         return datetime.fromisoformat(when).astimezone(UTC).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, TypeError, ValueError):
@@ -139,7 +139,7 @@ def _tell_time(when: str) -> str:
 
 
 def _find_differences(records: Iterable[dict]) -> dict[str, set[str]]:
-    """By kind, the names of those settings that are not the same in all records of it."""
+    """Returns, by kind, the names of the settings that differ between its records."""
     first: dict[str, dict] = {}
     differ: dict[str, set[str]] = {}
     for record in records:
@@ -151,13 +151,13 @@ def _find_differences(records: Iterable[dict]) -> dict[str, set[str]]:
 
 
 def _tell_differences(record: dict, differ: dict[str, set[str]]) -> list[str]:
-    """What sets a record apart from others of its kind: its own of those settings, where they are texts or numbers."""
+    """Lists the settings that distinguish a record from others of its kind, if they are texts or numbers."""
     settings = record["settings"].items() if isinstance(record["settings"], dict) else ()
     return [str(v) for k, v in settings if type(v) in (str, int, float) and k in differ[record["kind"]]]
 
 
 def _find_timings(result: Any) -> Iterator[Timing]:
-    """The Timings in a result, however deep; those that ran out of memory have no times to show."""
+    """Yields the Timings in a result, at any depth, except those that ran out of memory."""
     if isinstance(result, dict) and {"name", "seconds", "warmup"} <= result.keys():
         # What only looks like one has nothing to show either.
         with contextlib.suppress(ValueError):

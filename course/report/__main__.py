@@ -1,6 +1,6 @@
 """``python -m course.report`` writes a team's page, ``… compare A.html B.html`` one of several teams.
 
-The exit status is 0 where the page has all that was asked for, and 1 where there is no page, or where reports were left
+The exit status is 0 if the page has all that was asked for, and 1 if there is no page, or if reports were left
 out of it; the page is written then, too, and names them.
 """
 

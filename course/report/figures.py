@@ -23,7 +23,7 @@ HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 
 
 class Figure(NamedTuple):
-    """A figure: the heading above it, numbered where it has several; and its PNG in base 64, "" where it is none.
+    """A figure: the heading above it, numbered if it has several; and its PNG in base 64, "" if it is none.
 
     Attributes:
         caption: The heading.
@@ -65,7 +65,7 @@ def read_figures(path: Path) -> list[Figure]:
     """Returns the figures of a notebook.
 
     Raises:
-        OSError: The file cannot be read, or is none.
+        OSError: The file cannot be read, or is not a regular file.
         ValueError: It is no notebook of nbformat 4.
     """
     cells = [cell for cell in load_notebook(path)["cells"] if isinstance(cell, dict)]
@@ -85,7 +85,7 @@ def read_figures(path: Path) -> list[Figure]:
 
 
 def find_lab(path: Path) -> int:
-    """The number of the lab that a notebook is: by its first heading, else by its name; -1 where neither says one."""
+    """The number of the lab that a notebook is: by its first heading, otherwise by its name; -1 if neither says one."""
     with contextlib.suppress(OSError, ValueError):
         for cell in load_notebook(path)["cells"]:
             if isinstance(cell, dict) and (found := LAB.match(_join(cell.get("source")))):
@@ -100,7 +100,7 @@ def _join(text: Any) -> str:
 
 
 def _read_png(text: str) -> tuple[str, bool]:
-    """A PNG picture's base 64 without white space, and whether it is a wide one; "" where it is none."""
+    """A PNG picture's base 64 without white space, and whether it is a wide one; "" if it is none."""
     text = "".join(text.split())
     try:
         picture = base64.b64decode(text, validate=True)

@@ -1,7 +1,7 @@
-"""JupyterHub for the teams of a class: each logs in with its name and token, and gets a container of its own.
+"""JupyterHub for the teams of a class: each logs in with its name and token, and gets its own container.
 
-Runs in the hub's container, which alone has the engine's socket. What it reads, ``teams.json`` and the variables, is
-written by hosting/hub.py. No secret is in this file.
+Runs in the hub's container, the only one with the engine's socket. It reads ``teams.json`` and the variables, which
+hosting/hub.py writes. This file contains no secret.
 """
 
 import hashlib
@@ -26,15 +26,15 @@ WORK = "/home/learner/work"
 
 
 def read_teams():
-    """Returns what is known of each team; read at each use, so that a new token needs no restart of the hub."""
+    """Returns the teams' records; read at each use, so that a new token needs no restart of the hub."""
     return json.loads(Path(os.environ["HUB_TEAMS"]).read_text(encoding="utf-8"))
 
 
 class TeamAuthenticator(Authenticator):
-    """Lets a team in that knows its token."""
+    """Admits teams that know their token."""
 
     def find_hash(self, name):
-        """Returns the hash of a team's token; one that no token has, where there is no such team."""
+        """Returns the hash of a team's token; for an unknown team, one that no token has."""
         return read_teams().get(name, {}).get("sha256", "")
 
     async def authenticate(self, handler, data):
@@ -51,7 +51,7 @@ class TeamAuthenticator(Authenticator):
         return {"name": name, "auth_state": {"sha256": got}}
 
     def end_logins(self, user):
-        """Makes worthless what browsers were given for a team's old token; they would be let in again with the team."""
+        """Invalidates the browsers' cookies for a team's old token, which the team's next login would revive."""
         user.orm_user.cookie_id = new_token()
         for token in list(user.orm_user.api_tokens):
             # The server's own token stays, so that it goes on with its kernels.
@@ -60,7 +60,7 @@ class TeamAuthenticator(Authenticator):
         user.db.commit()
 
     async def refresh_user(self, user, handler=None):
-        """Whether a login still holds: not once the team has a new token, or has left."""
+        """Returns True while a login is valid: until the team has a new token or has left."""
         state = await user.get_auth_state() or {}
         return hmac.compare_digest(state.get("sha256", "none"), self.find_hash(user.name))
 
@@ -91,7 +91,7 @@ c.Authenticator.auth_refresh_strict = True
 
 
 def make_host_config(spawner):
-    """What the engine gives a team's container: as in the variant without accounts (hosting/files.py)."""
+    """Returns the engine's options for a team's container: as without accounts (hosting/files.py)."""
     team = read_teams()[spawner.user.name]
     gpus = team["gpus"]
     made = {"cap_drop": ["ALL"], "security_opt": ["no-new-privileges"], **team["host_config"]}
@@ -105,7 +105,7 @@ def make_host_config(spawner):
 
 
 def prepare_container(spawner):
-    """Puts a team's container on the team's own network, where the hub is, too, and no other team."""
+    """Puts a team's container on the team's own network, which the hub joins and no other team."""
     spawner.network_name = f"{PROJECT}-{spawner.user.name}"
     spawner.environment = {"LAB_TEAM": spawner.user.name, **read_teams()[spawner.user.name]["environment"]}
 

@@ -40,8 +40,8 @@ class Board:
 
     Attributes:
         logdir: The folder that it shows, with all runs below it.
-        port: Where it listens, on 127.0.0.1.
-        url: What a browser opens: that port, or the path through the Jupyter server's proxy.
+        port: Its port on 127.0.0.1.
+        url: URL for a browser: that port, or the path through the Jupyter server's proxy.
         note: One or two sentences for the learner.
         process: The server.
     """
@@ -54,11 +54,11 @@ class Board:
 
     @property
     def running(self) -> bool:
-        """Whether the server is still there."""
+        """True while the server runs."""
         return self.process.poll() is None
 
     def show(self, *, height: int = 640) -> HTML:
-        """Returns a link, and the frame that shows TensorBoard in a cell; where it has ended, words. In pixels."""
+        """Returns a link and the frame that shows TensorBoard in a cell, or a message if it has ended. In pixels."""
         from IPython.display import HTML
 
         url, words = html.escape(self.url), "No TensorBoard answers here. To start it again, run this cell."
@@ -67,7 +67,7 @@ class Board:
         return HTML(f"{link}<br>{frame}")
 
     def stop(self) -> None:
-        """Ends the server, at once or after 3 s by force; does nothing where it has ended already."""
+        """Ends the server, after 3 s by force; does nothing if it has ended already."""
         _running.pop(self.logdir, None)
         atexit.unregister(self.stop)
         if self.running:
@@ -87,12 +87,12 @@ class Board:
 
 
 def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Board:
-    """Starts TensorBoard on 127.0.0.1, or returns the one that this process has running for the same folder.
+    """Starts TensorBoard on 127.0.0.1, or returns the one that this process already runs for the same folder.
 
     Args:
         logdir: The folder with the event files, or with folders of them (one path: TensorBoard shows all runs below
-            it). If it is not there, it is made, and the note says so; if it is an event file, its folder is taken.
-        port: The port to try first. Where it is taken, a free one is used and the note says so.
+            it). If it is missing, it is made, and the note says so; if it is an event file, its folder is used.
+        port: The port to try first. If it is taken, a free one is used and the note says so.
         seconds: How long to wait until the server answers.
 
     Raises:
@@ -148,10 +148,10 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
 
 
 def _find_logdir(typed: str | Path) -> tuple[list[str], Path]:
-    """The folder that a typed path means, and what the user is told of it.
+    """Returns notes for the user and the folder that a typed path means.
 
     Raises:
-        LabError: The path leads in a circle, or is no path of one folder (``runs/*``, ``runs/a,runs/b``, ``gs://…``).
+        LabError: The path is circular, or is not the path of one folder (``runs/*``, ``runs/a,runs/b``, ``gs://…``).
     """
     text = os.path.expandvars(os.fspath(typed))
     try:
@@ -172,10 +172,10 @@ def _find_logdir(typed: str | Path) -> tuple[list[str], Path]:
 
 
 def _refuse_others(typed: str, path: Path) -> None:
-    """Refuses what TensorBoard's command line takes, or took, in place of one folder.
+    """Refuses what TensorBoard's command line accepts, or used to accept, in place of one folder.
 
     Raises:
-        LabError: The text is a URL, a list of folders, or a pattern, or has quotes or blanks around it.
+        LabError: The text is a URL, a list of folders, or a pattern, or has quotes or spaces around it.
     """
     if re.match(r"[a-z][a-z0-9+.-]*://", typed):
         cause, fix = "it is a URL; the board reads folders of this machine", "copy the runs here, and name their folder"
@@ -206,7 +206,7 @@ def choose_url(port: int) -> str:
     """Returns the address under which a browser reaches a port of 127.0.0.1 on this machine.
 
     It is the first of these: ``TENSORBOARD_PROXY_URL`` (TensorBoard's own variable, with %PORT% in it), as set in a
-    hosted container; the path through jupyter-server-proxy, where that is installed and this kernel's server is known
+    hosted container; the path through jupyter-server-proxy, if that is installed and this kernel's server is known
     (the server then asks for its token); the port itself, which only a browser on this machine reaches, or one that has
     a tunnel to it.
     """
@@ -218,7 +218,7 @@ def choose_url(port: int) -> str:
 
 
 def _find_base_url() -> str | None:
-    """The path under which this kernel's Jupyter server answers, such as "/"."""
+    """Returns the path under which this kernel's Jupyter server answers, such as "/"."""
     from jupyter_server.serverapp import list_running_servers
 
     parent = os.environ.get("JPY_PARENT_PID")
@@ -226,7 +226,7 @@ def _find_base_url() -> str | None:
 
 
 def _read_line(process: subprocess.Popen, seconds: float) -> bytes:
-    """The first line that a process prints; b"" where it ends or takes too long."""
+    """Returns the first line that a process prints; b"" if it ends or takes too long."""
     end, text, pipe = time.monotonic() + seconds, b"", process.stdout.fileno()
     while not text.endswith(b"\n"):
         ready, _, _ = select.select([pipe], [], [], max(0, end - time.monotonic()))

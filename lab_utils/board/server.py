@@ -20,7 +20,7 @@ SAMPLES = "scalars=10000,images=20,histograms=50"
 
 
 def drop_replaced_runs() -> None:
-    """Makes TensorBoard read a run anew whose file was deleted, as when its cell is run again, and survive that moment.
+    """Makes TensorBoard reread a run whose file was deleted, as when its cell is run again, and survive the deletion.
 
     Its own reader goes on looking for the deleted file, as long as the folder is there, and shows the old curve. Where
     a folder is deleted after it was found and before it was read, its one thread that reads ends: no curve grows then.

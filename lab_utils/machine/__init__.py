@@ -1,4 +1,4 @@
-"""What this machine is, and which device and scale the labs use on it."""
+"""Facts about this machine, and the device and scale that the labs use on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 def card() -> None:
-    """Prints the machine card: what a reader has to know about this machine to read the measurements made on it."""
+    """Prints the machine card: what a reader must know about this machine to judge measurements made on it."""
     machine = describe()
     rows = [
         ("Machine", machine.label),

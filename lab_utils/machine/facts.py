@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory and GPUs, read from the operating system and from torch, never guessed."""
+"""Facts about this machine: processor, memory and GPUs, read from the system and from torch, never guessed."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ class Gpu:
 
     @property
     def has_bf16_tensor_cores(self) -> bool:
-        """Whether bf16 has matrix units of its own: from compute capability 8.0 (Ampere) on."""
+        """True if the GPU has matrix units for bf16: from compute capability 8.0 (Ampere) on."""
         return self.capability >= (8, 0)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement depends on.
+    """The facts on which a measurement depends.
 
     Attributes:
         cpu: The processor's name, tidied.
         cores: Logical processors that this process may use (affinity and container limits counted).
         threads: Threads that torch uses within one operation.
         memory_bytes: Main memory, or the container's share of it.
-        cpu_features: Those of ``CPU_FEATURES`` that the processor has; empty where the system does not tell.
+        cpu_features: Those of ``CPU_FEATURES`` that the processor has; empty if the system does not tell.
         gpus: The GPUs that torch sees.
         python, torch, torchvision: Versions.
         cuda: The CUDA version that torch was built with; None for a CPU build.
@@ -95,7 +95,7 @@ class Machine:
 
     @property
     def label(self) -> str:
-        """A short name for tables and figures: the GPU's where there is one, else the processor's."""
+        """A short name for tables and figures: the GPU's if there is one, otherwise the processor's."""
         if not self.gpus:
             return f"{self.cpu} ({self.cores} core{'s' if self.cores != 1 else ''})"
         count = len(self.gpus)
@@ -127,17 +127,17 @@ def describe() -> Machine:
 
 
 def has_fast_bf16(machine: Machine) -> bool:
-    """Says whether the device that the labs use here has units for bf16, so that bf16 can be faster at all."""
+    """Returns True if the labs' device here has units for bf16; otherwise bf16 cannot be faster."""
     if machine.gpus:
         return machine.gpus[0].has_bf16_tensor_cores
     return bool(BF16_FEATURES & set(machine.cpu_features))
 
 
 def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, tuple[str, ...]]:
-    """Reads the processor's name and those of its features that matter here; () where the system does not tell.
+    """Reads the processor's name and the features that matter here; () if the system does not tell.
 
     Linux lists an Arm processor's features as https://docs.kernel.org/arch/arm64/elf_hwcaps.html names them, in lower
-    case: ``bf16`` is Arm's FEAT_BF16. macOS tells them by ``sysctl``, as Apple's page "Determining instruction set
+    case: ``bf16`` is Arm's FEAT_BF16. macOS reports them by ``sysctl``, as Apple's page "Determining instruction set
     characteristics" says: https://developer.apple.com/documentation/kernel/1387446-sysctlbyname.
     """
     if platform.system() == "Darwin":
@@ -162,7 +162,7 @@ def _name_arm(fields: dict[str, str]) -> str:
 
 
 def _ask_sysctl() -> tuple[str, set[str]]:
-    """Returns what macOS tells: the processor's name, and its features in Linux's spelling."""
+    """Returns the processor's name on macOS, and its features in Linux's spelling."""
     command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10).stdout
@@ -179,7 +179,7 @@ def count_cores() -> int:
 
 
 def measure_memory() -> int:
-    """Returns main memory in bytes, or the container's limit where that is lower."""
+    """Returns main memory in bytes, or the container's limit if that is lower."""
     import psutil
 
     total, limit = psutil.virtual_memory().total, read_memory_limit()

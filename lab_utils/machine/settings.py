@@ -1,4 +1,4 @@
-"""Which device the labs train on and how much work they do there: what suits the machine, or what LAB_SCALE says."""
+"""The device on which the labs train and how much work they do: what suits the machine, or LAB_SCALE."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCALES = ("small", "full")
 
 
 def device() -> torch.device:
-    """Returns the device that the labs train on: the first GPU, or the CPU where there is none."""
+    """Returns the device that the labs train on: the first GPU, or the CPU if there is none."""
     import torch
 
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -24,7 +24,7 @@ def scale(device_type: str = "") -> str:
     """Returns how much work the labs do, "small" or "full": ``LAB_SCALE``, or what suits the device.
 
     Args:
-        device_type: "cuda" or "cpu", where the work is done elsewhere; by default what this machine has.
+        device_type: "cuda" or "cpu", if the work is done elsewhere; by default this machine's.
 
     Raises:
         LabError: ``LAB_SCALE`` says something else.
@@ -43,7 +43,7 @@ def scale(device_type: str = "") -> str:
 
 
 def scale_reason() -> str:
-    """Says in a few words why ``scale`` is what it is."""
+    """Explains in a few words why ``scale`` is what it is."""
     if os.environ.get("LAB_SCALE"):
         return "LAB_SCALE says so"
     if device().type == "cuda":

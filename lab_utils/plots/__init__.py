@@ -1,6 +1,6 @@
 """One figure style for all labs.
 
-Every drawing function takes ``ax`` (a new figure where None) and returns the Axes, so that a notebook can add a title
+Every drawing function takes ``ax`` (a new figure if None) and returns the Axes, so that a notebook can add a title
 or a dashed line. Set-ups have the same colour in all labs.
 """
 

@@ -81,7 +81,7 @@ def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Ti
         candidate: The same; only batch sizes that both were measured at count.
 
     Returns:
-        The batch size; None where the candidate is ahead at every size, not ahead at the largest, or ahead, behind and
+        The batch size; None if the candidate is ahead at every size, not ahead at the largest, or ahead, behind and
         ahead again, which no crossover explains.
     """
     both = sorted(baseline.keys() & candidate.keys())

@@ -23,10 +23,9 @@ def timeline(
     """Draws one lane per rank with the phases of its steps.
 
     Args:
-        rows_by_rank: For each rank what ``timing.Timeline.as_rows`` returned there: phase, step, start and end in
-            seconds.
+        rows_by_rank: For each rank the result of ``timing.Timeline.as_rows``: phase, step, start and end in seconds.
         ax: Where to draw.
-        lane: What the lanes are.
+        lane: Name for a lane.
 
     Returns:
         The Axes; x is in milliseconds since the first phase of all began.
@@ -57,13 +56,13 @@ def timeline(
 
 
 def utilisation(samples: Iterable[Any], ax: Axes | None = None, *, span: Sequence[float] = ()) -> Axes:
-    """Draws how busy each node was over time: its GPUs where it has any, else its cores.
+    """Draws how busy each node was over time: its GPUs if it has any, otherwise its cores.
 
-    Of the cores, what the job's own processes took is drawn where that is known: on one machine with two nodes only
-    this tells the nodes apart. The legend says which it is, and the most memory that was in use.
+    For cores, it draws the share of the job's own processes if that is known: with two nodes on one machine only
+    this distinguishes them. The legend says which it is, and the most memory that was in use.
 
     Args:
-        samples: What ``nodelaunch.watch`` collected: objects with the attributes of its ``Usage``.
+        samples: Samples of ``nodelaunch.watch``: objects with the attributes of its ``Usage``.
         ax: Where to draw.
         span: When the training began and ended, in the samples' seconds: shaded, and the legend gives its mean.
 
@@ -100,7 +99,7 @@ def _choose_busy(sample: Any) -> float:
 
 
 def _describe(seen: Sequence[Any]) -> str:
-    """Says what a node's line shows, and its memory."""
+    """Describes what a node's line shows, and its memory."""
     last = seen[-1]
     if last.gpus:
         used = max(sum(gpu.memory_bytes for gpu in sample.gpus) for sample in seen) / GIB
@@ -124,13 +123,13 @@ def scaling(
 ) -> Axes:
     """Draws images per second on one node and on two, a group of bars for each case, and what was predicted.
 
-    At the foot of each bar but the first of a group stands how many times the first one's speed it reaches: there no
-    line of a prediction or of a guess runs through the number.
+    Each bar except a group's first has its speed relative to the first at its foot: there no line of a prediction or
+    of a guess crosses the number.
 
     Args:
         speeds: For each case, such as a stem, images per second for each of ``labels``.
-        labels: What the bars of a group are.
-        predicted: For each case what was predicted, likewise; a dashed mark. None where nothing was.
+        labels: Names of the bars of a group.
+        predicted: The prediction for each case, likewise; a dashed mark. None if there was no prediction.
         ax: Where to draw.
     """
     ax = ax or new_axes()

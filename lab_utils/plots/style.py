@@ -60,7 +60,7 @@ def new_axes(**options: object) -> Axes:
 
 
 def mark_noise(ax: Axes, noise: str) -> None:
-    """Writes, below the x label, why a figure is no finding, where it is none: what ``timing.find_noise`` says."""
+    """Writes below the x label why a figure is too noisy to trust, if it is: the text of ``timing.find_noise``."""
     box = {"facecolor": "white", "edgecolor": "#D55E00", "boxstyle": "round"}
     text = noise.replace(", ", ",\n").replace(": ", ":\n")
     if noise:

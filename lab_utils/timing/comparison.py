@@ -21,7 +21,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """How many times as fast one set-up is as another, with its 95 % interval.
+    """The speed-up of one set-up over another, with its 95 % interval.
 
     Args:
         value: Old time ÷ new time; NaN if one of the two ran out of memory.
@@ -37,7 +37,7 @@ class SpeedUp:
 
     @property
     def proven(self) -> bool:
-        """Whether the two set-ups differ by more than noise: at least six rounds, and an interval without 1."""
+        """True if the two set-ups differ by more than noise: at least six rounds, and an interval without 1."""
         return self.low > 1 or self.high < 1
 
     def __str__(self) -> str:
@@ -121,18 +121,18 @@ def _count_left_out(count: int) -> int:
 
 
 def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.DataFrame:
-    """Sets timings side by side.
+    """Compares timings in a table.
 
     Args:
         timings: Timings of one ``interleave``, in the order of the rows.
-        baseline: Name of the set-up that has speed-up 1; the first where None. Where it ran out of memory, the first
+        baseline: Name of the set-up that has speed-up 1; the first if None. If it ran out of memory, the first
             that did not takes its place, and the index's name says so.
 
     Returns:
         A DataFrame with the names as index and the columns ``ms`` (median), ``images/s``, ``speed-up`` over the
         baseline, ``low`` and ``high`` (its 95 % interval, as ``find_speed_up`` gives it), ``n`` (the rounds of both)
-        and ``peak MiB``; NaN where nothing is known.
-        Where one is no finding there is the column ``noise``: "few", "busy", "jumps" or "".
+        and ``peak MiB``; NaN if nothing is known.
+        If one is too noisy, there is also a column ``noise``: "few", "busy", "jumps" or "".
     """
     import pandas as pd
 

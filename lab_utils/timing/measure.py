@@ -1,4 +1,4 @@
-"""Measures steps: one at a time, or several in turn so that a busy moment of the machine hits all of them alike."""
+"""Measures steps: one at a time, or several in turn so that a busy moment of the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Timing:
 
     Args:
         name: The set-up.
-        seconds: Wall-clock seconds of each kept step; empty where the set-up ran out of memory.
+        seconds: Wall-clock seconds of each kept step; empty if the set-up ran out of memory.
         cpu_seconds: Seconds of CPU time, over all threads of this process, of the same steps.
-        images: Images that one step handles, over all ranks together; 0 where the step handles none.
+        images: Images that one step handles, over all ranks together; 0 if the step handles none.
         warmup: Number of steps that were run before and dropped.
         device: The device, such as ``cuda:0``.
-        peak_bytes: Most bytes that tensors held on the CUDA device during a kept step, those that were there before
-            the step included; None on a CPU.
-        rank: The slowest rank, whose seconds these are; None where ``torch.distributed`` is not in use.
-        others: The share of the processors' time, 0 to 1, that other programs took meanwhile; 0 where some was idle, as
+        peak_bytes: Most bytes that tensors held on the CUDA device during a kept step, including those allocated
+            before the step; None on a CPU.
+        rank: The slowest rank, whose seconds these are; None if ``torch.distributed`` is not in use.
+        others: The share of the processors' time, 0 to 1, that other programs took meanwhile; 0 if some was idle, as
             then they hardly disturb.
-        busiest: The program that took at least half of that: a notebook's name, or a process; "" where none is known.
-        few: Whether ``LAB_ROUNDS`` allowed fewer rounds than were asked for.
+        busiest: The program that took at least half of that: a notebook's name, or a process; "" if none is known.
+        few: True if ``LAB_ROUNDS`` allowed fewer rounds than were asked for.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Timing:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the set-up ran out of device memory, so that there is nothing but its name to tell."""
+        """True if the set-up ran out of device memory, so that nothing but its name is known."""
         return not self.seconds
 
     @property
     def median(self) -> float:
-        """The median in seconds per step; NaN where the set-up ran out of memory."""
+        """The median in seconds per step; NaN if the set-up ran out of memory."""
         return self._quartiles()[1]
 
     @property
@@ -81,12 +81,12 @@ class Timing:
 
     @property
     def images_per_second(self) -> float:
-        """Images per second at the median step, over all ranks; NaN where the step handles no images."""
+        """Images per second at the median step, over all ranks; NaN if the step handles no images."""
         return self.images / self.median if self.images and self.median else math.nan
 
     @property
     def noise(self) -> str:
-        """Why this is no finding: "few" rounds, "busy" where others had the processors, "jumps" where quartiles do."""
+        """Reason to distrust this: "few" rounds, "busy" processors, "jumps" between quartiles; "" if there is none."""
         if self.few:
             return "few"
         jumps = self.high > MOST_SPREAD * self.low > 0
@@ -132,12 +132,12 @@ class Timing:
 
 
 def _is_size(number: object, *types: type) -> bool:
-    """Whether this is a finite number from 0 on, which floats can hold."""
+    """Returns True if this is a finite number of at least 0 that a float can hold."""
     return type(number) in types and 0 <= number < 2**63
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Waits until the device has finished what it was given: CUDA runs behind the program, a CPU does not."""
+    """Waits until the device has finished its work: CUDA runs asynchronously, a CPU does not."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -149,7 +149,7 @@ def measure(step: Step, *, name: str = "step", **settings: object) -> Timing:
     device is synchronised before the clock starts and before it stops.
 
     Args:
-        step: What to measure; called without arguments.
+        step: The step to measure; called without arguments.
         name: The set-up's name in tables and figures.
         settings: ``images``, ``repeats``, ``warmup`` and ``device``, as for ``interleave``.
 
@@ -168,19 +168,19 @@ def interleave(
     device: torch.device | str | None = None,
     progress: bool | None = None,
 ) -> list[Timing]:
-    """Measures several set-ups in turn, one step of each per round, so that drift and neighbours hit all alike.
+    """Measures several set-ups in turn, one step of each per round, so that drift and neighbours affect all alike.
 
-    Every second round runs backwards and the start moves on, so that no set-up always follows the same one. A set-up
-    that runs out of device memory gets a Timing without seconds and the others go on, except under
-    ``torch.distributed``, where the other ranks would wait for it for ever.
+    Every second round runs backwards and the start rotates, so that no set-up always follows the same one. A set-up
+    that runs out of device memory gets a Timing without seconds and the others continue, except under
+    ``torch.distributed``, where the other ranks would wait for it forever.
 
     Args:
         steps: The set-ups by name.
         images: Images that one step handles, over all ranks together.
         repeats: Number of kept rounds.
         warmup: Number of dropped rounds.
-        device: The device to synchronise; ``machine.device()`` where None.
-        progress: Whether to show a bar; where None, rank 0 shows one.
+        device: The device to synchronise; ``machine.device()`` if None.
+        progress: True to show a bar; if None, rank 0 shows one.
 
     Returns:
         One Timing per set-up, in the order of ``steps``; under ``torch.distributed`` the slowest rank's, on every rank.
@@ -228,7 +228,7 @@ def _order(names: list[str], round_number: int) -> list[str]:
 
 
 def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, float, int] | None:
-    """Runs one step and returns wall seconds, CPU seconds and peak bytes; None where device memory ran out."""
+    """Runs one step and returns wall seconds, CPU seconds and peak bytes; None if device memory ran out."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.init()  # before it, the device has no counters, and resetting them raises
@@ -251,11 +251,11 @@ def _sample(step: Step, device: torch.device, *, survive: bool) -> tuple[float, 
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Says whether memory ran out; cuDNN, cuBLAS and the CPU have no type of exception for it, only words.
+    """Returns True if memory ran out; for cuDNN, cuBLAS and the CPU only the message tells, not the type.
 
-    cuDNN's engines are the algorithms of a convolution. Where the workspace of each is refused for lack of memory,
-    torch says only that no engine was found: https://github.com/pytorch/pytorch/issues/108645. A cuDNN that does not go
-    with the GPU says the same, of every batch size.
+    cuDNN's engines are the algorithms of a convolution. If there is no memory for any engine's workspace, torch says
+    only that no engine was found: https://github.com/pytorch/pytorch/issues/108645. A cuDNN that does not support the
+    GPU causes the same message, at every batch size.
     """
     words = ("out of memory", "_STATUS_ALLOC_FAILED", "can't allocate memory", "unable to find an engine")
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

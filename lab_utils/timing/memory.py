@@ -38,6 +38,6 @@ def count_saved_bytes(forward: Callable[[], object], model: nn.Module) -> int:
 
 
 def return_memory() -> None:
-    """Has glibc give free memory back to the system; what some ResNets of different sizes leave is several GB."""
+    """Makes glibc return free memory to the system; ResNets of different sizes can leave several GB."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

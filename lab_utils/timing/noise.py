@@ -1,4 +1,4 @@
-"""Says when a measurement is no finding: the machine was busy, the times jump, or the rounds were few."""
+"""Recognises measurements too noisy to trust: the machine was busy, the times jump, or the rounds were few."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from lab_utils.timing.measure import ROUNDS, Timing
 
 
 def find_noise(timings: Iterable[Timing]) -> str:
-    """Says in words why these timings are no finding; "" where nothing speaks against them.
+    """Explains why these timings are too noisy to trust; "" if nothing is wrong.
 
     Other programs took more than a tenth of the processors' time while none of it was idle; or the third quartile of a
-    set-up is more than 1.5 times its first one; or ``LAB_ROUNDS`` had allowed only a few rounds.
+    set-up is more than 1.5 times its first one; or ``LAB_ROUNDS`` allowed only a few rounds.
     """
     known = [timing for timing in timings if timing.noise]
     if any(timing.noise == "few" for timing in known):

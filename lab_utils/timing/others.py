@@ -43,9 +43,9 @@ def read_usage() -> Usage:
 
 def find_others(before: Usage) -> tuple[float, str]:
     """The share that programs took which are not part of this measurement, as ranks on this machine are; and the one
-    that took at least half of it, "" where none did or none can be seen.
+    that took at least half of it, "" if none did or none can be seen.
 
-    0 where a twentieth was idle, or where less than a second passed, of which the system's ticks tell little.
+    0 if a twentieth was idle, or if less than a second passed, of which the system's ticks tell little.
     """
     now = read_usage()
     ranks = [(platform.node(), os.getpid(), now.own - before.own)]
@@ -67,7 +67,7 @@ def find_others(before: Usage) -> tuple[float, str]:
 
 
 def _describe(process: psutil.Process) -> str:
-    """Returns the notebook that a process was started from, which Jupyter notes in its settings; else its name."""
+    """Returns the notebook that a process was started from, which Jupyter notes in its settings; otherwise its name."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):

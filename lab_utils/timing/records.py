@@ -42,7 +42,7 @@ class Records:
 
     Args:
         lab: The lab, such as ``lab1``, which names the file ``<lab>.jsonl``.
-        root: The folder; ``LAB_RUNS`` or ``runs/`` where None.
+        root: The folder; ``LAB_RUNS`` or ``runs/`` if None.
     """
 
     def __init__(self, lab: str, root: str | Path | None = None) -> None:
@@ -57,7 +57,7 @@ class Records:
 
         Args:
             kind: What was done, such as ``sweep``.
-            function: Called without arguments where nothing fitting is stored; returns what ``add`` can store.
+            function: Called without arguments if nothing fitting is stored; returns what ``add`` can store.
             again: Calls the function in any case.
             settings: All that the result depends on besides the machine: what JSON can hold, and functions, such as
                 the step that is measured, which count as changed when their source is.
@@ -163,7 +163,7 @@ def parse_record(line: bytes) -> dict[str, Any]:
     """Returns a record from its line.
 
     Raises:
-        ValueError: It is none, or larger or nested more deeply than any, or holds halves of characters.
+        ValueError: It is not a record, is larger or more deeply nested than any, or contains halves of characters.
     """
     if len(line) > LINE_BYTES:
         raise ValueError(f"it has {len(line) / 2**20:.0f} MB")
@@ -239,7 +239,7 @@ def decode(text: bytes) -> Any:
     """Returns what ``encode`` was given.
 
     Raises:
-        ValueError: It is no JSON, nested too deeply to be read, or holds a Timing that is none.
+        ValueError: It is not JSON, is nested too deeply to be read, or contains an invalid Timing.
     """
 
     def untag(found: dict[str, Any]) -> object:

@@ -1,7 +1,7 @@
-"""Weights & Biases without surprises: offline unless a server takes the key, quiet, and all in the run folder.
+"""Weights & Biases without surprises: offline unless a server accepts the key, quiet, and all in the run folder.
 
-:func:`connect` decides once whether runs go online; its ``options`` are what ``wandb.init`` is told then.
-:func:`read_run` reads back what a run left on the disk. Nothing here asks a question, waits long, or writes a key.
+:func:`connect` decides once whether runs go online; its ``options`` are the arguments for ``wandb.init``.
+:func:`read_run` reads back a run's files on the disk. Nothing here asks a question, waits long, or writes a key.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ QUIET: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Connection:
-    """Whether runs go to a server, and why; ``print(connection)`` says it in one line.
+    """The decision whether runs go to a server, and why; ``print(connection)`` shows it in one line.
 
     Args:
-        folder: Where runs are recorded, below ``wandb/``, in either mode.
+        folder: The folder where runs are recorded, below ``wandb/``, in either mode.
         mode: ``online`` or ``offline``.
         reason: Why, in words that never hold a key.
     """
@@ -57,7 +57,7 @@ class Connection:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What ``wandb.init`` is told by every run of the lab: mode, dir and settings."""
+        """The arguments of ``wandb.init`` for every run of the lab: mode, dir and settings."""
         import wandb
 
         # Newer and older SDKs lack some of the settings that begin with x_; the labs work without them, less tidily.
@@ -69,12 +69,12 @@ class Connection:
 def connect(folder: Path | str) -> Connection:
     """Decides whether runs go online, in a few seconds and without a question.
 
-    Online takes a key, from ``WANDB_API_KEY`` or stored by ``wandb login``, which the server accepts now. Everything
-    else, and ``WANDB_MODE=offline``, is offline. The folders for caches that the SDK would make in the home folder are
-    moved into ``folder`` by environment variables, so this comes before anything else of wandb in a process.
+    Online needs a key, from ``WANDB_API_KEY`` or stored by ``wandb login``, that the server accepts now. Everything
+    else, and ``WANDB_MODE=offline``, is offline. Environment variables move the SDK's caches from the home folder into
+    ``folder``, so call this before any other wandb function in a process.
 
     Args:
-        folder: Where runs and caches go; made if it is not there.
+        folder: The folder for runs and caches; made if it is missing.
     """
     folder = read_path(folder).absolute()
     (folder / "wandb").mkdir(parents=True, exist_ok=True)  # the SDK takes another place where this one is missing
@@ -89,7 +89,7 @@ def connect(folder: Path | str) -> Connection:
 
 
 def _log_in() -> tuple[str, str]:
-    """Has the SDK find a key and show it to the server; returns the mode and why, in words without the key."""
+    """Makes the SDK find a key and check it with the server; returns the mode and the reason, without the key."""
     import wandb
 
     stays = "what is recorded stays in the folder of the runs"

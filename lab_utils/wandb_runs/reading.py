@@ -28,7 +28,7 @@ def read_run(path: Path | str) -> Recorded:
         path: The run's folder, a folder within it (``run.dir``), or the ``.wandb`` file.
 
     Returns:
-        What is there; without rows where the process died before anything had reached the disk.
+        The run; without rows if the process died before anything had reached the disk.
 
     Raises:
         LabError: There is no record, or the installed SDK cannot read it or shows it in another form.
@@ -55,7 +55,7 @@ def read_run(path: Path | str) -> Recorded:
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Has the SDK print a run's records, one by one; none where nothing but the header had reached the disk."""
+    """Makes the SDK print a run's records, one by one; none if only the header had reached the disk."""
     return _inspect(_find_record(read_path(path)))
 
 

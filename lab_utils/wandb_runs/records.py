@@ -1,4 +1,4 @@
-"""What a Weights & Biases run recorded, put together from the records that ``wandb leet inspect --json`` prints."""
+"""A Weights & Biases run, assembled from the records that ``wandb leet inspect --json`` prints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBERS = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-i
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run as it lies on the disk.
+    """A run as recorded on the disk.
 
     Args:
         file: The ``.wandb`` file.
@@ -24,12 +24,12 @@ class Recorded:
         job_type: Its job type, or "".
         tags: Its tags.
         config: Its settings by name.
-        rows: What was logged, one dictionary per step, with ``_step``; numbers are exactly those logged.
-        summary: The last values, or the best where ``define_metric`` says so: ``{"valid/acc1": {"max": 0.7}}``.
+        rows: The logged values, one dictionary per step, with ``_step``; numbers are exactly those logged.
+        summary: The last values, or the best if ``define_metric`` says so: ``{"valid/acc1": {"max": 0.7}}``.
         artifacts: Name, type, aliases, digest and metadata of each artifact that the run logged, the run's id, and
             ``files``: the MD5 digest, in base 64, of each file by its name.
         alerts: Title, text and level of each alert.
-        finished: Whether the run said that it was over; one that was killed did not.
+        finished: True if the run recorded its end; a killed run did not.
     """
 
     file: Path
@@ -47,7 +47,7 @@ class Recorded:
 
     @property
     def last_step(self) -> int:
-        """The last step of which there is a row; -1 before the first."""
+        """The last step that has a row; -1 before the first."""
         return max((row["_step"] for row in self.rows), default=-1)
 
     def curve(self, name: str) -> dict[int, Any]:
@@ -56,10 +56,10 @@ class Recorded:
 
 
 def collect(records: Iterable[Mapping[str, Any]], file: Path) -> Recorded:
-    """Puts a run together from its records.
+    """Assembles a run from its records.
 
     Raises:
-        KeyError: A record is not what it was in wandb 0.31.
+        KeyError: A record is not as in wandb 0.31.
         ValueError: There are rows, but no record that opens the run.
     """
     run, config, summary = None, {}, {}

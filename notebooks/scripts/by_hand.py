@@ -4,7 +4,7 @@
     mpirun -np 2 python by_hand.py
     torchrun --nproc-per-node=2 by_hand.py
 
-With --table it measures all-reduces as nccl-tests does: with NCCL where this machine has a GPU for each rank, else
+With --table it measures all-reduces as nccl-tests does: with NCCL if this machine has a GPU for each rank, otherwise
 with Gloo.
 """
 
@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 
 def run(rank, world_size):
-    """What each rank does."""
+    """Does the work of one rank: joins the group, and sums a number over all ranks."""
     cuda = torch.cuda.device_count() >= world_size
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -56,7 +56,7 @@ def measure(device):
 
 
 def main():
-    """Finds out who started it: each launcher tells a rank its number in variables of its own."""
+    """Finds out which launcher started it: each passes a rank its number in different variables."""
     if "RANK" in os.environ:  # torchrun, which also sets MASTER_ADDR and MASTER_PORT
         run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     elif "OMPI_COMM_WORLD_RANK" in os.environ:  # Open MPI's mpirun; the two variables are ours to set

@@ -111,7 +111,7 @@ def tag(timings):
 
 
 def measure_links(args, device):
-    """Times what all weights take: copied to the other device, as DataParallel does, and all-reduced, as DDP does."""
+    """Times a copy of all weights to the other device, as in DataParallel, and their all-reduce, as in DDP."""
     size = sum(parameter.numel() for parameter in models.build(args.net, stem=args.stem).parameters())
     weights = torch.zeros(size, device=device)
     last = f"cuda:{dist.get_world_size() - 1}" if args.device == "cuda" else "cpu"

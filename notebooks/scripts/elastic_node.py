@@ -1,4 +1,4 @@
-"""One node of a job that goes on when the other node is lost: elastic_node.py SCRIPT, then the script's arguments."""
+"""One node of a job that continues when the other node is lost: elastic_node.py SCRIPT, then the script's arguments."""
 
 import os
 import shlex

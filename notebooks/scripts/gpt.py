@@ -46,7 +46,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each of which adds to what passes by."""
+    """Attention and an MLP, each of which adds its result to its input."""
 
     def __init__(self, width, heads):
         super().__init__()

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 def watch(at_step, notes):
-    """In each worker: notes rank 1's steps, and ends it after so many. torchrun and Ray both say in RANK who it is."""
+    """In each worker: notes rank 1's steps, and kills it once at ``at_step``. torchrun and Ray both set RANK."""
     if os.environ["RANK"] != "1":
         return
     notes, steps = Path(notes), []

@@ -14,7 +14,7 @@ from lab_utils import data
 
 
 class Logged(Classifier):
-    """The learner's network, and other ways to log what it gets right."""
+    """The learner's network, and other ways to log its correct answers."""
 
     def __init__(self, *args):
         super().__init__(*args)

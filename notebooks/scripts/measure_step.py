@@ -32,7 +32,7 @@ def parse_arguments():
 
 
 def read_clock(device):
-    """Now; on a GPU the moment when it comes to this line of its work."""
+    """Returns the time; on a GPU, the moment when its work reaches this line."""
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -46,13 +46,13 @@ def subtract(begin, end):
 
 
 class Buckets:
-    """DDP's buckets in one step, by the hook that it calls with each one that is full."""
+    """DDP's buckets in one step, from the hook that DDP calls with each full bucket."""
 
     def __init__(self, device):
         self.device, self.send, self.rows = device, False, []
 
     def take(self, state, bucket):
-        """Hands the bucket back as it is; or the mean over all ranks, as DDP itself would."""
+        """Returns the bucket unchanged, or the mean over all ranks, as DDP itself would."""
         row = {"buffer": bucket.buffer(), "ready": read_clock(self.device)}
         self.rows.append(row)
         if not self.send:
@@ -167,7 +167,7 @@ class Case:
 
 
 def measure_case(net_name, stem, batch_size, repeats, device):
-    """All that is measured of one network and batch size."""
+    """Makes all measurements of one network and batch size."""
     gc.collect()  # the networks of the case before
     case = Case(net_name, stem, batch_size, device)
     # It keeps the slowest rank's seconds: the job is as fast as that one.

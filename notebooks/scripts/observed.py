@@ -1,7 +1,7 @@
 """Runs a training script, and notes from outside what it does: observed.py [--exact] train_ddp.py --epochs 1.
 
-The script lies beside this one and is not changed. Torch's hooks, and a few functions in whose place are ones that also
-take notes, see each batch, loss, gradient and step; the notes are this process's result.
+The script is beside this one and is not changed. Torch's hooks, and note-taking replacements for a few functions, see
+each batch, loss, gradient and step; the notes are this process's result.
 """
 
 import argparse
@@ -31,7 +31,7 @@ parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
 
 class Notes:
-    """What a training script does, step by step."""
+    """Notes on a training script, step by step."""
 
     def __init__(self, *, exact, timeline, keep):
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,18 +44,18 @@ class Notes:
         self.began, self.span = time.perf_counter(), []
 
     def name_tensors(self, choose):
-        """A copy of something of each parameter, by the parameter's name."""
+        """Returns a copy of something of each parameter, by the parameter's name."""
         named = self.model.named_parameters() if self.model else ()
         return {name: choose(one).detach().cpu().clone() for name, one in named if choose(one) is not None}
 
     def is_trained_on(self, dataset):
-        """Whether this is the train split, or a part of it."""
+        """Returns True if this is the train split, or a part of it."""
         while hasattr(dataset, "dataset"):
             dataset = dataset.dataset
         return self.dataset is not None and dataset is self.dataset.train
 
     def before_step(self, optimizer, args, kwargs):
-        """The gradients are whole now, and what has changed the weights is the last step."""
+        """Notes the gradients, which are complete now, and the weights after the last step."""
         if self.exact:
             self.gradients = self.name_tensors(lambda parameter: parameter.grad)
         if self.keep:
@@ -63,7 +63,7 @@ class Notes:
         self.timeline.begin()
 
     def after_step(self, optimizer, args, kwargs):
-        """A step ends here, and the next one begins."""
+        """Ends the notes of a step, and begins the next."""
         self.timeline.end("step")
         self.seconds.append(time.perf_counter() - self.began)
         self.span[1:] = [time.time()]
@@ -72,7 +72,7 @@ class Notes:
         self.losses.append([])
 
     def hook_in(self):
-        """Puts a function that takes notes around each function that a script calls for a step."""
+        """Wraps each function that a script calls for a step in one that takes notes."""
         load, build = data.load, models.build
         fetch, deal, backward = data.Split.__getitems__, DataLoader.__iter__, torch.Tensor.backward
         save = torch.save
@@ -121,7 +121,7 @@ class Notes:
         register_optimizer_step_post_hook(self.after_step)
 
     def report(self):
-        """Hands over what was noted; what was kept goes to a file."""
+        """Reports the notes; kept tensors go to a file."""
         weights = self.name_tensors(lambda parameter: parameter)
         if self.keep:
             self.states.append({"weights": weights, "gradients": {}})
@@ -148,12 +148,12 @@ class Notes:
 
 
 def flatten(tensors):
-    """All numbers of some tensors, as a list that can be reported."""
+    """Returns all numbers of some tensors, as a list that can be reported."""
     return [number for tensor in tensors.values() for number in tensor.flatten().tolist()]
 
 
 def compute_exactly():
-    """What makes two processes comparable with one: nothing that depends on how a batch is divided, and float64."""
+    """Makes two processes comparable with one: float64, and nothing that depends on how a batch is divided."""
     torch.set_default_dtype(torch.float64)
 
     def normalise(self, images):

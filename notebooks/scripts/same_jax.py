@@ -57,7 +57,7 @@ def train(start, dtype):
 
 
 def main():
-    """Meets the other processes, trains in float32 and in float64; process 0 writes what came of it."""
+    """Meets the other processes, trains in float32 and in float64; process 0 writes the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("start", help="first weights, and the batches of each rank")
     parser.add_argument("out", help="for losses and weights")

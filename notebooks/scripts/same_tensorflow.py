@@ -62,7 +62,7 @@ def train(start, strategy, rank, dtype="float32", padding="torch", epsilon=1e-5)
 
 
 def main():
-    """Meets the other workers, trains as torch does, and with what is TensorFlow's own way; worker 0 writes it."""
+    """Meets the other workers, trains as torch does, and in TensorFlow's own way; worker 0 writes the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("start", help="first weights, and the batches of each rank")
     parser.add_argument("out", help="for losses and weights")

@@ -44,7 +44,7 @@ def train(start, dtype, hvd):
 
 
 def main():
-    """Trains in float32 and in float64; rank 0 writes what came of it."""
+    """Trains in float32 and in float64; rank 0 writes the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("start", help="first weights, and the batches of each rank")
     parser.add_argument("out", help="for losses and weights")

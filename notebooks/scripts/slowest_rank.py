@@ -1,4 +1,4 @@
-"""A callback of one's own: how long the slowest rank took for a step, as a number of the whole job."""
+"""Your own callback: how long the slowest rank took for a step, as one number for the whole job."""
 
 import time
 

@@ -27,7 +27,7 @@ def count(model, loader, device):
 
 
 def main():
-    """Trains, from the checkpoint where there is one, and saves one after each epoch."""
+    """Trains, from the checkpoint if there is one, and saves one after each epoch."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", help="shapes10, cinic10, ...; if not given, what is there")
     parser.add_argument("--images", type=int, help="only so many of each split")

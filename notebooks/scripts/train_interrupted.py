@@ -1,7 +1,7 @@
 """Trains a small network while its process is killed again and again: train_interrupted.py --mtbf 0.2 --every 40.
 
-Each attempt is a process of its own. It goes on from the checkpoint that the attempt before has left. SIGKILL ends it
-after a random time, without a warning, as the loss of a machine would. Each run prints a report, as JSON.
+Each attempt is its own process. It continues from the checkpoint of the attempt before. SIGKILL ends it after a random
+time, without a warning, as the loss of a machine would. Each run prints a report, as JSON.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def save(path, model, optimizer, step):
 
 
 def train(model, optimizer, path, steps, every, notes, began):
-    """One attempt: it loads the checkpoint, trains, and saves after each so many steps and at the end."""
+    """Makes one attempt: loads the checkpoint, trains, and saves after every ``every`` steps and at the end."""
     step = 0
     if path.exists():
         state = torch.load(path)
@@ -78,7 +78,7 @@ def draw_lifetime(mtbf):
 
 
 def attempt(seconds, notes, *task):
-    """Runs ``train`` in a process of its own, and kills it after so many seconds. Returns whether it has finished.
+    """Runs ``train`` in its own process, and kills it after that many seconds. Returns whether it has finished.
 
     The seconds of a start count from the end of the attempt before: it takes time until a killed process is gone.
     """
@@ -103,7 +103,7 @@ def attempt(seconds, notes, *task):
 
 
 def run(args, every, seed):
-    """Starts attempts until one comes to the end of the last part. Returns the report."""
+    """Starts attempts until one reaches the end of the last part. Returns the report."""
     random.seed(seed)
     mtbf = args.mtbf if every else None
     notes = torch.zeros(len(NOTES), dtype=torch.float64).share_memory_()
@@ -125,7 +125,7 @@ def run(args, every, seed):
 
 
 def warm_up():
-    """Takes two steps, with a checkpoint between them: what is imported and allocated here, an attempt has already."""
+    """Takes two steps, with a checkpoint between them: imports and allocations happen here, not in each attempt."""
     with tempfile.TemporaryDirectory() as folder:
         for steps in (1, 2):
             train(*build(), Path(folder, "warm.pt"), steps, 1, torch.zeros(len(NOTES)), time.monotonic())

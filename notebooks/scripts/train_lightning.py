@@ -15,7 +15,7 @@ QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": 
 
 
 class Classifier(L.LightningModule):
-    """What is ours: the network, the loss, what is logged, the optimizer."""
+    """Our part: the network, the loss, the logged values, the optimizer."""
 
     def __init__(self, net: str, num_classes: int, lr: float):
         super().__init__()
@@ -26,7 +26,7 @@ class Classifier(L.LightningModule):
         ### END SOLUTION
 
     def training_step(self, batch, batch_idx):
-        """The loss of one batch."""
+        """Returns the loss of one batch."""
         # Place 2: forward. No zero_grad, backward or step: Lightning calls them. The batch is on the device already.
         ### BEGIN SOLUTION
         images, labels = batch
@@ -44,7 +44,7 @@ class Classifier(L.LightningModule):
         ### END SOLUTION
 
     def configure_optimizers(self):
-        """The optimizer of all parameters."""
+        """Returns the optimizer of all parameters."""
         # Place 4: return the optimizer of train_single.py.
         ### BEGIN SOLUTION
         return torch.optim.SGD(self.parameters(), self.lr, momentum=0.9)

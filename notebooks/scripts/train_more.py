@@ -1,4 +1,4 @@
-"""What Lightning adds in a line each: train_more.py --folder runs/lightning, or under torchrun with --devices 2."""
+"""Lightning's extras, a line each: train_more.py --folder runs/lightning, or under torchrun with --devices 2."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ from lab_utils import data
 
 
 def main():
-    """Trains with callbacks, two loggers, bfloat16, accumulation and clipping; reports what came of it."""
+    """Trains with callbacks, two loggers, bfloat16, accumulation and clipping; reports the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data")
     parser.add_argument("--images", type=int, default=1000)

@@ -62,7 +62,7 @@ def train(args, model, batches, optimizer, device):
 
 
 def main():
-    """Trains, and reports curves, times, each GPU's peak memory, and the share of the processors that others took."""
+    """Trains, and reports curves, times, each GPU's peak memory, and the share of the processors that others used."""
     args = parse_arguments()
     rank, world_size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     cuda = args.device == "cuda"

@@ -1,4 +1,4 @@
-"""Trains, stops at SIGTERM, and goes on later: torchrun --nproc-per-node=2 train_preempted.py --checkpoint run.pt."""
+"""Trains, stops at SIGTERM, and continues later: torchrun --nproc-per-node=2 train_preempted.py --checkpoint run.pt."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ from lab_utils import data, models
 
 
 def main():
-    """Trains from the checkpoint, where there is one, to the end, or until a process is told to stop."""
+    """Trains from the checkpoint, if there is one, to the end, or until a process is told to stop."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", help="shapes10, cinic10, ...; if not given, what is there")
     parser.add_argument("--images", type=int, help="only so many of the train split")

@@ -24,7 +24,7 @@ from lab_utils import data, models
 
 
 def train(config):
-    """Trains, from the last checkpoint where there is one. Each worker calls it; Ray has made their process group."""
+    """Trains, from the last checkpoint if there is one. Each worker calls it; Ray has made their process group."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dataset = data.load(config["data"])
     train, valid = (Subset(split, range(len(split))[: config["images"]]) for split in (dataset.train, dataset.valid))
@@ -70,7 +70,7 @@ def train(config):
 
 
 def fit(train, config, storage):
-    """Calls ``train`` in each of the workers, and returns what it reported last."""
+    """Calls ``train`` in each of the workers, and returns its last report."""
     trainer = TorchTrainer(
         train,
         train_loop_config=config,

@@ -1,6 +1,6 @@
 """Two ranks of one job, watched: first as one run of reduced values, then as one run per rank in a group.
 
-What each rank passes to wandb.init stands in plans.json, in the folder given: a list with one entry per rank, each a
+The arguments of each rank for wandb.init are in plans.json, in the given folder: a list with one entry per rank, each a
 list of two plans. None means that the rank opens no run.
 """
 

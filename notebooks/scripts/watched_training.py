@@ -43,7 +43,7 @@ def import_writer():
 
 
 def open_run(name, **options):
-    """A wandb run in a folder of its own; "create_new", since two of them are open in this one process."""
+    """A wandb run in its own folder; "create_new", since two of them are open in this one process."""
     (folder / name / "wandb").mkdir(parents=True, exist_ok=True)
     settings = {"silent": True} if name == "wandb, as it comes" else connection.options["settings"]
     where = {"dir": str(folder / name), "mode": connection.mode, "settings": settings}

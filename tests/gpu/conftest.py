@@ -1,4 +1,4 @@
-"""What the tests of the GPU paths share. It stands alone: on a GPU machine the files above it are not loaded."""
+"""Shared fixtures of the GPU tests. Self-contained: on a GPU machine the files above it are not loaded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ esac
 
 
 def pytest_collection_modifyitems(config, items):
-    """Bounds each test, so that one that hangs on a GPU costs itself alone."""
+    """Limits each test's time, so that one that hangs on a GPU fails alone."""
     if config.pluginmanager.has_plugin("timeout"):
         for item in items:
             if HERE in item.path.parents:
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 class RealGpu:
-    """The first GPU, with the attributes of :class:`pretend_cuda.Pretence`; what is called is noted, and done."""
+    """The first GPU, with the attributes of :class:`pretend_cuda.Pretence`; notes each call and carries it out."""
 
     real, device = True, CUDA
     rate = 0.0  # cycles of torch.cuda._sleep in a second
@@ -61,7 +61,7 @@ class RealGpu:
 
     @staticmethod
     def _measure_rate() -> float:
-        """Measures at the clocks of a GPU at work; an idle one is slower at first."""
+        """Measures at the clock rate of a busy GPU; an idle one is slower at first."""
         torch.cuda._sleep(200_000_000)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -72,7 +72,7 @@ class RealGpu:
 
     @contextlib.contextmanager
     def installed(self, patch: pytest.MonkeyPatch) -> Iterator[RealGpu]:
-        """Puts a function that takes notes in the place of each that a test asks about."""
+        """Replaces each function that a test asks about by one that takes notes."""
         torch.cuda.empty_cache()  # what tests before left there would change the sizes of blocks
         for name in TOLD:
             patch.setattr(torch.cuda, name, self._tell(name, getattr(torch.cuda, name)))
@@ -115,12 +115,12 @@ class RealGpu:
         torch.cuda._sleep(int(seconds * self.rate))
 
     def least(self, seconds: float) -> float:
-        """The least that work of this length takes, the clocks being what they are."""
+        """Returns the least time for work of this length at the current clock rates."""
         return 0.7 * seconds
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
-        """In this block an operation that waits for the device raises."""
+        """Makes operations that wait for the device raise in this block."""
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
@@ -129,7 +129,7 @@ class RealGpu:
 
 
 class _Copies(TorchFunctionMode):
-    """Notes copies between the devices: where to, whether from page-locked memory, and whether without waiting."""
+    """Notes copies between the devices: target, whether from page-locked memory, and whether non-blocking."""
 
     def __init__(self, gpu: RealGpu) -> None:
         super().__init__()
@@ -148,14 +148,14 @@ class _Copies(TorchFunctionMode):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpu | Pretence]:
-    """The first GPU; on a CPU a pretended one, which proves that the calls are right, and nothing of the numbers."""
+    """The first GPU; on a CPU a pretended one, which proves that the calls are right, but not the numbers."""
     with (RealGpu() if torch.cuda.is_available() else Pretence()).installed(monkeypatch) as device:
         yield device
 
 
 @pytest.fixture
 def real_gpu() -> Iterator[torch.device]:
-    """The first GPU, for a test that proves nothing without one."""
+    """The first GPU, for a test that is pointless without one."""
     if not torch.cuda.is_available():
         pytest.skip(NO_GPU)
     yield CUDA
@@ -165,7 +165,7 @@ def real_gpu() -> Iterator[torch.device]:
 
 @pytest.fixture(autouse=True)
 def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Records and jobs of the test's own; and what a test sets for all of torch is as before."""
+    """Gives the test its own records and jobs; restores torch's global settings afterwards."""
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
     for name in ("LAB_SCALE", "LAB_ROUNDS"):
         monkeypatch.delenv(name, raising=False)
@@ -177,7 +177,7 @@ def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 @pytest.fixture
 def smi(gpu: RealGpu | Pretence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's ``nvidia-smi``; beside a pretended GPU a program that answers as one of an H100 does."""
+    """The machine's ``nvidia-smi``; for a pretended GPU a program that answers as on an H100."""
     if gpu.real and not shutil.which("nvidia-smi"):
         pytest.skip("NOT TESTED HERE: needs nvidia-smi")
     if not gpu.real:
@@ -189,7 +189,7 @@ def smi(gpu: RealGpu | Pretence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def group(gpu: RealGpu | Pretence) -> Iterator[None]:
-    """A process group of this process alone, as the scripts that measure make one."""
+    """A process group of this process alone, as in the scripts that measure."""
     backend, device = ("cpu:gloo,cuda:nccl", gpu.device) if gpu.real else ("gloo", None)
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1, device_id=device)
     yield

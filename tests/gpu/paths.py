@@ -1,6 +1,6 @@
-"""The paths of the code that a GPU takes, and what is known of each: ``python -m tests.gpu.paths`` writes the table.
+"""Code paths for GPUs and the test status of each: ``python -m tests.gpu.paths`` writes the table.
 
-It needs the standard library and ``lab_common`` alone. What a run on a GPU came to stands in
+It needs only the standard library and ``lab_common``. The outcome of a run on a GPU is in
 ``data/reference/gpu_tests.json``, which ``python -m benchmarks.gpu`` writes.
 """
 
@@ -24,13 +24,13 @@ REAL = "real_gpu"
 
 @dataclass(frozen=True)
 class GpuPath:
-    """One path.
+    """One code path.
 
     Attributes:
-        name: What happens on a GPU there.
-        where: A file of the repository and a name in it, such as ``lab_utils/parallel.py: CpuDataParallel``; of a
+        name: What the code does on a GPU.
+        where: A file of the repository and a name in it, such as ``lab_utils/parallel.py: CpuDataParallel``; in a
             notebook the id of a cell.
-        test: The function in this folder that takes it: ``file: function``, without ``test_gpu_``, ``.py`` and
+        test: The function in this folder that runs it: ``file: function``, without ``test_gpu_``, ``.py`` and
             ``test_``.
     """
 
@@ -262,7 +262,7 @@ PATHS = (
 
 
 def find_tests() -> dict[str, bool]:
-    """Finds the tests of this folder: by ``file: function``, as above, whether they are skipped without a GPU."""
+    """Finds the tests of this folder: by ``file: function``, as above, True if they are skipped without a GPU."""
     found = {}
     for path in sorted(HERE.glob("test_gpu_*.py")):
         for one in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -273,12 +273,12 @@ def find_tests() -> dict[str, bool]:
 
 
 def read_outcomes(path: Path) -> dict[str, Any]:
-    """Reads what a run on a GPU came to; {} where none was recorded."""
+    """Reads the outcome of a run on a GPU; {} if none was recorded."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def tell(test: str, real: bool, outcomes: Mapping[str, str]) -> str:
-    """Says in words where a path was run; of a test with parameters the worst outcome counts."""
+    """Describes where a path was run; for a test with parameters the worst outcome counts."""
     file, _, function = test.partition(": ")
     name = f"test_gpu_{file}.py::test_{function}"
     # With or without a folder before it, as pytest's root was.
@@ -294,7 +294,7 @@ def make_table(outcomes: Mapping[str, Any]) -> str:
 
     Args:
         outcomes: The content of ``gpu_tests.json``: ``machine``, ``torch``, ``when`` and ``tests``, the outcome of each
-            test by pytest's id; {} where there is none.
+            test by pytest's id; {} if there are none.
     """
     tests, results = find_tests(), outcomes.get("tests", {})
     rows = [(path, tell(path.test, tests[path.test], results)) for path in PATHS]
@@ -326,7 +326,7 @@ def make_table(outcomes: Mapping[str, Any]) -> str:
 
 
 def write_table(root: Path | None = None) -> Path:
-    """Writes the table anew and returns its file; ``root`` is the checkout."""
+    """Rewrites the table and returns its file; ``root`` is the checkout."""
     root = root or checkout()
     path = root / TABLE
     with write_atomically(path) as file:

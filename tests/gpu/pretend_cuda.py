@@ -1,10 +1,10 @@
 """A pretended CUDA device, for rehearsals on a CPU: which calls are made, in which order, and on which tensors.
 
-The numbers are computed in main memory. A tensor is "on the GPU" where its storage is in a list, and torch's own modes
-keep that list: a :class:`TorchFunctionMode` sees what names a device, a :class:`TorchDispatchMode` sees each operation,
-those of the backward pass included. As on a GPU, work that is launched is done later, waiting for it takes its time,
-and these are errors: to mix tensors of the two devices, to read an event before its work is done, to wait while a graph
-is captured, and to take more memory than there is. Unlike on a GPU, a step that is captured is computed as well.
+The numbers are computed in main memory. A tensor is "on the GPU" if its storage is in a list, and torch's own modes
+keep that list: a :class:`TorchFunctionMode` sees calls that name a device, a :class:`TorchDispatchMode` sees each
+operation, including the backward pass. As on a GPU, launched work is done later, waiting for it takes time, and these
+are errors: mixing tensors of the two devices, reading an event before its work is done, waiting while a graph is
+captured, and using more memory than there is. Unlike on a GPU, a captured step is computed as well.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAPTURING = "operation not permitted when stream is capturing"
 
 
 class Stream:
-    """A queue of launched work, which is done at a moment of ``time.perf_counter``."""
+    """A queue of launched work, which is done at a certain time of ``time.perf_counter``."""
 
     def __init__(self, cuda: Pretence) -> None:
         self.cuda, self.done = cuda, 0.0
@@ -46,7 +46,7 @@ class Stream:
 
 
 class Event:
-    """A mark in a queue: when its stream comes to it."""
+    """A mark in a queue: the time when its stream reaches it."""
 
     def __init__(self, cuda: Pretence, enable_timing: bool) -> None:
         self.cuda, self.timed, self.at = cuda, enable_timing, None
@@ -60,7 +60,7 @@ class Event:
         self.cuda.wait("Event.synchronize", self.at)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds until another event."""
+        """Returns the milliseconds until another event."""
         if not (self.timed and end.timed):
             raise RuntimeError("both events must have enable_timing=True")
         if time.perf_counter() < max(self.at, end.at):
@@ -69,7 +69,7 @@ class Event:
 
 
 class Graph:
-    """The work that was launched while it was captured, and the number of operations."""
+    """The captured work and its number of operations."""
 
     def __init__(self, cuda: Pretence) -> None:
         self.cuda, self.launched, self.operations = cuda, [], 0
@@ -81,12 +81,12 @@ class Graph:
 
 
 class Pretence:
-    """The device.
+    """The pretended device.
 
     Attributes:
-        real: False; the device that stands in its place on a machine with a GPU has True.
-        device: As the labs name it.
-        calls: What was called: a tuple of a name and details each.
+        real: False; True for the device that replaces it on a machine with a GPU.
+        device: The device, as the labs name it.
+        calls: The calls so far, each a tuple of a name and details.
         total: Bytes of its memory.
         capability: Its compute capability.
     """
@@ -108,7 +108,7 @@ class Pretence:
 
     @contextlib.contextmanager
     def installed(self, patch: pytest.MonkeyPatch) -> Iterator[Pretence]:
-        """Puts the pretence in the place of ``torch.cuda``."""
+        """Replaces the functions of ``torch.cuda`` by pretended ones."""
         for name, value in self.list_functions().items():
             patch.setattr(torch.cuda, name, value)
         begin = torch.autocast.__init__
@@ -124,7 +124,7 @@ class Pretence:
             yield self
 
     def list_functions(self) -> dict[str, Callable]:
-        """What stands in ``torch.cuda``, by name."""
+        """Returns the functions that replace those of ``torch.cuda``, by name."""
         quiet = {
             "is_available": lambda: True,
             "device_count": lambda: 1,
@@ -173,14 +173,14 @@ class Pretence:
             self.stream.done = max(time.perf_counter(), self.stream.done) + seconds
 
     def least(self, seconds: float) -> float:
-        """The least that work of this length takes."""
+        """Returns the least time for work of this length."""
         return seconds
 
     def wait(self, name: str, until: float | None = None, *, hidden: bool = False) -> None:
-        """Waits until a moment, or for the current stream; ``hidden``: in an operation that was not told to wait.
+        """Waits until a given time, or for the current stream; ``hidden``: in an operation that was not told to wait.
 
         Raises:
-            RuntimeError: A graph is being captured; or waits in operations are forbidden, as by torch's debug mode.
+            RuntimeError: A graph is being captured, or hidden waits are forbidden, as in torch's debug mode.
         """
         if self.capture is not None:
             raise RuntimeError(f"{CAPTURING}: {name}")
@@ -191,7 +191,7 @@ class Pretence:
 
     @contextlib.contextmanager
     def no_waits(self) -> Iterator[None]:
-        """In this block an operation that waits for the device raises."""
+        """Makes operations that wait for the device raise in this block."""
         self._forbidden = True
         try:
             yield
@@ -219,14 +219,14 @@ class Pretence:
             self.note("graph ends", graph.operations)
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on the GPU."""
+        """Returns True if a tensor is on the GPU."""
         return tensor.untyped_storage()._cdata in self._there
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes a tensor's memory for the GPU's.
+        """Counts a tensor's memory as the GPU's.
 
         Raises:
-            torch.OutOfMemoryError: There is not so much.
+            torch.OutOfMemoryError: There is not that much memory.
         """
         storage = tensor.untyped_storage()
         if storage._cdata not in self._there:
@@ -253,11 +253,11 @@ class Pretence:
             self._aim = before
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is in page-locked memory."""
+        """Returns True if a tensor is in page-locked memory."""
         return tensor.untyped_storage()._cdata in self._pinned
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor in page-locked memory, which is noted, and nothing else."""
+        """Returns a copy of a tensor that is only marked as page-locked."""
         if self.has(tensor):
             raise RuntimeError("only dense CPU tensors can be pinned")
         copy = tensor.clone()
@@ -265,7 +265,7 @@ class Pretence:
         return copy
 
     def move(self, tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """What ``Tensor.to`` does."""
+        """Does the work of ``Tensor.to``."""
         copy = options.pop("copy", False)
         if args and isinstance(args[0], torch.Tensor):
             args = (CUDA if self.has(args[0]) else CPU, args[0].dtype, *args[1:])
@@ -287,7 +287,7 @@ class Pretence:
             self.wait("copying waits", hidden=True)
 
     def call(self, function: Callable, args: tuple, options: dict[str, Any]) -> Any:
-        """What becomes of a call of torch: what it says of devices is taken out, and kept in the list."""
+        """Runs a call of torch: removes its mention of a device, and keeps that in the list instead."""
         if function in SPECIAL:
             return SPECIAL[function](self, *args, **options)
         name, device, pinned = getattr(function, "__name__", ""), options.get("device"), options.get("pin_memory")
@@ -306,10 +306,10 @@ class Pretence:
         return self.place(result) if there and isinstance(result, torch.Tensor) else result
 
     def run(self, operation: Any, args: tuple, options: dict[str, Any]) -> Any:
-        """What becomes of an operation: its result is on the GPU where its inputs are.
+        """Runs an operation: its result is on the GPU if its inputs are.
 
         Raises:
-            RuntimeError: Some are there, and others are not; or it has to wait where it may not.
+            RuntimeError: Some inputs are on the GPU and others are not, or it would wait when waiting is forbidden.
         """
         tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
         inputs, name = [one for one in tensors if self.has(one)], operation._schema.name.removeprefix("aten::")
@@ -341,7 +341,7 @@ def _has_mask(indices: list) -> bool:
 
 
 def _read(function: Callable) -> Callable:
-    """A call that takes the numbers straight out of the tensor's memory."""
+    """Returns a call that reads the numbers directly from the tensor's memory."""
 
     def run(cuda: Pretence, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         if cuda.has(tensor):

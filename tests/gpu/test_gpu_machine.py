@@ -1,4 +1,4 @@
-"""What ``lab_utils.machine`` says of a machine with a GPU, and what ``nvidia-smi`` adds."""
+"""Tests of ``lab_utils.machine`` on a machine with a GPU, and of the facts that ``nvidia-smi`` adds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 
 
 def pretend_gpus(monkeypatch, *capabilities):
-    """So many GPUs, whatever there is."""
+    """Pretends that there are this many GPUs."""
     properties = [
         SimpleNamespace(name="NVIDIA Pretended", total_memory=2**34, major=major, minor=minor)
         for major, minor in capabilities

@@ -1,4 +1,4 @@
-"""What ``lab_utils.timing`` does on a GPU: when it waits, what it counts, and what becomes of a lack of memory."""
+"""Tests of ``lab_utils.timing`` on a GPU: when it waits, what it counts, and what happens without memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LACKS = (
 
 
 def take(gpu, size):
-    """So many bytes of the device."""
+    """Allocates this many bytes on the device."""
     return torch.empty(size, dtype=torch.uint8, device=gpu.device)
 
 
@@ -43,7 +43,7 @@ def test_for_a_cpu_synchronize_does_nothing(gpu):
 
 
 def test_the_calls_around_a_step_are_in_order(gpu):
-    """The counters are reset before the clock starts, and the device is waited for on both sides of the step."""
+    """Counters are reset before the clock starts, and the device is synchronised before and after the step."""
     gpu.calls.clear()
     timing.measure(lambda: gpu.note("step"), repeats=1, warmup=0, device=gpu.device)
     names = [name for name, *_ in gpu.calls if name in AROUND]
@@ -96,7 +96,7 @@ def test_each_set_up_has_its_own_peak_memory(gpu):
 
 
 def test_a_set_up_without_memory_has_no_seconds_and_the_next_goes_on(gpu):
-    """What it had taken is free again, and it is not tried again."""
+    """Its memory is freed, and it is not tried again."""
     tried = []
 
     def huge():
@@ -135,7 +135,7 @@ def test_another_error_of_the_device_is_raised(gpu):
 
 
 def test_a_convolution_without_room_is_a_lack_of_memory(real_gpu, record_property):
-    """Of whatever library's words: its output may fit, and its workspace or the gradients of its input do not."""
+    """Whichever library complains: the output may fit while the workspace or the input's gradients do not."""
     net, whole = nn.Conv2d(64, 64, 3, padding=1).to(real_gpu), torch.cuda.get_device_properties(real_gpu).total_memory
     images = torch.randn(2**11, 64, 32, 32, device=real_gpu, requires_grad=True)
     said = []
@@ -161,7 +161,7 @@ def test_a_convolution_without_room_is_a_lack_of_memory(real_gpu, record_propert
 
 
 def test_among_ranks_a_lack_of_memory_is_an_error(gpu, group):
-    """The others would wait for the rank that goes on without its step."""
+    """Otherwise the other ranks would wait for the rank that skips its step."""
     with pytest.raises(torch.OutOfMemoryError):
         timing.interleave({"huge": lambda: take(gpu, 2**47)}, repeats=1, warmup=0, device=gpu.device)
 

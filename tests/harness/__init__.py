@@ -1,1 +1,1 @@
-"""What the tests share: hosts out of namespaces, a Slurm, a browser, containers, and looks at what a job leaves."""
+"""Shared test helpers: hosts made of namespaces, a Slurm, a browser, containers, and checks of a job's leftovers."""

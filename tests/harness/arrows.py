@@ -1,6 +1,6 @@
-"""Draws who imports whom: ``python -m tests.harness.arrows`` prints the layers of our packages, and how long they are.
+"""Checks who imports whom: ``python -m tests.harness.arrows`` prints the layers of our packages and their lengths.
 
-An arrow only ever points down. Within a layer a module may import another of its own package, but never in a circle.
+Imports only ever point down. Within a layer a module may import another of its own package, but never in a circle.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ APART = {("nodelaunch", "lab_utils")}
 
 
 def list_modules() -> dict[str, Path]:
-    """The files of our packages by their module's name; a package is its ``__init__``."""
+    """Returns the files of our packages by module name; a package is its ``__init__``."""
     roots = sorted({layer.split(".")[0] for row in LAYERS for layer in row})
     paths = [path for root in roots for path in sorted((ROOT / root).rglob("*.py"))]
     names = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in paths}
@@ -26,26 +26,26 @@ def list_modules() -> dict[str, Path]:
 
 
 def find_layer(module: str) -> str:
-    """The layer in which a module is: the longest name that it begins with.
+    """Returns a module's layer: the longest name that it begins with.
 
     Raises:
-        ValueError: It is in none.
+        ValueError: It is in no layer.
     """
     layers = [layer for row in LAYERS for layer in row if f"{module}.".startswith(f"{layer}.")]
     return max(layers, key=len)
 
 
 def find_level(module: str) -> int:
-    """How high that layer is, from 0."""
+    """Returns the height of that layer, from 0."""
     layer = find_layer(module)
     return next(level for level, row in enumerate(LAYERS) if layer in row)
 
 
 def find_imports(source: str, module: str, known: dict[str, Path]) -> tuple[set[str], set[str]]:
-    """The modules of ours that a module imports: those that it needs to be imported itself, and all.
+    """Returns which of our modules a module imports: those imported together with it, and all.
 
     Args:
-        source: Its text.
+        source: Its source.
         module: Its name; with ``.__init__`` for a package.
         known: All modules, by name.
     """
@@ -70,13 +70,13 @@ def find_imports(source: str, module: str, known: dict[str, Path]) -> tuple[set[
 
 
 def _is_late(node: ast.AST) -> bool:
-    """Whether what stands in it is imported later than the module, or by a type checker only."""
+    """Returns True if imports inside the node run later than the module, or only for a type checker."""
     types_only = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
     return types_only or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
 
 
 def find_faults() -> list[str]:
-    """What points upward, or from one of two layers that are apart to the other, or around in a circle; in words."""
+    """Describes each import that points up, connects two separate layers, or closes a circle."""
     known, faults, graph = list_modules(), [], {}
     for module, path in known.items():
         own = f"{module}.__init__" if path.name == "__init__.py" else module
@@ -95,7 +95,7 @@ def find_faults() -> list[str]:
 
 
 def main() -> int:
-    """Prints the layers, from the top down; returns 1 where an arrow is wrong."""
+    """Prints the layers, from the top down; returns 1 if an import is wrong."""
     lines: dict[str, list[int]] = {}
     for module, path in list_modules().items():
         lines.setdefault(find_layer(module), []).append(len(path.read_text(encoding="utf-8").splitlines()))

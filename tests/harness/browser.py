@@ -36,7 +36,7 @@ class ScriptError(RuntimeError):
 
 
 def find_chromium() -> str | None:
-    """Returns the path of an installed Chromium or Chrome; None where there is none."""
+    """Returns the path of an installed Chromium or Chrome; None if there is none."""
     return next(filter(None, map(shutil.which, PROGRAMS)), None)
 
 
@@ -116,7 +116,7 @@ class Page:
 
 
 class Browser:
-    """A Chromium without a window, and with a profile of its own; on leaving the context, all its processes end.
+    """A Chromium without a window, and with its own profile; on leaving the context, all its processes end.
 
     Args:
         folder: For the profile; it is made.

@@ -1,4 +1,4 @@
-"""What hostile input must not do: hang, start a program, touch what lies outside, or end in a message that obeys it."""
+"""Detects effects of hostile input: a hang, a started program, a touched file outside, a message with its codes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lab_common import LabError
 
 
 class HangsError(BaseException):
-    """A case takes longer than it may; no reader's ``except Exception`` catches it."""
+    """A case exceeded its time; not caught by a reader's ``except Exception``."""
 
 
 @contextlib.contextmanager
 def limit_seconds(seconds: float) -> Iterator[None]:
-    """Ends a block that takes longer, also one that waits in a system call."""
+    """Ends a block that takes longer, even one that waits in a system call."""
 
     def stop(*_: object) -> None:
         raise HangsError(f"longer than {seconds} s")
@@ -33,7 +33,7 @@ def limit_seconds(seconds: float) -> Iterator[None]:
 
 
 def describe_tree(folder: Path) -> dict[str, object]:
-    """Everything under a folder: a file's SHA-256 and time of change, a link's target, a folder's mode."""
+    """Describes everything under a folder: each file's SHA-256 and mtime, each link's target, each folder's mode."""
     found = {}
     for path in sorted(folder.rglob("*")):
         state = path.lstat()
@@ -44,7 +44,7 @@ def describe_tree(folder: Path) -> dict[str, object]:
 
 
 def make_canary(folder: Path) -> Path:
-    """Makes a folder of what an attack would like to reach, with programs that leave a mark when they are started."""
+    """Makes a folder that an attack would try to reach, with programs that leave a mark when they are started."""
     for name in ("home/.ssh/authorized_keys", "etc/passwd", "train/cat/x.png", "x.png", "work/x.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"the content of {name}")
@@ -58,7 +58,7 @@ def make_canary(folder: Path) -> Path:
 
 
 def assert_is_message(error: LabError, note: object = "") -> None:
-    """Asserts that an error says what, where and why, and that a terminal only shows it."""
+    """Asserts that an error says what, where and why, without control characters for a terminal."""
     assert error.what and error.where and error.cause and error.fix, (note, str(error))
     first = str(error).splitlines()[0]
     assert len(first) <= 120, (note, first)

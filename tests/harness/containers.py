@@ -1,6 +1,6 @@
-"""Podman for the tests of hosting: images made of this machine's own Debian packages, and no registry.
+"""Podman for the tests of hosting: images made from this machine's own Debian packages, without a registry.
 
-What is made stays in Podman's own storage under ``localhost/labs-test-…``, so that the next run need not make it again.
+The images stay in Podman's storage under ``localhost/labs-test-…``, so that the next run need not build them again.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ RUN apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-ins
 
 @dataclass(frozen=True)
 class Podman:
-    """A Podman that runs here.
+    """A Podman on this machine.
 
     Attributes:
-        folder: For what it is told.
+        folder: Folder of its settings.
         env: The environment of commands that run containers.
     """
 
@@ -66,7 +66,7 @@ class Podman:
     env: dict[str, str]
 
     def call(self, *arguments: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
-        """Runs podman and returns what it said."""
+        """Runs podman and returns its output."""
         return run("podman", *arguments, env=self.env, check=check, **options)
 
     def host(self, *arguments: object, state: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -106,7 +106,7 @@ class Podman:
 
     @contextmanager
     def serve(self) -> Iterator[Path]:
-        """Gives Docker's API to who has the socket, as the hub wants it."""
+        """Serves Docker's API on a socket, as the hub needs it."""
         path = self.folder / "engine.sock"
         service = subprocess.Popen(["podman", "system", "service", "--time=0", f"unix://{path}"], env=self.env)
         try:
@@ -116,15 +116,15 @@ class Podman:
             service.wait(30)
 
     def has(self, image: str) -> bool:
-        """Whether an image is there."""
+        """Returns True if an image exists."""
         return self.call("image", "exists", image, check=False).returncode == 0
 
     def ask(self, container: str, *command: object, check: bool = True) -> str:
-        """What a command in a container prints."""
+        """Returns the output of a command in a container."""
         return self.call("exec", container, *command, check=check).stdout.strip()
 
     def inspect(self, container: str) -> dict:
-        """What podman knows of a container."""
+        """Returns podman's description of a container."""
         return json.loads(self.call("inspect", container).stdout)[0]
 
     def _make_base(self, name: str, suite: str, sources: Sequence[Path], packages: str) -> None:
@@ -137,13 +137,13 @@ class Podman:
 def make_setup(
     teams: Sequence[Team], settings: Settings | None = None, *, tokens: dict | None = None, **given
 ) -> Setup:
-    """What would have been decided for a class on ``MACHINE``."""
+    """Makes the setup of a class on ``MACHINE``."""
     shares = divide(MACHINE, teams, settings or Settings())
     return Setup(tokens or {team.name: team.name[0] * 48 for team in teams}, shares, MACHINE, **given)
 
 
 def run(*command: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
-    """Runs a command; where it fails, the error shows the end of what it said."""
+    """Runs a command; if it fails, the error shows the end of its output."""
     ended = subprocess.run([*map(str, command)], capture_output=True, text=True, errors="replace", **options)
     if check and ended.returncode:
         raise AssertionError(f"{' '.join(map(str, command))[:300]}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}")
@@ -151,14 +151,14 @@ def run(*command: object, check: bool = True, **options: object) -> subprocess.C
 
 
 def install(folder: Path, *packages: str) -> Path:
-    """Installs packages of PyPI into an environment of their own; returns the folder of its programs."""
+    """Installs packages from PyPI into their own environment; returns the folder of its programs."""
     venv.create(folder, with_pip=True)
     run(folder / "bin" / "python", "-m", "pip", "install", "-q", *packages)
     return folder / "bin"
 
 
 def write_next_sources(folder: Path) -> Path:
-    """Writes where this machine's apt finds the next Debian; returns the file."""
+    """Writes apt's source list for the next Debian; returns the file."""
     (told,) = Path("/etc/apt/sources.list.d").glob("*.sources")
     folder.mkdir()
     (folder / "next.sources").write_text(told.read_text().replace("bookworm", "trixie"))
@@ -166,7 +166,7 @@ def write_next_sources(folder: Path) -> Path:
 
 
 def find_docker_compose(folder: Path) -> list[str]:
-    """The command of Docker's own Compose: this machine's, or the next Debian's, which runs here without an engine."""
+    """Returns the command of Docker's own Compose: this machine's, or the next Debian's, which needs no engine."""
     usual = ["docker", "compose"]
     if shutil.which("docker") and not run(*usual, "version", check=False).returncode:
         return usual
@@ -185,12 +185,12 @@ def find_docker_compose(folder: Path) -> list[str]:
 
 
 def insecure() -> ssl.SSLContext:
-    """For the front's certificate, which nobody but itself has signed."""
+    """Returns a context that accepts the front's self-signed certificate."""
     return ssl._create_unverified_context()
 
 
 def find_missing() -> list[str]:
-    """The programs that are not installed."""
+    """Returns the programs that are not installed."""
     return [name for name in PROGRAMS if not shutil.which(name)]
 
 
@@ -205,13 +205,13 @@ def prepare(folder: Path) -> Podman:
 
 
 def find_told() -> list[str]:
-    """Where this machine's apt and pip are told what to ask."""
+    """Returns the files and folders that configure this machine's apt and pip."""
     told = [*TOLD, str(Path.home() / ".config" / "pip"), *find_indexes()]
     return [path for path in told if Path(path).exists()]
 
 
 def find_indexes() -> list[str]:
-    """Folders of this machine in which its pip looks for packages; an index of links has its files beside it."""
+    """Returns the local folders in which pip looks for packages; an index of links has its files beside it."""
     told = run(sys.executable, "-m", "pip", "config", "list", check=False).stdout
     indexes = {str(Path(path).parent) for path in re.findall(r"file://(/[^\s'\"]+)", told)}
     links = set(re.findall(r"(?<=')(/[^\s'\"]+)", told))
@@ -220,13 +220,13 @@ def find_indexes() -> list[str]:
 
 @dataclass(frozen=True)
 class Hosted:
-    """A class that runs.
+    """A running class.
 
     Attributes:
-        podman: What runs it.
+        podman: The Podman that runs it.
         state: The instructor's folder.
         teams: The list of teams.
-        port: Of the front.
+        port: The port of the front.
         seconds: How long ``up`` took.
     """
 
@@ -237,7 +237,7 @@ class Hosted:
     seconds: float
 
     def token(self, team: str) -> str:
-        """A team's token, from the instructor's file."""
+        """Returns a team's token, from the instructor's file."""
         return re.search(rf"^TOKEN_{team.upper()}=(\w+)$", (self.state / "tokens.env").read_text(), re.M)[1]
 
     def host(self, *arguments: object, check: bool = True):
@@ -245,31 +245,31 @@ class Hosted:
         return self.podman.host(*arguments, state=self.state, check=check)
 
     def ask(self, path: str, *, token: str = "", method: str = "GET", **headers: str) -> tuple[int, str]:
-        """Status and body of what the front answers; redirections are not followed."""
+        """Returns status and body of the front's answer; redirections are not followed."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         answer = self.open(path, method, sent | ({"Authorization": f"token {token}"} if token else {}))
         return answer.status, answer.read().decode(errors="replace")
 
     def open(self, path: str, method: str, headers: dict[str, str]) -> http.client.HTTPResponse:
-        """The front's answer itself; the certificate is its own."""
+        """Returns the front's raw answer; its certificate is self-signed."""
         connection = http.client.HTTPSConnection("127.0.0.1", self.port, context=insecure(), timeout=60)
         connection.request(method, path, headers={"Host": f"localhost:{self.port}", "Connection": "close"} | headers)
         return connection.getresponse()
 
     def log_in(self, team: str) -> str:
-        """The cookies that a browser has after it gave the team's token."""
+        """Returns a browser's cookies after a login with the team's token."""
         answer = self.open(f"/{team}/lab?token={self.token(team)}", "GET", {})
         return "; ".join(line.partition(";")[0] for line in answer.headers.get_all("Set-Cookie"))
 
     def started(self) -> dict[str, str]:
-        """When each container was started."""
+        """Returns the start time of each container."""
         names = self.podman.call("ps", "-a", "--filter", f"name=^{PROJECT}-", "--format", "{{.Names}}").stdout.split()
         return {name: self.podman.inspect(name)["State"]["StartedAt"] for name in names}
 
 
 @contextmanager
 def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]:
-    """Teams red and blue, brought up by one command; nothing of them is left at the end."""
+    """Brings up teams red and blue with one command; removes everything at the end."""
     teams = folder / "teams.csv"
     teams.write_text("team,gpus\nred,\nblue,\n")
     port = find_free_port()
@@ -291,7 +291,7 @@ def bring_up(podman: Podman, folder: Path, *options: object) -> Iterator[Hosted]
 
 
 def remove(podman: Podman) -> None:
-    """Removes what a run before left, and the volumes that `down` keeps."""
+    """Removes leftovers of an earlier run, and the volumes that `down` keeps."""
     for kind, command in (("", "rm"), ("volume", "volume rm"), ("network", "network rm")):
         listed = ["ps", "-a"] if not kind else [kind, "ls"]
         shape = "{{.Names}}" if not kind else "{{.Name}}"
@@ -322,7 +322,7 @@ for name in sys.argv[1:]:
 
 
 def assert_apart(hosted: Hosted, team: str, other: str, *, others: Sequence[str] = ()) -> None:
-    """A team's container does not reach another team's, by name or address, and none has more than it needs."""
+    """Asserts that a team's container cannot reach another team's by name or address, and has no extra rights."""
     podman, mine, theirs = hosted.podman, f"{PROJECT}-{team}-node0", f"{PROJECT}-{other}-node0"
     address = podman.inspect(theirs)["NetworkSettings"]["Networks"][f"{PROJECT}-{other}"]["IPAddress"]
     names = [theirs, address, *others]

@@ -43,7 +43,7 @@ def make_pack(home: Path, name: str = "shapes10") -> Path:
 
 
 def make_archive(folder: Path, file: Path, *, top: str = ".") -> Path:
-    """Packs a folder into a .tar.gz, in the order of a file system, which is none."""
+    """Packs a folder into a .tar.gz, in the arbitrary order of a file system."""
     with tarfile.open(file, "w:gz", compresslevel=1) as tar:
         for path in sorted(folder.rglob("*"), key=lambda path: str(path)[::-1]):
             tar.add(path, f"{top}/{path.relative_to(folder)}", recursive=False)
@@ -51,7 +51,7 @@ def make_archive(folder: Path, file: Path, *, top: str = ".") -> Path:
 
 
 def assert_explains(error: LabError, *words: str) -> None:
-    """Asserts that an error says what, where, why and how to mend it, and has these words in it."""
+    """Asserts that an error says what, where, why and how to fix it, and contains these words."""
     assert error.what and error.where and error.cause and error.fix, str(error)
     assert len(error.what) <= 120, error.what
     for word in words:

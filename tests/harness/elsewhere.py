@@ -1,4 +1,4 @@
-"""A stand-in for macOS: takes away what Python and the file system have on Linux only."""
+"""A stand-in for macOS: removes what Python and the file system have on Linux only."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ OPENERS = {os: ("stat", "lstat", "open", "listdir", "scandir", "readlink", "stat
 
 
 def leave_linux(patch: pytest.MonkeyPatch) -> None:
-    """Says that this is macOS, and hides from this process what only Linux has.
+    """Pretends that this is macOS, and hides Linux-only features from this process.
 
-    Modules that are imported later see it, too: import beforehand those of others that look at ``sys.platform``.
+    Modules imported later see this, too: first import third-party modules that look at ``sys.platform``.
     """
     patch.setattr(sys, "platform", "darwin")
     for module, names in ONLY_LINUX.items():
@@ -40,7 +40,7 @@ def leave_linux(patch: pytest.MonkeyPatch) -> None:
 
 
 def hide_folders(patch: pytest.MonkeyPatch) -> None:
-    """Lets ``os``, ``open`` of ``io`` and so ``pathlib`` find nothing in the folders of Linux's kernel."""
+    """Makes ``os``, ``io.open`` and thus ``pathlib`` find nothing in the folders of Linux's kernel."""
     for module, names in OPENERS.items():
         for name in names:
             patch.setattr(module, name, _hide(getattr(module, name)))

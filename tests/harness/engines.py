@@ -22,7 +22,7 @@ def need_engine_of(notebook: Path) -> None:
 
 
 def find_engine(name: str) -> Path:
-    """The Python of a framework's environment; without it the test is skipped, or fails where it has to be there."""
+    """The Python of a framework's environment; without it the test is skipped, or fails if it must be here."""
     try:
         return frameworks.find_python(name)
     except LabError as error:

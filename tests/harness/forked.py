@@ -1,4 +1,4 @@
-"""Functions in a process of their own, which may be killed, or give up the rights of root."""
+"""Functions in their own process, which may be killed, or give up the rights of root."""
 
 import multiprocessing
 import threading
@@ -9,7 +9,7 @@ forked = multiprocessing.get_context("fork")
 
 
 def fork(function, *arguments):
-    """Starts a function in a forked process. Each gets a tqdm lock of its own: a killed one may hold it."""
+    """Starts a function in a forked process. Each gets its own tqdm lock: a killed one may hold it."""
 
     def work():
         from tqdm.auto import tqdm
@@ -31,7 +31,7 @@ def drop_root_rights():
 
 
 def run_forked(function, *arguments):
-    """Runs a function in a process of its own and returns what it returns, or raises its LabError."""
+    """Runs a function in its own process and returns what it returns, or raises its LabError."""
 
     def work():
         try:

@@ -1,7 +1,7 @@
-"""What the tests share that throw hostile input at a reader: which seeds to try, and mutations of bytes and of JSON.
+"""Shared helpers of the fuzz tests: the seeds to try, and mutations of bytes and of JSON.
 
-`make test` tries a few fixed seeds. `make fuzz` tries as many as were promised, from a seed of its own each time; a
-failure names its seed, and ``make fuzz SEED=…`` repeats it.
+`make test` tries a few fixed seeds. `make fuzz` tries many, from a new seed each time; a failure names its seed, and
+``make fuzz SEED=…`` repeats it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ FUZZ = "LAB_FUZZ"
 
 
 def choose_seeds(many: int, few: int) -> range:
-    """The seeds of a test: ``few`` fixed ones, or in `make fuzz` ``many`` from the number in ``LAB_FUZZ``."""
+    """Returns a test's seeds: ``few`` fixed ones, or in `make fuzz` ``many`` starting at ``LAB_FUZZ``."""
     start = os.environ.get(FUZZ)
     return range(int(start), int(start) + many) if start else range(few)
 
 
 def mutate_bytes(content: bytes, dice: random.Random) -> bytes:
-    """Returns a damaged copy: cut off, with bits turned, bytes overwritten, removed, doubled, or put elsewhere."""
+    """Returns a damaged copy: truncated, or with flipped bits, or bytes overwritten, removed, doubled or moved."""
     data = bytearray(content)
     for _ in range(dice.choice((1, 1, 2, 5, 20))):
         if not data:
@@ -54,7 +54,7 @@ ODD_VALUES += ({"a": {"b": {}}}, "x" * 100_000, "\ud800", "\x1b[2J\x1b]0;x\x07",
 
 
 def mutate_json(value: object, dice: random.Random, odd: Sequence[object] = ODD_VALUES) -> object:
-    """Returns a copy in which one or a few places hold something odd, or have gone."""
+    """Returns a copy in which one or a few places hold something odd, or are missing."""
     value = copy.deepcopy(value)
     for _ in range(dice.choice((1, 1, 2, 4))):
         value = _change(value, dice, odd)
@@ -73,7 +73,7 @@ def _change(value: object, dice: random.Random, odd: Sequence[object]) -> object
 
 
 def make_odd_file(path: Path, kind: str, beginning: bytes = b"") -> None:
-    """Puts something in a file's place that is none, or a sparse one of 3 GB; nobody writes to the pipe."""
+    """Replaces a file by something that is not a regular file, or by a sparse one of 3 GB; the pipe has no writer."""
     match kind:
         case "a link to nothing":
             path.symlink_to(path.with_name("there is no such file"))

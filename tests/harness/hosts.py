@@ -1,4 +1,4 @@
-"""Two real-looking hosts on this machine, n1 and n2, and a launcher's side, n0: for tests that need a network between.
+"""Two realistic hosts on this machine, n1 and n2, and a launcher's side, n0: for tests that need a network.
 
 Each host is a network, UTS, PID, IPC and mount namespace: it has a name, an address (10.77.x.11 and .12), an
 /etc/hosts, a /dev/shm, a disk at /node, a home on that disk, and an sshd on port 22 as process 1. /tmp and the checkout
@@ -7,8 +7,8 @@ are shared, as on a cluster with a shared file system. The root namespace has no
 How a test reaches them: through ``hosts.ssh_config``, whose ProxyCommand connects inside n0 and then *hands the
 connected socket over* to ssh (ProxyUseFdpass) and ends. So ssh works from any process of the machine, resolves names
 by n0's /etc/hosts, needs no nc, copies no data through a third process, and its keep-alive and time-outs act on the
-real connection. The connector words its errors as ssh does; ``hosts.tools`` holds an ``ssh`` that runs wholly inside
-n0, for tests of OpenSSH's own words (put it first in PATH, and use ``hosts.inner_config``).
+real connection. The connector words its errors as ssh does; ``hosts.tools`` has an ``ssh`` that runs entirely inside
+n0, for tests of OpenSSH's own messages (put it first in PATH, and use ``hosts.inner_config``).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SetEnv HOME=/node/home
 
 
 def find_missing() -> str:
-    """What is missing here for such hosts, in words; "" where nothing is."""
+    """Describes what is missing here for such hosts; "" if nothing is."""
     if not sys.platform.startswith("linux") or os.geteuid():
         return "only root on Linux can make hosts out of namespaces"
     missing = {package for program, package in PROGRAMS.items() if not _which(program)}
@@ -84,7 +84,7 @@ def find_missing() -> str:
 
 
 class Hosts:
-    """The two hosts, from entering the context to leaving it. Two instances, also of two processes, do not meet."""
+    """The two hosts, for the duration of the context. Instances do not interfere, not even in different processes."""
 
     def __init__(self) -> None:
         self._network = f"10.77.{1 + os.getpid() % 250}"
@@ -113,17 +113,17 @@ class Hosts:
         self.close()
 
     def address(self, node: str) -> str:
-        """The IPv4 address of n0, n1 or n2."""
+        """Returns the IPv4 address of n0, n1 or n2."""
         return f"{self._network}.{ {'n0': 1, 'n1': 11, 'n2': 12}[node] }"
 
     @property
     def ssh_config(self) -> Path:
-        """For ``ssh -F`` anywhere on this machine."""
+        """File for ``ssh -F`` anywhere on this machine."""
         return self.state / "ssh_config"
 
     @property
     def inner_config(self) -> Path:
-        """For ``ssh -F`` inside n0, or with the ssh of ``tools``: keys and names only."""
+        """File for ``ssh -F`` inside n0, or with the ssh of ``tools``: keys and names only."""
         return self.state / "inner_config"
 
     @property
@@ -133,12 +133,12 @@ class Hosts:
 
     @property
     def hosts_text(self) -> str:
-        """What /etc/hosts says on each of them, when nothing was changed."""
+        """The unchanged /etc/hosts of each of them."""
         lines = ["127.0.0.1 localhost", *(f"{self.address(node)} {node}" for node in ("n0", *NODES))]
         return "\n".join(lines) + "\n"
 
     def disk(self, node: str) -> Path:
-        """What the node sees as /node, as seen from outside."""
+        """Returns the path, outside the node, of its /node."""
         return self.state / node / "disk"
 
     def run_on(self, node: str, argv: Sequence[str], *, check: bool = True, timeout: float = 30.0) -> str:
@@ -154,7 +154,7 @@ class Hosts:
         return subprocess.Popen([*self._enter("n0"), *argv], env=dict(env) if env is not None else None, **kwargs)
 
     def crash(self, node: str) -> None:
-        """Cuts the power: all processes of the host are gone at once, and nobody on the network is told."""
+        """Cuts the power: all processes of the host disappear at once, without a word on the network."""
         self.link_down(node)
         self._kill(node)
 
@@ -181,22 +181,22 @@ class Hosts:
         _run("ip", "-n", self._prefix + node, "link", "set", "eth0", "up")
 
     def drop(self, source: str, target: str, port: int | None = None, *, new: bool = False) -> None:
-        """Lets a firewall on ``target`` throw away what comes from ``source``; with ``new`` only what connects."""
+        """Makes a firewall on ``target`` drop packets from ``source``; with ``new`` only new connections."""
         self._dirty = True
         self._filter("-I", source, target, port, new)
 
     def undrop(self, source: str, target: str, port: int | None = None, *, new: bool = False) -> None:
-        """Takes such a rule away again."""
+        """Removes such a rule."""
         self._filter("-D", source, target, port, new)
 
     def set_hosts(self, node: str, text: str) -> None:
-        """Changes /etc/hosts of n0, n1 or n2, at once and also for the programs that run there."""
+        """Changes /etc/hosts of n0, n1 or n2, immediately and for running programs, too."""
         # Written in place: the file is mounted over the host's, and a new file would not be.
         self._dirty = True
         (NETNS / (self._prefix + node) / "hosts").write_text(text)
 
     def mend(self) -> None:
-        """Undoes what tests did to names, links, firewalls and power; files on the disks stay."""
+        """Undoes the tests' changes to names, links, firewalls and power; files on the disks stay."""
         if not self._dirty:
             return
         for node in ("n0", *NODES):
@@ -210,7 +210,7 @@ class Hosts:
         self._dirty = False
 
     def close(self) -> None:
-        """Ends everything on the hosts, and removes them."""
+        """Ends everything on the hosts and removes them."""
         for node in self._nodes:
             self._kill(node)
         with _locked():
@@ -226,7 +226,7 @@ class Hosts:
         return [*own, "env", "HOME=/node/home"]
 
     def _find_init(self, node: str) -> int:
-        """The process id, outside, of the host's process 1."""
+        """Returns the outer process id of the host's process 1."""
         pid = self._nodes[node].pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         if not children:
@@ -340,9 +340,9 @@ def _locked() -> Iterator[None]:
 
 
 def _clear_leftovers() -> None:
-    """Removes the hosts of owners that died without doing it: they no longer hold their lock.
+    """Removes hosts whose owners died without removing them: they no longer hold their lock.
 
-    Not by the owner's process id, which means another process, or none, to who has process ids of its own.
+    The owner's process id would not do: in another PID namespace it means another process, or none.
     """
     for folder in STATE.iterdir():
         with contextlib.suppress(FileNotFoundError), (folder / "owner").open() as owner:
@@ -366,7 +366,7 @@ def _remove(folder: Path) -> None:
 
 
 def _turn_off_the_light() -> None:
-    """Removes what all share, where nobody is left; not with leftovers, since who clears those is about to use it."""
+    """Removes the shared parts if no hosts are left; not called with leftovers, whose remover needs those parts."""
     with contextlib.suppress(OSError):
         STATE.rmdir()
         Path("/node").rmdir()

@@ -1,4 +1,4 @@
-"""What the tests of the launcher share: a script that fails as told, and a look at what a job leaves behind."""
+"""Shared helpers for the launcher's tests: a script that fails on demand, and checks of a job's leftovers."""
 
 from __future__ import annotations
 
@@ -143,13 +143,13 @@ PYTHON = {"program": ["python"]}
 
 
 def hear(state: JobState, node: str, event: str, /, **facts: object) -> None:
-    """Lets a state hear an event of a node."""
+    """Passes a node's event to a state."""
     state.read(node, f"\x1e{json.dumps({'event': event, **facts})}\n".encode())
 
 
 @dataclass
 class Heard:
-    """What a job printed, and what is done when it prints something: {part of a line: called with the line}."""
+    """A job's output, and actions when it prints something: {part of a line: function of the line}."""
 
     when: dict[str, Callable[[str], None]] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class Heard:
 
     @property
     def fault(self) -> float:
-        """When the fault happened, as the script said."""
+        """Time of the fault, as the script printed it."""
         return float(next(found[1] for line in self.lines if (found := re.search(r"fault at ([\d.]+)", line))))
 
 
@@ -174,10 +174,10 @@ def run_badly(
     gone: float = 5.0,
     **kwargs,
 ) -> JobError:
-    """Runs a job that has to fail within so many seconds of the fault, and keeps the contract of all drills.
+    """Runs a job that must fail within a given time after the fault, and checks the contract of all drills.
 
-    One JobError: its first line short, with a fix and a log that is there; nothing of it alive ``gone`` seconds later,
-    on any host; its port free.
+    One JobError: its first line short, with a fix and an existing log; none of its processes alive ``gone`` seconds
+    later, on any host; its port free.
     """
     job_id = job.id
     with pytest.raises(JobError) as caught:
@@ -203,7 +203,7 @@ def check_error(error: JobError) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """The logs of a job are there, and its port is not held."""
+    """Asserts that a job's logs exist and its port is free."""
     assert (folder / "output.log").stat().st_size > 0
     for script in folder.glob("node*.sh"):
         found = re.search(r"(?:rdzv-endpoint=|master-addr=)(127[\d.]+):?", script.read_text())
@@ -227,7 +227,7 @@ def assert_port_free(address: str, port: int) -> None:
 
 
 def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:
-    """Process id, command line and environment of all that belongs to a job, on this machine and its hosts."""
+    """Yields process id, command line and environment of a job's processes, on this machine and its hosts."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone meanwhile
             environ = (folder / "environ").read_bytes()
@@ -238,7 +238,7 @@ def list_processes(job_id: str) -> Iterator[tuple[int, str, dict[str, str]]]:
 
 
 def list_listeners(variable: str, enter: Sequence[str] = ()) -> set[tuple[str, int]]:
-    """Address and port of all that the processes with a variable, as "name=value", in their environment listen on."""
+    """Returns address and port of each listener of the processes with a variable, as "name=value"."""
     command = [*enter, sys.executable, "-ISc", LISTENERS, variable]
     rows = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
     return {(address, int(port)) for address, _, port in (row.partition(" ") for row in rows if row)}
@@ -246,7 +246,7 @@ def list_listeners(variable: str, enter: Sequence[str] = ()) -> set[tuple[str, i
 
 @contextlib.contextmanager
 def hear_listeners(variable: str) -> Iterator[set[tuple[str, int]]]:
-    """Collects, while a block runs, what the processes with a variable in their environment listen on."""
+    """Collects, while a block runs, the listeners of the processes with a variable in their environment."""
     heard, done = set(), threading.Event()
 
     def listen() -> None:
@@ -263,7 +263,7 @@ def hear_listeners(variable: str) -> Iterator[set[tuple[str, int]]]:
 
 
 def find_processes(job_id: str, part: str, node: int | None = None) -> list[int]:
-    """The processes of a job by a part of their command: "node.supervisor", "node.agent", "node.worker"."""
+    """Finds a job's processes by a part of their command: "node.supervisor", "node.agent", "node.worker"."""
     return [
         pid
         for pid, command, env in list_processes(job_id)
@@ -273,7 +273,7 @@ def find_processes(job_id: str, part: str, node: int | None = None) -> list[int]
 
 
 def assert_gone(job_id: str, seconds: float) -> float:
-    """Asserts that nothing of a job lives after so many seconds; returns when that was."""
+    """Asserts that all processes of a job end within the given seconds; returns when they had."""
     start = time.monotonic()
     while left := [(pid, command) for pid, command, _ in list_processes(job_id)]:
         assert time.monotonic() - start < seconds, f"alive after {seconds} s: {left}"
@@ -284,7 +284,7 @@ def assert_gone(job_id: str, seconds: float) -> float:
 
 
 def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> object:
-    """Returns what ``holds`` returns as soon as that is true."""
+    """Returns the result of ``holds`` as soon as it is true."""
     end = time.monotonic() + seconds
     while not (value := holds()):
         assert time.monotonic() < end, "it did not come"
@@ -293,7 +293,7 @@ def wait_for(holds: Callable[[], object], seconds: float = 120.0) -> object:
 
 
 def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    """Sends a signal to processes that are there; whatever ends with the first of them has had enough."""
+    """Sends a signal to processes; ignores those that have already ended with the first of them."""
     first, *others = pids
     os.kill(first, number)
     for pid in others:
@@ -302,7 +302,7 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 
 def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], float]]:
-    """Does it once both ranks are connected; the second part returns when that was."""
+    """Runs an action once both ranks are connected; the second part returns when that was."""
     seen: list[str] = []
     times: list[float] = []
 
@@ -318,5 +318,5 @@ def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], fl
 
 
 def copy_code(job: TorchrunJob) -> None:
-    """Copies what a launch copies before it starts, for scripts that are started by hand."""
+    """Copies the code as a launch does before it starts, for scripts that are started by hand."""
     job._backend.copy(job.spec, job._launch, job._collect(), None, force=False, say=print)

@@ -1,4 +1,4 @@
-"""What the tests say to JupyterLab in a browser, and how they judge what a notebook shows there."""
+"""Drives JupyterLab in a browser for the tests, and judges what a notebook shows there."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ FAINT = """
 
 
 def open_notebook(page: Page, path: str) -> None:
-    """Opens a notebook in a page that was just sent to JupyterLab, and waits until its kernel is ready."""
+    """Opens a notebook in a page that has just gone to JupyterLab, and waits until its kernel is ready."""
     page.wait_for("window.jupyterapp !== undefined", timeout=120)
     page.evaluate(HELPERS)
     page.evaluate(f"labs.open({json.dumps(path)})", timeout=120)
 
 
 def say_in_dialog(page: Page, text: str | None = None) -> None:
-    """Waits for a dialog of JupyterLab, writes into its field if there is something to write, and says yes."""
+    """Waits for a dialog of JupyterLab, fills in its field if there is a text, and confirms."""
     page.wait_for("!!document.querySelector('.jp-Dialog .jp-mod-accept')")
     if text is not None:
         page.evaluate(f"void (document.querySelector('.jp-Dialog input').value = {json.dumps(text)})")
@@ -127,7 +127,7 @@ def say_in_dialog(page: Page, text: str | None = None) -> None:
 
 
 def find_faint_texts(page: Page) -> list[str]:
-    """The texts in outputs that do not stand out from what is behind them: a contrast below 4.5, as WCAG counts it."""
+    """Returns texts in outputs that are hard to read on their background: a WCAG contrast below 4.5."""
     return page.evaluate(FAINT)
 
 
@@ -144,9 +144,9 @@ def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:
 
 
 def go_the_learner_s_way(page: Page, path: Path, folder: Path) -> list[str]:
-    """Runs all; where a stub stops that, writes the solution in its place, and runs on from there.
+    """Runs all cells; when a stub stops the run, writes the solution in its place, and continues from there.
 
-    A cell that checks a script whose copy has gaps is such a stub too: the script's original takes the copy's place.
+    A cell that checks a script whose copy has gaps is a stub, too: the original script replaces the copy.
     Returns the ids of the stub cells.
     """
     cells, met = nbformat.read(path, as_version=4).cells, []
@@ -164,7 +164,7 @@ def go_the_learner_s_way(page: Page, path: Path, folder: Path) -> list[str]:
 
 
 def find_stubs(path: Path) -> list[str]:
-    """The cells of a lab that are stubs in the learner's copy, or check a script that has gaps there."""
+    """Returns the cells of a lab that are stubs in the learner's copy, or check a script that has gaps there."""
     notebook = nbformat.read(path, as_version=4)
     return [
         cell.id
@@ -175,7 +175,7 @@ def find_stubs(path: Path) -> list[str]:
 
 
 def find_faults(page: Page, path: Path) -> list[str]:
-    """What is wrong with a notebook that was run and saved: on disk, and in the browser."""
+    """Describes what is wrong with a notebook that was run and saved: on disk, and in the browser."""
     faults, seen = [], page.evaluate("labs.bars")
     for index, cell in enumerate(nbformat.read(path, as_version=4).cells):
         shown = page.evaluate(f"labs.look({index})")
@@ -186,7 +186,7 @@ def find_faults(page: Page, path: Path) -> list[str]:
 
 
 def judge_code(cell: nbformat.NotebookNode, shown: dict, bars: int) -> Iterator[str]:
-    """Compares a cell's outputs on disk with what the page shows; ``bars`` were seen while it ran."""
+    """Compares a cell's outputs on disk with the page; ``bars`` are the progress bars seen while it ran."""
     if cell.execution_count is None:
         yield "it was not run"
     data = [output.get("data", {}) for output in cell.outputs]
@@ -199,7 +199,7 @@ def judge_code(cell: nbformat.NotebookNode, shown: dict, bars: int) -> Iterator[
 
 
 def judge_prose(cell: nbformat.NotebookNode, shown: dict, _: int) -> Iterator[str]:
-    """Compares the pictures that a cell of text names with those that the page shows."""
+    """Compares the pictures that a text cell names with those on the page."""
     pictures = len(re.findall(r"!\[|<img ", cell.source))
     if len(shown["pictures"]) < pictures or not all(shown["pictures"]):
         yield f"{pictures} pictures are named, visible are {shown['pictures']}"

@@ -1,4 +1,4 @@
-"""JupyterLab as `make lab` starts it, with a browser before it."""
+"""JupyterLab as `make lab` starts it, and a browser that uses it."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Lab:
         folder: The learner's copy of the labs.
         runs: LAB_RUNS of its kernels.
         environment: What `make lab` inherited.
-        browser: What looks at it.
-        tracker: A pretend Weights & Biases server, to which the environment has a key.
+        browser: The browser that uses it.
+        tracker: A pretend Weights & Biases server, for which the environment has a key.
     """
 
     url: str
@@ -69,33 +69,33 @@ class Lab:
         return page
 
     def open(self, name: str) -> Page:
-        """Opens a notebook in a tab of its own, with a kernel that is ready."""
+        """Opens a notebook in its own tab and waits until the kernel is ready."""
         # A workspace of its own: a tab that finds the default one in use by another goes elsewhere in mid-load.
         page = self.browser.open(f"{self.url}/lab/workspaces/{secrets.token_hex(4)}?token={TOKEN}")
         lab_pages.open_notebook(page, name)
         return page
 
     def write(self, name: str, *sources: str) -> Path:
-        """Puts a notebook of the test's own into the workspace."""
+        """Puts one of the test's notebooks into the workspace."""
         cells = [new_code_cell(source.strip()) for source in sources]
         nbformat.write(new_notebook(cells=cells, metadata=KERNEL), self.folder / name)
         return self.folder / name
 
     def ask(self, path: str, method: str = "GET") -> Any:
-        """What the server's REST interface answers."""
+        """Returns the answer of the server's REST interface."""
         request = urllib.request.Request(self.url + path, method=method, headers={"Authorization": f"token {TOKEN}"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read() or "null")
 
     def end_kernels(self) -> None:
-        """Ends every kernel, as a learner does who shuts all of them down."""
+        """Ends every kernel, like a learner who shuts all of them down."""
         for kernel in self.ask("/api/kernels"):
             self.ask(f"/api/kernels/{kernel['id']}", "DELETE")
 
     def run_again(self, name: str) -> None:
-        """Runs every cell of a lab that was run before, in a new kernel, as on the next evening; most of them twice.
+        """Runs every cell of a finished lab again in a new kernel, as on the next evening; most of them twice.
 
-        A cell that takes longer is run once here: it was run before, and found what it had left.
+            A slow cell is run only once here: it ran before, and finds its own leftovers this time.
 
         Raises:
             nbclient.exceptions.CellExecutionError: A cell raised; the error names it.
@@ -113,20 +113,20 @@ class Lab:
 
 
 def find_processes(runs: Path) -> list[str]:
-    """The commands of the living processes that `make lab` started with this LAB_RUNS, kernels and jobs included."""
+    """Returns the commands of living processes that `make lab` started with this LAB_RUNS, with kernels and jobs."""
     found = (process.info for process in psutil.process_iter(["environ", "cmdline"]))
     return [" ".join(one["cmdline"] or ()) for one in found if (one["environ"] or {}).get("LAB_RUNS") == str(runs)]
 
 
 def find_listeners(url: str) -> list[str]:
-    """The address again, if somebody still listens there."""
+    """Returns the address if somebody still listens there."""
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as probe:
         return [] if probe.connect_ex((host, int(port))) else [url]
 
 
 def make_environment(data: Path, home: Path, sockets: str, tracker: str) -> dict[str, str]:
-    """What `make lab` inherits, as from a shell: Jupyter's and IPython's folders are the test's, and not the user's."""
+    """Makes the environment of `make lab`, as from a shell, with the test's folders for Jupyter and IPython."""
     config = home / "config"
     config.mkdir(parents=True)
     # Jupyter chooses ports for a kernel some seconds before that listens there; on a busy machine another program may
@@ -145,7 +145,7 @@ def make_environment(data: Path, home: Path, sockets: str, tracker: str) -> dict
 
 @contextmanager
 def serve(folder: Path, home: Path, environment: dict[str, str]) -> Iterator[str]:
-    """Runs `make lab` for a workspace and gives its address; ``home`` takes what it prints."""
+    """Runs `make lab` for a workspace and yields its address; its output goes to ``home``."""
     port = find_free_port()
     with (home / "server.log").open("wb") as log:
         server = subprocess.Popen(
@@ -178,10 +178,10 @@ def wait_for_server(address: str, server: subprocess.Popen, log: Path, seconds: 
 
 @contextmanager
 def start_lab(home: Path, data: Path) -> Iterator[Lab]:
-    """`make lab` and a browser; nothing of them may be left at the end.
+    """Starts `make lab` and a browser; fails if any of their processes is left at the end.
 
     Args:
-        home: Takes all that they write.
+        home: Receives all files that they write.
         data: LAB_DATA of the labs.
     """
     workspace.update(ROOT / "notebooks", home / "workspace")

@@ -1,4 +1,4 @@
-"""How much memory a notebook takes: its kernel together with all that it starts."""
+"""Measures a notebook's memory: its kernel together with all processes that it starts."""
 
 import contextlib
 import math
@@ -18,12 +18,12 @@ MARK = "MEMORY_OF_NOTEBOOK"
 
 
 class MemoryWatch:
-    """Samples the memory of all processes that were started since, directly or not; Linux alone tells.
+    """Samples the memory of all processes started since then, directly or not; works on Linux only.
 
     Jobs leave the kernel's process tree, so processes are found by a mark that they inherit in their environment.
 
     Attributes:
-        peak_bytes: The most so far. Private memory of all processes, and once what they share, such as libraries.
+        peak_bytes: The most so far: private memory of all processes, plus shared memory such as libraries once.
     """
 
     def __init__(self, interval: float = 0.5) -> None:
@@ -56,7 +56,7 @@ class MemoryWatch:
             self.sample()
 
     def sample(self) -> None:
-        """Looks once."""
+        """Takes one sample."""
         folders = [folder for folder in Path("/proc").glob("[0-9]*") if self._is_marked(folder)]
         commands = {folder: _read_command(folder) for folder in folders}
         counts = Counter(commands.values())
@@ -67,7 +67,7 @@ class MemoryWatch:
             self.peak_bytes = max(self.peak_bytes, together, *(peak for _, _, peak in sizes))
 
     def _is_marked(self, folder: Path) -> bool:
-        """Whether a process has the mark; no environment is read more than twice."""
+        """Returns True if a process has the mark; no environment is read more than twice."""
         pid = folder.name
         if pid not in self._marked | self._others:
             with contextlib.suppress(OSError):  # it has ended, or is another user's
@@ -78,10 +78,10 @@ class MemoryWatch:
 
 
 def read_sizes(folder: Path, *, forked: bool = False) -> tuple[int, int, int]:
-    """The private bytes, the shared bytes and the peak of a process in /proc; zeros where it has ended.
+    """Returns private bytes, shared bytes and peak of a process in /proc; zeros if it has ended.
 
-    A ``forked`` process, such as a worker of a DataLoader, shares what seems private with those that it was forked from
-    or has forked: of that its share counts. The kernel adds it up over all pages, which takes longer.
+    A ``forked`` process, such as a worker of a DataLoader, shares seemingly private memory with its parent and its
+    forks: only its share counts. The kernel adds that up over all pages, which is slower.
     """
     try:
         text = (folder / "status").read_text()
@@ -95,7 +95,7 @@ def read_sizes(folder: Path, *, forked: bool = False) -> tuple[int, int, int]:
 
 
 def _read_command(folder: Path) -> bytes:
-    """The command that a process was started with, which a fork has, too; its number where it has ended."""
+    """Returns the command of a process, which its forks share; its number if it has ended."""
     try:
         return (folder / "cmdline").read_bytes()
     except OSError:
@@ -103,7 +103,7 @@ def _read_command(folder: Path) -> bytes:
 
 
 def find_memory_fault(peak_gib: float, stored_gib: float | None) -> str:
-    """What is wrong with the memory that a notebook took, in words; "" where nothing is."""
+    """Describes what is wrong with a notebook's peak memory; "" if nothing is."""
     # What is stored is within the limit; the same run on another day may be a little above.
     if stored_gib is None and peak_gib > LIMIT_GIB + TOLERANCE_GIB:
         return f"it took {peak_gib:g} GiB of memory; the limit is {LIMIT_GIB:g} GiB"
@@ -113,5 +113,5 @@ def find_memory_fault(peak_gib: float, stored_gib: float | None) -> str:
 
 
 def read_stored_peak(notebook) -> float | None:
-    """The peak in GiB that is stored with a notebook's outputs."""
+    """Returns the peak in GiB that is stored with a notebook's outputs."""
     return notebook.metadata.get("lab", {}).get("peak_gib")

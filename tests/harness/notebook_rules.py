@@ -1,4 +1,4 @@
-"""What every notebook of the pack has to be, as functions that return the faults they find, in words."""
+"""Rules for every notebook, as functions that describe the faults they find."""
 
 import ast
 import math
@@ -53,7 +53,7 @@ NOT_MEASURED = ("to sleep for 20 milliseconds",)
 
 @dataclass(frozen=True)
 class Limits:
-    """How long a lab may be: lines of code in all and of one cell, characters of such a line, words of text."""
+    """Size limits of a lab: lines of code in total and per cell, characters per line, words of text."""
 
     lines: int | None
     cell: int
@@ -77,13 +77,13 @@ def choose_limits(lab: int) -> Limits:
 
 
 def find_solutions(notebook):
-    """The source, solution and all, of every cell that becomes a stub, by the cell's id."""
+    """Returns the full source, with the solution, of every cell that becomes a stub, by the cell's id."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     return {cell.id: cell.source for cell in code if BEGIN in map(str.strip, cell.source.splitlines())}
 
 
 def find_faults(path: Path) -> list[str]:
-    """Every fault of one notebook."""
+    """Returns every fault of one notebook."""
     if path.stat().st_size > 2**20:
         return [f"{path.stat().st_size / 2**20:.1f} MiB; the limit is 1 MiB"]
     # Not nbformat.read, which silently gives a doubled id a new name.
@@ -106,13 +106,13 @@ def code_cells(notebook):
 
 
 def prose(notebook) -> str:
-    """The text of all markdown cells, without fenced code."""
+    """Returns the text of all markdown cells, without fenced code."""
     texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     return re.sub(r"^```.*?^```", "", "\n\n".join(texts), flags=re.MULTILINE | re.DOTALL)
 
 
 def headings(notebook) -> list[tuple[int, str]]:
-    """Level and text of each heading."""
+    """Returns level and text of each heading."""
     found = re.findall(r"^(#{1,6}) +(.+?)\s*$", prose(notebook), flags=re.MULTILINE)
     return [(len(marks), text) for marks, text in found]
 
@@ -126,7 +126,7 @@ def name_cell(cell) -> str:
 
 
 def find_format_faults(notebook) -> list[str]:
-    """Ids, metadata and tags: nothing random, nothing that changes with each run, no misspelt tag."""
+    """Checks ids, metadata and tags: nothing random, nothing that changes with each run, no misspelt tag."""
     faults = []
     if notebook.nbformat_minor < 5 or any("id" not in cell for cell in notebook.cells):
         faults.append("cells without ids")
@@ -145,7 +145,7 @@ def find_format_faults(notebook) -> list[str]:
 
 
 def find_run_faults(notebook) -> list[str]:
-    """Run in one go from a fresh kernel. nbval never compares a cell without an execution count."""
+    """Checks for one run from a fresh kernel. nbval never compares a cell without an execution count."""
     cells = code_cells(notebook)
     faults = [
         f"{name_cell(cell)}: execution count {cell.execution_count} instead of {number}"
@@ -159,7 +159,7 @@ def find_run_faults(notebook) -> list[str]:
 
 
 def find_output_faults(notebook) -> list[str]:
-    """No stray errors, nothing on stderr, no places of one machine, no addresses in what is compared."""
+    """Checks outputs: no stray errors, nothing on stderr, no local paths, no addresses in compared output."""
     faults = []
     for cell in code_cells(notebook):
         failed = any(output.output_type == "error" for output in cell.outputs)
@@ -180,7 +180,7 @@ def find_output_faults(notebook) -> list[str]:
 
 
 def texts_of(outputs) -> list[str]:
-    """Every text in a cell's outputs."""
+    """Returns every text in a cell's outputs."""
     texts = []
     for output in outputs:
         texts += [output.get("text", ""), output.get("evalue", ""), *output.get("traceback", [])]
@@ -189,7 +189,7 @@ def texts_of(outputs) -> list[str]:
 
 
 def find_code_faults(notebook, limits: Limits = LIMITS) -> list[str]:
-    """Short lines, short cells, and imports that the pack installs."""
+    """Checks for short lines, short cells, and imports that the labs install."""
     faults, lengths = [], []
     for cell in code_cells(notebook):
         lines = count_lines(cell)
@@ -214,17 +214,17 @@ def find_code_faults(notebook, limits: Limits = LIMITS) -> list[str]:
 
 
 def count_lines(cell) -> int:
-    """The lines of code of a cell, without blank ones and nbgrader's markers."""
+    """Counts the lines of code of a cell, without blank ones and nbgrader's markers."""
     return len([line for line in cell.source.splitlines() if line.strip() and line.strip() not in (BEGIN, END)])
 
 
 def count_words(notebook) -> int:
-    """The words of all markdown cells, without fenced code."""
+    """Counts the words of all markdown cells, without fenced code."""
     return len([word for word in prose(notebook).split() if word != ">"])
 
 
 def find_imports(source: str) -> set[str]:
-    """The top-level names of all packages that a cell imports; magics are understood."""
+    """Returns the top-level names of all packages that a cell imports; understands magics."""
     names = set()
     for node in ast.walk(ast.parse(TransformerManager().transform_cell(source))):
         if isinstance(node, ast.Import):
@@ -235,7 +235,7 @@ def find_imports(source: str) -> set[str]:
 
 
 def find_size_faults(notebook, limits: Limits = LIMITS) -> list[str]:
-    """As long as a lab of 30 to 45 minutes is."""
+    """Checks for the size of a lab of 30 to 45 minutes."""
     faults = []
     words = count_words(notebook)
     if not 25 <= len(notebook.cells) <= 45:
@@ -246,11 +246,11 @@ def find_size_faults(notebook, limits: Limits = LIMITS) -> list[str]:
 
 
 def count_minutes(notebook, folder: Path) -> int:
-    """The minutes that a lab takes a learner: reading its text, waiting for its cells, solving its exercises.
+    """Counts the minutes that a lab takes a learner: reading its text, waiting for cells, solving exercises.
 
     Args:
-        notebook: The notebook; its metadata hold the seconds of the run, which count as 0 where it was never saved.
-        folder: Where the scripts lie that are exercises.
+        notebook: The notebook; its metadata hold the seconds of the run, which count as 0 if it was never saved.
+        folder: Folder of the scripts that are exercises.
     """
     texts = [cell.source for cell in code_cells(notebook)]
     texts += [read_if_there(folder / name) for name in find_exercise_scripts("\n".join(texts))]
@@ -262,7 +262,7 @@ def count_minutes(notebook, folder: Path) -> int:
 
 
 def find_prose_faults(notebook, folder: Path) -> list[str]:
-    """Pictures that are there and described, no places of one machine, no measured numbers."""
+    """Checks text: pictures exist and are described, no local paths, no measured numbers."""
     text = prose(notebook)
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", text)
     for element in re.findall(r"<img\b[^>]*>", text):
@@ -282,19 +282,19 @@ def find_prose_faults(notebook, folder: Path) -> list[str]:
 
 
 def is_link(target: str, folder: Path) -> bool:
-    """Whether a link's target is a secure address with a host and no blanks, or a file beside the notebook."""
+    """Returns True if a link's target is a secure address with a host and no spaces, or a file by the notebook."""
     if "://" in target:
         return re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[^\s\"<>]*)?", target) is not None
     return bool(target) and (folder / target.partition("#")[0]).exists()
 
 
 def find_exercise_scripts(source: str) -> list[str]:
-    """The scripts that the code of a cell hands to a check, as paths relative to the notebook."""
+    """Returns the scripts that a cell passes to a check, as paths relative to the notebook."""
     return re.findall(r'\bcheck\.exercise\(\s*"[\d.]+",\s*"(scripts/[^"]+\.py)"', source)
 
 
 def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
-    """The parts of a lab, in headings that leave out no level, and exercises that are checked."""
+    """Checks the parts of a lab: headings that skip no level, and exercises that are checked."""
     found = headings(notebook)
     faults = []
     if not found or found[0][0] != 1 or not re.fullmatch(rf"Lab {lab} · \S.*", found[0][1]):
@@ -325,7 +325,7 @@ def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
 
 
 def find_guess_faults(notebook) -> list[str]:
-    """An example guess in the first code cell below each heading *Predict*, in the form that the copy looks for."""
+    """Checks for an example guess in the first code cell below each heading *Predict*, in the required form."""
     faults, predicts = [], False
     for cell in notebook.cells:
         if cell.cell_type == "markdown":

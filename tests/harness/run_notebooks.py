@@ -23,7 +23,7 @@ from lab_utils import data
 def run_notebook(source: bytes, folder: Path) -> nbformat.NotebookNode:
     """Runs a notebook in a fresh kernel, in a folder, and returns it with its outputs; an error ends the run.
 
-    What it took stands in its metadata, as ``lab``: memory as ``peak_gib``, the run as ``seconds``, and with reading
+    Its costs are in its metadata, as ``lab``: memory as ``peak_gib``, the run as ``seconds``, and with reading
     and exercises as ``minutes``.
     """
     notebook = nbformat.reads(source.decode(), as_version=4)

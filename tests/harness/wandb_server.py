@@ -1,4 +1,4 @@
-"""A pretend Weights & Biases server on 127.0.0.1: says whose key it is, opens runs, and keeps the rows that arrive."""
+"""A pretend Weights & Biases server on 127.0.0.1: names a key's owner, opens runs, and keeps the rows it receives."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from types import TracebackType
 
 
 class WandbServer:
-    """Serves until the ``with`` block is left.
+    """Serves until the ``with`` block ends.
 
     Args:
-        accepts: Whether it takes keys.
-        opens: Whether it opens runs; otherwise it keeps whoever asks waiting.
-        status: Answers everything with this status, and no content, where it is not 200.
+        accepts: True if it accepts keys.
+        opens: True if it opens runs; otherwise it keeps clients waiting.
+        status: If it is not 200, every answer has this status and no content.
 
     Attributes:
-        location: Where it sends whoever asks, with a status such as 302.
-        rows: What was logged, by run.
-        keys: Every key that came.
+        location: Target of its redirections, with a status such as 302.
+        rows: The logged rows, by run.
+        keys: Every key that it received.
         operations: The names of all GraphQL operations, in order.
     """
 
@@ -45,7 +45,7 @@ class WandbServer:
         self._server.server_close()
 
     def answer(self, path: str, body: dict) -> dict:
-        """What the server says to a POST."""
+        """Returns the server's answer to a POST."""
         if path.endswith("/file_stream"):
             lines = body.get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
             self.rows.setdefault(path.split("/")[-2], []).extend(map(json.loads, lines))

@@ -86,7 +86,7 @@ def serve(path: str) -> None:
 
 
 def _attend(client: socket.socket) -> None:
-    """Runs one script in a fork of its own, says how it ended, and ends it when the client is gone."""
+    """Runs one script in its own fork, says how it ended, and ends it when the client is gone."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     head, ancillary, _, _ = client.recvmsg(4, socket.CMSG_SPACE(3 * 4))
     streams = array.array("i")
@@ -149,7 +149,7 @@ def _run_script(streams: list[int], argv: list[str], env: dict[str, str], folder
 
 
 def main() -> None:
-    """Runs the script that stands behind the socket's path; without one, serves."""
+    """Runs the script that follows the socket's path on the command line; without one, serves."""
     if len(sys.argv) == 2:
         serve(sys.argv[1])
         return

@@ -1,4 +1,4 @@
-"""Exercises 10.1 and 10.2: the bytes that a rank holds of weights, gradients and optimizer, and of activations."""
+"""Exercises 10.1 and 10.2: the bytes of weights, gradients, optimizer and activations on a rank."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TOKENS, WIDTHS, LAYERS = (256, 1), (320, 64), (3, 1)
 
 
 def find_state_bytes(parameters: int, ranks: int, stage: int, mixed: bool) -> tuple[float, float, float]:
-    """Bytes of weights, gradients and optimizer on each rank, for Adam.
+    """Returns the bytes of weights, gradients and optimizer on each rank, for Adam.
 
     Source: S. Rajbhandari et al., "ZeRO" (2020), arXiv:1910.02054, section 3.1 and figure 1.
 
     Args:
-        parameters: How many there are.
-        ranks: How many ranks share them.
+        parameters: Number of parameters.
+        ranks: Number of ranks that share them.
         stage: 0 for DDP, 1 to 3 for ZeRO.
         mixed: Weights and gradients of two bytes, and a float32 copy of the weights in the optimizer.
     """
@@ -59,7 +59,7 @@ def verify_state_bytes(state_bytes: Callable) -> str:
 
 
 def as_number(found: object) -> object:
-    """What is in a tensor, or in an array, of one number; all else as it is."""
+    """Returns the number in a tensor or array of one number; anything else unchanged."""
     return found.item() if hasattr(found, "item") and getattr(found, "ndim", 1) == 0 else found
 
 
@@ -74,7 +74,7 @@ def _as_numbers(found: object, words: str) -> tuple[float, ...]:
 
 
 def _explain_states(yours: list[float], place: int, parameters: int, ranks: int, stage: int, mixed: bool) -> str:
-    """The hint that fits wrong bytes per parameter, of which those in one place are refused."""
+    """Returns the hint for wrong bytes per parameter at one place."""
     per, right = yours[place], find_state_bytes(1, ranks, stage, mixed)
     part, each, begins = PARTS[place], ((2, 2, 12) if mixed else (4, 4, 8))[place], (3, 2, 1)[place]
     shared = stage >= begins
@@ -118,7 +118,7 @@ def _explain_states(yours: list[float], place: int, parameters: int, ranks: int,
 
 
 def find_activation_bytes(tokens: int, width: int, layers: int, mixed: bool) -> int:
-    """Bytes that the forward pass of ``scripts/gpt.py`` keeps for backward; the statistics of norms are left out."""
+    """Returns the bytes that the forward pass of ``scripts/gpt.py`` keeps for backward, without norms' statistics."""
     numbers = layers * PER_BLOCK * width + AT_THE_END * width + LOGITS
     return tokens * numbers * (2 if mixed else 4)
 
@@ -145,7 +145,7 @@ def verify_activation_bytes(activation_bytes: Callable) -> str:
 
 
 def _explain_activations(yours: float, tokens: int, width: int, layers: int, mixed: bool) -> str:
-    """The hint that fits a wrong number of bytes: which change of the formula gives it."""
+    """Returns the hint for a wrong number of bytes: which change of the formula gives it."""
     size, right = 2 if mixed else 4, (PER_BLOCK, AT_THE_END, LOGITS)
 
     def is_like(block: float, end: float, logits: float, times: float = tokens * size, blocks: int = layers) -> bool:
@@ -181,7 +181,7 @@ def _explain_activations(yours: float, tokens: int, width: int, layers: int, mix
 
 
 def _explain_block(block: int) -> str:
-    """What a block of so many widths counts wrong."""
+    """Returns the hint for a block with this number of widths."""
     if block == PER_BLOCK + 1:
         return "attention and the linear after it share one tensor, count it once"
     if block > PER_BLOCK:

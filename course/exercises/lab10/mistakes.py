@@ -1,4 +1,4 @@
-"""What torch says at typical mistakes of lab 10, and the hint for each."""
+"""Torch's messages for typical mistakes in lab 10, and the hint for each."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES = {f"name '{name}' is not defined": f"{name} is dist.get_{name}()" for nam
 
 @contextmanager
 def refusing_mistakes(case: str, expected: str, hints: dict[str, str]) -> Iterator[None]:
-    """Refuses an answer at which torch raises one of the messages; all other errors stay as they are.
+    """Refuses an answer for which torch raises one of the messages; passes all other errors on.
 
     Args:
-        case: What is tried, in a few words.
-        expected: What the answer should have done.
-        hints: Words of a message, and the hint for it; the first that fits counts.
+        case: The test case, in a few words.
+        expected: The expected behaviour of the answer.
+        hints: Words of a message, and the hint for it; the first match counts.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Exercise 10.3: a step of ZeRO-1, in which each rank keeps the optimizer of its own part of the weights alone."""
+"""Exercise 10.3: a step of ZeRO-1, in which each rank keeps only the optimizer of its own part of the weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def verify_zero_step(zero_step: Callable) -> str:
 
 
 def _take_steps(zero_step: Callable, rank: int, count: int) -> list[dict[str, Any]]:
-    """What a rank does; returns what each step left behind, and what the optimizer saw in it."""
+    """Does a rank's work; returns the state after each step, and what the optimizer saw in it."""
     weights, found, seen = _build(), [], []
     # What the shard is a part of, even where `weights.data` becomes another tensor.
     memory = weights.view(-1)
@@ -183,7 +183,7 @@ def _expect_weights(
 
 
 def _expect_few_bytes(found: dict[str, Any], case: str) -> None:
-    """No collective that gives each rank, or takes from it, what is not its own."""
+    """Expects no collective that sends a rank more than its own part, or takes more than that from it."""
     fitting = "reduce", "_reduce", "alltoall", "all_to_all"
     large = [name for name in found["before"] if not name.startswith(fitting)]
     hint = "each rank needs the sum of part r alone: dist.reduce_scatter gives it that, and goes through no single rank"

@@ -55,7 +55,7 @@ def _find_slowest(times: Sequence[float], counts: Sequence[int]) -> float:
 
 
 def _read_counts(yours: object, layers: int, stages: int, case: str) -> list[int]:
-    """The answer, where it is a whole number for each stage, and each layer belongs to one."""
+    """Returns the answer if it is a whole number for each stage, and each layer belongs to one."""
     shown = str(yours)[:100]
 
     def demand(right: bool, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""A small pipeline for the check of 11.1: stages that note what they get, on ranks whose messages are watched."""
+"""A small pipeline for the check of 11.1: stages that note their inputs, on ranks whose messages are watched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NEIGHBOURS = "rank r receives from r − 1 and sends to r + 1, and the gradients
 
 @dataclass(frozen=True)
 class Case:
-    """What is tried: ``width`` is that of the inputs."""
+    """One test case; ``width`` is the width of the inputs."""
 
     ranks: int
     micro: int
@@ -39,13 +39,13 @@ class Case:
         return f"{self.ranks} ranks, {self.micro} micro-batches"
 
     def draw(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Inputs and targets of all micro-batches, float32, the same on every rank."""
+        """Returns inputs and targets of all micro-batches, float32, the same on every rank."""
         generator = torch.Generator().manual_seed(self.ranks)
         inputs = torch.randn(self.micro, BATCH, self.width, generator=generator)
         return list(inputs), list(torch.randn(self.micro, *SHAPE, generator=generator))
 
     def build(self, rank: int) -> nn.Linear:
-        """The layer of a rank's stage."""
+        """Returns the layer of a rank's stage."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(rank)
             return nn.Linear(WIDTH if rank else self.width, WIDTH)
@@ -53,14 +53,14 @@ class Case:
 
 @dataclass
 class Report:
-    """What a rank did, or what it should have done.
+    """The work that a rank did, or should have done.
 
     Attributes:
-        gradients: Those of its parameters; None where there is none.
-        given: What its stage was called with, by forward pass.
+        gradients: The gradients of its parameters; None for a missing one.
+        given: The stage's input in each forward pass.
         found: The gradient of each output, by forward pass.
         passes: ``F`` and ``B`` in the order in which the passes began.
-        late: Passes, ``F`` or ``B``, of which the neighbour's first began only after this rank's last.
+        late: Kinds of passes, ``F`` or ``B``, that the neighbour began only after this rank's last one.
     """
 
     gradients: list[torch.Tensor | None]
@@ -71,7 +71,7 @@ class Report:
 
 
 class Counters:
-    """How many passes each rank has begun, in memory that the forks share: also known where a rank gets stuck."""
+    """Counts the passes that each rank has begun, in memory shared by the forks, so that a stuck rank counts, too."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._bytes = ranks, mmap.mmap(-1, 2 * ranks)
@@ -82,11 +82,11 @@ class Counters:
         self._bytes[place] = min(self._bytes[place] + 1, 255)
 
     def read(self, kind: str) -> list[int]:
-        """The passes of each rank."""
+        """Returns the number of passes of each rank."""
         return [self._bytes[self._place(kind, rank)] for rank in range(self._ranks)]
 
     def wait(self, kind: str, rank: int) -> bool:
-        """Waits until a rank has begun its first pass; returns whether it has. What is no rank needs no waiting."""
+        """Waits until a rank has begun its first pass; returns whether it has. For a missing rank it does not wait."""
         end = time.monotonic() + PATIENCE
         while 0 <= rank < self._ranks and not self._bytes[self._place(kind, rank)]:
             if time.monotonic() > end:
@@ -99,7 +99,7 @@ class Counters:
 
 
 class Stage(nn.Module):
-    """One layer and tanh; notes its passes."""
+    """A layer and tanh; notes its passes."""
 
     def __init__(self, case: Case, rank: int, counters: Counters) -> None:
         super().__init__()
@@ -157,14 +157,14 @@ def watch_messages(rank: int, ranks: int) -> Witness:
 
 
 def find_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss of a micro-batch, of its output and its target in this order."""
+    """Returns the loss of a micro-batch, from its output and its target in this order."""
     if target.requires_grad:
         raise MisuseError("find_loss takes the output first, and then the target")
     return F.mse_loss(output, target)
 
 
 def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -> Report:
-    """What a rank does."""
+    """Takes one step on a rank; returns its report."""
     witness, stage = watch_messages(rank, case.ranks), Stage(case, rank, counters)
     for one in stage.parameters():  # of an earlier step, to which this one adds
         one.grad = torch.full_like(one, EARLIER)
@@ -182,7 +182,7 @@ def take_step(gpipe_step: Callable, case: Case, counters: Counters, rank: int) -
 
 
 def find_right(case: Case) -> list[Report]:
-    """What each rank should have found, by the whole network in one process."""
+    """Returns the right report of each rank, from the whole network in one process."""
     layers = [case.build(rank) for rank in range(case.ranks)]
     reports = [Report([], [], {}) for _ in layers]
     for number, (x, y) in enumerate(zip(*case.draw(), strict=True)):

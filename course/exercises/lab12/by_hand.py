@@ -1,4 +1,4 @@
-"""Exercise 12.1, what is expected: the training that Lightning does, written out in one process."""
+"""The expected result of exercise 12.1: Lightning's training, written out in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Means:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """One thread, as the script has, and random numbers of its own."""
+    """Uses one thread, as the script does, and its own random numbers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,16 +52,16 @@ def train(
     """Trains the tiny network from seed 0, as ``train_single.py`` does, or as ``train_ddp.py`` on several ranks.
 
     Args:
-        dataset: Its train split is what is trained on.
+        dataset: The data set, whose train split is used.
         batch_size: Images per rank and step.
-        epochs: How many.
-        ranks: How many; more than one share the images by torch's DistributedSampler.
-        loss: Of logits and labels.
-        mean: Whether the ranks' gradients are averaged; if not, each rank trains alone.
+        epochs: Number of epochs.
+        ranks: Number of ranks; several share the images by torch's DistributedSampler.
+        loss: The loss as a function of logits and labels.
+        mean: True to average the ranks' gradients; otherwise each rank trains alone.
 
     Returns:
-        The network of each rank. They differ in batch norm's statistics, which each has of its own images; DDP gives
-        all ranks those of rank 0 from time to time, and never uses others of theirs for a step.
+        The network of each rank. They differ in batch norm's statistics, which come from each rank's own images; DDP
+        copies rank 0's to all ranks from time to time, and steps never use the others.
     """
     with _alone():
         torch.manual_seed(0)
@@ -98,7 +98,7 @@ def _take_step(
 
 @torch.no_grad()
 def evaluate(net: nn.Module, split: data.Split, *, batch_size: int, rank: int = 0, ranks: int = 1) -> Means:
-    """What ``validation_step`` logs on a rank, batch by batch."""
+    """Returns the values that ``validation_step`` logs on a rank, batch by batch."""
     with _alone():
         net.eval()
         sampler = DistributedSampler(split, ranks, rank, shuffle=False)
@@ -111,7 +111,7 @@ def evaluate(net: nn.Module, split: data.Split, *, batch_size: int, rank: int = 
 
 
 def measure_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest difference between the parameters and statistics of two networks; infinite where one lacks some."""
+    """Returns the largest difference in parameters and statistics of two networks; infinite if one lacks some."""
     if not all(name in found and found[name].shape == one.shape for name, one in expected.items()):
         return float("inf")
     return max(float((found[name].double() - one.double()).abs().max()) for name, one in expected.items())

@@ -1,8 +1,8 @@
 """Exercise 12.3: a callback that logs how long the slowest rank took for a step.
 
-It runs in a fit on two ranks in which known steps sleep. ``timed_fit.py`` notes when Lightning called what stands
-before the callback in the list, and after it: the seconds that the callback can have measured lie between, on a busy
-machine as well.
+It runs in a fit on two ranks in which known steps sleep. ``timed_fit.py`` puts a callback before the learner's and one
+after it, and notes when Lightning calls them: the seconds that the learner's callback can measure are between the two,
+even on a busy machine.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ FAILURES = (
 
 @dataclass(frozen=True)
 class _Epoch:
-    """What the ranks measured and logged in an epoch; all by rank.
+    """The ranks' measurements and logs of an epoch, all by rank.
 
     Attributes:
         bounds: The least and the most seconds of each step.
-        logged: What stood in ``trainer.callback_metrics`` after it.
+        logged: The content of ``trainer.callback_metrics`` after it.
     """
 
     bounds: tuple[tuple[tuple[float, float], ...], ...]
     logged: tuple[dict[str, float], ...]
 
     def bound(self, choose: Callable[[Sequence[Sequence[float]]], float]) -> tuple[float, float]:
-        """The least and the most of what some function makes of the seconds, by rank and step."""
+        """Returns the bounds of a function of the seconds, by rank and step."""
         return tuple(choose([[step[place] for step in rank] for rank in self.bounds]) for place in (0, 1))
 
 
 def verify_callback(path: str | Path) -> str:
-    """Fits a network on two ranks with the callback, and compares what it logs with what its steps took."""
+    """Fits a network on two ranks with the callback, and compares its logs with the durations of the steps."""
     script, driver = read_path(path).resolve(), Path(__file__).with_name("timed_fit.py")
     expect_scripts(script)
     tree = read_script(script, path)
@@ -106,7 +106,7 @@ def _read(results: Sequence[dict | None]) -> list[_Epoch]:
 
 
 def _expect_end(job: launch.JobResult) -> None:
-    """The fit came to its end on both ranks."""
+    """Expects the fit to end on both ranks."""
     failure, expected = job.failure, "a fit that ends well"
     if not failure:
         return
@@ -124,7 +124,7 @@ def _expect_end(job: launch.JobResult) -> None:
 
 
 def _expect_slowest(epochs: Sequence[_Epoch]) -> None:
-    """The last of the epochs has, on every rank, the longest step of all ranks."""
+    """Expects the last epoch to have, on every rank, the longest step of all ranks."""
     epoch, number = epochs[-1], len(epochs)
     least, most = epoch.bound(lambda seconds: max(map(max, seconds)))
     for rank, logged in enumerate(epoch.logged):
@@ -151,7 +151,7 @@ def _expect_slowest(epochs: Sequence[_Epoch]) -> None:
 
 
 def _explain(yours: float, rank: int, epochs: Sequence[_Epoch]) -> str:
-    """The hint that fits another number."""
+    """Returns the hint for a wrong number."""
     epoch = epochs[-1]
 
     def is_like(*choices: Callable[[Sequence[Sequence[float]]], float], of: Sequence[_Epoch] = (epoch,)) -> bool:

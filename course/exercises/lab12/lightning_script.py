@@ -1,8 +1,8 @@
 """Exercise 12.1: the learner's Lightning script, run in one process and on two nodes of this machine.
 
-What it saves and prints is compared with the same training by hand, computed here, so that the script's own style does
-not matter. The two nodes have one process each, as two hosts have: a Trainer that is not told of them trains alone on
-each. All is on the CPU.
+Its checkpoint and output are compared with the same training by hand, computed here, so that the script's style does
+not matter. The two nodes have one process each, like two hosts: a Trainer that does not know of them trains alone on
+each. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FAILURES = (
 
 @dataclass(frozen=True)
 class _Run:
-    """A run of the script, the file in which rank 0 saves, and what is expected."""
+    """A run of the script, the file in which rank 0 saves, and the expected result."""
 
     job: launch.JobResult
     checkpoint: Path
@@ -131,7 +131,7 @@ def _run(script: Path, folder: Path, python: Path, ranks: int, dataset: data.Dat
 
 
 def _expect_end(run: _Run) -> None:
-    """All processes came to their end."""
+    """Expects all processes to end."""
     failure, expected = run.job.failure, "a run that ends well"
     if not failure:
         return
@@ -150,7 +150,7 @@ def _expect_end(run: _Run) -> None:
 
 
 def _expect_printed_once(run: _Run, ranks: int) -> None:
-    """Rank 0 prints one line after the last epoch, and no other rank prints one."""
+    """Expects one line from rank 0 after the last epoch, and none from other ranks."""
     said = [match.groups() for line in run.job.lines if (match := PRINTED.search(line))]
     others = sorted({rank for rank, *_ in said} - {"0"})
     expect(
@@ -171,7 +171,7 @@ def _expect_printed_once(run: _Run, ranks: int) -> None:
 
 
 def _load(run: _Run) -> dict:
-    """What the script has saved."""
+    """Loads the script's checkpoint."""
     hint = "leave trainer.save_checkpoint(args.checkpoint) at the end of main() as it was"
     try:
         state = torch.load(run.checkpoint, weights_only=True, map_location="cpu")
@@ -184,7 +184,7 @@ def _load(run: _Run) -> dict:
 
 
 def _expect_optimizer(state: dict, run: _Run) -> None:
-    """One optimizer, of all parameters, with the settings of ``train_single.py``."""
+    """Expects one optimizer, for all parameters, with the settings of ``train_single.py``."""
     case, expected = f"{run.case}: the optimizer", f"SGD with lr {LR}, momentum {MOMENTUM}, of all parameters"
     optimizers = [one for one in state.get("optimizer_states") or () if "param_groups" in one]
     hint = "place 4: return the optimizer, torch.optim.SGD(self.parameters(), …): without one nothing is trained"
@@ -211,7 +211,7 @@ def _list_parameters(run: _Run) -> list[str]:
 
 
 def _expect_weights(state: dict, run: _Run, ranks: int, dataset: data.Dataset, tree: ast.AST) -> None:
-    """The weights are those of the same training by hand."""
+    """Expects the weights of the same training by hand."""
     saved = state["state_dict"]
     found = {name.removeprefix("model."): one for name, one in saved.items() if name.startswith("model.")}
     expect(
@@ -259,7 +259,7 @@ def _softmax(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def _explain_script(tree: ast.AST) -> str:
-    """The hint for another training that is not known by its weights."""
+    """Returns the hint for a different training that its weights do not identify."""
     used = _list_names(tree)
     if used & {"backward", "step", "zero_grad"}:
         return CALLS
@@ -272,13 +272,13 @@ def _explain_script(tree: ast.AST) -> str:
 
 
 def _list_names(tree: ast.AST) -> set[str]:
-    """All names, attributes, names of arguments, and texts of a script."""
+    """Returns all names, attributes, argument names and strings of a script."""
     fields = ("attr", "id", "arg", "value")
     return {text for node in ast.walk(tree) for field in fields if isinstance(text := getattr(node, field, None), str)}
 
 
 def _expect_means(run: _Run, ranks: int) -> None:
-    """What is printed is the loss and the accuracy over all images of the valid split."""
+    """Expects the printed loss and accuracy to be over all images of the valid split."""
     (yours,) = ([float(one) for one in match.groups()[2:]] for line in run.job.lines if (match := PRINTED.search(line)))
     sizes = [means.sizes for means in run.means]
     for found, name in zip(yours, ("losses", "accuracies"), strict=True):
@@ -295,7 +295,7 @@ def _expect_means(run: _Run, ranks: int) -> None:
 
 
 def _explain_mean(found: float, word: str, columns: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> str:
-    """The hint that fits a wrong mean of what the batches of each rank have."""
+    """Returns the hint for a wrong mean over the batches of the ranks."""
     mean, images, ranks = _average(columns, sizes), sum(map(sum, sizes)), len(sizes)
     batches = [len(one) for one in sizes]
     equal = [[1] * count for count in batches]
@@ -315,13 +315,13 @@ def _explain_mean(found: float, word: str, columns: Sequence[Sequence[float]], s
 
 
 def _average(columns: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]]) -> float:
-    """The mean of batches' values on some ranks, weighed by their sizes."""
+    """Returns the mean of the batches' values on some ranks, weighted by their sizes."""
     pairs = [pair for column, size in zip(columns, sizes, strict=True) for pair in zip(column, size, strict=True)]
     return sum(value * size for value, size in pairs) / sum(size for _, size in pairs)
 
 
 def _expect_settings(tree: ast.AST) -> None:
-    """The Trainer is told of the epochs, and how many processes each node has: else it takes what it finds."""
+    """Expects a Trainer with the epochs and the processes of each node; otherwise it uses whatever it finds."""
     used = _list_names(tree)
     case, expected = "the settings of the Trainer", "max_epochs, devices, num_nodes"
     hint = "place 5: max_epochs=args.epochs: without it Lightning trains 1,000 epochs"

@@ -1,4 +1,4 @@
-"""Exercise 12.2: what Lightning logs as an accuracy, with and without ``sync_dist``, and the accuracy itself."""
+"""Exercise 12.2: the accuracy that Lightning logs, with and without ``sync_dist``, and the true accuracy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAMES = ("rank 0 without sync_dist", "with sync_dist=True", "every image once")
 
 
 def _deal(hits: str, ranks: int, batch_size: int) -> list[list[list[tuple[int, int]]]]:
-    """What a DistributedSampler without shuffling gives each rank, in batches; "1" stands for a hit."""
+    """Deals images as a DistributedSampler without shuffling: each rank's batches, where "1" means a hit."""
     images, share = [(image, int(hit)) for image, hit in enumerate(hits)], -(-len(hits) // ranks)
     orders = [(images * ranks)[rank : share * ranks : ranks] for rank in range(ranks)]
     return [[order[begin : begin + batch_size] for begin in range(0, share, batch_size)] for order in orders]
@@ -47,12 +47,12 @@ CASES: tuple[tuple[str, Ranks], ...] = (
 
 
 def read_logs(ranks: Ranks) -> tuple[float, float, float]:
-    """What rank 0 logs alone, what all log with ``sync_dist=True``, and the accuracy.
+    """Returns the accuracy logged by rank 0 alone, the one with ``sync_dist=True``, and the true one.
 
-    Lightning sums up value times batch size, and batch sizes, over batches and ranks, and divides at the epoch's end.
+    Lightning sums value times batch size, and batch sizes, over batches and ranks, and divides at the epoch's end.
     Source: ``_ResultMetric`` in lightning/pytorch/trainer/connectors/logger_connector/result.py, version 2.6.6. With
-    Gloo it takes both means over the ranks, that of the sizes as an integer: so all pairs have to be a multiple of the
-    ranks, as they are with its own sampler.
+    Gloo it averages both sums over the ranks, the batch sizes as an integer: so the number of pairs must be a multiple
+    of the ranks, as it is with its own sampler.
     """
     first = [hit for batch in ranks[0] for _, hit in batch]
     pairs = [pair for batches in ranks for batch in batches for pair in batch]
@@ -93,7 +93,7 @@ def _read(yours: object, case: str) -> list[float]:
 
 
 def _explain(place: int, yours: Sequence[float], ranks: Ranks) -> str:
-    """The hint that fits a wrong accuracy in one place."""
+    """Returns the hint for a wrong accuracy at one place."""
     right, found = read_logs(ranks), yours[place]
     shares = [[pair for batch in batches for pair in batch] for batches in ranks]
     means = [[_mean(batch) for batch in batches] for batches in ranks]

@@ -1,8 +1,8 @@
 """Fits a small network with the learner's callback, and notes from outside how long each step took.
 
 It runs under torchrun, in a Python that has Lightning: timed_fit.py slowest_rank.py '[[[0.1, 0.5], …], …]'. The numbers
-are the seconds that each step of each epoch sleeps, rank by rank. It reports how long each step took, at least and at
-most, and what was logged.
+are the seconds that each step of each epoch sleeps, rank by rank. It reports the least and the most that each step can
+have taken, and the logged values.
 """
 
 import json
@@ -19,7 +19,7 @@ import nodelaunch as launch
 
 
 class Clock(L.Callback):
-    """Notes when Lightning calls it, before or after it has called the learner's callback."""
+    """Notes when Lightning calls it, before or after the learner's callback."""
 
     def __init__(self):
         self.starts, self.ends, self.logged = [], [], []
@@ -33,17 +33,17 @@ class Clock(L.Callback):
         self.ends.append(time.perf_counter())
 
     def on_train_epoch_start(self, trainer, pl_module):
-        """What the epoch before has logged stands there until this one logs."""
+        """Keeps the last epoch's logged values, which are there until this epoch logs."""
         if trainer.current_epoch:
             self.note(trainer)
 
     def note(self, trainer):
-        """Keeps what is logged now."""
+        """Keeps the values that are logged now."""
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 class Sleeper(L.LightningModule):
-    """A network whose steps last as long as they are told to, and send nothing, so that ranks wait for no other."""
+    """A network whose steps last as long as requested, and send nothing, so that no rank waits for another."""
 
     def __init__(self, seconds):
         super().__init__()
@@ -55,12 +55,12 @@ class Sleeper(L.LightningModule):
         self.optimizers().step()
 
     def configure_optimizers(self):
-        """Some optimizer, so that steps are counted."""
+        """Returns an optimizer, only so that steps are counted."""
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def main():
-    """Fits, and reports."""
+    """Fits the network and reports."""
     callback = runpy.run_path(str(Path(__file__).with_name(sys.argv[1])))["SlowestRank"]()
     seconds = json.loads(sys.argv[2])  # by rank, epoch and step
     ranks, epochs, steps = len(seconds), len(seconds[0]), len(seconds[0][0])

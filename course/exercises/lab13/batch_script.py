@@ -1,7 +1,7 @@
 """Exercise 13.1: a batch script for Slurm; its requests are read, and it runs with programs that stand in for Slurm's.
 
-Nothing is submitted, and nothing is trained: the check says what each node would have started. The script runs twice,
-as two jobs on other nodes, so that it shows what is written down in place of being asked for.
+Nothing is submitted, and nothing is trained: the check finds out what each node would have started. The script runs
+twice, as two jobs on different nodes, which reveals hard-coded values.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ HEAD = "the first name of `scontrol show hostnames`, then its NodeAddr by `scont
 
 @dataclass(frozen=True)
 class _Started:
-    """A torchrun, as it was called on a node.
+    """A call of torchrun on a node.
 
     Attributes:
         node: The node's place in the job, from 0.
-        options: As torchrun reads them.
-        given: The names of the options that were there, with "_" for "-".
+        options: Its options, as torchrun reads them.
+        given: The names of the options that were given, with "_" for "-".
     """
 
     node: int
@@ -94,7 +94,7 @@ def verify_batch_script(write_batch: Callable) -> str:
 
 
 def _expect_script(text: str) -> None:
-    """It begins as a script does, and bash can read it."""
+    """Expects a text that begins as a script does and that bash can read."""
     first = text.splitlines()[0]
     hint = "#! and the shell are the very first characters; sbatch refuses a file without them"
     if not first.strip():
@@ -112,7 +112,7 @@ def _find_bash() -> str:
 
 
 def _read_requests(text: str) -> dict[str, str]:
-    """The options of sbatch, by their long names: those that it reads, before the first command."""
+    """Returns the options that sbatch reads, before the first command, by their long names."""
     lines, requests, over = text.splitlines(), {}, False
     for number, line in enumerate(lines, start=1):
         where = f"line {number}"
@@ -129,7 +129,7 @@ def _read_requests(text: str) -> dict[str, str]:
 
 
 def _read_line(line: str, where: str) -> dict[str, str]:
-    """The options in one line of #SBATCH."""
+    """Returns the options in one line of #SBATCH."""
     try:
         words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
     except ValueError as error:
@@ -160,7 +160,7 @@ def _read_line(line: str, where: str) -> dict[str, str]:
 
 
 def _expect_tasks(requests: dict[str, str]) -> None:
-    """Two nodes, one task on each, and a number of processors."""
+    """Expects two nodes, one task on each, and a number of processors."""
     nodes, each, tasks = (requests.get(name, "") for name in ("nodes", "ntasks-per-node", "ntasks"))
     yours = f"--nodes={nodes}" if nodes else "not said, so as few as the tasks need"
     hint = "--nodes=2: the number of machines. (-n is the number of tasks)"
@@ -180,7 +180,7 @@ def _expect_tasks(requests: dict[str, str]) -> None:
 
 
 def _expect_memory(requests: dict[str, str]) -> None:
-    """One of the parameters for memory, of a size that fits."""
+    """Expects one of the options for memory, with a suitable size."""
     said = [f"--{name}={requests[name]}" for name in MEMORIES if name in requests]
     case, expected = "memory", "--mem=… or --mem-per-cpu=…, one of them"
     hint = "they exclude each other: --mem is for each node, --mem-per-cpu for each processor"
@@ -204,7 +204,7 @@ def _expect_memory(requests: dict[str, str]) -> None:
 
 
 def _expect_time_and_output(requests: dict[str, str]) -> None:
-    """A time limit of some minutes, and a file for each job, in a folder that is there."""
+    """Expects a time limit of some minutes, and an output file for each job, in an existing folder."""
     given = requests.get("time", "")
     minutes, expected = _read_minutes(given), f"{MINUTES[0]} to {MINUTES[1]} minutes"
     hint = "hours:minutes:seconds, such as --time=00:05:00. (Two numbers are minutes:seconds, one is minutes)"
@@ -227,7 +227,7 @@ def _expect_time_and_output(requests: dict[str, str]) -> None:
 
 
 def _read_minutes(given: str) -> float | None:
-    """The minutes of a time limit, in any of sbatch's forms; None where it is none."""
+    """Returns the minutes of a time limit, in any of sbatch's forms; None if it is invalid."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", given)
     if not found:
         return None
@@ -238,10 +238,10 @@ def _read_minutes(given: str) -> float | None:
 
 
 def _run(text: str, requests: dict[str, str], job: str, nodes: Sequence[dict[str, str]]) -> list[_Started]:
-    """Runs the script as the first node of a job would; returns what was started.
+    """Runs the script as the first node of a job would; returns the torchruns that it started.
 
     Raises:
-        NotYetError: It does not end, or what it starts is no torchrun, or not by srun.
+        NotYetError: It does not end, or starts something other than torchrun, or starts it without srun.
     """
     with tempfile.TemporaryDirectory(prefix="lab13-", ignore_cleanup_errors=True) as folder:
         programs = Path(folder, "programs")
@@ -269,7 +269,7 @@ def _run(text: str, requests: dict[str, str], job: str, nodes: Sequence[dict[str
 
 
 def _expect_by_srun(found: Sequence[dict], code: int | None, last: str) -> None:
-    """The script ends well, and what it starts is torchrun, by srun."""
+    """Expects the script to succeed and to start torchrun by srun."""
     hint = "here srun and torchrun only take notes: what else does the script wait for?"
     expect(code is not None, "the script", yours=f"runs for more than {SECONDS:g} s", expected="ends", hint=hint)
     bare = [one for one in found if one["program"] != "torchrun"]
@@ -286,7 +286,7 @@ def _expect_by_srun(found: Sequence[dict], code: int | None, last: str) -> None:
 
 
 def _make_environment(requests: dict[str, str], job: str, nodes: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The variables that Slurm sets for a batch script, without those of a job, or a torchrun, around this process."""
+    """Returns the variables that Slurm sets for a batch script, without those of an outer job or torchrun."""
     kept = {name: one for name, one in os.environ.items() if not name.startswith(("SLURM", "PET_", "MASTER_"))}
     names = [node["name"] for node in nodes]
     first, last = (re.sub(r"\D", "", name) for name in (names[0], names[-1]))
@@ -301,7 +301,7 @@ def _make_environment(requests: dict[str, str], job: str, nodes: Sequence[dict[s
 
 
 def _parse(node: int, words: list[str]) -> _Started:
-    """A torchrun's words, as it reads them itself."""
+    """Parses a torchrun's arguments as torchrun does."""
     said, parser, case = io.StringIO(), get_args_parser(), f"torchrun on node {node}"
     parser.prog = "torchrun"  # or it names the program that this process was started as
     try:
@@ -317,7 +317,7 @@ def _parse(node: int, words: list[str]) -> _Started:
 
 
 def _expect_started(started: Sequence[_Started]) -> None:
-    """One on each node."""
+    """Expects one torchrun on each node."""
     counts = [sum(one.node == node for one in started) for node in range(NODES)]
     hint = "srun takes the number of tasks from #SBATCH: leave -n, -N and -w away from the line of torchrun"
     yours = ", ".join(f"{count} on node {node}" for node, count in enumerate(counts))
@@ -325,7 +325,7 @@ def _expect_started(started: Sequence[_Started]) -> None:
 
 
 def _expect_same_job(started: Sequence[_Started]) -> None:
-    """Each torchrun knows of two nodes, with one rank each, and has a number of its own where it needs one."""
+    """Expects each torchrun to know of two nodes with one rank each, and to have its own node rank if it needs one."""
     for one in started:
         size = "--standalone" if one.options.standalone else f"--nnodes={one.options.nnodes}"
         hint = "without --nnodes=2 each torchrun is a job of its own. Slurm has the number in $SLURM_NNODES"
@@ -357,7 +357,7 @@ def _expect_same_job(started: Sequence[_Started]) -> None:
 
 
 def _expect_meeting(started: Sequence[_Started], nodes: Sequence[dict[str, str]], number: int) -> None:
-    """Both meet at the first node, at an address that any machine understands, under one id."""
+    """Expects both to meet at the first node, at an address that any machine can resolve, under one id."""
     places, c10d = [_find_meeting(one.options) for one in started], started[0].options.rdzv_backend == "c10d"
     option = "--rdzv-endpoint" if c10d else "--master-addr"
     words, yours = f"where they meet, {option}", " and ".join(dict.fromkeys(map(":".join, places)))
@@ -387,7 +387,7 @@ def _expect_meeting(started: Sequence[_Started], nodes: Sequence[dict[str, str]]
 
 
 def _find_meeting(options: argparse.Namespace) -> tuple[str, str]:
-    """Where a node goes to meet the others: address and port."""
+    """Returns the address and port at which a node meets the others."""
     if options.rdzv_endpoint:
         host, colon, port = options.rdzv_endpoint.rpartition(":")
         return (host, port) if colon else (port, "29400")  # torchrun's own choice for c10d
@@ -397,7 +397,7 @@ def _find_meeting(options: argparse.Namespace) -> tuple[str, str]:
 
 
 def _expect_program(started: Sequence[_Started]) -> None:
-    """Both run the same script, which is there."""
+    """Expects both to run the same script, which must exist."""
     options = [one.options for one in started]
     programs = [shlex.join([one.training_script, *one.training_script_args]) for one in options]
     script, words = options[0].training_script, json.dumps(programs[0])[:120]

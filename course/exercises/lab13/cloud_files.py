@@ -1,8 +1,8 @@
 """Exercise 13.3: a TrainJob for Kubernetes and a SkyPilot task, compared with the job that the launcher would start.
 
-The schemas of both projects (``data/schemas``) say whether the files are read at all. What they ask for is found out as
-a node would: the command really runs, in an empty folder, with the variables that Kubeflow Trainer and SkyPilot set and
-with a ``torchrun`` that only notes how it was called. torchrun's own parser then says what that call means.
+The schemas of both projects (``data/schemas``) decide whether the files are valid. Then the command really runs, as on
+a node: in an empty folder, with the variables that Kubeflow Trainer and SkyPilot set and with a ``torchrun`` that only
+notes how it was called. torchrun's own parser then interprets that call.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ RECOVERY = ("EAGER_NEXT_REGION", "FAILOVER")
 
 @dataclass(frozen=True)
 class Call:
-    """What a node starts: a call that was noted, as torchrun's parser reads it.
+    """A noted call of torchrun on a node, as torchrun's parser reads it.
 
     Attributes:
         options: Its options by name.
         script: The training script.
-        arguments: Those of the script.
+        arguments: The script's arguments.
     """
 
     options: Mapping[str, object]
@@ -99,10 +99,10 @@ def verify_cloud_files(answer: Callable) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader that refuses a key that comes twice, as both projects' own tools may not."""
+    """A loader that refuses duplicate keys, which both projects' own tools may accept."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        """The mapping of a node; its keys differ."""
+        """Returns the mapping of a node, whose keys must differ."""
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for (key, _), name in zip(node.value, names, strict=False):
             if names.count(name) > 1:
@@ -144,7 +144,7 @@ def _find_validator(schema: str) -> jsonschema.protocols.Validator:
 
 
 def _close(schema: object) -> None:
-    """Unknown fields are refused, as by ``kubectl apply``; the schema leaves that to Kubernetes."""
+    """Makes a schema refuse unknown fields, as ``kubectl apply`` does; the schema leaves that to Kubernetes."""
     if isinstance(schema, dict):
         if isinstance(schema.get("properties"), dict) and "type" in schema:
             schema.setdefault("additionalProperties", False)
@@ -230,7 +230,7 @@ def _run_node(argv: Sequence[str], env: Mapping[str, str], name: str) -> list[li
 
 
 def _read_call(calls: Sequence[Sequence[str]], env: Mapping[str, str], name: str) -> Call:
-    """What torchrun's own parser makes of its last call; it takes from the environment what was not said."""
+    """Parses the last call with torchrun's own parser, which reads missing options from the environment."""
     from torch.distributed.run import get_args_parser
 
     words = [call for call in calls if call[0] == "torchrun" or "torch.distributed" in " ".join(call[1:3])][-1]
@@ -251,7 +251,7 @@ def _read_call(calls: Sequence[Sequence[str]], env: Mapping[str, str], name: str
 
 
 def _expect_script(call: Call, name: str) -> None:
-    """The node runs the launcher's script with its arguments."""
+    """Expects the node to run the launcher's script with its arguments."""
     for option in ("module", "no_python"):
         said, hint = f"--{option.replace('_', '-')}", "the launcher's job is a script that torchrun starts with Python"
         expect(not call.options[option], f"{name}: torchrun", yours=said, expected=f"without {said}", hint=hint)
@@ -283,7 +283,7 @@ def _split(arguments: Sequence[str]) -> list[str]:
 
 
 def _expect_nodes(call: Call, name: str, *, node: int, head: str, field: str) -> None:
-    """The node takes its place among the others."""
+    """Expects the node to take its place among the others."""
     options = call.options
     asked = "1 (--standalone)" if options["standalone"] else str(options["nnodes"])
     hint = f"{field}: a torchrun that knows of one node trains alone, and the other one trains the same once more"
@@ -316,7 +316,7 @@ def _expect_nodes(call: Call, name: str, *, node: int, head: str, field: str) ->
 
 
 def _expect_same(calls: Sequence[Call], name: str) -> None:
-    """All nodes meet at one place, in one way."""
+    """Expects all nodes to meet at one address, in the same way."""
     backend = calls[0].options["rdzv_backend"]
     hint = "write c10d, or leave --rdzv-backend out"
     expect(backend in BACKENDS, f"{name}: --rdzv-backend", yours=backend, expected=" or ".join(BACKENDS), hint=hint)
@@ -368,7 +368,7 @@ def _expect_trainjob(job: dict) -> None:
 
 
 def _expect_pods(trainer: dict) -> None:
-    """Each pod starts the launcher's processes."""
+    """Expects each pod to start the launcher's processes."""
     name, limits = NAMES[0], (trainer.get("resourcesPerNode") or {}).get("limits") or {}
     words = [*(trainer.get("command") or ()), *(trainer.get("args") or ())]
     hint = "the image does not know what to start: command: [torchrun, …]"
@@ -398,12 +398,12 @@ def _expect_pods(trainer: dict) -> None:
 
 
 def _replace(word: str, env: Mapping[str, str]) -> str:
-    """Kubernetes replaces $(NAME) in a command by itself; a $NAME is a shell's, and there is none."""
+    """Replaces $(NAME) in a command as Kubernetes does; a $NAME would need a shell, and none runs."""
     return re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word)
 
 
 def _expect_requests(resources: dict) -> None:
-    """A node has the GPUs and the memory of its processes."""
+    """Expects a node with the GPUs and the memory of its processes."""
     name, limits, requests = NAMES[0], resources.get("limits") or {}, resources.get("requests") or {}
     case, gpus = f"{name}: nvidia.com/gpu of a node", limits.get("nvidia.com/gpu")
     hint = f"resourcesPerNode.limits: a GPU for each process, nvidia.com/gpu: {PROCESSES}"
@@ -457,7 +457,7 @@ def _expect_task(task: dict) -> None:
 
 
 def _expect_candidates(resources: dict) -> None:
-    """Every machine that SkyPilot may choose is a spot machine with the GPUs and memory, in one of two places."""
+    """Expects SkyPilot to choose only spot machines with the GPUs and memory, in one of two places."""
     name, lists = NAMES[1], [one for one in ("any_of", "ordered") if resources.get(one)]
     some = "a list of places, such as [{infra: aws/us-east-1}, {infra: gcp/us-central1}]"
     hint = f"any_of: {some}"
@@ -489,7 +489,7 @@ def _expect_candidates(resources: dict) -> None:
 
 
 def _count_gpus(found: object) -> float | None:
-    """How many GPUs of the lab's kind; None for another kind."""
+    """Returns the number of GPUs of the lab's kind; None for another kind."""
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     if isinstance(found, str):
@@ -535,7 +535,7 @@ def _expect_recovery(recovery: object, case: str) -> None:
 
 
 def _expect_run(run: str | None) -> None:
-    """Each node starts the launcher's processes."""
+    """Expects each node to start the launcher's processes."""
     name = NAMES[1]
     hint = "run: | and below it the lines that each node runs"
     expect(bool(run), f"{name}: run", yours="nothing", expected=f"torchrun … {SCRIPT} …", hint=hint)

@@ -45,7 +45,7 @@ def plan_run(
         efficiency: Speed-up divided by the number of nodes.
         price: Of a node and hour.
         checkpoint: Hours to save one.
-        restart: Hours from a failure until the run goes on from the checkpoint.
+        restart: Hours from a failure until the run continues from the checkpoint.
         mtbf: Mean hours until a given node fails.
         interval: Hours of work between two checkpoints; None takes Young's.
     """

@@ -1,9 +1,9 @@
-"""Exercise 13.2: a script that is told to stop in mid-epoch, saves, leaves, and goes on as if nothing had happened.
+"""Exercise 13.2: a script that is told to stop in mid-epoch, saves, exits, and continues as if nothing had happened.
 
-The script runs in forks of this process, two ranks each time. A rank is told by a real SIGTERM, which it sends to
-itself after a step, so that each try is the same. What the script does is seen from outside, whatever its style: the
-images that go through the wrapped model, the losses, what it saves, and with which exit code it leaves. A run that
-nobody stops is the measure, bit for bit: with two ranks the sum of two gradients has only one order.
+The script runs in forks of this process, two ranks each time. The signal is a real SIGTERM, which a rank sends to
+itself after a step, so that each try is the same. The check watches from outside, whatever the script's style: the
+images that pass through the wrapped model, the losses, the saved files, and the exit code. The reference is a run that
+nobody stops, bit for bit: with two ranks the sum of two gradients has only one order.
 """
 
 from __future__ import annotations
@@ -69,16 +69,16 @@ FAILURES = (
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank did in a run.
+    """A rank's actions in a run.
 
     Attributes:
         images: The indices of each step's images.
         losses: The loss of each step.
-        weights: All of the network at the end, statistics too.
+        weights: The whole network at the end, including statistics.
         saves: For each ``torch.save``: the file, and whether the handler called it.
         renames: The files that got their name by a rename.
         code: The exit code.
-        early: Whether it left from within the handler.
+        early: True if it exited from within the handler.
     """
 
     images: list[list[int]]
@@ -91,7 +91,7 @@ class _Rank:
 
 
 class _LeftAloneError(Exception):
-    """A rank has left, and another one has not: its number, its steps, whether in the handler, where the other is."""
+    """A rank exited and another did not: its number, its steps, whether in the handler, where the other is."""
 
 
 def verify_stopping(path: str | Path) -> str:
@@ -126,7 +126,7 @@ def verify_stopping(path: str | Path) -> str:
 
 
 def _describe(step: int, told: dict[int, int]) -> str:
-    """Who is told what, and when, in words."""
+    """Describes which ranks get the signal, and when."""
     times = {1: "", 2: ", twice"}
     who = "both ranks" if len(told) == RANKS else f"rank {next(iter(told))} alone"
     epoch, within = divmod(step - 1, STEPS)
@@ -146,7 +146,7 @@ def _run(script: Path, folder: Path, name: str, told: dict[int, int], step: int,
 
 
 def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: int) -> _Rank:
-    """What a fork does: the script, in this folder, watched; after a step it gets so many signals."""
+    """Runs the script in a fork, in this folder, watched; after a step it gets this number of signals."""
     dist.barrier()
     dist.destroy_process_group()  # the script makes its own
     # They meet in a file: with rank 0's own TCPStore both ranks hung in 2 of some 2,000 runs on a busy machine.
@@ -188,7 +188,7 @@ def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: 
 
 
 def _find_left(notes: Path) -> list | None:
-    """What a rank has written down that has left, or leaves just now."""
+    """Returns the note of a rank that has exited, or exits within half a second."""
     end = time.monotonic() + 0.5
     while time.monotonic() < end:
         for file in notes.glob("left*"):
@@ -198,7 +198,7 @@ def _find_left(notes: Path) -> list | None:
 
 
 def _say_where(rank: int, script: Path, notes: Path) -> None:
-    """Writes down where this rank's main thread stands in the script, some time after another rank has left."""
+    """Notes where this rank's main thread is in the script, some time after another rank has exited."""
     main = threading.main_thread().ident
     while not list(notes.glob("left*")):
         time.sleep(0.05)
@@ -209,7 +209,7 @@ def _say_where(rank: int, script: Path, notes: Path) -> None:
 
 
 class _Watch:
-    """Sees what the script does in this process, and tells it to stop after a step."""
+    """Watches the script in this process, and tells it to stop after a step."""
 
     def __init__(self, times: int, step: int) -> None:
         self.times, self.step = times, step
@@ -285,7 +285,7 @@ class _Watch:
 
 
 def _expect_end(outcomes: Sequence[Outcome], told: dict[int, int], case: str, script: Path) -> None:
-    """Both ranks came to their end, together, and said with code 0 that this was planned."""
+    """Expects both ranks to end together with code 0, which means that this was planned."""
     failed = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error]
     for rank, one in enumerate(outcomes):
         if one.number == signal.SIGTERM:
@@ -315,7 +315,7 @@ def _expect_end(outcomes: Sequence[Outcome], told: dict[int, int], case: str, sc
 
 
 def _raise_alone(rank: int, steps: int, early: bool, where: str, told: dict[int, int], case: str) -> None:
-    """Raises that a rank has left while another one waits for it."""
+    """Raises the error for a rank that exited while another waits for it."""
     hint = f"{AGREE}. And all leave: `return` stands in no `if rank == …`"
     if early:
         hint = f"it left from within the handler, and the other rank waits for it. {ONLY_NOTE}"
@@ -326,7 +326,7 @@ def _raise_alone(rank: int, steps: int, early: bool, where: str, told: dict[int,
 
 
 def _expect_steps(ranks: Sequence[_Rank], steps: int, late: int, case: str) -> None:
-    """The run ended with the step after which it was told, or soon after."""
+    """Expects the run to end with the step after which it got the signal, or soon after."""
     found = len(ranks[0].losses)
     hint = "the script trains to the end, if nobody tells it to stop: `stop` is above 0 only after a signal"
     if late and found > steps + late:
@@ -341,7 +341,7 @@ def _expect_steps(ranks: Sequence[_Rank], steps: int, late: int, case: str) -> N
 
 
 def _expect_saved(ranks: Sequence[_Rank], checkpoint: Path, case: str) -> None:
-    """Rank 0, and no other, has written the checkpoint: outside of the handler, and renamed when it was whole."""
+    """Expects only rank 0 to write the checkpoint: outside the handler, and renamed when it was complete."""
     name = str(checkpoint)
     by = [rank for rank, one in enumerate(ranks) if one.saves]
     expect(bool(by), f"{case}: who saves", yours="nobody", expected="rank 0", hint=SAVE)
@@ -370,7 +370,7 @@ def _expect_saved(ranks: Sequence[_Rank], checkpoint: Path, case: str) -> None:
 
 
 def _expect_same(ranks: Sequence[_Rank], whole: Sequence[_Rank], done: int, case: str, folder: Path) -> None:
-    """Images, losses and weights are those of the run that nobody stopped, from step ``done`` on."""
+    """Expects the images, losses and weights of the run that nobody stopped, from step ``done`` on."""
     words = "images of rank {} in the first step" if done else "images of rank {}"
     for rank, (one, other) in enumerate(zip(ranks, whole, strict=True)):
         if one.images[:1] != other.images[done : done + 1]:
@@ -397,7 +397,7 @@ def _expect_same(ranks: Sequence[_Rank], whole: Sequence[_Rank], done: int, case
 
 
 def _explain_images(first: list[list[int]], order: list[list[int]], done: int) -> tuple[str, str]:
-    """What a run that was started again began with, in words, and the hint that fits."""
+    """Describes the first images of a restarted run, and returns the hint for them."""
     if not first:
         return "none", "`step` is the number of steps done in this epoch, and `epoch` the one that is not over"
     found = order.index(first[0]) if first[0] in order else None
@@ -414,7 +414,7 @@ def _explain_images(first: list[list[int]], order: list[list[int]], done: int) -
 
 
 def _explain_state(checkpoint: Path) -> str:
-    """The hint for losses that do not go on as they should."""
+    """Returns the hint for losses that do not continue as they should."""
     hint = "save the network and the optimizer as they are after the step that you count as done"
     try:
         text = str(torch.load(checkpoint, map_location="cpu"))

@@ -1,10 +1,10 @@
 """Exercise 14.1: the learner's Horovod script on two ranks, with a stand-in for Horovod, beside DDP.
 
-The script runs in forks of this process. There is one rank on each of two nodes, as it were: the local rank is 0 on
-both, and each has a folder of its own, so that only rank 0 finds the checkpoint. Each rank draws other weights than
-the other, so that it shows who sends them. Then torch's DDP trains in the same forks, from rank 0's start on, with the
-images that the ranks took: both have the same weights before each step, bit for bit, since with two ranks the sum of
-two gradients has only one order.
+The script runs in forks of this process, as if with one rank on each of two nodes: the local rank is 0 on both, and
+each has its own folder, so that only rank 0 finds the checkpoint. The ranks draw different weights, which reveals who
+sends them. Then torch's DDP trains in the same forks, from rank 0's initial weights, with the images that the ranks
+used: both have the same weights before each step, bit for bit, since with two ranks the sum of two gradients has only
+one order.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class _Rank:
-    """What a rank did in a run, and what DDP does with the same images.
+    """A rank's actions in a run, and those of DDP with the same images.
 
     Attributes:
         images: The indices of each step's images.
         start: The network as it was built.
         weights: Its parameters before each step, and at the end.
         rates: The learning rates of its optimizers.
-        wrapped: The op and the compression of its newest DistributedOptimizer; Horovod's defaults where there is none.
+        wrapped: The op and the compression of its newest DistributedOptimizer; Horovod's defaults without one.
         ddp: The parameters with DDP.
         counts: The mean loss and the accuracy over the valid split after each epoch with DDP.
         printed: The lines that the script printed, with the rank.
@@ -114,7 +114,7 @@ class _Rank:
 
 
 def verify_horovod_script(path: str | Path) -> str:
-    """Runs the script, then goes on from its checkpoint, and compares both with DDP."""
+    """Runs the script, then continues from its checkpoint, and compares both with DDP."""
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank.
     import torch._dynamo  # noqa: F401
 
@@ -141,7 +141,7 @@ def verify_horovod_script(path: str | Path) -> str:
 
 
 def _expect_devices(tree: ast.AST) -> None:
-    """Each process takes the GPU of its local rank, which no run on a CPU shows."""
+    """Expects each process to use the GPU of its local rank, which no run on a CPU can show."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call) for call in calls]
     values = precautions.find_values(tree)
@@ -159,15 +159,15 @@ def _expect_devices(tree: ast.AST) -> None:
 def _run(
     script: Path, folder: Path, epochs: int, case: str, *, before: Sequence[_Rank] = (), checkpoint: bool = True
 ) -> list[_Rank]:
-    """Runs the script on two ranks, each in a folder of its own, and then DDP.
+    """Runs the script on two ranks, each in its own folder, and then DDP.
 
     Args:
         script: The learner's script.
-        folder: Where the data and the folders of the ranks are.
-        epochs: What ``--epochs`` says.
-        case: What is tried, in a few words.
-        before: What the ranks did before the checkpoint that is there.
-        checkpoint: Whether the script is given ``--checkpoint``.
+        folder: Folder with the data and the folders of the ranks.
+        epochs: Value of ``--epochs``.
+        case: The test case, in a few words.
+        before: The ranks' actions before the existing checkpoint.
+        checkpoint: True to pass ``--checkpoint`` to the script.
     """
     options = ["--data", "shapes10", "--net", "tiny", "--batch-size", BATCH_SIZE, "--epochs", epochs, "--lr", LR]
     options += ["--checkpoint", CHECKPOINT] if checkpoint else []
@@ -188,7 +188,7 @@ def _run(
 
 
 def _work(rank: int, script: Path, before: Sequence[_Rank]) -> _Rank:
-    """What a fork does: the script, watched; then DDP with the same images."""
+    """Runs the script in a fork, watched, then DDP with the same images."""
     group, dist.group.WORLD = dist.group.WORLD, None  # Horovod needs none, and so torch.distributed has none
     horovod = Horovod(group, local_rank=0, local_size=1)
     sys.modules.update(horovod.make_modules())
@@ -222,7 +222,7 @@ def _work(rank: int, script: Path, before: Sequence[_Rank]) -> _Rank:
 
 
 class _Watch:
-    """Sees what the script does in this process."""
+    """Watches the script in this process."""
 
     def __init__(self) -> None:
         self.images: list[list[int]] = []
@@ -252,7 +252,7 @@ class _Watch:
         self.rates |= {group["lr"] for group in optimizer.param_groups}
 
     def end(self) -> None:
-        """Notes the last weights; what comes now is not the script's."""
+        """Notes the last weights and stops watching."""
         if self.model:
             self.weights.append(_copy_weights(self.model))
         self.model, models.build = None, self.build
@@ -265,7 +265,7 @@ def _copy_weights(model: torch.nn.Module) -> Weights:
 def _train_with_ddp(
     start: Weights, images: Sequence[Sequence[int]], done: int
 ) -> tuple[list[Weights], list[tuple[float, float]]]:
-    """The weights before each step from ``done`` on, and at the end; loss and accuracy after each of their epochs."""
+    """Returns the weights before each step from ``done`` on and at the end; loss and accuracy after each epoch."""
     dataset, weights, counts = data.load("shapes10"), [], []
     model = models.build("tiny", num_classes=len(dataset.class_names))
     model.load_state_dict(start)
@@ -285,7 +285,7 @@ def _train_with_ddp(
 
 @torch.no_grad()
 def _count(model: torch.nn.Module, split: data.Split) -> tuple[float, float]:
-    """The mean loss, and the accuracy, over a whole split, with rank 0's statistics of batch norm."""
+    """Returns mean loss and accuracy over a whole split, with rank 0's statistics of batch norm."""
     for buffer in model.buffers():
         dist.broadcast(buffer, src=0)
     images, labels = default_collate([split[index] for index in range(len(split))])
@@ -295,7 +295,7 @@ def _count(model: torch.nn.Module, split: data.Split) -> tuple[float, float]:
 
 
 def _expect_end(outcomes: Sequence[Outcome], case: str, script: Path) -> None:
-    """Both ranks came to their end, together."""
+    """Expects both ranks to end together."""
     failed = [(rank, one.error, getattr(one.error, "line_of_answer", "")) for rank, one in enumerate(outcomes)]
     # First what a line of the script's own raised, and last what follows from another rank's end.
     failed.sort(key=lambda one: (not one[2], any(word in str(one[1]) for word in NETWORK)))
@@ -316,7 +316,7 @@ def _expect_end(outcomes: Sequence[Outcome], case: str, script: Path) -> None:
 
 
 def _expect_one_epoch(ranks: Sequence[_Rank]) -> None:
-    """A run that goes on has one epoch left, on every rank."""
+    """Expects a resumed run to have one epoch left, on every rank."""
     for rank, one in enumerate(ranks):
         hint = "every rank has to know `first`, which only rank 0 has read: leave hvd.broadcast_object(first) in"
         words = f"{RESUMED}: how many steps rank {rank} takes"
@@ -324,7 +324,7 @@ def _expect_one_epoch(ranks: Sequence[_Rank]) -> None:
 
 
 def _expect_weights(ranks: Sequence[_Rank], case: str, *, before: int = 0) -> None:
-    """Before each step both ranks have the same weights, and they are those of DDP."""
+    """Expects both ranks to have DDP's weights before each step."""
     for step, both in enumerate(zip(*(one.weights for one in ranks), strict=True)):
         where = f"before step {before + step + 1}" if step < len(ranks[0].images) else "at the end"
         far = _find_difference(*both)
@@ -340,7 +340,7 @@ def _find_difference(one: Weights, other: Weights) -> float:
 
 
 def _explain_ranks(step: int, case: str) -> str:
-    """The hint for ranks whose weights differ before a step, and not before an earlier one."""
+    """Returns the hint for ranks whose weights first differ before this step."""
     if step == 0 and case == BEGUN:
         return f"each process draws weights of its own here, and needs those of rank 0. {BROADCAST}"
     if step == 0:
@@ -354,7 +354,7 @@ def _explain_ranks(step: int, case: str) -> str:
 
 
 def _explain_ddp(rank: _Rank, step: int, case: str) -> str:
-    """The hint for weights that are the same on all ranks, and are not those of DDP."""
+    """Returns the hint for weights that are the same on all ranks, but differ from DDP's."""
     if step == 0:
         return "rank 0 sends what it has, and what it has read from the checkpoint, to all others: root_rank=0"
     if rank.rates - {LR}:
@@ -376,7 +376,7 @@ def _explain_ddp(rank: _Rank, step: int, case: str) -> str:
 
 
 def _expect_counts(ranks: Sequence[_Rank], case: str, first: int) -> None:
-    """Rank 0, and no other, says the loss and the accuracy over all images of the valid split."""
+    """Expects only rank 0 to print the loss and the accuracy over all images of the valid split."""
     said = [match.groups() for rank in ranks for match in PRINTED.finditer(rank.printed)]
     others = sorted({rank for rank, *_ in said} - {"0"})
     hint = "leave `if rank == 0:` before print(...) as it was"
@@ -402,7 +402,7 @@ def _expect_counts(ranks: Sequence[_Rank], case: str, first: int) -> None:
 
 
 def _expect_without_checkpoint(script: Path, folder: Path) -> None:
-    """A script to which no checkpoint is given comes to its end as well, and saves nothing."""
+    """Expects the script to end without a checkpoint as well, and to save nothing then."""
     before = [find_saved(folder / node / CHECKPOINT) for node in NODES]
     _run(script, folder, 1, "the script without --checkpoint", checkpoint=False)
     after = [find_saved(folder / node / CHECKPOINT) for node in NODES]

@@ -1,8 +1,8 @@
-"""A stand-in for Horovod: what a training script needs of ``horovod.torch``, made of a Gloo group of torch.
+"""A stand-in for Horovod: the part of ``horovod.torch`` that a training script needs, built on torch's Gloo.
 
-What a script sees of it is as in Horovod 0.28.1: names, arguments, defaults, results, and the errors that typical
-mistakes raise. As Horovod's coordinator does, the ranks compare before each operation what they are about to do, so
-that a mismatch is an error and no wrong number. It needs no build, and no process but the ranks.
+For a script it looks like Horovod 0.28.1: names, arguments, defaults, results, and the errors that typical mistakes
+raise. Like Horovod's coordinator, the ranks compare before each operation what they are about to do, so that a mismatch
+is an error and not a wrong number. It needs no build, and no processes besides the ranks.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Horovod:
         self.started = False
 
     def make_modules(self) -> dict[str, ModuleType]:
-        """Returns what ``import horovod.torch`` is to find, by name, for ``sys.modules``."""
+        """Returns the modules that ``import horovod.torch`` should find, by name, for ``sys.modules``."""
         package, module = ModuleType("horovod"), ModuleType("horovod.torch")
         package.__path__, package.torch = [], module
         operations = {"Average": Average, "Sum": Sum, "Adasum": Adasum, "Min": Min, "Max": Max, "Product": Product}
@@ -93,31 +93,31 @@ class Horovod:
         return {"horovod": package, "horovod.torch": module}
 
     def init(self, *_: Any, **__: Any) -> None:
-        """Has the rank join the group, whatever the arguments."""
+        """Makes the rank join the group, whatever the arguments."""
         self.started = True
 
     def shutdown(self) -> None:
-        """Has the rank leave the group."""
+        """Makes the rank leave the group."""
         self.started = False
 
     def is_initialized(self) -> bool:
-        """Whether :meth:`init` was called."""
+        """Returns True if :meth:`init` was called."""
         return self.started
 
     def rank(self) -> int:
-        """The number of this rank in the whole job."""
+        """Returns the number of this rank in the whole job."""
         return self._find_group().rank()
 
     def size(self) -> int:
-        """How many ranks there are."""
+        """Returns the number of ranks."""
         return self._find_group().size()
 
     def local_rank(self) -> int:
-        """The number of this rank on its node."""
+        """Returns the number of this rank on its node."""
         return self._find_group() and self._local[0]
 
     def local_size(self) -> int:
-        """How many ranks its node has."""
+        """Returns the number of ranks on its node."""
         return self._find_group() and self._local[1]
 
     def _find_group(self) -> Any:
@@ -131,7 +131,7 @@ class Horovod:
         self._agree("end")
 
     def _agree(self, kind: str, tensor: torch.Tensor | None = None, chosen: int = 0) -> Any:
-        """Compares with all ranks what is to be done; returns their group."""
+        """Compares the next operation with all ranks; returns their group."""
         group = self._find_group()
         what = [DTYPES.index(tensor.dtype), tensor.numel()] if tensor is not None else [0, 0]
         own = torch.tensor([KINDS.index(kind), chosen, *what])
@@ -296,11 +296,11 @@ class Horovod:
 
 
 class _Averaging:
-    """What ``DistributedOptimizer`` puts before the class of an optimizer: gradients are reduced before a step.
+    """Mix-in that ``DistributedOptimizer`` puts before an optimizer's class: reduces gradients before a step.
 
     Attributes:
-        op: What the gradients of all ranks are reduced by.
-        compression: How they are sent.
+        op: The operation that reduces the gradients of all ranks.
+        compression: The compression with which they are sent.
     """
 
     def _begin(self, horovod: Horovod, compression: Any, passes: int, op: int) -> None:
@@ -320,7 +320,7 @@ class _Averaging:
             )
 
     def synchronize(self) -> None:
-        """Reduces the gradients; Horovod begins with each as soon as backward() has it."""
+        """Reduces the gradients; Horovod starts with each as soon as backward() has computed it."""
         for parameter in _list_parameters(self):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -348,7 +348,7 @@ class _Averaging:
         return super().step(closure)
 
     def zero_grad(self) -> None:
-        """Forgets the gradients, which have to be used up."""
+        """Clears the gradients, which must have been used."""
         if self._passes:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -357,19 +357,19 @@ class _Averaging:
         super().zero_grad()
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Takes over a state."""
+        """Loads a state."""
         self._passes.clear()
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)
 
 
 def _list_parameters(optimizer: Any) -> list[torch.Tensor]:
-    """The parameters that an optimizer trains, in its order."""
+    """Returns the parameters that an optimizer trains, in its order."""
     return [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
 
 
 def _choose_op(op: int | None, average: bool | None) -> int:
-    """What to reduce by: ``average`` is older than ``op``."""
+    """Returns the operation to reduce with: ``average`` is the older form of ``op``."""
     if op is not None and average is not None:
         raise ValueError("The op parameter supersedes average. Please provide only one of them.")
     if average is not None:
@@ -379,7 +379,7 @@ def _choose_op(op: int | None, average: bool | None) -> int:
 
 
 def _check_named(optimizer: Any, named: Iterable[tuple[str, torch.Tensor]] | None) -> None:
-    """Refuses names that are none, are there twice, or do not name all parameters."""
+    """Refuses names that are malformed, appear twice, or do not cover all parameters."""
     if named is None:
         return
     named = list(named)

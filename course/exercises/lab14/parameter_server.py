@@ -1,7 +1,7 @@
 """Exercises 14.3 and 14.4: a parameter server over send and recv, synchronous and asynchronous.
 
-The answer runs on rank 0. The workers are the check's own: each holds a gradient back until it is certain which one
-comes next. So a server that waits for the wrong worker always does, and one that is right never has to, however busy
+The answer runs on rank 0. The workers are the check's own: each holds its gradient back until it is certain which one
+comes next. So a server that waits for the wrong worker always gets stuck, and a correct one never does, however busy
 the machine is.
 """
 
@@ -38,14 +38,14 @@ MISTAKES = {"same as the rank of the current process": WORKERS}
 
 @dataclass(frozen=True)
 class _Case:
-    """What is tried.
+    """One test case.
 
     Attributes:
-        workers: Their ranks.
-        steps: Rounds, or updates.
+        workers: The ranks of the workers.
+        steps: Number of rounds, or of updates.
         lr: The learning rate.
-        order: The worker of each update, where the server is asynchronous.
-        idle: Ranks that do not work: in the lab `workers` are not always all others.
+        order: The worker of each update, if the server is asynchronous.
+        idle: Number of other ranks: in the lab, `workers` need not be all ranks but 0.
     """
 
     workers: Sequence[int]
@@ -58,7 +58,7 @@ class _Case:
         return f"{len(self.workers)} workers, {self.steps} {'updates' if self.order else 'rounds'}"
 
     def is_next(self, worker: int, received: dict[int, int]) -> bool:
-        """Whether a worker may send its gradient now, from how often each one has received weights."""
+        """Returns True if a worker may send its gradient now, given how often each one has received weights."""
         number = received[worker]
         if not self.order:
             return min(received.values()) >= number
@@ -73,18 +73,18 @@ AT_ONCE = _Case(range(1, 3), 6, 0.1, (1, 1, 1, 2, 1, 2)), _Case([3, 1, 2], 7, 0.
 
 
 def make_weights() -> torch.Tensor:
-    """The weights before the first step."""
+    """Returns the weights before the first step."""
     return torch.linspace(0.5, 2, SIZE)
 
 
 def find_gradient(worker: int, weights: torch.Tensor) -> torch.Tensor:
-    """The gradient of a worker, which differs from that of each other worker."""
+    """Returns the gradient of a worker, which differs from every other worker's."""
     slope, shift = torch.randn(2, SIZE, generator=torch.Generator().manual_seed(worker))
     return slope * weights + shift
 
 
 class _Board:
-    """Counts for each worker, in memory that the forks share: they are known also where nobody returns."""
+    """Counters for each worker, in memory shared by the forks, so that they can be read even if nobody returns."""
 
     ROWS = ("sent", "received", "offered", "taken")
 
@@ -92,20 +92,20 @@ class _Board:
         self._workers, self._bytes = sorted(workers), mmap.mmap(-1, len(self.ROWS) * (1 + max(workers)))
 
     def add(self, row: str, worker: int) -> None:
-        """Counts one more of weights sent or received, or of gradients offered or taken."""
+        """Adds one to a row: weights sent or received, or gradients offered or taken."""
         place = self._place(row, worker)
         self._bytes[place] = min(self._bytes[place] + 1, 255)
 
     def read(self, row: str) -> dict[int, int]:
-        """The count of each worker."""
+        """Returns the count of each worker."""
         return {worker: self._bytes[self._place(row, worker)] for worker in self._workers}
 
     def end(self) -> None:
-        """Notes that the answer has returned: no worker needs to hold anything back."""
+        """Notes that the answer has returned: no worker needs to hold anything back any more."""
         self._bytes[0] = 1
 
     def has_ended(self) -> bool:
-        """Whether the answer has returned."""
+        """Returns True if the answer has returned."""
         return self._bytes[0] == 1
 
     def _place(self, row: str, worker: int) -> int:
@@ -114,13 +114,13 @@ class _Board:
 
 @dataclass(frozen=True)
 class _Run:
-    """What came of an answer.
+    """The result of an answer.
 
     Attributes:
         received: The weights that each worker got.
         final: The caller's weights when the answer returned.
-        on_way: The workers of which a gradient was not received.
-        ages: What the answer returned, as numbers; as text where it is none.
+        on_way: The workers whose last gradient was not received.
+        ages: The answer's return value as numbers, or as text if it is something else.
     """
 
     received: dict[int, list[torch.Tensor]]
@@ -129,7 +129,7 @@ class _Run:
     ages: list[float] | str
 
     def count_taken(self, worker: int) -> int:
-        """How many gradients of a worker the answer received: each weights that a worker gets lead to one."""
+        """Returns how many gradients of a worker the answer received: one for each time that the worker got weights."""
         return len(self.received[worker]) - (worker in self.on_way)
 
 
@@ -149,7 +149,7 @@ def _run(answer: Callable, case: _Case) -> _Run:
 
 
 def _work(rank: int, case: _Case, board: _Board) -> list[torch.Tensor]:
-    """What a worker does; returns the weights that it got."""
+    """Does a worker's job; returns the weights that it got."""
     received: list[torch.Tensor] = []
     while True:
         weights = torch.empty(SIZE)
@@ -167,12 +167,12 @@ def _work(rank: int, case: _Case, board: _Board) -> list[torch.Tensor]:
 
 
 def _is_end(message: torch.Tensor) -> bool:
-    """Whether a message says that all is over. Weights of zero, which end the lab's own workers, an answer may have."""
+    """Returns True for the message that ends a worker. Zeros, which end the lab's workers, could be real weights."""
     return bool(message.isposinf().all())
 
 
 def _serve(answer: Callable, case: _Case, board: _Board) -> tuple[torch.Tensor, tuple[int, ...], list[float] | str]:
-    """What rank 0 does; returns what a :class:`_Run` needs of it."""
+    """Runs the answer on rank 0; returns rank 0's part of a :class:`_Run`."""
     witness, weights = _watch_messages(case, board), make_weights()
     returned = answer(weights, case.workers[:], case.steps, case.lr)
     if witness.count_open():
@@ -231,7 +231,7 @@ def _read_ages(returned: Any) -> list[float] | str:
 
 
 def _expect_ends(outcomes: Sequence[Outcome], case: _Case, board: _Board) -> None:
-    """Raises what an answer gets that did not return, or had to be ended."""
+    """Raises the error for an answer that did not return, or had to be ended."""
     server, expected = outcomes[0], "it returns, and every worker was served"
     if isinstance(server.error, MisuseError):
         yours = server.line or "at its end"
@@ -250,7 +250,7 @@ def _expect_ends(outcomes: Sequence[Outcome], case: _Case, board: _Board) -> Non
 
 
 def _sort_workers(board: _Board) -> tuple[list[int], list[int], list[int]]:
-    """The workers that wait for weights, that hold a gradient back, and whose gradient nobody receives."""
+    """Returns the workers that wait for weights, that hold a gradient back, and whose gradient nobody receives."""
     received, offered, taken = map(board.read, ("received", "offered", "taken"))
     waiting = [worker for worker in received if taken[worker] == received[worker]]
     holding = [worker for worker in received if offered[worker] < received[worker]]
@@ -258,7 +258,7 @@ def _sort_workers(board: _Board) -> tuple[list[int], list[int], list[int]]:
 
 
 def _explain_wait_in_turn(case: _Case, board: _Board) -> str:
-    """The hint that fits a synchronous server that got stuck."""
+    """Returns the hint for a synchronous server that got stuck."""
     received = board.read("received")
     _, holding, offering = _sort_workers(board)
     if max(received.values()) > case.steps + 1:
@@ -278,7 +278,7 @@ def _explain_wait_in_turn(case: _Case, board: _Board) -> str:
 
 
 def _explain_wait_at_once(case: _Case, board: _Board) -> str:
-    """The hint that fits an asynchronous server that got stuck."""
+    """Returns the hint for an asynchronous server that got stuck."""
     sent, received = board.read("sent"), board.read("received")
     waiting, _, offering = _sort_workers(board)
     if max(received.values()) > case.steps + 1:
@@ -306,7 +306,7 @@ def _explain_wait_at_once(case: _Case, board: _Board) -> str:
 
 
 def verify_serve_in_turn(answer: Callable) -> str:
-    """Serves two and three workers, and compares what each got with the steps in one process."""
+    """Serves two and three workers, and compares each one's weights with the steps in one process."""
     for case in IN_TURN:
         _verify_in_turn(answer, case)
     return "2 and 3 workers, each with all weights at once, and in every round one step with their mean"
@@ -348,7 +348,7 @@ def _expect_mean(
     case: _Case,
     words: str,
 ) -> None:
-    """``found`` comes from the last of the ``earlier`` weights by a step with the mean of the last ``gradients``."""
+    """Expects ``found`` to be a step from the last ``earlier`` weights with the mean of the last ``gradients``."""
     if _are_close(found, right):
         return
     hint = "total begins every round at zero, and adds up the gradients of that round, as they are"
@@ -371,7 +371,7 @@ def _expect_mean(
 
 
 def _explain_mean(shares: Sequence[float], case: _Case) -> str:
-    """The hint for a step in which the gradients have other shares than one over the number of workers."""
+    """Returns the hint for a step in which the gradients' shares are not one over the number of workers."""
     count, absent = len(shares), [worker for worker, share in zip(case.workers, shares, strict=True) if share == 0]
     if len(absent) == count:
         return "no step was taken between the rounds: step in place, after all gradients have come"
@@ -398,7 +398,7 @@ def _explain_mean(shares: Sequence[float], case: _Case) -> str:
 
 
 def verify_serve_at_once(answer: Callable) -> str:
-    """Serves two and three workers of unequal speed, whose gradients come in a known order."""
+    """Serves two and three workers of unequal speed, whose gradients arrive in a known order."""
     for case in AT_ONCE:
         _verify_at_once(answer, case)
     return "2 and 3 workers of unequal speed: a step for each gradient as it came, none waited, and all ages"
@@ -437,7 +437,7 @@ def _verify_at_once(answer: Callable, case: _Case) -> None:
 def _expect_step(
     found: torch.Tensor, points: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], case: _Case, words: str
 ) -> None:
-    """``found`` is the last of the ``points``, to which the last of the ``gradients`` led."""
+    """Expects ``found`` to be the last of the ``points``, to which the last of the ``gradients`` led."""
     if _are_close(found, points[-1]):
         return
     expected = "the previous weights − lr * gradient"
@@ -484,7 +484,7 @@ def _expect_ages(yours: list[float] | str, ages: Sequence[int], case: _Case) -> 
 
 
 def _expect_in_place(final: torch.Tensor, points: Sequence[torch.Tensor], case: _Case) -> None:
-    """The caller's weights are not those of the start; what the workers got was right."""
+    """Expects the caller's weights to have changed, once the workers' weights were right."""
     hint = "weights = … names a new tensor, and the caller keeps the old one: change it in place, weights -= …"
     words = f"{case}: the caller's weights at the end"
     is_new = not _are_close(final, points[0])
@@ -492,7 +492,7 @@ def _expect_in_place(final: torch.Tensor, points: Sequence[torch.Tensor], case: 
 
 
 def _find_shares(step: torch.Tensor, gradients: Sequence[torch.Tensor], lr: float) -> list[float] | None:
-    """How much of each gradient a step has, in units of −lr; None where something else is in it."""
+    """Returns how much of each gradient a step contains, in units of −lr; None if it contains anything else."""
     matrix, wanted = torch.stack(list(gradients)).double().T, -step.double() / lr
     if not wanted.isfinite().all():
         return None
@@ -503,7 +503,7 @@ def _find_shares(step: torch.Tensor, gradients: Sequence[torch.Tensor], lr: floa
 
 
 def _pick(hints: dict[float, str], share: float) -> str:
-    """The hint of the first number that a share equals, as far as it is known; "" where there is none."""
+    """Returns the hint for the first known number that a share equals; "" if there is none."""
     return next((hint for number, hint in hints.items() if abs(share - number) < 2e-3), "")
 
 

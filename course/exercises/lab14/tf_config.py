@@ -1,4 +1,4 @@
-"""Exercise 14.2: what TensorFlow's variable ``TF_CONFIG`` says to each worker."""
+"""Exercise 14.2: the value of TensorFlow's variable ``TF_CONFIG`` for each worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def verify_write_tf_config(write_tf_config: Callable) -> str:
 
 
 def _read(write_tf_config: Callable, addresses: list[str], index: int, case: str) -> dict[str, Any]:
-    """What the text says, which has to be JSON."""
+    """Returns the content of the text, which must be JSON."""
     hint = "TensorFlow reads JSON: json.dumps(...) makes its text, with double quotes, of a dictionary"
     text = write_tf_config(addresses, index)
     kind = "return the text: who starts the worker sets the variable" if text is None else hint
@@ -49,7 +49,7 @@ def _read(write_tf_config: Callable, addresses: list[str], index: int, case: str
 
 
 def _expect_cluster(config: Mapping[str, Any], addresses: list[str], index: int, case: str) -> None:
-    """The cluster has the workers alone, all of them, in the order that all have."""
+    """Expects a cluster of workers only, all of them, in the common order."""
     cluster, case = config["cluster"], f'{case}: "cluster"'
     wanted = json.dumps({"worker": addresses})
     others = [kind for kind in cluster if kind != "worker"]
@@ -75,7 +75,7 @@ def _expect_cluster(config: Mapping[str, Any], addresses: list[str], index: int,
 
 
 def _expect_task(config: Mapping[str, Any], index: int, case: str) -> None:
-    """The task is this worker's, by its place in the list."""
+    """Expects this worker's task, by its place in the list."""
     task, case = config["task"], f'{case}: "task"'
     wanted = json.dumps({"type": "worker", "index": index})
     hint = '"type" is the name of the list in "cluster" in which this process stands: "worker"'

@@ -13,7 +13,7 @@ class Recorder:
     """Stands in for a SummaryWriter: keeps what it is given instead of writing it.
 
     Attributes:
-        records: Tag, value and step of each scalar, in order; step -1 where none was given.
+        records: Tag, value and step of each scalar, in order; step -1 if none was given.
         closed: Whether ``close`` was called, or the ``with`` block left.
     """
 

@@ -185,7 +185,7 @@ BATCHES: tuple[tuple[str, Callable[[int, int, bool], list[int]]], ...] = (
 
 
 def _explain_chunk(answers: list[object], case: tuple[int, int, int, bool], yours: int) -> str:
-    """The hint that fits a wrong answer: best the mistake that explains all answers, else one that explains this."""
+    """Returns the hint for a wrong answer: preferably the mistake behind all answers, otherwise one behind this one."""
     wrong = [
         (about_split or about_batches, split, find)
         for (about_split, split), (about_batches, find) in product(SPLITS, BATCHES)

@@ -15,7 +15,7 @@ PATIENCE = 2.5  # seconds that a replica waits for the others before we say that
 
 
 class Fault(RuntimeError):
-    """What a replica raises on purpose, to see who hears of it."""
+    """An error that a replica raises on purpose, to see who receives it."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Call:
     """One forward pass of one replica.
 
     Attributes:
-        images: What it was given.
+        images: Its input.
         weight: A weight of the replica itself, which is kept so that no later replica gets the same memory.
-        fresh: Whether its parameters equal those that the model had when the step began.
-        training: The mode that it ran in.
+        fresh: True if its parameters equal the model's when the step began.
+        training: The mode in which it ran.
     """
 
     images: torch.Tensor
@@ -36,11 +36,11 @@ class Call:
 
 
 class Watch:
-    """Sees every forward pass of a network and of all its copies, and holds each up until the others are there too.
+    """Watches every forward pass of a network and of all its copies, and delays each until the others have started.
 
     Attributes:
-        calls: The forward passes since ``begin``, in the order of their arrival; those of no image are left out.
-        alone: Whether one of them waited in vain, as the first does where replicas run one after the other.
+        calls: The forward passes since ``begin``, in order of arrival, except those without images.
+        alone: True if one of them waited in vain, as the first does if replicas run one after the other.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Watch:
         self.begin((), 1)
 
     def begin(self, parameters: Sequence[torch.Tensor], parts: int, *, failing: int | None = None) -> None:
-        """Forgets what was seen; ``parts`` passes have to meet, and the pass with the number ``failing`` raises."""
+        """Clears the notes; ``parts`` passes have to meet, and the pass with the number ``failing`` raises."""
         self.calls: list[Call] = []
         self.alone = False
         self._parts, self._failing = parts, failing
@@ -62,7 +62,7 @@ class Watch:
         """Notes a forward pass, and waits in it for the others.
 
         Raises:
-            Fault: This is the pass that is to fail.
+            Fault: This pass is the one that should fail.
         """
         if not isinstance(images, torch.Tensor) or not len(images):
             return
@@ -82,7 +82,7 @@ class Watch:
 
 
 class Net(nn.Module):
-    """A small classifier that reports each of its forward passes, also those of its copies, to a :class:`Watch`."""
+    """A small classifier that reports each forward pass, also those of its copies, to a :class:`Watch`."""
 
     def __init__(self, watch: Watch | None, *, normalized: bool) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Net(nn.Module):
                 self.norm.running_var.uniform_(0.5, 2)
 
     def list_weights(self) -> list[torch.Tensor]:
-        """Its weights, which torch's own replicas have as attributes and not as parameters."""
+        """Returns its weights, which torch's own replicas have as attributes and not as parameters."""
         return [self.convolution.weight, self.convolution.bias, self.head.weight, self.head.bias]
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -107,10 +107,10 @@ class Net(nn.Module):
 
 
 def make_trial(watch: Watch | None, batch: int, *, normalized: bool) -> dict:
-    """A network in float64, a batch of images that all differ, and an optimizer; the same numbers each time.
+    """Returns a network in float64, a batch of distinct images, and an optimizer; the same numbers each time.
 
     With ``normalized`` the network has a BatchNorm, in evaluation mode: in training its statistics would be those of
-    a chunk, and the step would differ from one device's by right.
+    a chunk, and the step would rightly differ from one device's.
     """
     generator = torch.Generator().manual_seed(1)
     model = Net(watch, normalized=normalized).double()
@@ -124,10 +124,10 @@ def make_trial(watch: Watch | None, batch: int, *, normalized: bool) -> dict:
 
 @dataclass(frozen=True)
 class Step:
-    """A step as one device would take it, and what explains another outcome.
+    """A step as one device would take it, with the data to explain a different outcome.
 
     Attributes:
-        case: What is tried, in a few words.
+        case: The test case, in a few words.
         start: The model as the step finds it.
         images: The batch.
         labels: Its labels.
@@ -141,22 +141,22 @@ class Step:
     earlier: torch.Tensor | None
 
     def find_share(self, call: Call) -> list[int]:
-        """The numbers of the images that a replica got; -1 for one that is not in the batch."""
+        """Returns the indices of the images that a replica got; -1 for one that is not in the batch."""
         numbers = {float(image[0, 0, 0]): number for number, image in enumerate(self.images)}
         return [numbers.get(float(image[0, 0, 0]), -1) for image in call.images]
 
     def differentiate(self, share: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean loss of some of the images on one device, and its gradient as one vector."""
+        """Returns the mean loss of some of the images on one device, and its gradient as one vector."""
         model = copy.deepcopy(self.start)
         loss = F.cross_entropy(model(self.images[share]), self.labels[share])
         return loss.detach(), join(torch.autograd.grad(loss, list(model.parameters())))
 
 
 def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The tensors as one vector without a graph, a copy."""
+    """Returns a copy of the tensors as one vector without a graph."""
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
 def is_close(yours: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results agree up to the order of their sums in float64."""
+    """Returns True if two results agree up to the order of their sums in float64."""
     return torch.allclose(yours.detach().double(), expected, rtol=1e-8, atol=1e-12)

@@ -15,7 +15,7 @@ from course.exercises.lab5.ddp_script import verify_ddp_script
 
 
 def _hand_out(epochs: Sequence[int | None], *, images: int = 12, ranks: int = 2, seed: int = 0) -> list[list[int]]:
-    """What rank 0 gets from torch's own sampler in each epoch; None leaves out ``set_epoch``."""
+    """Returns rank 0's images from torch's own sampler in each epoch; None leaves out ``set_epoch``."""
     sampler = DistributedSampler(range(images), num_replicas=ranks, rank=0, seed=seed)
     orders = []
     for epoch in epochs:
@@ -26,13 +26,13 @@ def _hand_out(epochs: Sequence[int | None], *, images: int = 12, ranks: int = 2,
 
 
 def _find_alike(*places: int, images: int = 12, ranks: int = 2) -> list[list[int]]:
-    """Two different epochs, both with set_epoch, that happen to have the same images at these places."""
+    """Returns two different epochs, both with set_epoch, that happen to have the same images at these places."""
     tried = (_hand_out((0, 1), images=images, ranks=ranks, seed=seed) for seed in itertools.count())
     return next((a, b) for a, b in tried if a != b and all(a[place] == b[place] for place in places))
 
 
 def _list_orders() -> tuple[tuple[str, list, bool, str], ...]:
-    """What was run, the orders of its epochs, whether ``set_epoch`` was forgotten, and the hint for who errs."""
+    """Lists the cases: description, orders of the epochs, True if ``set_epoch`` was forgotten, hint."""
     return (
         ("3 epochs without set_epoch", _hand_out((None,) * 3), True, "every epoch has the same order"),
         ("3 epochs with set_epoch", _hand_out((0, 1, 2)), False, "the orders differ: compare them with each other"),
@@ -81,7 +81,7 @@ def _list_orders() -> tuple[tuple[str, list, bool, str], ...]:
 
 
 def verify_find_forgotten(find_forgotten: Callable) -> str:
-    """Asks for what torch's DistributedSampler hands out with and without ``set_epoch``."""
+    """Asks about orders of torch's DistributedSampler with and without ``set_epoch``."""
     cases = _list_orders()
     for case, orders, expected, hint in cases:
         with refusing(IndexError, TypeError, case=case, expected=expected, hint=hint):

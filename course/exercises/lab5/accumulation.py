@@ -1,4 +1,4 @@
-"""Exercise 5.4: one step over several micro-batches that sends the gradients once, by DDP on two forked ranks."""
+"""Exercise 5.4: one step over several micro-batches that sends the gradients once, with DDP on two forked ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, SIZE, RANKS, CLOSE = (3, 2), 4, 2, 1e-10
 
 
 class _Witness:
-    """Notes what happens to a DDP model: forward and backward passes, whether they were to send, and what was sent."""
+    """Notes the passes of a DDP model, forward and backward, whether each should send, and what was sent."""
 
     def __init__(self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         self._model = model
@@ -31,7 +31,7 @@ class _Witness:
         optimizer.register_step_post_hook(self._note_step)
 
     def clear(self) -> None:
-        """Forgets what was noted."""
+        """Clears the notes."""
         self.events: list[str] = []
         self.forward_syncs: list[bool] = []
         self.backward_syncs: list[bool] = []
@@ -39,7 +39,7 @@ class _Witness:
         self.steps = 0
 
     def get_notes(self) -> dict[str, Any]:
-        """What was noted, without the model."""
+        """Returns the notes, without the model."""
         return {name: value for name, value in vars(self).items() if name != "_model"}
 
     def _note_sending(self, state, bucket):  # without types: DDP refuses those that are kept as text, as all are here
@@ -113,14 +113,14 @@ def _join(batches: list) -> tuple[torch.Tensor, ...]:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> None:
-    """The expected step: one pass over all images of this rank at once; DDP averages over the ranks."""
+    """Takes the expected step: one pass over all images of this rank at once; DDP averages over the ranks."""
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()
     optimizer.step()
 
 
 def _expect_passes(case: str, notes: dict, count: int) -> None:
-    """One forward and one backward pass per micro-batch, in turns, and one step."""
+    """Expects one forward and one backward pass per micro-batch, in turns, and one step."""
     passes = ["forward", "backward"] * count
     hint = f"{count} micro-batches are {count} forward passes through model, each followed by its backward()"
     if notes["events"] == ["forward"] * count + ["backward"] * count:
@@ -137,7 +137,7 @@ def _expect_passes(case: str, notes: dict, count: int) -> None:
 
 
 def _expect_sent_once(case: str, notes: dict, count: int) -> None:
-    """The gradients were sent once, in the last backward pass, when all micro-batches had been added up."""
+    """Expects the gradients to be sent once, in the last backward pass, after all micro-batches were added up."""
     hint = "all micro-batches but the last run under model.no_sync()"
     if not notes["sent_in"]:
         hint = "the last micro-batch runs through model, outside model.no_sync(), where DDP sends"
@@ -160,7 +160,7 @@ def _expect_sent_once(case: str, notes: dict, count: int) -> None:
 
 
 def _expect_update(case: str, yours: torch.Tensor, right: torch.Tensor, *, count: int, last: torch.Tensor) -> None:
-    """The weights moved as they do for the mean loss over the global batch."""
+    """Expects the update for the mean loss over the global batch."""
     ratio = float(yours.norm() / right.norm())
     # Both in the first step, when the momentum is the gradient: the direction tells which gradients went into it.
     of_last, of_all = (float(F.cosine_similarity(yours, other, dim=0)) for other in (-last, right))

@@ -1,4 +1,4 @@
-"""Exercise 5.2: the two torchrun commands that a person would type on two nodes, judged, then run on this machine."""
+"""Exercise 5.2: the two torchrun commands that one would type on two nodes, judged, then run on this machine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ENDING = "terminate called without an active exception"
 
 @dataclass(frozen=True)
 class _Command:
-    """One command, read as a shell and torchrun read it."""
+    """One command, parsed as by a shell and torchrun."""
 
     variables: tuple[str, ...]  # what stands before the program, such as GLOO_SOCKET_IFNAME=lo
     given: frozenset[str]  # the names of its options, with "_" for "-"
@@ -64,7 +64,7 @@ class _Command:
 
 
 def verify_commands(two_commands: Callable) -> str:
-    """Reads the two commands, says what is wrong between them, and runs them side by side."""
+    """Parses the two commands, reports their conflicts, and runs them side by side."""
     commands = two_commands()
     given = f"{len(commands)} of them" if isinstance(commands, list | tuple) else repr(commands)[:60]
     expect(
@@ -132,7 +132,7 @@ def _parse(number: int, command: str) -> _Command:
 
 
 def _expect_size(parsed: Sequence[_Command]) -> None:
-    """Each says that there are two nodes."""
+    """Expects each command to name two nodes."""
     for number, one in enumerate(parsed):
         size = "--standalone" if one.options.standalone else f"--nnodes={one.options.nnodes}"
         hint = "without --nnodes=2 each command is a job of its own, on one node"
@@ -148,7 +148,7 @@ def _expect_size(parsed: Sequence[_Command]) -> None:
 
 
 def _find_meeting(one: _Command) -> str:
-    """Where the nodes meet, as address and port; "" where none is named."""
+    """Returns the nodes' meeting point as address and port; "" if none is named."""
     if one.options.rdzv_endpoint:
         address, _, port = one.options.rdzv_endpoint.rpartition(":")
         return f"{address or port}:{port if address else 29400}"  # torchrun's own choice for c10d
@@ -158,7 +158,7 @@ def _find_meeting(one: _Command) -> str:
 
 
 def _expect_meeting(parsed: Sequence[_Command]) -> None:
-    """Both name the same place to meet, and look for it in the same way."""
+    """Expects both to name the same meeting point, and to look for it in the same way."""
     places = [_find_meeting(one) for one in parsed]
     for number, place in enumerate(places):
         expect(
@@ -186,7 +186,7 @@ def _expect_meeting(parsed: Sequence[_Command]) -> None:
 
 
 def _expect_ranks(parsed: Sequence[_Command]) -> None:
-    """Each node has a number of its own, where torchrun does not hand them out itself."""
+    """Expects each node to have its own number, unless torchrun assigns the numbers."""
     if parsed[0].options.rdzv_backend != "static":
         return
     ranks = [one.options.node_rank for one in parsed]
@@ -201,7 +201,7 @@ def _expect_ranks(parsed: Sequence[_Command]) -> None:
 
 
 def _expect_same_program(parsed: Sequence[_Command]) -> None:
-    """Both nodes run the same script with the same arguments, and the same number of processes."""
+    """Expects both nodes to run the same script with the same arguments and number of processes."""
     programs = [shlex.join([one.options.training_script, *one.options.training_script_args]) for one in parsed]
     expect(
         programs[0] == programs[1] and programs[0].split()[0].endswith("train_ddp.py"),
@@ -221,10 +221,10 @@ def _expect_same_program(parsed: Sequence[_Command]) -> None:
 
 
 def _run(parsed: Sequence[_Command]) -> None:
-    """Runs both commands, each as what a node does, until they end.
+    """Runs both commands, each as a node of a job, until they end.
 
-    The launcher starts them, so that nothing is left of them whatever comes: it ends all that they started. Its agent
-    takes torchrun's own options; plain torchrun would be open to all who reach this machine.
+    The launcher starts them, so that nothing is left whatever happens: it ends all of their processes. Its agent
+    accepts torchrun's own options; plain torchrun would be open to everybody who can reach this machine.
     """
     run = [sys.executable, "-m", "nodelaunch.node.agent"]
     lines = [shlex.join(["env", *one.variables, *run, *one.argv]) for one in parsed]
@@ -266,7 +266,7 @@ def _run(parsed: Sequence[_Command]) -> None:
 
 
 def _find_own_error(lines: Sequence[str]) -> str:
-    """The first error that the learner's script raised and that does not follow from another rank's; "" for none."""
+    """Returns the first error of the learner's script that is not a consequence of another rank's; "" if none."""
     inside: set[str] = set()  # the ranks whose traceback has come by the script
     for line in lines:
         if FRAME.search(line):

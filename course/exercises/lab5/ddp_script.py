@@ -1,7 +1,7 @@
 """Exercise 5.1: the learner's DDP script on two nodes of this machine, watched from outside.
 
 The two nodes have one process each. So LOCAL_RANK is 0 on both, as on two real hosts, and what confuses it with RANK
-shows; and each has a current folder of its own, so that it shows who saved a checkpoint. All is on the CPU and in
+shows; and each has its own current folder, so that it shows who saved a checkpoint. All is on the CPU and in
 float64, where two processes can be compared with one to ten digits, whatever this machine has. ``observed.py`` beside
 the script notes which images each process took, and its weights and gradients at each step; what they should be is
 computed here, in one process, so that the script's own style does not matter.

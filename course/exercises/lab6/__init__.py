@@ -1,4 +1,4 @@
-"""The exercises of lab 6: a card of each pile, whose mended job is run and looked at."""
+"""The exercises of lab 6: a card of each pile, whose fixed job is run and examined."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MOVED = 0.01
 
 
 def verify_card(card: Card, *, pile: str) -> str:
-    """Runs the job as the learner has mended it, under harder conditions than those that showed the fault."""
+    """Runs the job as the learner has fixed it, under harder conditions than those that showed the fault."""
     if not isinstance(card, Card) or card.pile != pile:
         fix = f'card = cards.draw("{pile}")'
         cause = "an answer of another exercise"
@@ -150,7 +150,7 @@ def _catches_errors(text: str) -> bool:
 
 
 def _find_hidden(card: Card, text: str) -> str:
-    """The line with which a mend hides the fault; comments do not count."""
+    """Returns the line with which a fix only hides the fault; comments do not count."""
     with suppress(SyntaxError, ValueError):  # what is no Python is told by the run
         batch = card.fault.job == "batch"
         plain = re.sub(r"^\s*#.*\n?", "", text, flags=re.M) if batch else ast.unparse(ast.parse(text))
@@ -347,7 +347,7 @@ def _expect_stages(card: Card, results: tuple) -> None:
 
 
 def _expect_requeued(card: Card, results: tuple) -> None:
-    """Each start goes on where the one before ended, and at the end the weights are those of one start."""
+    """Expects each start to continue where the previous one ended, and the final weights of a single start."""
     left, right = list(range(requeued_job.EPOCHS)), []
     for allowed in (*card.fault.ends, len(left)):
         right, left = [*right, left[:allowed]], left[allowed:]

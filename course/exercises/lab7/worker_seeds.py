@@ -1,4 +1,4 @@
-"""Exercise 7.4: each worker draws random numbers of its own, in each epoch new ones, and the same in each run."""
+"""Exercise 7.4: each worker draws its own random numbers, new ones in each epoch, the same ones in each run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_SECONDS = 60
 
 
 class _Drawing(Dataset):
-    """Each item is a number of the generator that the dataset was made with."""
+    """A dataset whose items are numbers from its own generator."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
@@ -65,7 +65,7 @@ def verify_seed_worker(seed_worker: Callable) -> str:
 
 
 def _draw(seed_worker: Callable) -> dict[tuple[int, int], list[int]]:
-    """What each worker draws in each epoch."""
+    """Returns the numbers that each worker draws in each epoch."""
     generator = torch.Generator().manual_seed(5)
     loader = DataLoader(
         _Drawing(),
@@ -88,7 +88,7 @@ def _draw(seed_worker: Callable) -> dict[tuple[int, int], list[int]]:
 
 
 def _find_line(quoted: str, seed_worker: Callable) -> str:
-    """The last line of the learner's own in a traceback that a worker has sent."""
+    """Returns the last line of the learner's own code in a worker's traceback."""
     code = getattr(inspect.unwrap(seed_worker), "__code__", None)
     own = Path(code.co_filename).parent if code else None
     frames = re.findall(r'^ *File "([^"]+)", line (\d+), in .+\n +(.+)$', quoted, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Exercises 8.3 and 8.4: the learner's all-reduce, round a ring and by a butterfly, on ranks that are forks."""
+"""Exercises 8.3 and 8.4: the learner's all-reduce, around a ring and with a butterfly, on forked ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT = 6.0  # seconds for what takes milliseconds
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is asked for: on how many ranks, how many messages and bytes each sends, and to how many others."""
+    """An algorithm's requirements: numbers of ranks, messages and bytes that each sends, and its peers."""
 
     number: str
     worlds: tuple[int, ...]
@@ -98,7 +98,7 @@ def _verify(kind: _Kind, answer: Callable, n: int) -> None:
 
 
 def _look_at_ends(kind: _Kind, outcomes: list[Outcome], case: str) -> None:
-    """Raises what an answer gets that did not return on every rank: the first error of a rank's own comes first."""
+    """Raises the error of an answer that did not return on every rank: a rank's own error takes precedence."""
     errors = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
     # Not what a rank says that only lost its neighbour: one that had to be ended says more.
     lost = [pair for pair in errors if any(word in str(pair[1].error) for word in ("Connection", "closed by peer"))]
@@ -163,7 +163,7 @@ def _shorten(numbers: list[float]) -> str:
 
 
 def _explain_sum(x: list, returned: list | None, inputs: list[torch.Tensor], rank: int) -> str:
-    """The hint that fits a wrong sum."""
+    """Returns the hint for a wrong sum."""
     n, total = len(inputs), sum(inputs).tolist()
     if any(math.isnan(number) for number in x):
         return "NaN: a tensor was used before its receive had ended. What irecv fills is valid after wait()"

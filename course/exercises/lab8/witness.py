@@ -1,8 +1,8 @@
-"""What a rank sends and receives, seen and delayed from outside of the learner's function, whichever way it imports.
+"""Watches and delays a rank's messages from outside the learner's function, however it imports torch.
 
 Every way to send in ``torch.distributed`` (``send``, ``isend``, ``batch_isend_irecv``, with ``tag=`` or ``group=``)
-ends at ``ProcessGroup.send``, and so for receiving. Two mistakes go well in most runs, by luck. Here they never do:
-a tensor that is being received holds NaN until ``wait()``, and one that is being sent must be the same at ``wait()``.
+ends at ``ProcessGroup.send``, and likewise for receiving. Two mistakes pass most runs by luck. Here they never do: a
+tensor that is being received holds NaN until ``wait()``, and one that is being sent must be unchanged at ``wait()``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ COLLECTIVES = (
 
 
 def note_collectives() -> list[str]:
-    """Notes the collectives of this process from now on, by the names above. It is for a process that ends soon."""
+    """Notes the collectives of this process from now on, by the names above. Only for a process that ends soon."""
     names: list[str] = []
     group = dist.ProcessGroup
 
@@ -56,11 +56,11 @@ def note_collectives() -> list[str]:
 
 
 class MisuseError(Exception):
-    """Something that must not be done with a message, which most runs do not show; its text is the hint."""
+    """A misuse of a message that most runs do not show; its text is the hint."""
 
 
 class _Transfer:
-    """What ``isend`` and ``irecv`` return here: the work, and what it does to the tensor when it is waited for."""
+    """The return value of ``isend`` and ``irecv`` here: the work, and what to do to the tensor at ``wait()``."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor, content: torch.Tensor, *, receives: bool) -> None:
         self._work, self._tensor, self._content, self._receives = work, tensor, content, receives
@@ -88,7 +88,7 @@ class _Transfer:
 
 
 class Witness:
-    """Notes the messages of this process from now on. It is for a process that ends soon: nothing is put back."""
+    """Notes the messages of this process from now on. Only for a process that ends soon: nothing is restored."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[int, int]] = []  # to whom, and how many bytes
@@ -121,5 +121,5 @@ class Witness:
         return self._transfers[-1]
 
     def count_open(self) -> int:
-        """The number of sends and receives that were started and not waited for."""
+        """Returns the number of sends and receives that were started but not waited for."""
         return sum(not transfer.waited for transfer in self._transfers)

@@ -64,7 +64,7 @@ def verify_note_and_average(note_and_average: Callable) -> str:
 
 
 def _open(future: torch.futures.Future, buffer: torch.Tensor, kinds: list[str]) -> torch.Tensor:
-    """The future's tensor; notes what DDP would refuse with an assertion of its own, or inside a callback."""
+    """The future's tensor; notes what DDP would refuse with its own assertion, or inside a callback."""
     try:
         value = future.value()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Exercise 9.4: local SGD, in which the ranks step alone and average their weights now and then."""
+"""Exercise 9.4: local SGD, in which the ranks step alone and average their weights from time to time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS, RATE, MOMENTUM = 6, 0.1, 0.9
 
 
 def _build(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A net with batch norm, whose statistics are buffers; float64, the same on every rank but for a count."""
+    """Builds a net with batch norm, whose statistics are buffers; float64, equal on all ranks except for a count."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layers = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 2)
@@ -34,7 +34,7 @@ def _run_backward(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, n
 
 
 def verify_local_step(local_step: Callable) -> str:
-    """Takes six steps, of which each third or each second averages, and compares with all ranks in one process."""
+    """Takes six steps, of which every third or second one averages, and compares with all ranks in one process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine several threads take seconds for what is so small
     try:
@@ -79,7 +79,7 @@ def _verify(local_step: Callable, count: int, every: int) -> None:
 
 
 def _note(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Copies of what a step leaves behind."""
+    """Returns copies of the state after a step."""
     momentum = [optimizer.state[p].get("momentum_buffer") for p in net.parameters()]
     return {
         "weights": torch.cat([p.detach().flatten() for p in net.parameters()]),
@@ -90,7 +90,7 @@ def _note(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _simulate(count: int, every: int) -> list[list[dict]]:
-    """What each rank has after each step, with all ranks in this process."""
+    """Simulates all ranks in this process; returns each rank's state after each step."""
     ranks = [_build(rank) for rank in range(count)]
     found: list[list[dict]] = [[] for _ in ranks]
     for number in range(1, STEPS + 1):
@@ -169,7 +169,7 @@ def _expect_state(yours: dict, wanted: dict, case: str, count: int, hint: str) -
 
 
 def _explain_weights(ranks: list[dict], wanted: list[dict], rank: int, *, averages: bool) -> str:
-    """The hint that fits wrong weights."""
+    """Returns the hint for wrong weights."""
     yours, total = ranks[rank]["weights"], len(ranks) * wanted[rank]["weights"]
     if torch.allclose(yours, wanted[rank]["weights"], rtol=1e-5, atol=1e-5):
         return "these are rounded on the way: send them in their own dtype, without .float()"

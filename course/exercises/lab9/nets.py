@@ -51,7 +51,7 @@ def find_loss(outputs: torch.Tensor) -> torch.Tensor:
 
 
 def find_gradients(net: nn.Module, inputs: torch.Tensor) -> list[torch.Tensor | None]:
-    """One rank's own gradients, by autograd alone; None where a parameter takes no part."""
+    """One rank's own gradients, by autograd alone; None if a parameter takes no part."""
     gradients = torch.autograd.grad(find_loss(net(inputs)), list(net.parameters()), allow_unused=True)
     return [None if gradient is None else gradient.detach() for gradient in gradients]
 

@@ -1,4 +1,4 @@
-"""Exercise 9.1: gradients that are sent in buckets while backward still runs, on ranks of which one is late."""
+"""Exercise 9.1: gradients sent in buckets while backward still runs, with one rank that is late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMITS, STEPS, LATE = (500, 1000), 2, 3.0
 
 
 class _Watched:
-    """A Work that notes whether anything was asked of it: its end, its future, whether it is complete."""
+    """A Work that notes whether it was used: its wait, its future, or its completion."""
 
     def __init__(self, work: dist.Work) -> None:
         self.work, self.asked = work, False
@@ -34,7 +34,7 @@ class _Watched:
 
 
 def _watch_all_reduce() -> list[_Watched]:
-    """Has this process's ``dist.all_reduce`` return watched Works, and lists them."""
+    """Makes this process's ``dist.all_reduce`` return watched Works, and lists them."""
     started: list[_Watched] = []
     original = dist.all_reduce
 
@@ -50,7 +50,7 @@ def _watch_all_reduce() -> list[_Watched]:
 
 
 def verify_overlap(overlap: Callable) -> str:
-    """Takes two steps with and without a parameter that is not used, and compares with the mean of the ranks."""
+    """Takes two steps with and without an unused parameter, and compares with the mean of the ranks."""
     # Fewer all-reduces than the eight parameters; with the larger limit at most one full bucket and the rest.
     _verify(overlap, False, 2, LIMITS[0], 7, "a net of four layers")
     # Three ranks: what divides by two is no mean.
@@ -59,7 +59,7 @@ def verify_overlap(overlap: Callable) -> str:
 
 
 def _take_steps(overlap: Callable, unused: bool, limit: int, through: Event, rank: int) -> dict:
-    """What a rank does; the first rank's ``through`` is set when its first backward has ended."""
+    """Does a rank's work; the first rank's ``through`` is set when its first backward has ended."""
     net, found, started = Stack(unused=unused), [], _watch_all_reduce()
     finish = overlap(net, limit)
     if not callable(finish):
@@ -156,7 +156,7 @@ def _verify_step(ranks: list[dict], step: int, unused: bool, case: str, most: in
 def _explain(
     yours: list[torch.Tensor], mine: list[torch.Tensor], others: list[torch.Tensor], wrong: list[int], count: int
 ) -> str:
-    """The hint that fits wrong gradients: what those that are wrong consist of."""
+    """Returns the hint for wrong gradients, by what they consist of."""
 
     def are(weight: float, weight_of_others: float) -> bool:
         rows = [(yours[index], weight * mine[index] + weight_of_others * others[index]) for index in wrong]
