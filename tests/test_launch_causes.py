@@ -17,8 +17,6 @@ from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, find_processes, run_badl
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
-from nodelaunch.messages import look_up
-from nodelaunch.node.errors import failed_as_consequence, find_full_disk, name_full_disk
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 FULL = "No space left on device"
@@ -35,7 +33,7 @@ def script(write):
 @pytest.mark.parametrize("node", [0, 1])
 @pytest.mark.parametrize("part", ["node.agent", "node.supervisor"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])
-def test_whoever_is_ended_by_a_signal_is_named(script, number, part, node, request):
+def test_a_program_that_a_signal_ends_is_named(script, number, part, node, request):
     program = {"node.agent": "torchrun", "node.supervisor": "The supervisor"}[part]
     options = {}
     if part == "node.supervisor" and node == 0:  # which does not depend on what it supervises
@@ -255,30 +253,6 @@ def test_46_a_disk_without_room_for_the_code_is_named(write, small_disk):
     assert_explains(caught.value, "The disk of node1 is full at", str(small_disk), FULL, "df -h")
 
 
-@pytest.mark.parametrize(
-    ("text", "path"),
-    [
-        ("OSError: [Errno 28] No space left on device: '/a b/c'", "/a b/c"),
-        ("OSError: [Errno 122] Disk quota exceeded: '/a' -> '/b'", "/a"),
-        ("mkdir: cannot create directory ‘/a/b’: No space left on device", "/a/b"),
-        ("cp: error writing '/a/x': No space left on device", "/a/x"),
-        ("tar: /a/x: Cannot write: No space left on device", "/a/x"),
-        ("tar: /a b/x.tar: Wrote only 2048 of 10240 bytes", "/a b/x.tar"),
-        ("bash: line 1: /a/x: No space left on device", "/a/x"),
-        ("head: write error: No space left on device", ""),
-    ],
-)
-def test_the_path_in_words_about_a_full_disk(text, path):
-    assert name_full_disk(text) == path
-
-
-def test_other_errors_are_not_blamed_on_a_disk():
-    for error in (ValueError("no space in the name"), FileNotFoundError(2, "No such file or directory", "/a")):
-        assert find_full_disk(error) == ""
-    cause, fix = look_up("RuntimeError: unable to write to file </torch_12_34>: No space left on device (28)")
-    assert "/dev/shm" in cause and "num_workers=0" in fix
-
-
 # Code that somebody changed on a node after it was copied there.
 
 SHORT = "import nodelaunch as launch; launch.report(1)"
@@ -385,12 +359,3 @@ def test_to_stop_a_job_from_a_shell_that_seems_to_be_its_own_spares_the_shell(ro
     finally:
         other.kill()
         other.wait()
-
-
-def test_a_port_in_use_is_a_cause_and_no_echo():
-    taken = (
-        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. "
-        "port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use"
-    )
-    assert not failed_as_consequence(taken) and "another program" in look_up(taken)[0]
-    assert failed_as_consequence("torch.distributed.DistNetworkError: Connection closed by peer")
