@@ -33,36 +33,28 @@ ABORTS = re.compile(r"terminate called|what\(\):|^(ERROR|FATAL|Fatal|OMP: Error)
 TOOL = re.compile(r"(subprocess\.)?CalledProcessError")  # gives the status with which a program ended, not the reason
 ROOM = 64 * 2**10  # bytes; a disk with less is full
 
-KILLED = "often Linux's out-of-memory killer (`sudo dmesg | tail` then says so); else a `kill -9`, or the scheduler"
 AGAIN = "run the job again; a checkpoint lets the job go on where it was"
-NO_GROUP = "a script that needs no group: TorchrunJob(…, needs_group=False)"
+KILLED = "often Linux's out-of-memory killer (`sudo dmesg | tail` then says so); else a `kill -9`, or the scheduler"
 SENT = "somebody sent it: a kill, a batch system, or a machine that shuts down"
 TIMER = "somebody sent it (Slurm's --signal before the time limit, a timer), and the script has no handler for it"
+# The likely cause of a signal that ended a program, and what to do.
 SIGNALS = {
-    signal.SIGKILL: ("somebody sent it, or Linux did for want of memory (sudo dmesg | tail says so)", AGAIN),
     **dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT), (SENT, AGAIN)),
-    **{
-        number: (TIMER, f"signal.signal(signal.{number.name}, …) in the script, before the training")
-        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
-    },
+    **{one: (TIMER, f"signal.signal(signal.{one.name}, …) in the script, before the training")
+       for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)},
+    signal.SIGKILL: ("somebody sent it, or Linux did for want of memory (sudo dmesg | tail says so)", AGAIN),
     signal.SIGABRT: ("C++ code gave up (an assertion or an exception that nobody caught)", "read its last lines"),
-    signal.SIGBUS: (
-        "it read memory whose file is gone or too short: a full /dev/shm, or a mapped file that was cut meanwhile",
-        "num_workers=0, or more shared memory (--shm-size=2g); leave files alone that a job has mapped",
-    ),
-    signal.SIGSEGV: (
-        "C code touched memory that is not its own: often a package built for another torch, or a recursion too deep",
-        "import the packages one by one to find it; install those with C++ parts again for this torch",
-    ),
-    signal.SIGILL: (
-        "the program has instructions that this processor lacks: it was built for a newer one",
-        "install the ordinary build of the package that the traceback names",
-    ),
+    signal.SIGBUS: ("it read memory whose file is gone or too short: a full /dev/shm, or a mapped file that was cut",
+                    "num_workers=0, or more shared memory (--shm-size=2g); leave files alone that a job has mapped"),
+    signal.SIGSEGV: ("C code touched memory that is not its own: often a package built for another torch",
+                     "import the packages one by one to find it; install those with C++ parts again for this torch"),
+    signal.SIGILL: ("the program has instructions that this processor lacks: it was built for a newer one",
+                    "install the ordinary build of the package that the traceback names"),
     signal.SIGFPE: ("C code divided a whole number by zero", "look for a size of 0 at the line where it stood"),
     signal.SIGPIPE: ("it wrote to a program that had ended (`| head`)", "write to a file, or leave the pipe out"),
     signal.SIGXCPU: ("it used up the CPU seconds that `ulimit -t` allows", "ulimit -t unlimited, or a batch system"),
     signal.SIGXFSZ: ("it wrote a file larger than `ulimit -f` allows", "ulimit -f unlimited, or smaller files"),
-}
+}  # fmt: skip
 
 
 def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | None:
@@ -122,10 +114,8 @@ def _fail(kind: str, what: str, cause: str, fix: str, **more: object) -> Failure
 
 
 def _sort_first(errors: list[dict]) -> list[dict]:
-    """By what a rank did itself before what another did to it, and then by time.
-
-    SIGABRT and SIGTERM are between the two: NCCL's watchdog aborts a rank that waits, and torchrun ends one.
-    """
+    """A rank's own failures come before those that another rank caused, and then the earlier ones."""
+    # SIGABRT and SIGTERM are between the two: NCCL's watchdog aborts a rank that waits, and torchrun ends one.
     return sorted(errors, key=lambda error: (not _is_own(error), error.get("code") in (-6, -15), error["at"]))
 
 
@@ -154,30 +144,23 @@ def _add_traceback(state: JobState, error: dict) -> dict:
 def _explain_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
     rank, kind, message = error["rank"], error["kind"], error["message"]
     words = _choose_words(state, error)
-    cause, fix = _explain_error(state, error, words, errors)
     lines = message.strip().splitlines() or [kind]
     inner = next((where for pattern, where in INNER if re.match(pattern, lines[0])), "")
     said = f"{lines[-1]} ({inner})" if inner else lines[0]
     if kind == "exit" and words and words[-1] not in said:
         said += f": {words[-1]}"
-    place = error["location"] or _find_stand(state.stacks.get(rank, ""))
     later = [other for other in errors if other["rank"] != rank]
     # torchrun ends the other ranks of its node by SIGTERM.
     own = [other for other in later if _is_own(other) and other.get("code") != -signal.SIGTERM]
     # An exception says more than an abort, and is named before one that was heard of earlier.
     first = error["at"] <= min((other["at"] for other in own), default=math.inf)
     verb = "was " if kind == "signal" else "failed first: " if first else "failed: "
-    begin = f"begin at {place}, the script's own line" if place else "begin at the last lines of the traceback"
+    facts = {name: error[name] for name in ("rank", "node", "message", "location", "traceback")}
     return _fail(
         kind,
         f"Rank {rank} on {error['node']} {verb}{said}",
-        cause or "the launcher does not know this message; it is the script's, or of a package that it uses",
-        fix or begin,
-        rank=rank,
-        node=error["node"],
-        message=message,
-        location=error["location"],
-        traceback=error["traceback"],
+        *_explain_error(state, error, words, errors),
+        **facts,
         consequences={other["rank"]: _shorten_message(other) for other in later if other not in own},
         others={other["rank"]: _shorten_message(other) for other in own},
         stacks=state.stacks,
@@ -193,7 +176,7 @@ def _choose_words(state: JobState, error: dict) -> list[str]:
 
 
 def _explain_error(state: JobState, error: dict, words: list[str], errors: list[dict]) -> tuple[str, str]:
-    """The cause and the fix, as far as they are known: by the rank's message, its last words, or how it ended."""
+    """The cause and the fix, as far as they are known: from the rank's message, its last words, or how it ended."""
     kind, last = error["kind"], words[-1][:200] if words else ""
     if kind == "signal" and error["code"] == -signal.SIGKILL:
         peak = state.memory.get(error["rank"])
@@ -211,15 +194,18 @@ def _explain_error(state: JobState, error: dict, words: list[str], errors: list[
         places = {rank: _find_stand(text) for rank, text in state.stacks.items()}
         places |= {other["rank"]: other["location"] for other in errors if other["location"]}
         cause += f": {'; '.join(f'rank {rank} at {place}' for rank, place in sorted(places.items()) if place)}"
-    if kind == "mismatch":
-        cause = cause or "a script was changed or started by hand with other arguments"
-        return cause, fix or "start all nodes with job.run()"
     if kind == "exit" and error.get("silent"):
         return f"it ended before the script began: {last or 'it said nothing'}", fix or "look at the log"
-    if kind == "exit":
-        cause = cause or "the script ended itself with this status; that is the last line that it printed"
-        return cause, fix or "look at the last lines of this rank"
-    return cause, fix
+    place = error["location"] or _find_stand(state.stacks.get(error["rank"], ""))
+    begin = f"begin at {place}, the script's own line" if place else "begin at the last lines of the traceback"
+    unknown = {
+        "mismatch": ("a script was changed or started by hand with other arguments", "start all nodes with job.run()"),
+        "exit": ("the script ended itself with this status; that is the last line that it printed",
+                 "look at the last lines of this rank"),
+    }  # fmt: skip
+    known = "the launcher does not know this message; it is the script's, or of a package that it uses"
+    other = unknown.get(kind, (known, begin))
+    return cause or other[0], fix or other[1]
 
 
 # Ranks that waited for others.
@@ -396,7 +382,7 @@ def _explain_alone(state: JobState) -> Failure:
     if last := next((lines[-1][:160] for _, lines in sorted(state.tails.items()) if lines), ""):
         cause += f"; the last that a rank printed: {last}"
     join = "init_process_group('gloo') with no other arguments uses what torchrun has set"
-    fix = f"{next(iter(state.advice.values()), join)}; {NO_GROUP}"
+    fix = f"{next(iter(state.advice.values()), join)}; a script that needs no group: TorchrunJob(…, needs_group=False)"
     return _fail("alone", f"The {state.group} ranks did not work together: each trained {trained}.", cause, fix)
 
 
@@ -479,15 +465,10 @@ def explain_signal(number: int, last: str = "") -> tuple[str, str]:
 
 
 def _find_signalled(state: JobState, before: float) -> tuple[NodeState, str, int] | None:
-    """The node, the program and the signal of the first of our programs that a signal ended.
-
-    What a signal ends at once says nothing; its end is heard of, and is certain. What is told to end says so itself,
-    and may have been told because of the other: srun tells all when one has failed.
-
-    Args:
-        state: What was heard of the job.
-        before: When a rank gave up waiting, time.monotonic(); who was told to end later was told because of that.
-    """
+    """The node, the program and the signal of the first of our programs that a signal ended."""
+    # A program that a signal ends at once says nothing; its end is heard of, and is certain. One that is told to end
+    # says so itself, and may have been told because of another: srun tells all when one has failed, or when a rank has
+    # given up waiting (at `before`).
     parts = [part for part in state.nodes.values() if not part.by_hand]
     lost = [part for part in parts if part.gone and part.ended is None]
     if certain := [part for part in lost if part.started and getattr(part.refusal, "number", 0)]:

@@ -14,35 +14,30 @@ HANDLING = "During handling of the above exception, another exception occurred:"
 # `\g<name>` inserts what a group of the pattern has found. The first match counts: a special case comes before the
 # general one.
 KNOWN = (
-    # Limits of the node. A full /dev/shm is no full disk.
+    # Limits of the node.
     (r"Too many open files|received \d+ items of ancdata|Errno 24\]",
      "this process has as many open files as the node allows it (`ulimit -n`)",
-     "torch.multiprocessing.set_sharing_strategy('file_system'), or fewer files kept open; or raise the limit: ulimit "
-     "-n 65536 in the shell that starts the job"),
+     "torch.multiprocessing.set_sharing_strategy('file_system'); or ulimit -n 65536 in the shell that starts the job"),
+    # A full /dev/shm is no full disk. Semaphores, which queues need, are files there, too; no message names them.
     (r"unable to (write to|open|mmap|resize|allocate)[^\n]*</?torch_[^\n]*|/dev/shm[^\n]*No space left"
      "|^bash: .*Bus error|by signal: Bus error|insufficient shared memory|out of shared memory"
      r"|</?torch_[^\n]*No space left|No space left on device: '/dev/shm"
      r'|multiprocessing/\w+\.py\"[^\n]*\n(?:(?: {4}[^\n]*)?\n)*OSError: \[Errno 28\]',
      "the shared memory (/dev/shm) is full; a DataLoader's workers hand their batches over in it",
-     "num_workers=0, or more shared memory: podman run --shm-size=2g (docker too); ls -l /dev/shm shows what earlier "
-     "runs left"),
-    (r"unable to lock file|HDF5[^\n]*lock",
-     "another rank has this file open for writing, and HDF5 locks it",
-     "open it with mode 'r' on every rank, and let rank 0 alone write; env={'HDF5_USE_FILE_LOCKING': 'FALSE'} if all "
-     "read"),
-    ("can't start new thread|pthread_create (failed|has failed)|(fork|thread"
-     r"|libgomp)[^\n]*Resource temporarily unavailable|(\bfork(pty)?\(|in _execute_child|in spawnv_passfds"
-     r"|popen_fork\.py)[\s\S]*^BlockingIOError: ",
+     "num_workers=0, or more of it: podman run --shm-size=2g (docker too); ls -l /dev/shm shows what runs left"),
+    (r"unable to lock file|HDF5[^\n]*lock", "another rank has this file open for writing, and HDF5 locks it",
+     "open it with mode 'r', and let rank 0 alone write; env={'HDF5_USE_FILE_LOCKING': 'FALSE'} if all read"),
+    ("can't start new thread|pthread_create (failed|has failed)"
+     r"|(fork|thread|libgomp)[^\n]*Resource temporarily unavailable"
+     r"|(\bfork(pty)?\(|in _execute_child|in spawnv_passfds|popen_fork\.py)[\s\S]*^BlockingIOError: ",
      "the node allows this user no more processes or threads (`ulimit -u`, or the container's limit)",
      "fewer num_workers and threads (OMP_NUM_THREADS=1), or a higher limit: ulimit -u"),
     ("^BlockingIOError: ",
-     "somebody else, such as another rank, holds the lock (flock, lockf) that the script asked for without waiting; or "
-     "a socket had nothing to read yet",
+     "another rank holds the lock that the script asked for without waiting (flock); or a socket had nothing to read",
      "let one rank alone take the lock, or wait for it: fcntl.flock(file, fcntl.LOCK_EX) without LOCK_NB"),
     # Memory.
     ("CUDA out of memory|CUDA error: out of memory|cuda.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
-     "the GPU's memory is full",
-     "a smaller --batch-size"),
+     "the GPU's memory is full", "a smaller --batch-size"),
     (r"can't allocate memory: you tried to allocate (?P<size>\d+) bytes",
      r"the node's memory (or its limit, `ulimit -v`) has no room for a tensor of \g<size> bytes",
      "a smaller batch or model, fewer processes on the node, or a node with more memory"),
@@ -50,33 +45,28 @@ KNOWN = (
      "the node's memory is full (or its limit, `ulimit -v`, is reached); starting another process needs some, too",
      "a smaller batch or data set in memory, fewer num_workers, or a node with more memory"),
     (r"terminated with signal SIGKILL|died with <Signals\.SIGKILL|process pool was terminated abruptly",
-     "a process that the script started was killed: most often by Linux, for want of memory (`sudo dmesg | tail` then "
-     "says so)",
+     "a process that the script started was killed: most often by Linux, because memory was full (`sudo dmesg | tail`)",
      "fewer such processes, less in the memory of each, or a node with more memory"),
     # DistributedDataParallel.
     (r"Expected to have finished reduction in the prior iteration(?:[\s\S]*these are(?P<names>: [^\n]+))?",
      r"DDP waits for a gradient of every parameter, and some took no part in the loss\g<names>",
-     "use them in the loss, or requires_grad_(False) before DDP; if they differ from step to step: DDP(model, "
-     "find_unused_parameters=True)"),
+     "use them in the loss, or requires_grad_(False) before DDP; if they change: DDP(…, find_unused_parameters=True)"),
     ("Expected to mark a variable ready only once",
      "a parameter got its gradient twice in one backward: it is used in two forwards, or recomputed by a checkpoint",
      "checkpoint(…, use_reentrant=False), one forward per backward, or DDP(model, static_graph=True)"),
     ("appears not to match sizes of the same param|DDP expects same model across all ranks",
-     "the ranks built different models",
-     "build the model from the same arguments on every rank"),
+     "the ranks built different models", "build the model from the same arguments on every rank"),
     ("is not needed when a module doesn't have any parameter",
      "no parameter of the model can be trained (requires_grad is False for all), so there is nothing to average",
      "freeze fewer parameters, or leave the model without DDP"),
     (r"'(?P<kind>DistributedDataParallel|DataParallel)' object has no attribute '(?P<name>\w+)'",
-     r"\g<kind> wraps the model, and has none of the model's own attributes",
-     r"model.module.\g<name>"),
+     r"\g<kind> wraps the model, and has none of the model's own attributes", r"model.module.\g<name>"),
     ("device_ids and output_device arguments only work with",
      "DDP was given device_ids, and the model is not on that one GPU",
      "model.to(device) before DDP; on a CPU: DDP(model) without device_ids"),
     # Weights and checkpoints.
     (r'Error\(s\) in loading state_dict[\s\S]*Unexpected key\(s\)[^\n]*\"(?P<prefix>module\.|_orig_mod\.)',
-     r'the names in the checkpoint begin with "\g<prefix>": the wrapper (DDP or torch.compile) was saved, not the '
-     "model",
+     r'the names in the checkpoint begin with "\g<prefix>": the wrapper (DDP or torch.compile) was saved',
      "save model.module.state_dict(); for this file: "
      r"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, '\g<prefix>')"),
     (r'Error\(s\) in loading state_dict[\s\S]*Missing key\(s\)[^\n]*\"(?P<prefix>module\.|_orig_mod\.)',
@@ -85,17 +75,14 @@ KNOWN = (
     (r"size mismatch for (?P<name>[\w.]+): copying a param",
      r"the checkpoint is of a model with other sizes; the first that differs is \g<name>",
      "build the model as it was when the checkpoint was saved (classes, width, depth)"),
-    (r"Error\(s\) in loading state_dict",
-     "the names of the weights in the checkpoint are not those of this model",
+    (r"Error\(s\) in loading state_dict", "the names of the weights in the checkpoint are not those of this model",
      "build the model as it was when the checkpoint was saved, and load the part of the file that holds the weights"),
     (r"Weights only load failed[\s\S]*GLOBAL (?P<name>[\w.]+) was not an allowed global",
      r"the checkpoint holds \g<name>, and since torch 2.6 torch.load takes nothing but tensors and plain values",
      "save plain values (vars(args), float(x)); for a file that you trust: torch.load(…, weights_only=False)"),
     ("Weights only load failed|PytorchStreamReader failed|invalid load key|not a ZIP archive|unexpected EOF, expected",
-     "the file that torch.load read is no checkpoint, or is damaged: cut short, or another kind of file; or another "
-     "rank still writes it",
-     "look at it (ls -l, file); copy or download it again, or take the checkpoint before it; if a rank has just saved "
-     "it: dist.barrier() after the save"),
+     "the file that torch.load read is no checkpoint, was cut short or damaged, or is still being written by a rank",
+     "look at it (ls -l, file), and copy it again or take an earlier one; after a save by one rank: dist.barrier()"),
     (r"Attempting to deserialize object on (?P<what>a CUDA device|CUDA device \d+)",
      "the checkpoint was saved on a GPU that this process does not have",
      "torch.load(…, map_location='cpu'), then model.to(device)"),
@@ -117,8 +104,7 @@ KNOWN = (
      "|CUDA is not available|cuInit|CUDA unknown error",
      "the script asks for a GPU, and torch finds none here",
      "device = 'cuda' if torch.cuda.is_available() else 'cpu'; nvidia-smi says what this node has"),
-    ("no kernel image is available",
-     "this torch was built for other GPUs than the one here",
+    ("no kernel image is available", "this torch was built for other GPUs than the one here",
      "a torch build whose torch.cuda.get_arch_list() has this GPU's torch.cuda.get_device_capability()"),
     ("an illegal memory access was encountered",
      "a kernel on the GPU read or wrote beyond its tensors; it was another one than the line that is named",
@@ -127,8 +113,7 @@ KNOWN = (
      "a label is below 0: the data has none there and says so by -1, or 1 was taken off a label that counts from 0",
      "look at labels.min(); leave such examples out, or cross_entropy(…, ignore_index=-1)"),
     ("index out of range in self",
-     "an embedding was asked for a row that it does not have: a token that is not among its words, or a text that is "
-     "longer than the model's table of positions",
+     "an embedding was asked for a row that it does not have: an unknown token, or a text longer than its positions",
      "compare tokens.min() and tokens.max() with num_embeddings; cut long texts (truncation=True, max_length=…)"),
     (r"device-side assert|Target \S+ is out of bounds|Class values must be smaller than num_classes",
      "a label (or token) is larger than the number of classes (or words) that the model has, or below 0",
@@ -140,29 +125,25 @@ KNOWN = (
      "a process that had used the GPU was copied by fork, and CUDA does not survive that",
      "DataLoader(…, multiprocessing_context='spawn'), and no CUDA call in the data set's own code"),
     (r"SyncBatchNorm[^\n]*(only work with GPU|expected input tensor to be on)",
-     "SyncBatchNorm works on GPUs alone",
-     "convert_sync_batchnorm only if torch.cuda.is_available()"),
+     "SyncBatchNorm works on GPUs alone", "convert_sync_batchnorm only if torch.cuda.is_available()"),
     (r"mixed torch\.Tensor and DTensor",
      "a sharded parameter (DTensor) met a plain tensor: a part or a method of the model was called, not the model",
      "call the module that fully_shard (or parallelize_module) was applied to; or shard that part by itself, too"),
-    ("OMP: Error #15",
-     "two copies of OpenMP were loaded: numpy, torch or another package come from different sources",
+    ("OMP: Error #15", "two copies of OpenMP were loaded: numpy, torch or another package come from different sources",
      "install them from one source (all by pip, or all by conda), into a new environment"),
     (r"free\(\): invalid|double free or corruption|malloc\(\): |munmap_chunk\(\)|corrupted (size|double-linked"
      "|unsorted)",
      "C or C++ code damaged the process's memory; often a package built for another version of torch or numpy",
      'the log has the line of the script, below "Current thread"; install what has C++ parts again for this torch'),
     ("Trying to backward through the graph a second time",
-     "a tensor of an earlier step is still part of this step's graph, such as a hidden state or a summed loss; or "
-     "backward() was called twice",
-     "detach it before the next step (hidden = hidden.detach()), sum loss.item(); backward(retain_graph=True) if both "
-     "are meant"),
+     "a tensor of an earlier step is still in this step's graph (a hidden state, a summed loss), or backward() ran "
+     "twice",
+     "detach it before the next step (hidden = hidden.detach()), and sum loss.item(); or backward(retain_graph=True)"),
     ("sampler option is mutually exclusive with shuffle",
      "the DataLoader got a sampler and shuffle=True; the sampler shuffles already",
      "remove shuffle=True, and call sampler.set_epoch(epoch) before each epoch"),
     ("Expected more than 1 value per channel",
-     "a batch normalisation got a single image: the last, smaller batch of an epoch",
-     "DataLoader(…, drop_last=True)"),
+     "a batch normalisation got a single image: the last, smaller batch of an epoch", "DataLoader(…, drop_last=True)"),
     # The group and its collectives.
     (r"EnforceNotMet[\s\S]*(pair|context|buffer)\.(cc|h)|op\.preamble\.length <= op\.nbytes"
      r"|gloo/\S+\.cc:\d+\] [^\n]* vs ",
@@ -177,21 +158,18 @@ KNOWN = (
     (r"environment variable (?P<name>\w+) expected, but not set|KeyError: '(?P<key>RANK|LOCAL_RANK|WORLD_SIZE"
      r"|MASTER_ADDR|MASTER_PORT|SLURM_\w+|OMPI_\w+|PMI_\w+)'",
      r"the script reads \g<name>\g<key> from the environment, and what started it does not set that",
-     "torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; start the script by it, and read those"),
+     "torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; start the script by it, and read them"),
     ("rendezvous: (rank|world size) parameter missing",
-     "init_process_group got an address (init_method=), and no rank or world_size: they are -1, as where a script "
-     "waits for --local_rank, which torchrun does not pass",
-     "init_process_group('gloo') (nccl on GPUs) without init_method=, rank= and world_size=; local_rank = "
-     "int(os.environ['LOCAL_RANK'])"),
+     "init_process_group got an address (init_method=) without rank and world_size, or --local_rank, which torchrun "
+     "omits",
+     "init_process_group('gloo') (nccl on GPUs) alone; local_rank = int(os.environ['LOCAL_RANK'])"),
     (r"the name '(?P<name>[^'\n]*)' of the meeting point is not known on this node(?P<own>, and the script set it)?",
      r"no address belongs to the name \g<name> here\g<own>",
      "leave MASTER_ADDR and MASTER_PORT to torchrun, which has set them: init_process_group('gloo') alone"),
     ("Unable to find (an? )?address for|Unable to find interface|no socket interface",
-     "this network interface is not there, or has no address",
-     "job.preflight() lists the interfaces of every node"),
+     "this network interface is not there, or has no address", "job.preflight() lists the interfaces of every node"),
     ("EADDRINUSE|(?i:address already in use)",
-     "another program on that node has this port",
-     "another port, or 0, which takes a free one"),
+     "another program on that node has this port", "another port, or 0, which takes a free one"),
     (r"Error while creating shared memory segment (?P<path>/dev/shm\S*)",
      "NCCL found no room in the shared memory (/dev/shm)",
      "more shared memory: podman run --shm-size=2g (docker too); or env={'NCCL_SHM_DISABLE': '1'}"),
@@ -203,12 +181,10 @@ KNOWN = (
      "job.preflight() looks at GPUs and interfaces; env={'NCCL_DEBUG': 'INFO'} prints what NCCL tried"),
     # How the script was started.
     (r"required: [^\n]*--local[-_]rank|unrecognized arguments: [^\n]*--local[-_]rank",
-     "the script expects --local_rank, which torch.distributed.launch passed before torch 2.0; torchrun sets "
-     "LOCAL_RANK",
+     "the script expects --local_rank, which torch passed before 2.0; torchrun sets LOCAL_RANK",
      "local_rank = int(os.environ['LOCAL_RANK']) in the script, in place of the argument"),
     (r"error: the following arguments are required: (?P<names>[^\n]+)",
-     r"the script needs arguments that it was not given: \g<names>",
-     "give them in args=[…]"),
+     r"the script needs arguments that it was not given: \g<names>", "give them in args=[…]"),
     (r"error: (?P<words>unrecognized arguments: [^\n]+|argument [^\n]+)",
      r"the script does not take the arguments that it was given: \g<words>",
      "compare args=[…] with what the script's parser names"),
@@ -247,8 +223,7 @@ KNOWN = (
      "a name on the internet: this node may not reach it"),
     (r"HTTPS?Connection\w*\(host=[\s\S]*Connection refused|URLError: <urlopen error \[Errno 111\]"
      "|^ConnectionRefusedError",
-     "nothing listens where the script asks: the server (visdom, MLflow, …) is not started, or it runs on another "
-     "machine, since localhost is each node itself",
+     "nothing listens there: the server (visdom, MLflow, …) is not started, or runs elsewhere (localhost is each node)",
      "start it, or give the address of the node that it runs on"),
     ("no internet connection|LocalEntryNotFoundError|couldn't connect to 'https?:|Max retries exceeded with url"
      "|Couldn't reach '|doesn't exist on the Hugging Face Hub either|URLError: <urlopen error|Failed to resolve '"
@@ -265,8 +240,8 @@ KNOWN = (
      "install the package again for the torch that is here (python -c 'import torch; print(torch.version.cuda)')"),
     (r"version `?(?P<name>(GLIBC|GLIBCXX|CXXABI)_[\d.]+)'? not found",
      r"this node's C or C++ library is older than a package needs (\g<name>)",
-     "on this node, install the package from a wheel of pip, or bring a newer library: conda install -c conda-forge "
-     "libstdcxx-ng, with the environment's lib folder first in LD_LIBRARY_PATH; for GLIBC_2.xx only a newer system"),
+     "install the package from a wheel of pip, or bring a newer library: conda install -c conda-forge libstdcxx-ng, "
+     "with its lib folder first in LD_LIBRARY_PATH; for GLIBC_2.xx only a newer system"),
     ("undefined symbol|operator torchvision::nms does not exist|partially initialized module 'torchvision'",
      "a package with C++ parts was built for another version of torch or of the system",
      "install it again for the torch that is here; torch and torchvision go in pairs"),
@@ -284,8 +259,7 @@ KNOWN = (
      r"this torch has no \g<name> in \g<where>: the script was written for another version of it, older or newer",
      "the version that the script asks for, or the name that torch's notes on a release give in its place"),
     (r"(?P<name>\w+)' \(consider renaming '(?P<file>[^']+)'",
-     r"the script's own file \g<file> is imported in place of the package of that name",
-     "rename that file"),
+     r"the script's own file \g<file> is imported in place of the package of that name", "rename that file"),
     (r"No module named '?(?P<name>torch\._six|torch\.utils\.data\._utils\.collate\.container_abcs)"
      r"|module 'numpy' has no attribute '(?P<numpy>\w+)'|cannot import name '(?P<old>\w+)' from 'collections'",
      r"the script was written for older versions: \g<name>\g<numpy>\g<old> is no longer there",
@@ -310,11 +284,9 @@ KNOWN = (
      "it is there already: from an earlier run, or another rank made it a moment before",
      "os.makedirs(…, exist_ok=True), or a new name for each run; let rank 0 alone make it, with a barrier behind"),
     (r"Parent directory (?P<path>\S+) does not exist",
-     r"the folder \g<path> is not on this node",
-     "os.makedirs(…, exist_ok=True) on every rank before torch.save"),
+     r"the folder \g<path> is not on this node", "os.makedirs(…, exist_ok=True) on every rank before torch.save"),
     ("Read-only file system",
-     "the script writes where nobody may write",
-     "write below the job's own folder, or name a folder of yours"),
+     "the script writes where nobody may write", "write below the job's own folder, or name a folder of yours"),
     (r"Couldn't find any class folder in (?P<path>\S+?)\.?$",
      r"\g<path> is there, and has no folder of pictures for each class",
      "name the folder above or below it that has: FOLDER/<class>/*.png"),
@@ -323,13 +295,12 @@ KNOWN = (
      "Python.h: the package python3-dev; cuda_*.h: the CUDA toolkit (nvcc); then run the job again"),
     (r"No such file or directory: '(?P<path>/(?![^'\n]*/(?:code/[0-9a-f]{64}|work/[\w.-]+-[0-9a-f]{6})/)[^'\n]*)'",
      r"\g<path> (or its folder) is not on this node, or not there yet",
-     "see what is there (ls); if another rank writes it: dist.barrier() after the save, on every rank; data of your "
-     "own: copy it to each node"),
+     "ls shows what is there; after a save by another rank: dist.barrier() after the save; data: copy it to each node"),
     (r"No such file or directory|FileNotFoundError: \[Errno 2\]",
      "a path that is not on this node: a job runs in its own folder, which has the script and the files of files=, or "
      "with root= the project without files that git ignores or that are above 8 MiB",
-     "root='.' copies the script's project and runs in it; for data that is large or that git ignores, an absolute "
-     "path; what another rank writes: dist.barrier() after the save"),
+     "root='.' copies the script's project and runs in it; large or ignored data: an absolute path; what another rank "
+     "writes: dist.barrier() after the save"),
     # A DataLoader's worker, where nothing before has said why.
     (r"DataLoader worker \(pid[^\n]*killed by signal: (?P<name>Segmentation fault|Aborted|Illegal instruction"
      "|Floating point exception|Bus error)",
@@ -339,15 +310,13 @@ KNOWN = (
      'a worker of the DataLoader ended without a word; Linux ends ("Killed") the process that takes most memory',
      "num_workers=0 shows the worker's own error; for want of memory: fewer workers, or a smaller prefetch_factor"),
     ("EADDRNOTAVAIL|Cannot assign requested address",
-     "the script asks to listen at an address that this node does not have, such as one copied from an example "
-     "(init_method=, MASTER_ADDR)",
+     "the script asks to listen at an address that this node does not have (init_method=, MASTER_ADDR)",
      "init_process_group('gloo') alone: torchrun has set MASTER_ADDR and MASTER_PORT"),
     (r"connectFullMesh|Connection refused, remote=\[127\.",
      "a rank is gone, or listens on an address that the others cannot reach, such as the loopback",
      "leave interface= to the preflight, which takes the one on the route between the nodes"),
     ("RecursionError|maximum recursion depth|Stack overflow",
-     "a function calls itself without an end",
-     "look at the lines that repeat in the traceback"),
+     "a function calls itself without an end", "look at the lines that repeat in the traceback"),
 )  # fmt: skip
 
 

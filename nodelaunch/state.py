@@ -32,35 +32,21 @@ WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")
 
 @dataclass
 class NodeState:
-    """One node's part.
-
-    Attributes:
-        started: True once the supervisor itself has started.
-        joined: True once all of its workers have started.
-        ended: The supervisor's last event; None while it runs, and forever if it was lost.
-        gone: True once the link has ended.
-        refusal: Why the link ended, if the supervisor had not reported its end.
-        tail: The last lines of torchrun itself.
-        ranks: Those of the workers that have started.
-        by_hand: True if the user starts the node, so that nothing is heard of it.
-        told: The first of its programs that a signal told to end ("torchrun" or "the supervisor"), the signal and when.
-        full: A line of its ranks or its torchrun about a full disk.
-        failed_rank: The rank that torchrun's report at its end is about.
-    """
+    """One node's part of a job."""
 
     name: str
     address: str
-    started: bool = False
-    joined: bool = False
-    ended: dict | None = None
-    gone: bool = False
-    refusal: LabError | None = None
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
-    ranks: set[int] = field(default_factory=set)
-    by_hand: bool = False
-    told: tuple[str, int, float] | None = None
-    full: str = ""
-    failed_rank: int | None = None
+    by_hand: bool = False  # the user starts the node, so that nothing is heard of it
+    started: bool = False  # the supervisor itself
+    joined: bool = False  # all of its workers have started
+    ranks: set[int] = field(default_factory=set)  # those of the workers that have started
+    ended: dict | None = None  # the supervisor's last event; None while it runs, and forever if it was lost
+    gone: bool = False  # the link has ended
+    refusal: LabError | None = None  # why the link ended, if the supervisor had not reported its end
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))  # the last lines of torchrun itself
+    told: tuple[str, int, float] | None = None  # the first program that a signal told to end, the signal, and when
+    full: str = ""  # a line of its ranks or of torchrun about a full disk
+    failed_rank: int | None = None  # the rank that torchrun's report at its end is about
 
 
 class JobState:
