@@ -239,8 +239,8 @@ def _explain_waiting(state: JobState, errors: list[dict]) -> Failure:
 
 def _explain_early(state: JobState, rank: int, heard: dict, consequences: dict[int, str]) -> Failure:
     """A rank had ended its script in order while another still waited for it."""
-    last = f"; the last that it printed: {state.tails[rank][-1][:160]}" if state.tails.get(rank) else ""
-    cause = f"it left earlier (return, sys.exit), or the ranks have different numbers of batches{last}"
+    cause = "it left earlier (return, sys.exit), or the ranks have different numbers of batches"
+    cause += _quote_last(state, rank)
     fix = "for batches: drop_last=True, or torch.distributed.algorithms.join.Join around the loop"
     if "connectFullMesh" in heard["message"]:
         # Torch's own race: init_process_group returns on one rank when its side of a connection is there.
@@ -271,7 +271,7 @@ def _explain_hang(state: JobState, errors: list[dict]) -> Failure:
         where = f"in {fact['where']}" if fact.get("where") else "silent"
         what = f"Rank {rank} on {node} was {where} while {whom} waited for it."
         cause = "it did something else for longer than the group's own timeout, or hung outside of a collective"
-        cause += f"; the last that it printed: {state.tails[rank][-1][:160]}" if rank in state.tails else ""
+        cause += _quote_last(state, rank)
         fix = "every rank has to come to the same collectives; for work that takes long: init_process_group(timeout=…)"
     elif not waiting:
         what = f"The script has ended on every rank, but thread {fact['thread']!r} of rank {rank} still runs."
@@ -316,6 +316,10 @@ def _explain_standstill(facts: dict[int, dict]) -> tuple[str, str, str]:
     if len(set(places.values())) > 1:
         cause = f"they stand in different collectives, or one of them is an exchange with another rank: {named}"
     return what, cause, "compare where the ranks stood: every rank has to call the same collectives in the same order"
+
+
+def _quote_last(state: JobState, rank: int) -> str:
+    return f"; the last that it printed: {state.tails[rank][-1][:160]}" if state.tails.get(rank) else ""
 
 
 def _list_consequences(errors: list[dict]) -> dict[int, str]:

@@ -315,21 +315,6 @@ def test_18_parts_of_a_job_that_are_killed(name, act, make, request):
     assert "node1" in str(error) or name == "stopped worker", str(error)
 
 
-def test_18_supervisors_that_are_killed_while_torchrun_hears_no_signal(make):
-    job = make("alone")
-    heard, times = Heard(), []
-
-    def act(line):
-        wait_for(lambda: not find_of(job, "node.worker", 0))
-        time.sleep(1)  # torchrun looks every 0.1 s, and then waits for the other node's
-        times.append(time.time())
-        kill([*find_of(job, "node.supervisor", 0), *find_of(job, "node.supervisor", 1)])
-
-    heard.when["[rank 0] ends"] = act
-    error = run_badly(job, heard, seconds=10, since=lambda: times[0])
-    assert error.result.failure.kind == "lost"
-
-
 def test_16_a_job_that_is_stopped_from_a_thread(make):
     """Also one whose worker ignores SIGTERM, which torchrun itself would wait 30 s for."""
     job = make("stubborn")

@@ -22,7 +22,7 @@ from nodelaunch.backends.local import LocalNode
 from nodelaunch.failure import diagnose
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.preflight import check_nodes
-from nodelaunch.run import WAITING_LINES, Run
+from nodelaunch.run import Run
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -40,15 +40,14 @@ class FakeLink:
 
     node = "a"
 
-    def __init__(self, *lines, wait=0.0):
-        self.said, self.wait, self.beats, self.stopped, self.killed = lines, wait, 0, False, False
+    def __init__(self, *lines):
+        self.said, self.stopped, self.killed = lines, False, False
 
     def lines(self):
         yield from self.said
-        time.sleep(self.wait)
 
     def beat(self):
-        self.beats += 1
+        pass
 
     def stop(self):
         self.stopped = True
@@ -87,29 +86,6 @@ def test_a_full_disk_costs_the_log_and_not_the_job():
     assert sum("the log is not complete" in line for line in said) == 1
 
 
-def test_lines_beyond_a_bound_wait_on_their_node(tmp_path):
-    """While the launcher is busy with one line no more than the bound are read; afterwards all the others are."""
-    count, taken, busy = WAITING_LINES + 5_000, [], []
-
-    def talk():
-        for number in range(count):
-            taken.append(number)
-            yield b"[rank 0] hi\n"
-        yield from END
-
-    def show(line):
-        if not busy:
-            wait_for(lambda: len(taken) > WAITING_LINES, seconds=20)
-            time.sleep(0.3)
-            busy.append(len(taken))
-
-    link = FakeLink()
-    link.said = talk()
-    follow(link, tmp_path / "log", show)
-    assert WAITING_LINES < busy[0] <= WAITING_LINES + 3
-    assert (tmp_path / "log").read_bytes().count(b"[rank 0] hi\n") == count
-
-
 def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
     def show(line):
         raise ValueError("no window")
@@ -119,24 +95,6 @@ def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
         follow(link, tmp_path / "log", show)
     assert link.stopped and not link.killed
     assert b"[rank 0] ho" in (tmp_path / "log").read_bytes(), "the rest is read to its end"
-
-
-def test_an_interrupt_as_the_following_begins_leaves_no_heart_beating(tmp_path, monkeypatch):
-    start, count = threading.Thread.start, []
-
-    def interrupt(self):
-        start(self)
-        count.append(self)
-        if len(count) == 2:
-            raise KeyboardInterrupt
-
-    link = FakeLink(wait=3)
-    monkeypatch.setattr(threading.Thread, "start", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        follow(link, tmp_path / "log")
-    heart = count[1]
-    heart.join(timeout=10)
-    assert link.stopped and not heart.is_alive()
 
 
 # The supervisor, with nobody to read what it says, and with disks that are full.
@@ -356,21 +314,6 @@ def test_a_preflight_counts_for_a_while(write, monkeypatch, seconds, times):
     job.preflight()
     assert job.run(show=False, force=True).ok
     assert len(asked) == times
-
-
-def test_a_script_that_is_saved_during_the_launch_runs_as_it_was(write):
-    """Its hash stands in the nodes' scripts, and its text is what was hashed."""
-    text = "import nodelaunch as launch; launch.report({!r})"
-    path = write("train.py", text.format("before"))
-    job = TorchrunJob(path, nodes=local_nodes(1), **PYTHON)
-    write_scripts = job._write
-
-    def save_meanwhile(plans, launch):
-        path.write_text(text.format("after"))
-        return write_scripts(plans, launch)
-
-    job._write = save_meanwhile
-    assert job.run(show=False, force=True).results == ("before",)
 
 
 def test_settings_may_be_numbers_and_scripts_not_modules_of_python(write):

@@ -11,14 +11,11 @@ from pathlib import Path, PurePath
 
 
 class StopReason(StrEnum):
-    """Why a job was ended before it had ended by itself.
-
-    The first four are a supervisor's: its limit, no heartbeat, a launcher that let go, a signal.
-    """
+    """Why a job was ended before it had ended by itself. The first four are a supervisor's."""
 
     LIMIT = "limit"
-    SILENCE = "silence"
-    RELEASE = "release"
+    SILENCE = "silence"  # no heartbeat
+    RELEASE = "release"  # the launcher let go
     SIGNAL = "signal"
     JOIN = "join"
     STOPPED = "stopped"
@@ -42,8 +39,8 @@ NAMED = (
 FOLLOWED = re.compile(
     r"Connection closed by peer|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
     r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed"
-    r"|DistNetworkError|DistStoreError"
-    r"|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective"
+    r"|DistNetworkError|DistStoreError|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|Watchdog caught collective"
 )
 # Such an error is torch's: a script's own URLError, "Connection refused", is a cause.
 OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
@@ -51,9 +48,7 @@ OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Di
 # ranks on one GPU, or has no memory.
 TAKEN = re.compile(r"EADDRINUSE|EADDRNOTAVAIL|address already in use|ncclInvalidUsage|out of memory")
 # Words of torch in an error that it raises in C for a line of the script, which has errors of these types, too.
-MARKS = re.compile(
-    r"gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation|which compares", re.I
-)
+MARKS = re.compile(r"(?i)gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation|which compares")
 
 
 def name_full_disk(text: str) -> str:
@@ -70,10 +65,8 @@ def find_full_disk(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(error))
     if not FULL.search(text):
         return ""
-    if named := name_full_disk(text):
-        return named
     rooms = {str(path): room for path in _list_paths(error) if (room := measure_room(path)) is not None}
-    return min(rooms, key=rooms.get, default="")
+    return name_full_disk(text) or min(rooms, key=rooms.get, default="")
 
 
 def _list_paths(error: BaseException) -> Iterator[Path]:
@@ -98,12 +91,7 @@ def measure_room(path: Path) -> int | None:
 
 
 def failed_as_consequence(message: str, file: str = "/torch/") -> bool:
-    """True if an error says only that another rank is gone or does not answer.
-
-    Args:
-        message: The error's.
-        file: Where it was raised, as far as Python knows: the innermost file of its traceback.
-    """
+    """True if an error says only that another rank is gone; ``file`` is the innermost one of its traceback."""
     known = OF_TORCH.match(message) and FOLLOWED.search(message) and not TAKEN.search(message)
     return bool(known and ("/torch/" in file or MARKS.search(message)))
 
