@@ -16,7 +16,7 @@ from nodelaunch import kinds, values
 from nodelaunch.backends import find_backend
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
-from nodelaunch.disks import explain_folder
+from nodelaunch.failure import explain_folder
 from nodelaunch.plans import make_plans
 from nodelaunch.preflight import Preflight
 from nodelaunch.result import JobResult

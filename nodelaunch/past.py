@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from lab_common.text import clean
-from nodelaunch.diagnosis import diagnose
+from nodelaunch.failure import diagnose
 from nodelaunch.node.output import read_lines
 from nodelaunch.node.processes import find_jobs
 from nodelaunch.result import find_log

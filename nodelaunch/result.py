@@ -1,4 +1,4 @@
-"""What came of a job: its results by rank, or the rank that failed first, and what the others said."""
+"""A job's outcome: its results by rank, or the rank that failed first and the messages of the others."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Failure:
 
     Attributes:
         kind: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or
-            "torchrun" (also what starts the ranks in its place).
+            "torchrun" (also for what starts the ranks in its place).
         what: One sentence with the rank and the node.
-        rank: The rank that failed first; None where no rank did.
+        rank: The rank that failed first; None if no rank did.
         node: Its node.
-        message: The last line of its traceback, or what torchrun said.
+        message: The last line of its traceback, or torchrun's message.
         location: Where in the training script, for example "train.py, line 33".
         traceback: Its traceback, without the frames of the launcher.
         cause: The likely cause.
         fix: What to do.
-        consequences: By rank, in one line, what the others said; they failed because the first one did.
-        others: By rank, in one line, what those said that failed later by an error of their own, perhaps the same one.
+        consequences: By rank, in one line, the messages of the others; they failed because the first one did.
+        others: By rank, in one line, those that failed later by an error of their own, perhaps the same one.
         stacks: By rank, where it stood when it was ended.
     """
 
@@ -65,21 +65,16 @@ class Failure:
         lines = [self.what]
         if self.traceback:
             lines += ["", self.traceback.rstrip(), ""]
-        lines += [f"  {label}: {text}" for label, text in self._list_ranks()]
-        hints = [("likely", self.cause), ("fix", self.fix)]
+        hints = [*self._list_ranks(), ("likely", self.cause), ("fix", self.fix)]
         return "\n".join([*lines, *(f"  {label}: {text}" for label, text in hints if text)])
 
-    def shorten(self) -> Failure:
-        """The same failure with texts that a notebook can keep: of very many lines the first and the last."""
+    def write_text(self, log: object = "") -> str:
+        """The failure as a notebook keeps it: of very many lines the first and the last; with the log's path."""
         texts = {name: cut_lines(getattr(self, name)) for name in ("message", "traceback", "cause", "fix")}
-        return replace(self, **texts)
+        return f"{replace(self, **texts)}" + (f"\n  log: {log}" if log else "")
 
     def write_html(self, log: object = "") -> str:
-        """Returns the failure as a card for a notebook, with its traceback folded.
-
-        Args:
-            log: Path of the log with the details.
-        """
+        """The failure as a card for a notebook, with its traceback folded, and the log's path."""
         named, others = self._list_ranks()[:MANY_RANKS], self._list_ranks()[MANY_RANKS:]
         more = [("more ranks", f"{len(others)} are not shown here")] if others else []
         hints = [("likely", self.cause), ("fix", self.fix), ("log", str(log))]
@@ -95,32 +90,30 @@ class Failure:
         )
 
     def _list_ranks(self) -> list[tuple[str, str]]:
-        """What each rank said or where it stood: a label and a text each."""
+        """A label and a text for each rank that stood somewhere or had a message."""
         stood = sorted(self.stacks.items()) if self.kind == "hang" else []
-        said = sorted(self.consequences.items())
         rows = [(f"rank {rank} stood at", text) for rank, text in stood]
         rows += [(f"rank {rank} failed, too", text) for rank, text in sorted(self.others.items())]
-        return rows + [(f"rank {rank} failed as a consequence", text) for rank, text in said]
+        rows += [(f"rank {rank} failed as a consequence", text) for rank, text in sorted(self.consequences.items())]
+        return rows
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook keeps as plain text."""
-        printer.text(str(self.shorten()))
+        printer.text(self.write_text())
 
     def _repr_html_(self) -> str:
-        """What JupyterLab shows."""
         return self.write_html()
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What came of a job.
+    """A job's outcome.
 
     Attributes:
-        ok: Whether every process on every node ended well.
-        results: By rank, what its script gave to ``launch.report``; None for a rank that reported nothing.
+        ok: True if every process on every node ended well.
+        results: By rank, the value that its script gave to ``launch.report``; None for a rank that reported nothing.
         ranks: Who was who, by rank.
         failure: Why it failed, if it did.
-        restarts: Failures after which torchrun started the workers anew, as one line each.
+        restarts: Failures after which torchrun restarted the workers, as one line each.
         seconds: Seconds from the launch: "preflight", "joined" (all workers started), "total".
         memory: By rank, the largest resident set in bytes, as far as it was seen (Linux).
         folder: Folder of the job on the launcher's side, with the scripts and ``output.log``.
@@ -143,46 +136,38 @@ class JobResult:
         return self.folder / "output.log"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook keeps as plain text."""
-        printer.text(f"{self.failure.shorten()}\n  log: {self.log}" if self.failure else repr(self))
+        printer.text(self.failure.write_text(self.log) if self.failure else repr(self))
 
     def _repr_html_(self) -> str | None:
-        """What JupyterLab shows: the card of a failure; of a job that ended well it shows the plain text."""
         return self.failure.write_html(self.log) if self.failure else None
 
 
 class JobError(LabError):
-    """A job that failed; ``result`` holds what came of it all the same."""
+    """A job that failed; ``result`` is its outcome."""
 
     def __init__(self, result: JobResult) -> None:
         failure = result.failure
-        super().__init__(
-            failure.what,
-            where=failure.location,
-            cause=failure.cause,
-            fix=failure.fix,
-            log=result.log,
-        )
+        hints = {"where": failure.location, "cause": failure.cause, "fix": failure.fix, "log": result.log}
+        super().__init__(failure.what, **hints)
         self.result = result
 
     def __str__(self) -> str:
         return f"{self.result.failure}\n  log: {self.log}"
 
+    # A notebook shows and keeps these in place of a traceback: the rank's own may be very long.
+
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback: the rank's own, which may be very long."""
-        return f"{self.result.failure.shorten()}\n  log: {self.log}".splitlines()
+        return self.result.failure.write_text(self.log).splitlines()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What a notebook keeps as plain text of an error that is displayed."""
-        printer.text("\n".join(self._render_traceback_()))
+        printer.text(self.result.failure.write_text(self.log))
 
     def _repr_html_(self) -> str:
-        """What JupyterLab shows of an error that is displayed."""
         return self.result.failure.write_html(self.log)
 
 
 def find_log(job_id: str | None = None) -> Path:
-    """Returns the log of a job of this machine, the newest where no id is given; also after the kernel was restarted.
+    """Returns the log of a job of this machine, by default the newest; also after the kernel was restarted.
 
     Raises:
         LabError: There is none.

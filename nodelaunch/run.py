@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nodelaunch.backends.nodes import Link
+from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import Log
-from nodelaunch.node.reasons import StopReason
 from nodelaunch.state import JobState
 
 BEAT_SECONDS = 0.5

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from nodelaunch.backends.nodes import Link
-from nodelaunch.diagnosis import diagnose, find_first
+from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.processes import stop_job
 from nodelaunch.preflight import Claim
 from nodelaunch.result import JobError, JobResult
@@ -137,7 +137,7 @@ class RunningJob:
             results=tuple(state.results.get(rank) for rank in range(size)),
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
-            restarts=tuple(find_first(errors) for errors in state.restarts),
+            restarts=tuple(describe_restart(errors) for errors in state.restarts),
             seconds=self._seconds,
             memory=state.memory,
             folder=self.folder,

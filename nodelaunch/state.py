@@ -1,4 +1,4 @@
-"""What a job's supervisors have told so far, in the order in which it arrived."""
+"""Collects what the supervisors of a job have reported so far, in the order in which it arrived."""
 
 from __future__ import annotations
 
@@ -12,67 +12,52 @@ from dataclasses import dataclass, field
 
 from lab_common import LabError
 from lab_common.text import clean_message
-from nodelaunch.ends import name_signal
-from nodelaunch.node.errors import FULL
-from nodelaunch.node.reasons import StopReason
+from nodelaunch.node.errors import FULL, StopReason
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.result import Rank
 
 # Lines of a rank that are enough for a traceback.
 TAIL = 60
-SILENT = ("exit", "signal")  # kinds of errors of which a rank itself has said nothing
+SILENT = ("exit", "signal")  # kinds of errors that are known from torchrun alone
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
-# What it says at its own end, line by line, of each worker that failed; that it was told to end; and by which signal.
+# Its report at its own end, line by line, of each worker that failed; and of the signal that ended torchrun.
 FAILED_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)$")
 FAILED_EXIT = re.compile(r"^\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
-# What NCCL's watchdog says before it aborts the process: of a rank that waited, and not of the one that it waited for.
-WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")
 SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
+# The last words of NCCL's watchdog before it aborts the process: a rank that waited, and not the one it waited for.
+WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")
 
 
 @dataclass
 class NodeState:
-    """One node's part.
-
-    Attributes:
-        joined: Whether its workers have started, all of them.
-        ended: What the supervisor said at its end; None while it runs, and for ever where it was lost.
-        gone: Whether the link has ended.
-        refusal: Why it ended, where the supervisor had not said that it ends.
-        tail: The last lines of torchrun itself.
-        started: Whether the supervisor itself has started.
-        ranks: Of the workers that have started.
-        by_hand: Whether the user starts it, so that nothing is heard of it.
-        told: Which of its programs a signal told to end, with the signal and when: "torchrun" or "the supervisor".
-        full: What its ranks and its torchrun said of a full disk.
-    """
+    """One node's part of a job."""
 
     name: str
     address: str
-    joined: bool = False
-    started: bool = False
-    ended: dict | None = None
-    gone: bool = False
-    refusal: LabError | None = None
-    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))
-    ranks: set[int] = field(default_factory=set)
-    by_hand: bool = False
-    told: tuple[str, int, float] | None = None
-    full: str = ""
-    failed_rank: int | None = None
+    by_hand: bool = False  # the user starts the node, so that nothing is heard of it
+    started: bool = False  # the supervisor itself
+    joined: bool = False  # all of its workers have started
+    ranks: set[int] = field(default_factory=set)  # those of the workers that have started
+    ended: dict | None = None  # the supervisor's last event; None while it runs, and forever if it was lost
+    gone: bool = False  # the link has ended
+    refusal: LabError | None = None  # why the link ended, if the supervisor had not reported its end
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))  # the last lines of torchrun itself
+    told: tuple[str, int, float] | None = None  # the first program that a signal told to end, the signal, and when
+    full: str = ""  # a line of its ranks or of torchrun about a full disk
+    failed_rank: int | None = None  # the rank that torchrun's report at its end is about
 
 
 class JobState:
     """Everything that was heard of a job.
 
     Args:
-        names: Of its nodes.
-        addresses: Of its nodes.
-        starter: What starts its ranks on each node, in words.
-        restarts: Whether ranks may be started anew.
-        group: The size of the group that its ranks have to form; 0 for a job that needs none.
+        names: The nodes' names.
+        addresses: The nodes' addresses.
+        starter: What starts the ranks on each node, in words.
+        restarts: True if torchrun may restart the workers.
+        group: The size of the group that the ranks have to form; 0 for a job that needs none.
     """
 
     def __init__(
@@ -88,31 +73,33 @@ class JobState:
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}
         self.results: dict[int, object] = {}
-        self._ports: list[str | None] = []  # where the ranks of each attempt meet, in the order of their being heard
+        self._ports: list[str | None] = []  # where the ranks of each attempt meet, in the order in which we heard them
         self._last: dict[int, int] = {}  # rank -> number of the attempt in which it was last heard to start
         self._errors: list[dict] = []  # of all attempts, each with its number and the node's name
-        self.stacks: dict[int, str] = {}
-        self.done: dict[int, float] = {}
-        # By rank, of the present attempt: what its watch said of a main thread that stands (nodelaunch.node.watch); the
-        # sizes of the groups that it opened; what a script that opened none of all ranks believed.
+        self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
+        # By rank, in the present attempt: the watch's facts about a main thread that stands (nodelaunch.node.watch);
+        # the sizes of the groups that it opened; what a script that opened none of all ranks believed, and advice.
         self.still: dict[int, dict] = {}
         self.groups: dict[int, list[int]] = {}
         self.believed: dict[int, list[str]] = {}
         self.advice: dict[int, str] = {}
-        self.halted: set[int] = set()  # stopped by SIGSTOP
-        self.lingering: set[int] = set()  # whose script has ended, and threads of it have not
-        self.elsewhere = False  # whether a rank started programs that may have joined the ranks
-        self.standstill = False  # whether the launcher ended the job because no rank can move any more
+        self.done: dict[int, float] = {}
+        self.stacks: dict[int, str] = {}
         self.memory: dict[int, int] = {}
-        self.tails: dict[int, deque[str]] = {}  # of each rank, its last lines that are not empty
-        self.waited: dict[int, str] = {}  # by rank, what NCCL's watchdog said of a collective in which it waited
-        self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
-        self.asked: float | None = None  # when the launcher asked all nodes to end, time.monotonic()
-        self.limit: float | None = None  # the job's, in seconds, where the launcher's own clock ended it
+        self.tails: dict[int, deque[str]] = {}  # the last lines that are not empty
+        self.waited: dict[int, str] = {}  # the words of NCCL's watchdog about a collective in which the rank waited
+        self.halted: set[int] = set()  # stopped by SIGSTOP
+        self.lingering: set[int] = set()  # whose script has ended, while threads of it still run
+        self.elsewhere = False  # a rank started programs that may have joined the ranks
+        # Set by the launcher when it ends the job: because no rank can move any more; when it asked all nodes to end
+        # (time.monotonic()); the job's limit in seconds, if the launcher's own clock ended it.
+        self.standstill = False
+        self.asked: float | None = None
+        self.limit: float | None = None
 
     @property
     def errors(self) -> list[dict]:
-        """Those of the attempt that was heard of last."""
+        """The errors of the latest attempt."""
         return [error for error in self._errors if error["attempt"] == self._present]
 
     @property
@@ -136,7 +123,7 @@ class JobState:
         return sorted(set(self.ranks) - {*self.waiting, *self.halted, *self.done})
 
     def stands_still(self) -> bool:
-        """Returns True if no rank can move any more, since each waits for another one, or for a thread that waits."""
+        """True if no rank can move any more, since each waits for another one, or for a thread that waits."""
         if not all(part.joined for part in self.nodes.values()) or self.absent:
             return False
         if self.waiting:
@@ -154,7 +141,7 @@ class JobState:
     @property
     def trained_alone(self) -> bool:
         """True if ranks that should have formed one group formed none of that size."""
-        known = self.groups.keys() == self.ranks.keys()  # a rank that did not say so may have formed one unseen
+        known = self.groups.keys() == self.ranks.keys()  # a rank that did not report may have formed one unseen
         return known and self.group > 1 and not self._formed
 
     @property
@@ -167,14 +154,14 @@ class JobState:
         return any(max(sizes, default=0) >= self.group for sizes in self.groups.values())
 
     def read(self, node: str, line: bytes) -> str | None:
-        """Takes in one line of a supervisor; returns it where it is a rank's output, to be shown."""
+        """Takes in one line of a supervisor; returns it if it is a rank's output, to be shown."""
         text = line.decode(errors="replace").rstrip("\n")
         part = self.nodes[node]
         if text.startswith(MARK):
             with contextlib.suppress(ValueError):  # torn: its node was gone in mid-line
                 self._read_event(part, json.loads(text[1:]))
             return None
-        # First of all, for it may stand behind a rank's unfinished line, such as a bar of progress.
+        # First of all, for it may stand behind a rank's unfinished line, such as a progress bar.
         if found := FAILED.search(text):
             self._read_exit(part, code=int(found[1]), pid=int(found[2]))
         if not part.full and FULL.search(text):
@@ -188,18 +175,14 @@ class JobState:
                 self._note_watchdog(int(rank), f"torch.distributed.DistBackendError: {found[0]}")
             return text
         part.tail.append(text if text.isprintable() else clean_message(text))
-        self._read_torchrun(part, text)
-        return None
-
-    def _read_torchrun(self, part: NodeState, text: str) -> None:
-        """Takes in a line of torchrun about its end."""
         if found := FAILED_RANK.search(text):
             part.failed_rank = int(found[1])
         elif (found := FAILED_EXIT.search(text)) and part.failed_rank is not None:
-            # Of a rank that ended before it had said who it is, this is all that is heard.
+            # For a rank that ended before it had introduced itself, this is all that is heard.
             self._read_exit(part, code=int(found[1]), pid=int(found[2]), rank=part.failed_rank)
         elif found := SIGNALLED.search(text):
             self._note_signal(part, "torchrun", int(found[1]))
+        return None
 
     def _note_watchdog(self, rank: int, message: str) -> None:
         self.waited.setdefault(rank, message)
@@ -208,13 +191,13 @@ class JobState:
                 error["message"] = self.waited[rank]
 
     def _note_signal(self, part: NodeState, program: str, number: int) -> None:
-        if part.told is None and self.asked is None:  # else it is the launcher that ends the job
+        if part.told is None and self.asked is None:  # otherwise it is the launcher that ends the job
             part.told = program, number, time.monotonic()
 
     def _read_exit(self, part: NodeState, *, code: int, pid: int, rank: int | None = None) -> None:
-        """Notes a worker that ended without a word of its own: killed, or by os._exit."""
+        """Notes a worker that ended without reporting an error itself: killed, or by os._exit."""
         silent = (part.name, pid) not in self.pids
-        # Where lines wait, this may come when the rank has long been started anew.
+        # If lines wait on their node, this may come when the rank has long been restarted.
         rank, attempt = self.pids.get((part.name, pid), (rank, self._present))
         if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
             return
@@ -233,49 +216,55 @@ class JobState:
         self._errors.append({**facts, "node": part.name, "attempt": attempt, "at": time.monotonic(), **more})
 
     def _read_event(self, part: NodeState, event: dict) -> None:
-        kind = event["event"]
-        if kind == "started":
-            part.started = True
-        elif kind == "stopping" and event["reason"] == StopReason.SIGNAL:
-            self._note_signal(part, "the supervisor", event["signal"])
-        elif kind == "worker":
-            self._read_worker(part, event)
-        elif kind in ("error", "hang"):
-            # torchrun's word on the exit of the same rank says less, and may have come first.
-            who = event["rank"], self._last.get(event["rank"], self._present)
-            same = [error for error in self._errors if (error["rank"], error["attempt"]) == who]
-            silent = [error for error in same if error["kind"] in SILENT]
-            self._errors = [error for error in self._errors if error not in silent]
-            facts = {"kind": "hang", "message": "", "location": "", **event}
-            facts |= {name: clean_message(facts.get(name, "")) for name in ("message", "traceback")}
-            self._add_error(part, facts, who[1], **({"at": silent[0]["at"]} if silent else {}))
-        elif kind == "result":
-            self.results[event["rank"]] = event["value"]
-        elif kind == "done":
-            self.done[event["rank"]] = time.monotonic()
-            self.still.pop(event["rank"], None)
-            self.believed[event["rank"]] = event.get("believed", [])
-            if event.get("advice"):
-                self.advice[event["rank"]] = event["advice"]
-        elif kind == "still":
-            self.still[event["rank"]] = {**event, "heard": time.monotonic()}
-        elif kind == "moves":
-            self.still.pop(event["rank"], None)
-        elif kind == "groups":
-            self.groups[event["rank"]] = event["sizes"]
-        elif kind == "elsewhere":
-            self.elsewhere = True
-            if not self.groups.get(event["rank"]):  # what it starts may join the ranks, unseen
-                self.groups.pop(event["rank"], None)
-        elif kind in ("lingers", "left"):
-            (self.lingering.add if kind == "lingers" else self.lingering.discard)(event["rank"])
-        elif kind == "halted":
-            (self.halted.add if event["halted"] else self.halted.discard)(event["rank"])
-        elif kind == "stack":
-            self.stacks[event["rank"]] = event["text"]
-        elif kind == "ended":
-            part.ended = event
-            self.memory |= {int(rank): size for rank, size in event["memory"].items()}
+        rank = event.get("rank")
+        match event["event"]:
+            case "started":
+                part.started = True
+            case "stopping" if event["reason"] == StopReason.SIGNAL:
+                self._note_signal(part, "the supervisor", event["signal"])
+            case "worker":
+                self._read_worker(part, event)
+            case "error" | "hang":
+                self._read_error(part, event)
+            case "result":
+                self.results[rank] = event["value"]
+            case "done":
+                self.done[rank] = time.monotonic()
+                self.still.pop(rank, None)
+                self.believed[rank] = event.get("believed", [])
+                if event.get("advice"):
+                    self.advice[rank] = event["advice"]
+            case "still":
+                self.still[rank] = {**event, "heard": time.monotonic()}
+            case "moves":
+                self.still.pop(rank, None)
+            case "groups":
+                self.groups[rank] = event["sizes"]
+            case "elsewhere":
+                self.elsewhere = True
+                if not self.groups.get(rank):  # what it starts may join the ranks, unseen
+                    self.groups.pop(rank, None)
+            case "lingers":
+                self.lingering.add(rank)
+            case "left":
+                self.lingering.discard(rank)
+            case "halted":
+                (self.halted.add if event["halted"] else self.halted.discard)(rank)
+            case "stack":
+                self.stacks[rank] = event["text"]
+            case "ended":
+                part.ended = event
+                self.memory |= {int(number): size for number, size in event["memory"].items()}
+
+    def _read_error(self, part: NodeState, event: dict) -> None:
+        # torchrun's word on the exit of the same rank says less, and may have come first.
+        who = event["rank"], self._last.get(event["rank"], self._present)
+        same = [error for error in self._errors if (error["rank"], error["attempt"]) == who]
+        silent = [error for error in same if error["kind"] in SILENT]
+        self._errors = [error for error in self._errors if error not in silent]
+        facts = {"kind": "hang", "message": "", "location": "", **event}
+        facts |= {name: clean_message(facts.get(name, "")) for name in ("message", "traceback")}
+        self._add_error(part, facts, who[1], **({"at": silent[0]["at"]} if silent else {}))
 
     def _read_worker(self, part: NodeState, event: dict) -> None:
         rank, attempt = event["rank"], self._find_attempt(event)
@@ -294,11 +283,11 @@ class JobState:
         part.joined = len(part.ranks) >= event["processes"]
 
     def _find_attempt(self, event: dict) -> int:
-        """The number of the attempt in which a rank says that it has started.
+        """The number of the attempt in which a rank has started.
 
-        What went wrong before was mended. Which attempt that was cannot be told from the order in which the lines of
-        several nodes come. Torch's TORCHELASTIC_RESTART_COUNT does not tell it: it counts what failed on its own node
-        (tried with torch 2.14). Each attempt has a free port of its own, drawn at random; seldom it is one of before.
+        The order in which the lines of several nodes come does not tell it, nor does TORCHELASTIC_RESTART_COUNT, which
+        counts what failed on its own node (tried with torch 2.14). Each attempt has a free port of its own, drawn at
+        random; it is seldom one of before.
         """
         last = self._last.get(event["rank"], -1)
         if not self._restarts:
@@ -311,3 +300,11 @@ class JobState:
             self._ports.append(port)
             self.waited = {}
         return later[0] if later else self._present
+
+
+def name_signal(number: int) -> str:
+    """A signal's name, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "unknown"

@@ -27,9 +27,9 @@ from harness.jobs import (
 import nodelaunch as launch
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
-from nodelaunch.diagnosis import diagnose
+from nodelaunch.failure import diagnose
+from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import BURST, TAIL, Lines, Log, Output
-from nodelaunch.node.reasons import StopReason
 from nodelaunch.run import FIRST, LAST, Kept, Run
 from nodelaunch.state import JobState
 

@@ -1,4 +1,4 @@
-"""Which failure a job is said to have, from what was heard of it alone; and how a notebook shows it."""
+"""Which failure a job is said to have, from recorded events alone; and how a notebook shows it."""
 
 import re
 from dataclasses import replace
@@ -10,172 +10,316 @@ from IPython.core.formatters import DisplayFormatter
 
 from lab_common import LabError, markup
 from nodelaunch import Failure, JobError, JobResult
-from nodelaunch.diagnosis import diagnose
+from nodelaunch.failure import describe_restart, diagnose
+from nodelaunch.node.errors import StopReason
 from nodelaunch.state import JobState
 
-LOST = "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited"
+LOST = "RuntimeError: [/x/gloo/pair.cc:1] Connection closed by peer [10.0.0.1]:1"
+NCCL = "torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited"
 WAITED = "RuntimeError: Timed out waiting 60000ms for recv operation to complete"
+MESH = "RuntimeError: Gloo connectFullMesh failed with Connection closed by peer [10.0.0.2]"
+
+# The events of a job of two nodes, a and b, with one rank each (0 and 1). Each is called with the job's state.
 
 
-def hear_error(state, rank, message):
-    facts = {"kind": "exception", "message": message, "traceback": "", "location": ""}
-    hear(state, "ab"[rank], "error", rank=rank, **facts)
+def event(rank, name, **facts):
+    return lambda state: hear(state, "ab"[rank], name, rank=rank, **facts)
 
 
-def hear_start(state, rank, attempt, port=""):
-    """Has a rank start in an attempt; its pid ends in the rank."""
-    who = {"rank": rank, "pid": 10 * attempt + rank, "host": "ab"[rank], "local_rank": 0, "node": rank}
-    hear(state, "ab"[rank], "worker", **who, processes=1, port=port or str(attempt))
+def error(rank, message, **facts):
+    return event(rank, "error", kind="exception", message=message, traceback="", location="", **facts)
 
 
-@pytest.fixture
-def restarted():
-    """Two nodes whose ranks have started in a job that may start them anew."""
-    made = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+def line(rank, text):
+    return lambda state: state.read("ab"[rank], f"{text}\n".encode())
+
+
+def leave(rank, code, pid=None, before=""):
+    """torchrun's word on the end of a worker."""
+    return line(
+        rank, f"{before}E1121 failed (exitcode: {code}) local_rank: 0 (pid: {pid or 57 + rank}) of binary: python"
+    )
+
+
+def done(rank, **facts):
+    return event(rank, "done", **facts)
+
+
+def stand(rank, inside, where="", **facts):
+    return event(rank, "still", seconds=61.0, timeout=1800.0, inside=inside, where=where, **facts)
+
+
+def end(rank, returncode, reason=None, why=""):
+    return event(rank, "ended", returncode=returncode, reason=reason, why=why, killed=0, memory={})
+
+
+def lose(rank):
+    return lambda state: setattr(state.nodes["ab"[rank]], "gone", True)
+
+
+def start(rank, attempt, port=""):
+    """A rank starts in an attempt; its pid ends in the rank."""
+    who = {"pid": 10 * attempt + rank, "host": "ab"[rank], "local_rank": 0, "node": rank}
+    return event(rank, "worker", **who, processes=1, port=port or str(attempt))
+
+
+def hang(sleeper, rank):
+    """A rank's part of a hang in which ``sleeper`` was outside of torch, with stacks as faulthandler's."""
+    inside = rank != sleeper
+    fact = {"seconds": 8, "timeout": 9, "inside": inside, "where": f"place {rank}"}
+    watch = 'Thread 0x07 (most recent call first):\n  File "/n/code/0/nodelaunch/node/watch.py", line 115 in run\n\n'
+    stack = '  File "/v/torch/distributed/distributed_c10d.py", line 3913 in all_reduce\n' * inside
+    stack += f'  File "/n/code/{"0" * 64}/script/train.py", line {23 + rank} in <module>\n'
+    told = [event(rank, "hang", **fact, traceback=f'  File "train.py", line {23 + rank}, in <module>\n')] * inside
+    text = f"{watch}Current thread 0x08 (most recent call first):\n{stack}"
+    return [event(rank, "still", **fact), *told, event(rank, "stack", text=text)]
+
+
+SILENT = "no heartbeat of the launcher for 6 s"
+REDUCTION = "RuntimeError: Expected to have finished reduction\nIn addition, you can set a variable"
+# By name: the events; the kind, the rank and the node of the failure; words of it, "-" before words that it lacks.
+STORIES = {
+    # Who failed first.
+    "the exit of a rank does not hide its message": (
+        [leave(0, 1), error(0, LOST), leave(1, -9)], "signal", 1, "b", ["rank 0 failed as a consequence"]),
+    "an exit behind an unfinished line": (
+        [leave(1, -9, before="[rank 1]  50%|####    ")], "signal", 1, "b", ["Rank 1 on b was killed by signal 9"]),
+    "a rank that is aborted while it waits is not the first": (
+        [leave(0, -6), leave(1, -9)], "signal", 1, "b", ["was killed by signal 9"]),
+    "a rank that is aborted": ([leave(0, -6)], "signal", 0, "a", ["Rank 0 on a was killed by signal 6"]),
+    "a rank that is told to end comes after one that crashed": (
+        [leave(0, -15), leave(1, -11)], "signal", 1, "b", ["SIGSEGV"]),
+    "a rank that torchrun ends is a consequence": (
+        [leave(1, 3), leave(0, -15)], "exit", 1, "b", ["rank 0 failed as a consequence", "-too"]),
+    "a rank that aborts need not be": ([leave(1, 3), leave(0, -6)], "exit", 1, "b", ["rank 0 failed, too"]),
+    "an exception after an abort is not the first": (
+        [leave(0, -6), error(1, "TypeError: bad sizes")], "exception", 1, "b", ["Rank 1 on b failed: TypeError: bad"]),
+    "two errors of their own": (
+        [error(0, REDUCTION), error(1, REDUCTION)], "exception", 0, "a",
+        ["  rank 1 failed, too: RuntimeError: Expected to have finished reduction\n", "-consequence"]),
+    # Ranks that lost or missed another one.
+    "a rank whose peer is gone": ([error(0, NCCL)], "lost", 1, "b", ["Rank 0 on a lost its peers"]),
+    "a node that is gone comes before the rank that misses it": (
+        [error(0, NCCL), lose(1)], "lost", None, "b", ["The connection to b was lost.", "rank 0 failed as a conseq"]),
+    "a rank that waited in vain": (
+        [error(0, WAITED)], "hang", 1, "b", ["Rank 1 on b was silent while rank 0 on a waited for it.", WAITED]),
+    "a rank that had ended its work": (
+        [done(1), error(0, WAITED)], "exit", 1, "b", ["had ended its work while rank 0 still", "numbers of batches"]),
+    "a crash after the script has ended": (
+        [done(1), leave(1, -6), error(0, LOST)], "exit", 1, "b", ["Rank 1 had ended its work while rank 0 still"]),
+    # Torch's own race: 11 of 500 Gloo groups that were made and freed at once failed so, beside six busy loops.
+    "a rank that ends while another connects": (
+        [done(1), error(0, MESH)], "exit", 1, "b", ["still on their way", "barrier", "-numbers of batches"]),
+    **{f"of two that stand the one outside of torch, {one}": (
+        [*hang(one, 0), *hang(one, 1)], "hang", one, "ab"[one],
+        [f"was in place {one} while rank", f"rank {one} stood at: train.py, line {23 + one}, in <module>"])
+       for one in (0, 1)},
+    # Errors of the script itself are no lost peers, and the other way round.
+    **{f"own: {message[:30]}": ([error(0, message, **more), error(1, "ValueError: later")], "exception", 0, "a", [])
+       for message, more in [
+           ("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", {}),
+           ("BrokenPipeError: [Errno 32] Broken pipe", {}),
+           ("RuntimeError: the teacher's server said: no", {}),
+           ("torch.distributed.DistNetworkError: The server socket has failed to listen. EADDRINUSE", {}),
+           ("RuntimeError: the teacher's server: Connection refused", {"file": "/n/train.py"}),
+           ("TimeoutError: Timed out waiting for the lock", {"file": "/v/site-packages/filelock/_api.py"}),
+       ]},
+    **{f"echo: {message[:30]}": ([error(0, message, **more), error(1, "ValueError: later")], "exception", 1, "b", [])
+       for message, more in [
+           (LOST, {}),
+           ("torch.distributed.DistNetworkError: The client socket has timed out", {}),
+           (NCCL, {}),
+           ("RuntimeError: Timed out waiting 20000ms for recv operation to complete", {"file": "/n/train.py"}),
+           ("RuntimeError: Read error [10.0.0.1]:7: Connection reset by peer", {"file": "/n/train.py"}),
+           ("RuntimeError: wait timeout", {"file": "/v/site-packages/torch/distributed/distributed_c10d.py"}),
+       ]},
+    # Full disks, by the message about them.
+    **{f"disk: {path}": ([error(1, text)], "exception", 1, "b", [f"likely: the disk is full at {path}\n", "df -h"])
+       for text, path in [
+           ("OSError: [Errno 28] No space left on device: '/a b/c'", "/a b/c"),
+           ("OSError: [Errno 122] Disk quota exceeded: '/a' -> '/b'", "/a"),
+           ("mkdir: cannot create directory ‘/a/b’: No space left on device", "/a/b"),
+           ("cp: error writing '/a/x': No space left on device", "/a/x"),
+           ("tar: /a/y: Cannot write: No space left on device", "/a/y"),
+           ("tar: /a b/x.tar: Wrote only 2048 of 10240 bytes", "/a b/x.tar"),
+           ("bash: line 1: /a/z: No space left on device", "/a/z"),
+       ]},
+    # Nodes.
+    "a launcher that was silent": (
+        [end(1, 1, "silence", SILENT)], "lost", None, "b", ["b ended the job: no heartbeat", "slept"]),
+    "a launcher that slept": (
+        [line(0, "SignalException: Process 9 got signal: 15"), end(0, 1, "silence", SILENT), lose(0),
+         end(1, 1, "silence", SILENT), lose(1)], "lost", None, "a", ["no heartbeat", "slept"]),
+}  # fmt: skip
+
+
+def assert_words(failure, words):
+    for word in words:
+        assert (word.lstrip("-") in str(failure)) is not word.startswith("-"), str(failure)
+
+
+@pytest.mark.parametrize(("events", "kind", "rank", "node", "words"), STORIES.values(), ids=STORIES)
+def test_what_failed_first(state, events, kind, rank, node, words):
+    for happen in events:
+        happen(state)
+    failure = diagnose(state)
+    assert (failure.kind, failure.rank, failure.node) == (kind, rank, node), failure
+    assert_words(failure, words)
+
+
+def test_hosts_may_give_their_processes_the_same_number():
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
     for rank in (0, 1):
-        hear_start(made, rank, 1)
-    return made
+        event(rank, "worker", pid=57, host="ab"[rank], local_rank=0, node=rank, processes=1)(state)
+    leave(0, -9, pid=57)(state)
+    assert "Rank 0 on a was killed by signal 9" in diagnose(state).what
+
+
+def test_torchrun_that_gave_up_before_the_launcher_is_a_node_that_did_not_join():
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    state.nodes["a"].started = True
+    line(0, "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError")(state)
+    for happen in (end(0, 1), lose(0)):
+        happen(state)
+    failure = diagnose(state)
+    assert (failure.kind, failure.node, failure.what) == ("join", "b", "Not all nodes joined in time; missing: b.")
+
+
+@pytest.mark.parametrize("reason", [StopReason.STOPPED, StopReason.INTERRUPTED])
+def test_a_stop_hides_no_failure_before_it_and_causes_none(state, reason):
+    state.asked = 0.0
+    error(1, LOST)(state)
+    leave(0, -15)(state)
+    assert (diagnose(state, reason).kind, diagnose(state, reason).what) == ("stopped", f"The job was {reason.value}.")
+    state.asked = 1e12
+    error(1, "ValueError: bad luck")(state)
+    assert diagnose(state, reason).what == "Rank 1 on b failed first: ValueError: bad luck"
+
+
+# Ranks that stand: by name, the events, True if no rank can move any more, and words of the failure.
+
+TRACE = '  File "train.py", line {}, in <module>\n    dist.recv(t)\n'
+OTHER = 'Current thread (most recent call first):\n  File "x.py", line 9 in f'
+SHIFT = ["it set MASTER_PORT to 29500 (torchrun: 41237)"]
+STANDS = {
+    "nothing was heard of rank 0: it works": ([stand(1, True)], False, []),
+    "rank 0 waits for a program": ([stand(1, True), stand(0, False, "subprocess.run (train.py, line 4)")], False, []),
+    "both wait": ([stand(1, True), stand(0, False), event(0, "moves"), stand(0, True)], True, ["The ranks wait for"]),
+    "one moves again": ([stand(0, True), stand(1, True), event(1, "moves")], False, []),
+    "one is stopped": (
+        [stand(1, True), event(0, "halted", halted=True)], True,
+        ["Rank 0 on a is stopped (SIGSTOP) while rank 1 on b waits for it."]),
+    "one has ended": ([stand(1, True), done(0)], True, ["Rank 0 had ended its work while rank 1 still waited"]),
+    "they never met": (
+        [stand(rank, True, meeting=True, changes=SHIFT) for rank in (0, 1)], True,
+        ["did not meet", "MASTER_PORT to 29500", "init_method="]),
+    "both receive": (
+        [stand(0, True, "dist.recv(t, 1) (a, line 5)"), stand(1, True, "dist.recv(t, 0) (a, line 5)")], True,
+        ["The ranks wait", "its peer has sent"]),
+    "one handles an error": (
+        [stand(0, True, "dist.all_reduce(t) (a, line 1)"),
+         stand(1, True, "dist.barrier() (a, line 2)", raised="ValueError: bad")], True,
+        ["Rank 1 waits in dist.barrier() (a, line 2) while it handles an error.", "ValueError: bad",
+         "in a finally: or except:"]),
+    "one calls the model alone": (
+        [stand(0, True, "model(images) (train.py, line 17)", forward=True),
+         stand(1, True, "dist.barrier() (train.py, line 20)", forward=False)], True,
+        ["rank 0 in model(images) (train.py, line 17)", "model.module(…)"]),
+    "the places come from one look": (
+        [one for rank in (0, 1) for one in (
+            stand(rank, True, f"dist.recv(t) (train.py, line {rank})", traceback=TRACE.format(rank)),
+            event(rank, "stack", text=OTHER))], True,
+        [f"rank {rank} stood at: train.py, line {rank}, in <module>" for rank in (0, 1)]),
+    "a thread of rank 0 may be writing": ([done(0), done(1), event(0, "lingers")], False, []),
+    "a thread of rank 0 works": (
+        [done(0), done(1), event(0, "lingers"), stand(0, False, thread="Thread-1 (upload)", idle=False)], False, []),
+    "a thread of rank 0 waits": (
+        [done(0), done(1), event(0, "lingers"), stand(0, False, thread="Thread-1 (wait)", idle=True)], True,
+        ["The script has ended on every rank, but thread 'Thread-1 (wait)' of rank 0 still runs."]),
+    "the thread has ended": (
+        [done(0), done(1), event(0, "lingers"), stand(0, False, thread="Thread-1 (wait)", idle=True),
+         event(0, "left")], False, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "still", "words"), STANDS.values(), ids=STANDS)
+def test_ranks_that_stand_end_the_job_only_if_none_can_move(state, events, still, words):
+    for happen in events:
+        happen(state)
+    assert state.stands_still() is still
+    if still:
+        state.standstill, state.asked = True, 1e12
+        assert_words(diagnose(state), words)
+
+
+@pytest.mark.parametrize(("place", "spawns"), [("lock.acquire()", "-"), ("torch.multiprocessing.spawn.spawn", "")])
+def test_ranks_that_all_stand_elsewhere_are_named_at_the_limit(state, place, spawns):
+    for rank in (0, 1):
+        stand(rank, False, f"{place} (train.py, line {5 + rank})")(state)
+    assert not state.stands_still(), "each may be about to go on"
+    state.limit = 90.0
+    failure = diagnose(state, StopReason.LIMIT)
+    assert failure.kind == "limit" and failure.fix.startswith("look at what each rank waits for there")
+    where = f"rank 0 in {place} (train.py, line 5); rank 1 in {place} (train.py, line 6)"
+    assert_words(failure, [where, f"{spawns}train in it, without mp.spawn"])
+
+
+# Restarts: by name, the events after both ranks have started in attempt 1; the headline; the ranks of each restart.
+
+RESTARTS = {
+    "a rank fails again before another is heard to start": (
+        [error(1, "OSError: once"), start(0, 2), error(0, "OSError: twice"), start(1, 2)],
+        "Rank 0 on a failed first: OSError: twice", [[1]]),
+    "a rank that missed an attempt counts in the next": (
+        [error(1, "OSError: once"), start(0, 2), start(1, 3), error(1, "OSError: thrice"), start(0, 3)],
+        "Rank 1 on b failed first: OSError: thrice", [[1]]),
+    # An error, the rank's output, and torchrun's word on an exit: lines may wait on their node.
+    "lines of an attempt that come late": (
+        [start(0, 2), error(1, NCCL), line(1, "[rank 1] Traceback (most recent call last):"),
+         line(1, "[rank 1] ValueError: mended"), start(1, 2), leave(0, -9, pid=10)], None, [[1, 0]]),
+    "and the exit of the next": (
+        [start(0, 2), line(1, "[rank 1] Traceback (most recent call last):"), line(1, "[rank 1] ValueError: mended"),
+         start(1, 2), leave(1, 1, pid=21)], "Rank 1 on b failed first: exit status 1", []),
+    # torchrun does so if another node meets again.
+    "ranks that are restarted without a failure": ([start(1, 2), start(0, 2)], None, []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("events", "headline", "restarts"), RESTARTS.values(), ids=RESTARTS)
+def test_a_failure_belongs_to_its_attempt(events, headline, restarts):
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
+    for happen in (start(0, 1), start(1, 1), *events):
+        happen(state)
+    failure = diagnose(state)
+    assert list_restarts(state) == restarts and (failure.what if state.errors else None) == headline
 
 
 def list_restarts(state):
-    return [[error["rank"] for error in errors] for errors in state.restarts]
+    return [[one["rank"] for one in errors] for errors in state.restarts]
 
 
-def test_a_rank_that_fails_anew_before_another_is_heard_to_start_is_still_named(restarted):
-    hear_error(restarted, 1, "OSError: once")
-    hear_start(restarted, 0, 2)
-    hear_error(restarted, 0, "OSError: twice")
-    hear_start(restarted, 1, 2)  # of another node, whose lines come when they come
-    assert diagnose(restarted).what == "Rank 0 on a failed first: OSError: twice"
-    assert list_restarts(restarted) == [[1]]
-
-
-def test_a_node_that_is_heard_a_whole_attempt_late_hides_no_failure():
-    late = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    for attempt in (1, 2):
-        hear_start(late, 0, attempt)
-        hear_error(late, 0, f"OSError: {attempt}")
-    for attempt in (1, 2):
-        hear_start(late, 1, attempt)
-    assert diagnose(late).what == "Rank 0 on a failed first: OSError: 2" and list_restarts(late) == [[0]]
-
-
-def test_a_rank_that_missed_an_attempt_counts_in_the_next(restarted):
-    hear_error(restarted, 1, "OSError: once")
-    hear_start(restarted, 0, 2)
-    hear_start(restarted, 1, 3)
-    hear_error(restarted, 1, "OSError: thrice")
-    hear_start(restarted, 0, 3)
-    assert diagnose(restarted).what == "Rank 1 on b failed first: OSError: thrice"
-
-
-def test_what_is_heard_late_of_an_attempt_is_no_failure_of_the_next(restarted):
-    """An error, what the rank had printed, and torchrun's word on an exit: lines may wait on their node."""
-    hear_start(restarted, 0, 2)
-    hear_error(restarted, 1, LOST)
-    restarted.read("b", b"[rank 1] Traceback (most recent call last):\n")
-    restarted.read("b", b"[rank 1] ValueError: mended\n")
-    hear_start(restarted, 1, 2)
-    restarted.read("a", b"E1127 failed (exitcode: -9) local_rank: 0 (pid: 10) of binary: python\n")
-    assert restarted.errors == [] and list_restarts(restarted) == [[1, 0]]
-    restarted.read("b", b"E1127 failed (exitcode: 1) local_rank: 0 (pid: 21) of binary: python\n")
-    assert "mended" not in str(diagnose(restarted)) and diagnose(restarted).rank == 1
-
-
-def test_ranks_that_are_started_anew_without_a_failure_are_no_restart_to_tell(restarted):
-    """torchrun does so where another node meets anew."""
-    for rank in (1, 0):
-        hear_start(restarted, rank, 2)
-    assert restarted.restarts == [] and restarted.errors == []
-
-
-@pytest.mark.parametrize("ports", ["111", "121"])
-def test_a_port_that_an_earlier_attempt_had_mixes_none(ports):
+@pytest.mark.parametrize("ports", ["123", "111", "121"])
+def test_a_node_that_is_heard_late_or_meets_at_an_earlier_port_hides_no_failure(ports):
     state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
     for attempt, port in enumerate(ports, 1):
-        hear_start(state, 0, attempt, port)
-        hear_error(state, 0, f"OSError: {attempt}")
-        hear_start(state, 1, attempt, port)
+        start(0, attempt, port)(state)
+        error(0, f"OSError: {attempt}")(state)
+        if ports != "123":
+            start(1, attempt, port)(state)
+    for attempt in (1, 2, 3) if ports == "123" else ():
+        start(1, attempt)(state)
     assert diagnose(state).what == "Rank 0 on a failed first: OSError: 3" and list_restarts(state) == [[0], [0]]
+    assert describe_restart(state.restarts[0]) == "rank 0 on a: OSError: 1"
 
 
-def test_without_restarts_a_rank_that_says_twice_who_it_is_hides_no_failure():
+def test_without_restarts_a_rank_that_introduces_itself_twice_hides_no_failure():
     state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"], restarts=False)
-    for rank, attempt in ((0, 1), (1, 1), (1, 2)):
-        hear_start(state, rank, attempt)
-        if not rank:
-            hear_error(state, 0, "OSError: bad")
+    for happen in (start(0, 1), error(0, "OSError: bad"), start(1, 1), start(1, 2)):
+        happen(state)
     assert diagnose(state).what == "Rank 0 on a failed first: OSError: bad" and state.restarts == []
 
 
-def test_a_node_that_is_gone_is_named_before_the_rank_that_misses_it(state):
-    hear_error(state, 0, LOST)
-    state.nodes["b"].gone = True
-    failure = diagnose(state)
-    assert (failure.kind, failure.node, failure.what) == ("lost", "b", "The connection to b was lost.")
-    assert set(failure.consequences) == {0}
-
-
-def test_a_rank_that_waited_in_vain_is_a_hang_and_one_that_lost_its_peer_is_none(state):
-    hear_error(state, 0, WAITED)
-    failure = diagnose(state)
-    assert (failure.kind, failure.rank, failure.node) == ("hang", 1, "b"), "it is the other one that was silent"
-    assert failure.what == "Rank 1 on b was silent while rank 0 on a waited for it."
-    assert failure.consequences == {0: WAITED}
-    lost = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    hear_error(lost, 0, LOST)
-    assert diagnose(lost).kind == "lost"
-
-
-def test_a_node_whose_launcher_was_silent_is_named_also_where_it_is_the_second(state):
-    hear(state, "b", "ended", returncode=1, reason="silence", why="no heartbeat for 6 s", killed=0, memory={})
-    failure = diagnose(state)
-    assert (failure.kind, failure.node) == ("lost", "b")
-    assert "no heartbeat" in failure.what
-
-
-def test_a_rank_with_an_error_of_its_own_is_no_consequence_of_the_first(state):
-    advice = "RuntimeError: Expected to have finished reduction\nIn addition, you can set a variable"
-    hear_error(state, 0, advice)
-    hear_error(state, 1, advice)
-    failure = diagnose(state)
-    assert (failure.rank, failure.consequences) == (0, {})
-    assert "  rank 1 failed, too: RuntimeError: Expected to have finished reduction\n" in str(failure)
-
-
-@pytest.mark.parametrize(("code", "too"), [(-6, {0}), (-15, set())])
-def test_a_rank_that_torchrun_ends_is_a_consequence_and_one_that_aborts_need_not_be(state, code, too):
-    state.read("b", b"E1121 failed (exitcode: 3) local_rank: 0 (pid: 58) of binary: python\n")
-    state.read("a", f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: 57) of binary: python\n".encode())
-    failure = diagnose(state)
-    assert (failure.rank, set(failure.others), set(failure.consequences)) == (1, too, {0} - too)
-
-
-def test_an_exception_that_follows_an_abort_is_named_and_not_called_the_first(state):
-    state.read("a", b"E1121 failed (exitcode: -6) local_rank: 0 (pid: 57) of binary: python\n")
-    hear_error(state, 1, "TypeError: bad sizes")
-    assert diagnose(state).what == "Rank 1 on b failed: TypeError: bad sizes"
-
-
-@pytest.mark.parametrize("code", [-6, -15])
-def test_a_rank_that_was_aborted_or_told_to_end_is_behind_one_that_ended_by_itself(state, code):
-    state.read("a", f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: 57) of binary: python\n".encode())
-    state.read("b", b"E1121 failed (exitcode: -11) local_rank: 0 (pid: 58) of binary: python\n")
-    assert (diagnose(state).rank, diagnose(state).kind) == (1, "signal")
-
-
-def test_a_rank_that_is_blamed_by_another_is_named_with_its_own_node(state):
-    hear(state, "b", "done", rank=1)
-    hear_error(state, 0, WAITED)
-    ended = diagnose(state)
-    assert (ended.kind, ended.rank, ended.node) == ("exit", 1, "b")
-
-
-def test_a_rank_whose_peer_is_gone_is_named_with_the_peers_node(state):
-    hear_error(state, 0, LOST)
-    lost = diagnose(state)
-    assert (lost.kind, lost.rank, lost.node) == ("lost", 1, "b")
-
+# How a notebook shows a failure.
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\nValueError: bad luck'
 FAILURE = Failure(
@@ -239,7 +383,7 @@ def test_the_plain_text_of_a_card_is_what_print_shows():
     assert re.findall(r"<code [^>]*>(.*?)</code>", page) == ["export LAB_NODES=local:2", "make lab"]
 
 
-def test_each_rank_of_a_hang_is_on_the_card_and_of_many_the_first():
+def test_a_card_names_the_first_ranks_of_a_hang_and_a_stop_has_another_colour():
     places = {rank: f"train.py, line {rank}, in <module>" for rank in range(10)}
     hang = Failure("hang", "The ranks wait for each other.", 0, "a", stacks=places)
     lines = read_text(show(hang)["text/html"])
@@ -249,11 +393,7 @@ def test_each_rank_of_a_hang_is_on_the_card_and_of_many_the_first():
     ]
     assert "<details" not in show(hang)["text/html"], "there is no traceback to fold"
     assert "rank 9 stood at" in show(hang)["text/plain"]
-
-
-def test_a_job_that_was_stopped_has_another_colour():
-    stopped = Failure("stopped", "The job was stopped.", traceback="last words")
-    page = show(stopped)["text/html"]
+    page = show(Failure("stopped", "The job was stopped.", traceback="last words"))["text/html"]
     assert markup.COLOURS["note"] in page and markup.COLOURS["red"] not in page
     assert "<summary>the last lines before the end</summary>" in page
 
@@ -271,12 +411,10 @@ def test_what_a_job_wrote_is_only_text_on_its_card():
         assert "<script" not in page and "&lt;script&gt;alert(&#x27;1&#x27;)" in page
         assert not re.search(r"[\x00-\x09\x0b-\x1f]", page)
         assert page.count("<details>") == page.count("</details>") <= 1
-
-
-def test_the_colours_of_a_terminal_and_tabs_leave_no_signs_on_a_card():
-    coloured = replace(FAILURE, traceback="\x1b[1;31mError\x1b[0m\tin C", cause="\x1b[32mgreen\x1b[0m")
-    page = show(coloured)["text/html"]
-    assert ">Error   in C</pre>" in page and "likely: green" in read_text(page)
+    coloured = show(replace(FAILURE, traceback="\x1b[1;31mError\x1b[0m\tin C", cause="\x1b[32mgreen\x1b[0m"))[
+        "text/html"
+    ]
+    assert ">Error   in C</pre>" in coloured and "likely: green" in read_text(coloured)
 
 
 def test_a_notebook_keeps_the_ends_of_a_traceback_of_100_000_lines():
@@ -297,14 +435,10 @@ def test_a_notebook_keeps_the_ends_of_a_traceback_of_100_000_lines():
     [
         ("a larger limit=, or less work", ["limit="]),
         ("job.preflight() says in seconds which way is closed", ["job.preflight()"]),
-        ("a smaller --batch-size", ["--batch-size"]),
         ("yours: files=, with env={'PYTHONPATH': '.'} to look in it", ["files=", "env={'PYTHONPATH': '.'}"]),
-        ("drop_last=True, or torch.utils.data.Subset around it", ["drop_last=True", "torch.utils.data.Subset"]),
         ("on that node: rm -r -- '/a b'   (it is copied again)", ["rm -r -- '/a b'"]),
-        ("on node0: df -h; free some space", ["df -h"]),
         ("TorchrunJob('train.py', nodes=local_nodes(2))", ["TorchrunJob('train.py', nodes=local_nodes(2))"]),
         ("ssh-keygen -t ed25519, then ssh-copy-id n1", ["ssh-keygen -t ed25519", "ssh-copy-id n1"]),
-        ("read the log: the last lines before the crash", []),
         ("see that it answers (ssh), then run the job again", []),
     ],
 )  # fmt: skip
@@ -329,14 +463,3 @@ def test_the_colours_can_be_seen_in_both_themes(colour):
     assert compare(colour, "#ffffff") > 4.5, "text of the colour on white, and white text on the colour"
     assert compare(colour, "#111111") > 3, "an edge and bold words on the dark theme"
     assert compare("#ffffff", "#000000") == pytest.approx(21)
-
-
-def test_torchrun_that_gave_up_before_the_launcher_is_a_node_that_did_not_join():
-    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    state.nodes["a"].started = True
-    state.read("a", b"torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError\n")
-    hear(state, "a", "ended", returncode=1, reason="", why="", killed=0, memory={})
-    state.nodes["a"].gone = True
-    failure = diagnose(state)
-    assert (failure.kind, failure.node) == ("join", "b")
-    assert failure.what == "Not all nodes joined in time; missing: b."

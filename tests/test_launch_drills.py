@@ -292,42 +292,20 @@ def find_of(job, part, node):
 
 
 @pytest.mark.parametrize(
-    ("name", "act"),
+    ("act", "kind", "seconds"),
     [
-        ("supervisor", lambda job: kill(find_of(job, "node.supervisor", 1))),
-        ("torchrun", lambda job: kill(find_of(job, "node.agent", 1))),
-        ("both", lambda job: kill([*find_of(job, "node.supervisor", 1), *find_of(job, "node.agent", 1)])),
-        ("stopped worker", lambda job: kill(find_of(job, "node.worker", 1), signal.SIGSTOP)),
+        (lambda job: kill([*find_of(job, "node.supervisor", 1), *find_of(job, "node.agent", 1)]), "lost", 10),
+        (lambda job: kill(find_of(job, "node.worker", 1), signal.SIGSTOP), "hang", 13),
     ],
+    ids=["supervisor and torchrun", "stopped worker"],
 )
-def test_18_parts_of_a_job_that_are_killed(name, act, make, request):
-    """Whichever part goes, all of it goes, and the launcher names the node."""
-    if name in ("supervisor", "torchrun"):  # where both go, they are real, and so is the worker that is stopped
-        request.getfixturevalue("warm_torchrun")
+def test_18_parts_of_a_job_that_are_killed(act, kind, seconds, make):
+    """All of the job goes, and the launcher names the node; for one part alone see tests/test_launch_causes.py."""
     job = make("loop", hang_timeout=3)
     heard, since = when_connected(lambda: act(job))
-    # A worker that was stopped says nothing; its supervisor sees it, and the other one tells that it waits.
-    error = run_badly(job, heard, seconds=10 + (3 if name == "stopped worker" else 0), since=since)
-    failure = error.result.failure
-    assert failure.kind in {"supervisor": ["lost"], "both": ["lost"], "stopped worker": ["hang"]}.get(
-        name, ["lost", "torchrun", "signal"]
-    ), str(error)
-    assert "node1" in str(error) or name == "stopped worker", str(error)
-
-
-def test_18_supervisors_that_are_killed_while_torchrun_hears_no_signal(make):
-    job = make("alone")
-    heard, times = Heard(), []
-
-    def act(line):
-        wait_for(lambda: not find_of(job, "node.worker", 0))
-        time.sleep(1)  # torchrun looks every 0.1 s, and then waits for the other node's
-        times.append(time.time())
-        kill([*find_of(job, "node.supervisor", 0), *find_of(job, "node.supervisor", 1)])
-
-    heard.when["[rank 0] ends"] = act
-    error = run_badly(job, heard, seconds=10, since=lambda: times[0])
-    assert error.result.failure.kind == "lost"
+    # A worker that was stopped reports nothing; its supervisor sees it, and the other one reports that it waits.
+    error = run_badly(job, heard, seconds=seconds, since=since)
+    assert error.result.failure.kind == kind and (kind == "hang" or "node1" in str(error)), str(error)
 
 
 def test_16_a_job_that_is_stopped_from_a_thread(make):
@@ -347,16 +325,6 @@ def test_16_a_job_that_is_stopped_from_a_thread(make):
     assert "stopped" in result.failure.what and result.failure.fix
     assert_gone(job_id, 5)
     assert (result.folder / "output.log").stat().st_size > 0
-
-
-@pytest.mark.usefixtures("warm_torchrun")
-def test_16_a_rank_that_failed_before_the_stop_is_named(make):
-    """The stop does not hide what had happened, and what the stop itself does to the ranks is no fault of theirs."""
-    job = make("raise")
-    heard = Heard({"ValueError: bad luck": lambda line: job.stop()})
-    result = job.run(check=False, show=heard)
-    assert (result.failure.kind, result.failure.rank) == ("exception", 1), str(result.failure)
-    assert "bad luck in batch 7" in result.failure.what
 
 
 @pytest.mark.parametrize("way", ["interrupt", "stop", "failure"])

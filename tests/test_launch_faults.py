@@ -1,4 +1,4 @@
-"""What a launcher must bear: full disks, stuck connections, torn lines, words out of order, and a second interrupt."""
+"""Faults that a launcher must bear: full disks, stuck connections, torn lines, and a second interrupt."""
 
 import contextlib
 import json
@@ -13,153 +13,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from harness.drawn import assert_explains
 from harness.jobs import PYTHON, Heard, assert_gone, wait_for
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
-from nodelaunch.diagnosis import diagnose
+from nodelaunch.failure import diagnose
 from nodelaunch.node.supervisor import MARK
-from nodelaunch.node.watch import _count_collectives
 from nodelaunch.preflight import check_nodes
-from nodelaunch.run import WAITING_LINES, Run
+from nodelaunch.run import Run
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
-LOST = "RuntimeError: [/x/gloo/pair.cc:1] Connection closed by peer [10.0.0.1]:1"
 
 
 def say(event, **facts):
     return (MARK + json.dumps({"event": event, **facts}) + "\n").encode()
-
-
-def say_error(rank, message, **facts):
-    return say("error", rank=rank, kind="exception", message=message, traceback="", location="", **facts)
-
-
-def make_story(pids=(57, 58)):
-    """Two nodes, a and b, of one rank each, which have started."""
-    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    for rank, (node, pid) in enumerate(zip("ab", pids, strict=True)):
-        state.read(node, say("worker", rank=rank, pid=pid, host=node, local_rank=0, node=rank, processes=1))
-    return state
-
-
-def exit_of(pid, code):
-    return f"E1121 failed (exitcode: {code}) local_rank: 0 (pid: {pid}) of binary: python\n".encode()
-
-
-# Who failed first.
-
-
-def test_hosts_may_give_their_processes_the_same_number():
-    state = make_story(pids=(57, 57))
-    state.read("a", exit_of(57, -9))
-    assert "Rank 0 on a was killed by signal 9" in diagnose(state).what
-
-
-def test_the_exit_of_a_rank_does_not_hide_what_it_said():
-    state = make_story()
-    state.read("a", exit_of(57, 1))
-    state.read("a", say_error(0, LOST))
-    state.read("b", exit_of(58, -9))
-    failure = diagnose(state)
-    assert (failure.rank, failure.kind) == (1, "signal")
-    assert set(failure.consequences) == {0}
-
-
-def test_an_exit_behind_an_unfinished_line_is_heard():
-    state = make_story()
-    shown = state.read("b", b"[rank 1]  50%|####    " + exit_of(58, -9))
-    assert shown.startswith("[rank 1]")
-    assert "Rank 1 on b was killed by signal 9" in diagnose(state).what
-
-
-def test_a_crash_after_the_script_has_ended_is_not_what_the_others_died_of():
-    state = make_story()
-    state.read("b", say("done", rank=1))
-    state.read("b", exit_of(58, -6))
-    state.read("a", say_error(0, LOST))
-    assert "Rank 1 had ended its work while rank 0 still waited" in diagnose(state).what
-
-
-def test_a_rank_that_ends_while_another_connects_is_told_of_the_barrier():
-    """Torch's own race: 11 of 500 Gloo groups that were made and freed at once failed so, beside six busy loops."""
-    state = make_story()
-    state.read("b", say("done", rank=1))
-    state.read("a", say_error(0, "RuntimeError: Gloo connectFullMesh failed with Connection closed by peer [10.0.0.2]"))
-    failure = diagnose(state)
-    assert "Rank 1 had ended its work while rank 0 still waited" in failure.what
-    assert "still on their way" in failure.cause and "barrier" in failure.fix
-    state = make_story()
-    state.read("b", say("done", rank=1))
-    state.read("a", say_error(0, LOST))
-    assert "numbers of batches" in diagnose(state).cause
-
-
-def test_of_two_that_stand_the_one_outside_of_torch_is_named():
-    """As faulthandler writes it: the launcher's own watch first, and the script's thread last."""
-    watch = 'Thread 0x07 (most recent call first):\n  File "/n/code/0/nodelaunch/node/watch.py", line 115 in run\n\n'
-    inner = '  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 3913 in all_reduce\n'
-    stood = {rank: f'  File "/n/code/{"0" * 64}/script/train.py", line {23 + rank} in <module>\n' for rank in (0, 1)}
-    for sleeper in (0, 1):
-        state = make_story()
-        for rank, node in enumerate("ab"):
-            stack = ("" if rank == sleeper else inner) + stood[rank]
-            text = f"{watch}Current thread 0x08 (most recent call first):\n{stack}"
-            fact = {"rank": rank, "seconds": 8, "timeout": 9, "inside": rank != sleeper, "where": f"place {rank}"}
-            state.read(node, say("still", **fact))
-            if rank != sleeper:
-                state.read(node, say("hang", **fact, traceback=f'  File "train.py", line {23 + rank}, in <module>\n'))
-            state.read(node, say("stack", rank=rank, text=text))
-        failure = diagnose(state)
-        assert (failure.kind, failure.rank) == ("hang", sleeper)
-        assert f"Rank {sleeper} on {'ab'[sleeper]} was in place {sleeper} while rank" in failure.what
-        assert failure.stacks[sleeper] == f"train.py, line {23 + sleeper}, in <module>"
-
-
-def test_a_rank_that_is_aborted_while_it_waits_is_not_the_first():
-    """NCCL's watchdog aborts a rank whose peer is gone, and may be heard before the peer's end is."""
-    state = make_story()
-    state.read("a", exit_of(57, -6))
-    state.read("b", exit_of(58, -9))
-    assert "Rank 1 on b was killed by signal 9" in diagnose(state).what
-    alone = make_story()
-    alone.read("a", exit_of(57, -6))
-    assert "Rank 0 on a was killed by signal 6" in diagnose(alone).what
-
-
-@pytest.mark.parametrize(
-    ("message", "own"),
-    [
-        ("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", True),
-        ("BrokenPipeError: [Errno 32] Broken pipe", True),
-        ("RuntimeError: the teacher's server said: no", True),
-        (LOST, False),
-        ("torch.distributed.DistNetworkError: The client socket has timed out", False),
-        ("torch.distributed.DistBackendError: NCCL error in: x.cpp:1, remote process exited", False),
-    ],
-)
-def test_a_network_error_of_the_script_itself_is_a_cause(message, own):
-    state = make_story()
-    state.read("a", say_error(0, message))
-    time.sleep(0.01)
-    state.read("b", say_error(1, "ValueError: later"))
-    assert diagnose(state).rank == (0 if own else 1)
-
-
-def test_a_launcher_that_slept_is_named():
-    state = make_story()
-    state.read("a", b"torch.distributed.elastic.multiprocessing.api.SignalException: Process 9 got signal: 15\n")
-    for node in "ab":
-        why = "no heartbeat of the launcher for 6 s"
-        state.read(node, say("ended", returncode=1, reason="silence", why=why, killed=0, memory={}))
-        state.nodes[node].gone = True
-    failure = diagnose(state)
-    assert failure.kind == "lost" and "no heartbeat" in failure.what and "slept" in failure.cause
 
 
 # What the launcher reads and writes.
@@ -170,15 +40,14 @@ class FakeLink:
 
     node = "a"
 
-    def __init__(self, *lines, wait=0.0):
-        self.said, self.wait, self.beats, self.stopped, self.killed = lines, wait, 0, False, False
+    def __init__(self, *lines):
+        self.said, self.stopped, self.killed = lines, False, False
 
     def lines(self):
         yield from self.said
-        time.sleep(self.wait)
 
     def beat(self):
-        self.beats += 1
+        pass
 
     def stop(self):
         self.stopped = True
@@ -217,29 +86,6 @@ def test_a_full_disk_costs_the_log_and_not_the_job():
     assert sum("the log is not complete" in line for line in said) == 1
 
 
-def test_lines_beyond_a_bound_wait_on_their_node(tmp_path):
-    """While the launcher is busy with one line no more than the bound are read; afterwards all the others are."""
-    count, taken, busy = WAITING_LINES + 5_000, [], []
-
-    def talk():
-        for number in range(count):
-            taken.append(number)
-            yield b"[rank 0] hi\n"
-        yield from END
-
-    def show(line):
-        if not busy:
-            wait_for(lambda: len(taken) > WAITING_LINES, seconds=20)
-            time.sleep(0.3)
-            busy.append(len(taken))
-
-    link = FakeLink()
-    link.said = talk()
-    follow(link, tmp_path / "log", show)
-    assert WAITING_LINES < busy[0] <= WAITING_LINES + 3
-    assert (tmp_path / "log").read_bytes().count(b"[rank 0] hi\n") == count
-
-
 def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
     def show(line):
         raise ValueError("no window")
@@ -249,24 +95,6 @@ def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
         follow(link, tmp_path / "log", show)
     assert link.stopped and not link.killed
     assert b"[rank 0] ho" in (tmp_path / "log").read_bytes(), "the rest is read to its end"
-
-
-def test_an_interrupt_as_the_following_begins_leaves_no_heart_beating(tmp_path, monkeypatch):
-    start, count = threading.Thread.start, []
-
-    def interrupt(self):
-        start(self)
-        count.append(self)
-        if len(count) == 2:
-            raise KeyboardInterrupt
-
-    link = FakeLink(wait=3)
-    monkeypatch.setattr(threading.Thread, "start", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        follow(link, tmp_path / "log")
-    heart = count[1]
-    heart.join(timeout=10)
-    assert link.stopped and not heart.is_alive()
 
 
 # The supervisor, with nobody to read what it says, and with disks that are full.
@@ -488,21 +316,6 @@ def test_a_preflight_counts_for_a_while(write, monkeypatch, seconds, times):
     assert len(asked) == times
 
 
-def test_a_script_that_is_saved_during_the_launch_runs_as_it_was(write):
-    """Its hash stands in the nodes' scripts, and its text is what was hashed."""
-    text = "import nodelaunch as launch; launch.report({!r})"
-    path = write("train.py", text.format("before"))
-    job = TorchrunJob(path, nodes=local_nodes(1), **PYTHON)
-    write_scripts = job._write
-
-    def save_meanwhile(plans, launch):
-        path.write_text(text.format("after"))
-        return write_scripts(plans, launch)
-
-    job._write = save_meanwhile
-    assert job.run(show=False, force=True).results == ("before",)
-
-
 def test_settings_may_be_numbers_and_scripts_not_modules_of_python(write):
     job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), env={"SEED": 1}, port=29999)
     assert "export SEED=1" in job.write()[0].read_text()
@@ -510,46 +323,3 @@ def test_settings_may_be_numbers_and_scripts_not_modules_of_python(write):
         with pytest.raises(LabError) as caught:
             TorchrunJob(write(name, "print()"), nodes=local_nodes(1), port=29999).write()
         assert_explains(caught.value, name, "rename it")
-
-
-# The watch over hangs.
-
-
-def test_a_collective_counts_as_a_move():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        seen = []
-        for _ in range(3):
-            seen.append(_count_collectives())
-            dist.all_reduce(torch.ones(1))
-    finally:
-        dist.destroy_process_group()
-    assert seen[0] < seen[1] < seen[2]
-    assert _count_collectives() == 0, "there is no group any more"
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_only_what_does_not_move_is_told(moves, tmp_path):
-    """One long call after another, at one place of the script, is work; a wait at the same place is not."""
-    work = "value = value @ value" if moves else "time.sleep(5)"
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import sys, time, threading\n"
-        "import torch, torch.distributed as dist\n"
-        "from nodelaunch.node.watch import Watch\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "class Events:\n"
-        "    def write(self, event, **facts): print(event, facts['inside'], facts['where'], flush=True)\n"
-        "Watch(Events(), __file__, 1.5, None).start()\n"
-        "value, end = torch.ones(600, 600), time.monotonic() + 5\n"
-        f"while time.monotonic() < end: {work}\n"
-        "print('done', flush=True)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment)
-    try:
-        said = "done" if moves else "still False time.sleep(5) (train.py, line 9)"
-        assert process.stdout.readline().strip() == said
-    finally:
-        process.kill()
-        process.communicate()

@@ -19,7 +19,7 @@ from harness.jobs import TROUBLE, Heard, hear, run_badly
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
-from nodelaunch.diagnosis import diagnose, find_first
+from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.messages import look_up
 from nodelaunch.node import agreement
 from nodelaunch.node.watch import EARLIER, EARLIEST
@@ -300,7 +300,7 @@ def test_an_abort_after_a_restart_is_not_taken_for_the_watchdog_s(state):
     for rank, node in enumerate("ab"):
         who = {"rank": rank, "pid": 67 + rank, "host": node, "local_rank": 0, "node": rank}
         hear(state, node, "worker", **who, processes=1, port="2")
-    assert find_first(state.restarts[0]).startswith("rank 0 on a: DistBackendError: Watchdog caught")
+    assert describe_restart(state.restarts[0]).startswith("rank 0 on a: DistBackendError: Watchdog caught")
     state.read("a", b"E1121 failed (exitcode: -6) local_rank: 0 (pid: 67) of binary: python\n")
     assert "Rank 0 on a was killed by signal 6" in diagnose(state).what
 

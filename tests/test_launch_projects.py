@@ -16,7 +16,7 @@ from harness.jobs import Heard, assert_gone, copy_code, find_processes, hear, ki
 
 from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, ssh_nodes
-from nodelaunch.diagnosis import diagnose
+from nodelaunch.failure import diagnose
 from nodelaunch.node import agent, target, worker
 from nodelaunch.node.place import LAST
 from nodelaunch.project import LARGEST, MOST, TOTAL, find_project

@@ -365,14 +365,9 @@ def far_node():
     return [replace(ssh_nodes(["far"], folder="/f", python="/p/python", interface="eth0")[0], address="10.0.0.1")]
 
 
-def write_with_umask(script, nodes):
-    os.umask(0o777)
-    return write_without_rights(script, nodes)
-
-
 @pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
 @pytest.mark.parametrize("make_nodes", [far_node, lambda: local_nodes(1)], ids=["elsewhere", "here"])
-@pytest.mark.parametrize("trouble", ["is a file", "locked", "umask", "full"])
+@pytest.mark.parametrize("trouble", ["is a file", "locked", "full"])
 def test_a_folder_of_jobs_that_cannot_be_written_is_named(script, runs, make_nodes, trouble, request, monkeypatch):
     words = ["The folder of the job cannot be written", "export LAB_RUNS"]
     if trouble == "is a file":
@@ -381,18 +376,14 @@ def test_a_folder_of_jobs_that_cannot_be_written_is_named(script, runs, make_nod
     elif trouble == "locked":
         runs.mkdir(mode=0o500)
         words.append("Permission denied")
-    elif trouble == "umask":
-        words = ["cannot be written", "umask is 0777", "umask 022"]
     elif trouble == "full":
         disk = request.getfixturevalue("small_disk")
         fill(disk)
         monkeypatch.setenv("LAB_RUNS", str(disk / "runs"))
         words = [f"The disk is full at {disk}"[:100], "No space left", "export LAB_RUNS"]
     with pytest.raises(LabError) as caught:
-        run_forked(write_with_umask if trouble == "umask" else write_without_rights, script, make_nodes())
+        run_forked(write_without_rights, script, make_nodes())
     assert_explains(caught.value, *words)
-    if trouble == "umask":
-        runs.chmod(0o700)
 
 
 def fill(disk):

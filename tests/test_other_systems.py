@@ -29,7 +29,7 @@ from lab_common import LabError, cores, files
 from lab_utils import machine
 from lab_utils.data import write
 from lab_utils.timing.memory import return_memory
-from nodelaunch import disks, local_nodes
+from nodelaunch import local_nodes
 from nodelaunch.node import children, facts, guard, probe, processes, sampler, supervisor, watch, worker
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
@@ -122,7 +122,6 @@ def test_a_node_s_facts_are_found(elsewhere, tmp_path):
     assert facts.find_system()["machine"] == socket.gethostname()
     found = facts.find_disk({"folder": str(tmp_path)})
     assert found["shm"] is None and found["free"] > 0
-    assert disks._read_umask() == 0
     assert {(node.address, node.interface) for node in local_nodes(2)} == {("127.0.0.1", "lo0")}
 
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from lab_common import LabError, env_folder
 from nodelaunch import kinds, values
-from nodelaunch.ends import explain_end
+from nodelaunch.failure import explain_end
 
 
 @dataclass(frozen=True)

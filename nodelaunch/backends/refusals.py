@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lab_common import LabError
 from lab_common.text import clean
-from nodelaunch.ends import explain_end
+from nodelaunch.failure import explain_end
 
 
 def explain_refusal(name: str, returncode: int, stderr: str, *, python: str, config: Path | None) -> LabError:

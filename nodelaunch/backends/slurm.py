@@ -28,7 +28,7 @@ from nodelaunch.backends.submission import (
 )
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
-from nodelaunch.ends import explain_end
+from nodelaunch.failure import explain_end
 from nodelaunch.node.facts import find_code
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code, judge_error

@@ -1,4 +1,4 @@
-"""Reads in the words of an error what it means: another rank is gone, or a disk is full."""
+"""Classifies error messages: a full disk, or a rank that failed only because another one did."""
 
 from __future__ import annotations
 
@@ -6,9 +6,23 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path, PurePath
 
-# What programs say of a full disk: Python and the shell's tools, and torch.save, which leaves the reason out.
+
+class StopReason(StrEnum):
+    """Why a job was ended before it had ended by itself. The first four are a supervisor's."""
+
+    LIMIT = "limit"
+    SILENCE = "silence"  # no heartbeat
+    RELEASE = "release"  # the launcher let go
+    SIGNAL = "signal"
+    JOIN = "join"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+
+
+# Messages about a full disk: of Python and the shell's tools, and of torch.save, which leaves the reason out.
 FULL = re.compile(
     r"No space left on device|Disk quota exceeded|ENOSPC|EDQUOT|PytorchStreamWriter failed writing|file write failed"
     r"|tar: .*: Wrote only \d+ of \d+ bytes|enforce fail at inline_container\.cc:\d+\] \. unexpected pos"
@@ -20,15 +34,30 @@ NAMED = (
     re.compile(r"(?P<path>/[^\s:]+): (?:Cannot \w+: )?(?:No space left on device|Disk quota exceeded)"),
     re.compile(r"tar: (?P<path>.+): Wrote only \d+ of \d+ bytes"),
 )
+# What a rank prints when another one is gone or does not answer (Gloo, NCCL, and torch's store): never the first cause
+# while any rank has another error.
+FOLLOWED = re.compile(
+    r"Connection closed by peer|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
+    r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed"
+    r"|DistNetworkError|DistStoreError|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted"
+    r"|Watchdog caught collective"
+)
+# Such an error is torch's: a script's own URLError, "Connection refused", is a cause.
+OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
+# A cause, though torch raises the same error: of a store that a script opens itself, and of NCCL, which refuses two
+# ranks on one GPU, or has no memory.
+TAKEN = re.compile(r"EADDRINUSE|EADDRNOTAVAIL|address already in use|ncclInvalidUsage|out of memory")
+# Words of torch in an error that it raises in C for a line of the script, which has errors of these types, too.
+MARKS = re.compile(r"(?i)gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation|which compares")
 
 
 def name_full_disk(text: str) -> str:
-    """The path that a message about a full disk names; "" where it names none."""
+    """The path that a message about a full disk names; "" if it names none."""
     return next((found["path"] for pattern in NAMED if (found := pattern.search(text))), "")
 
 
 def find_full_disk(error: BaseException) -> str:
-    """The path at which a disk ran full, for an error that says so; "" for other errors.
+    """The path at which a disk is full, for an error about that; "" for other errors.
 
     Not every such error names its file. Then it is, of all paths that the functions on the way to the error had in
     their variables, the one whose disk has the least room.
@@ -36,10 +65,8 @@ def find_full_disk(error: BaseException) -> str:
     text = "".join(traceback.format_exception_only(error))
     if not FULL.search(text):
         return ""
-    if named := name_full_disk(text):
-        return named
     rooms = {str(path): room for path in _list_paths(error) if (room := measure_room(path)) is not None}
-    return min(rooms, key=rooms.get, default="")
+    return name_full_disk(text) or min(rooms, key=rooms.get, default="")
 
 
 def _list_paths(error: BaseException) -> Iterator[Path]:
@@ -53,7 +80,7 @@ def _list_paths(error: BaseException) -> Iterator[Path]:
 
 
 def measure_room(path: Path) -> int | None:
-    """The free bytes of the disk on which a path lies, or will lie; None where that cannot be found out."""
+    """The free bytes of the disk on which a path lies, or will lie; None if that is not known."""
     for folder in (path, *path.parents):
         try:
             usage = os.statvfs(folder)
@@ -63,35 +90,8 @@ def measure_room(path: Path) -> int | None:
     return None
 
 
-# What a rank says when another one is gone or does not answer (Gloo, NCCL, and torch's store): never the first cause
-# while any rank has something else to say.
-FOLLOWED = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Broken pipe|connectFullMesh|Connection refused"
-    r"|Application timeout caused pair closure|Timed out waiting|wait timeout|Socket Timeout|recvValue failed"
-    r"|DistNetworkError|DistStoreError"
-    r"|NCCL error|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective"
-)
-
-# Whose words they have to be: a script's own URLError, "Connection refused", is a cause.
-OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Dist\w*Error)\b")
-# A cause, though torch raises the same error: of a store that a script opens itself, and of NCCL, which refuses two
-# ranks on one GPU, or has no memory.
-TAKEN = re.compile(r"EADDRINUSE|EADDRNOTAVAIL|address already in use|ncclInvalidUsage|out of memory")
-
-
-# Marks of torch's own words, if they are raised in C for a line of the script, which has errors of these types, too.
-MARKS = re.compile(
-    r"gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation|which compares", re.I
-)
-
-
 def failed_as_consequence(message: str, file: str = "/torch/") -> bool:
-    """Returns True if an error says no more than that another rank is gone or does not answer.
-
-    Args:
-        message: The error's.
-        file: Where it was raised, as far as Python knows: the innermost file of its traceback.
-    """
+    """True if an error says only that another rank is gone; ``file`` is the innermost one of its traceback."""
     known = OF_TORCH.match(message) and FOLLOWED.search(message) and not TAKEN.search(message)
     return bool(known and ("/torch/" in file or MARKS.search(message)))
 

@@ -1,4 +1,4 @@
-"""The process groups that a training script opens: two ranks that form no group of two train twice, each alone."""
+"""The process groups that a training script opens: two ranks that form no group of two each train alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 from nodelaunch.node.report import Events
 
-# What torchrun tells a rank, and a script may put other values in place of.
+# The variables that torchrun sets for a rank, and that a script may overwrite.
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Python's own names (sys.addaudithook) for the start of another program, which may be what joins the ranks.
 PROGRAMS = {"subprocess.Popen", "os.exec", "os.system", "os.posix_spawn"}
 TRAINS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun)")
-# By framework, what has it use all ranks; "" where that is not known.
+# By framework, the setting that makes it use all ranks; "" if that is not known.
 LIGHTNING = "Trainer(…, devices={devices}, num_nodes={nodes}, strategy='ddp')"
 ACCELERATE = "Accelerator(cpu=True), or env={{'ACCELERATE_USE_CPU': 'true'}}, on nodes without GPUs"
 FRAMEWORKS = {"lightning": LIGHTNING, "pytorch_lightning": LIGHTNING}
@@ -25,10 +25,10 @@ FRAMEWORKS |= dict.fromkeys(("deepspeed", "composer", "ignite"), "")
 
 
 class Groups:
-    """The groups of one rank, told to the launcher as they are opened.
+    """The groups of one rank, reported to the launcher as they are opened.
 
     Args:
-        events: Takes what is told.
+        events: Takes the reports.
         script: The training script.
     """
 
@@ -41,7 +41,7 @@ class Groups:
             self._source = ""
 
     def watch(self) -> None:
-        """Notes each group from now on; of a rank that does not say that it watches, the launcher claims nothing."""
+        """Reports each group from now on; without the first report the launcher claims nothing about this rank."""
         from multiprocessing.process import BaseProcess
 
         from torch.distributed import distributed_c10d, rpc
@@ -90,7 +90,7 @@ class Groups:
             self._events.write("elsewhere")
 
     def close(self) -> list[str]:
-        """Tells that a framework goes by one process though a group is open; returns what the script believed."""
+        """Reports a framework that uses one process though a group is open; returns what the script believed."""
         if re.search(r"ProcessGroup(Gloo|NCCL)\(", self._source) or "torchft" in sys.modules:
             self._note_elsewhere()  # a backend that was made without torch's own function
         # accelerate on nodes without GPUs opens a group of all ranks, and then trains without it (1.15).

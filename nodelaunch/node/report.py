@@ -1,6 +1,6 @@
-"""What a rank tells the supervisor of its node: its result, events, one line of JSON each, and all that it prints.
+"""Reports from a rank to its node's supervisor: its result, its events (a line of JSON each), and all that it prints.
 
-Its end belongs here, too: nothing that it has written may be lost.
+The end of the process belongs here, too: nothing that it has written may be lost.
 """
 
 from __future__ import annotations
@@ -63,21 +63,20 @@ class Events:
     def write(self, event: str, **facts: object) -> None:
         """Adds a line."""
         line = json.dumps({"event": event, "rank": self._rank, "time": time.time(), **facts}) + "\n"
-        if self._file < 0:  # and kept: a rank that has no file left to open has to say so
+        if self._file < 0:  # kept open: a rank that has no file left to open has to report that
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(self._file, line.encode())
 
     def introduce(self, *, pid: int, local_rank: int, processes: int) -> None:
-        """Says who this rank is, and at which port it meets the others; ``processes`` is how many the node has."""
+        """Reports who this rank is, and at which port it meets the others; ``processes`` is how many the node has."""
         who = {"pid": pid, "host": socket.gethostname(), "local_rank": local_rank, "processes": processes}
         self.write("worker", node=int(os.environ["LAB_NODE"]), **who, port=os.environ.get("MASTER_PORT"))
 
 
 def open_output(folder: Path, rank: int) -> int | None:
-    """Returns a descriptor of which the node's supervisor reads what a rank prints, and bounds it.
+    """Returns a descriptor for the rank's output, which the node's supervisor reads and bounds; None without one.
 
-    None where there is no supervisor. torchrun would write all of it to the disk first, at the disk's speed and without
-    end.
+    torchrun would write all of it to the disk first, at the disk's speed and without end.
     """
     here = Path.cwd()
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:

@@ -29,10 +29,9 @@ from typing import BinaryIO
 
 from nodelaunch.node import RANKS, guard
 from nodelaunch.node.children import PR_SET_CHILD_SUBREAPER, set_process, start_child
-from nodelaunch.node.errors import measure_room
+from nodelaunch.node.errors import StopReason, measure_room
 from nodelaunch.node.guard import kill_all, list_processes
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Log, Output
-from nodelaunch.node.reasons import StopReason
 
 MARK = "\x1e"
 STOPPED = 124

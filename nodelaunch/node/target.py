@@ -1,4 +1,4 @@
-"""What a rank runs: a script, as ``python train.py`` does, or a module, as ``python -m package.train`` does."""
+"""Runs a rank's script, as ``python train.py`` does, or its module, as ``python -m package.train`` does."""
 
 from __future__ import annotations
 

@@ -1,15 +1,17 @@
-"""The watch over a rank: tells the launcher when its main thread no longer moves, and if it waits for other ranks.
+"""Watches a rank: reports to the launcher that its main thread no longer moves, and if it waits for other ranks.
 
-A rank that waits in a collective moves by no instruction, starts no collective and sends no bytes. That alone proves
+A rank that waits in a collective executes no instruction, starts no collective and sends no bytes. That alone proves
 nothing: another rank may be loading, saving, evaluating, or waiting for a program, and be on its way. So each rank
-only tells what it knows, and the launcher puts it together (``nodelaunch.state``).
+only reports what it knows, and the launcher puts it together (``nodelaunch.state``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import json
+import linecache
 import math
 import os
 import re
@@ -20,17 +22,17 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, ModuleType
+from typing import Any
 
-from nodelaunch.node.calls import calls_lock, calls_torch, read_call
 from nodelaunch.node.groups import Groups
 from nodelaunch.node.report import Events
 from nodelaunch.node.target import shorten_path
 
-# Left to itself after it said that it waits for too long; the launcher ends all ranks long before.
+# The exit status of a rank that has waited for too long; the launcher ends all ranks long before.
 HANG_EXIT = 75
-# A group's own timeout ends a rank without a word of where it stands; so the launcher is told this much earlier, as a
-# part of that timeout, and in seconds at most.
+# A group's own timeout ends a rank without a word about where it stands. So the launcher is told earlier: by this part
+# of the timeout, and at most by this many seconds.
 EARLIER, EARLIEST = 0.1, 10.0
 # Files of torch whose innermost frame means that the rank waits for others; in those below them it may well work.
 # A store that does not answer is waited for in a file of the launcher's own.
@@ -50,18 +52,21 @@ FORWARD = "/torch/nn/parallel/distributed.py"
 POLL = 5.0
 # More bytes than that between two looks are part of a tensor, and not a beat of a store.
 SENT = 2**16
+# Calls that wait for a tensor or a collective, if their object is not known.
+TENSOR = re.compile(r"\.(item|tolist|cpu|synchronize)\(")
+HANDLE = re.compile(r"\b(isend|irecv|all_\w+|broadcast|reduce\w*|gather|scatter|works?|handles?|requests?)\b.*\.wait\(")
 # Where <linux/tcp.h> has tcpi_bytes_acked and tcpi_bytes_received in its tcp_info.
 TCP_BYTES = slice(120, 136)
 
 
 class Watch(threading.Thread):
-    """The thread that looks, once a second, whether the main thread has moved.
+    """A thread that checks once a second if the main thread has moved.
 
     Args:
-        events: Takes what is told.
+        events: Takes the reports.
         script: The training script, whose line is named.
-        seconds: How long the main thread has to stand before that is told.
-        groups: Knows what the script has changed of what torchrun told it.
+        seconds: How long the main thread has to stand before that is reported.
+        groups: Knows which of torchrun's variables the script has changed.
     """
 
     def __init__(self, events: Events, script: str, seconds: float, groups: Groups) -> None:
@@ -92,7 +97,7 @@ class Watch(threading.Thread):
             if not self.over and stood > timeout - min(EARLIEST, EARLIER * timeout) and waits(main):
                 break
             if stood > self._seconds and (facts := self._describe(main))["inside"] != told.get("inside"):
-                told = facts  # anew, if another thread of the rank has ended its work, or died
+                told = facts  # again, if another thread of the rank has ended its work, or died
                 limit = None if math.isinf(timeout) else timeout
                 self._events.write("still", seconds=stood, timeout=limit, **facts)
         facts = {"traceback": (text := self._write_stack(main)), **self._describe(main)}
@@ -106,7 +111,7 @@ class Watch(threading.Thread):
         return [_find_place(one.ident) for one in list_threads()] if self.over else [_find_place(main)]
 
     def _describe(self, main: int) -> dict:
-        """The facts that the launcher has to know of a thread that stands."""
+        """The facts that the launcher needs about a thread that stands."""
         if self.over:
             threads = list_threads()
             frames = [sys._current_frames().get(one.ident) for one in threads]
@@ -139,7 +144,7 @@ def list_threads() -> list[threading.Thread]:
 
 
 def is_idle(frame: FrameType, poll: float = 0.0) -> bool:
-    """Returns True if a thread waits for another thread, and not for longer than ``poll`` if it would then go on."""
+    """True if a thread waits for another thread, and not for longer than ``poll`` if it would then go on."""
     # Thread.run() is the innermost frame of a thread whose function is written in C.
     if Path(frame.f_code.co_filename).name not in IDLE or frame.f_code.co_name == "run":
         return calls_lock(frame)
@@ -161,7 +166,7 @@ def find_working_thread() -> tuple[str, FrameType] | None:
 
 
 def is_of_script(thread: threading.Thread, frame: FrameType) -> bool:
-    """Returns False for the threads that packages keep, such as tqdm's and wandb's, and for the watch itself."""
+    """False for the threads that packages keep, such as tqdm's and wandb's, and for the watch itself."""
     frames = [one for one, _ in traceback.walk_stack(frame)]
     if any(one.f_globals.get("__name__", "").startswith("nodelaunch.node.") for one in frames):
         return False
@@ -174,7 +179,7 @@ def is_of_script(thread: threading.Thread, frame: FrameType) -> bool:
 
 
 def waits(thread: int) -> bool:
-    """Returns True if a thread that stands waits for other ranks, and does not work, sleep, or wait for a program."""
+    """True if a thread that stands waits for other ranks, and does not work, sleep, or wait for a program."""
     frame = sys._current_frames().get(thread)
     file = frame.f_code.co_filename if frame else ""
     if any(CALLING in one.f_code.co_filename for one, _ in traceback.walk_stack(frame)):
@@ -189,24 +194,8 @@ def waits(thread: int) -> bool:
     return waits_for_work(frame) or (("/torch/" in file or calls_torch(frame)) and has_open_work())
 
 
-def waits_for_work(frame: FrameType) -> bool:
-    """Returns True if a frame is in the ``wait()`` of one of torch's objects: a rank's os.wait() is no such call."""
-    called = re.fullmatch(r"(.+)\.wait\([^()]*\)", read_call(frame), re.DOTALL)
-    if not called:
-        return False
-    first, *names = called[1].split(".")
-    value = frame.f_locals.get(first, frame.f_globals.get(first))
-    for name in names:
-        value = inspect.getattr_static(value, name, None)
-    if value is not None:
-        return type(value).__module__.startswith("torch")
-    return bool(
-        re.search(r"\b(isend|irecv|all_\w+|broadcast|reduce\w*|gather|scatter|works?|handles?|requests?)\b", called[1])
-    )
-
-
 def has_open_work() -> bool:
-    """Returns True if a collective that this process began has not ended: torch's flight recorder lists them.
+    """True if a collective that this process began has not ended: torch's flight recorder lists them.
 
     It also records Gloo's collectives, but not its isend and irecv (tried with torch 2.14).
     """
@@ -284,3 +273,54 @@ def _count_bytes_of(descriptor: int) -> int:
                     counts = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_BYTES.stop)[TCP_BYTES]
                     return sum(int.from_bytes(counts[at : at + 8], sys.byteorder) for at in (0, 8))
     return 0
+
+
+# The call that a frame is in, by its source and the frame's variables: a function in C has no frame of its own.
+
+
+def read_call(frame: FrameType) -> str:
+    """The source text of the call that a frame is in; the first line if it has several."""
+    line, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    if line is None or last is None:
+        return ""
+    text = linecache.getline(frame.f_code.co_filename, line).encode()
+    return text[start : end if last == line else None].decode(errors="replace").strip()
+
+
+def find_owner(frame: FrameType) -> Any:
+    """The object whose method or function a frame's call is, without running any code; None if it is not known."""
+    text = re.sub(r"^(float|int|bool|str|print)\(", "", read_call(frame))
+    names = re.match(r"[\w.]*", text)[0].split(".")
+    following = text[len(".".join(names)) :][:1]
+    if following == "[":  # an element is not known
+        return None
+    first, *others = names[:-1] if following == "(" and len(names) > 1 else names
+    places = (frame.f_locals, frame.f_globals, frame.f_builtins)
+    value = next((place[first] for place in places if first in place), None)
+    for name in others:
+        value = inspect.getattr_static(value, name, None)
+    return None if isinstance(value, property) else value
+
+
+def waits_for_work(frame: FrameType) -> bool:
+    """True if a frame is in the ``wait()`` of one of torch's objects; a rank's os.wait() does not count."""
+    text, owner = read_call(frame), find_owner(frame)
+    if owner is None:
+        return bool(HANDLE.search(text))
+    return ".wait(" in text and type(owner).__module__.startswith("torch")
+
+
+def calls_torch(frame: FrameType) -> bool:
+    """True if a frame is in a call of torch, or of one of its tensors; what is only an argument does not count."""
+    owner = find_owner(frame)
+    if owner is None:
+        return bool(TENSOR.search(read_call(frame)))
+    owner = owner.__self__ if isinstance(owner, BuiltinFunctionType) else owner  # a module or a class
+    kind = owner if isinstance(owner, type) else type(owner)
+    names = [owner.__name__] if isinstance(owner, ModuleType) else [str(one.__module__) for one in kind.__mro__]
+    return any(re.match(r"torch\b", name) for name in names)
+
+
+def calls_lock(frame: FrameType) -> bool:
+    """True if a frame waits for a lock or a SimpleQueue of Python's own, which another thread has to serve."""
+    return type(find_owner(frame)).__module__ in ("_thread", "_queue") and "timeout=" not in read_call(frame)

@@ -84,12 +84,6 @@ elif mode == "uneven":
         take_step(model)
     dist.destroy_process_group()
     sys.exit()
-elif mode == "alone":
-    # One rank ends; its torchrun then waits for the other's, in C, where no signal is heard.
-    if faulty:
-        time.sleep(1000)
-    print("ends", flush=True)
-    os._exit(0)
 elif mode in ("loop", "stubborn"):
     if mode == "stubborn" and faulty:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
