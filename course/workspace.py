@@ -22,12 +22,11 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from course.notebooks import NOTEBOOK_BYTES, read_notebook
+from course.notebooks import BEGIN, END, NOTEBOOK_BYTES, read_notebook
 from lab_common import LabError, checkout
 from lab_common.commandline import read_option, run_command
 from lab_common.files import hold_folder, read_bounded, write_atomically
 
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
 SCRIPT_STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run it again.")')
 # A guess, such as `    "DDP": 0.8,  # example guess: time on one device ÷ time with DDP`.

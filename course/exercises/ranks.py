@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 
 from course.calls import count_collectives
-from course.check import NotYetError, attempts
+from course.check import attempts
+from course.check.verdicts import NotYetError
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch.node.children import PR_SET_PDEATHSIG, set_process

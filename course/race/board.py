@@ -21,9 +21,6 @@ from course.race.board_laps import Lap, read_laps
 from course.race.images import evaluate_again
 from course.race.leagues import LEAGUES
 from course.race.records import WEIGHTS
-from course.report.pages import shorten
-from lab_common import LabError
-from lab_common.files import write_atomically
 
 LAPS = 3  # from which on an entry has a place
 
@@ -154,27 +151,3 @@ def _find_key(record: dict[str, Any]) -> tuple:
     code = tuple(sorted(record["code"].items()))
     start = record["script"], tuple(record["args"]), record["processes"]
     return *find_section(record), record["class"], record["name"], code, start
-
-
-def write_board(entries: Sequence[Entry], refused: Sequence[str], path: Path, *, baseline: str) -> None:
-    """Writes the leaderboard as one page that needs no other file.
-
-    Args:
-        entries: As :func:`read_entries` returns them.
-        refused: One line for each lap that is not on the board.
-        path: The page; its folder is made.
-        baseline: The text of the script that each entry's script is compared with.
-
-    Raises:
-        LabError: The file cannot be written.
-    """
-    from course.race.board_page import make_board
-
-    page = make_board(entries, refused, baseline=baseline)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as file:
-            file.write(page.encode())
-    except OSError as error:
-        cause, fix = error.strerror or "", "give --to FILE in a folder that you may write to"
-        raise LabError("The leaderboard cannot be written.", where=shorten(path), cause=cause, fix=fix) from error

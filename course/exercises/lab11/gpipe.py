@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab8.witness import MisuseError
 from course.exercises.lab10.mistakes import refusing_mistakes
 from course.exercises.lab11.pipeline import EARLIER, NEIGHBOURS, WIDTH, Case, Counters, Report, find_right, take_step

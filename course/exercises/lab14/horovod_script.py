@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab5 import precautions
 from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
 from course.exercises.lab5.ddp_script import (

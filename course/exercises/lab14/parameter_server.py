@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab8.witness import MisuseError, Witness
 from course.exercises.lab10.mistakes import refusing_mistakes
 from course.exercises.ranks import PRINTED, Outcome, fork_ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 
 
 def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:

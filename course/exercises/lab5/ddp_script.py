@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import nodelaunch as launch
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
 from course.exercises.lab5.precautions import asks_for_checkpoint, expect_precautions
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from course.check import NotYetError, OpenError, expect
+from course.check.verdicts import NotYetError, OpenError, expect
 from course.exercises.lab8.witness import MisuseError, Witness
 from course.exercises.ranks import Outcome, fork_ranks
 

@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import nodelaunch as launch
-from course.check import attempts, expect
+from course.check import attempts
+from course.check.verdicts import expect
 from course.exercises import slurm_stand_in
 from course.exercises.lab6.cards.faults import FAULTS, PILES, SUFFIXES, TOPICS, Fault, read_job
 from lab_common import LabError
