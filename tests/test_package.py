@@ -32,7 +32,7 @@ def test_all_arrows_point_down_and_none_leads_in_a_circle():
         ("import lab_utils.data.shapes", {"lab_utils.data.shapes"}),
         ("def f():\n    from lab_utils.timing import measure", {"lab_utils.timing.measure"}),
         ("if TYPE_CHECKING:\n    from course import check", {"course.check"}),
-        ("import_module(f'lab_common.te{x}t')", {"lab_common.text"}),
+        ("import_module(f'lab_{x}.text')", {"lab_common.text"}),
         ("importlib.import_module('lab_common.text')", {"lab_common.text"}),
         ("from .. import plots", {"lab_utils.plots"}),
         ("from ..training import x", {"lab_utils.training"}),

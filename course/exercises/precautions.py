@@ -1,4 +1,4 @@
-"""Exercise 5.1, by reading the script: what a run on a CPU that goes well cannot show."""
+"""Reads a training script: what a run on a CPU that goes well cannot show."""
 
 from __future__ import annotations
 
