@@ -1,4 +1,4 @@
-"""What lab 10 measures of memory: bytes that tensors hold, a step's curve, the largest model that trains."""
+"""Measurements of memory for lab 10: bytes that tensors hold, a step's curve, the largest model that trains."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Forked processes with a Gloo group, which end within a bounded time whatever their work does.
+"""Forked processes with a Gloo group, which end within a time limit whatever their work does.
 
-A fork has the learner's function with all that it refers to. What goes wrong there, a deadlock or an abort, ends with
-the fork: the notebook's kernel and its live ranks stay as they are.
+A fork has the learner's function with everything that it refers to. A deadlock or an abort affects only the fork: the
+notebook's kernel and its live ranks stay as they are.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ SENT = 2**16  # characters of a rank's own print() that are sent
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rank.
+    """The outcome of one rank.
 
     Attributes:
-        value: What its work returned; None where it did not.
-        error: The exception that it raised, as a copy.
-        line: The learner's own line that the error went through, or in which the rank stood at the limit.
-        stuck: Whether it had not returned at the limit, or when it was ended since another had failed.
-        number: The signal that it died of by itself; 0 where it did not.
-        calls: The collectives that it had started; None where it could not say.
-        printed: What it printed.
+        value: The return value of its work; None if it did not return.
+        error: A copy of the exception that it raised.
+        line: The learner's own line that raised the error, or in which the rank was at the time limit.
+        stuck: True if it had not returned at the time limit, or when it was ended because another had failed.
+        number: The signal that killed it before we did; 0 if there was none.
+        calls: The collectives that it had started; None if it could not report them.
+        printed: Its output.
     """
 
     value: Any = None
@@ -66,13 +66,13 @@ class Outcome:
 def fork_ranks(
     work: Callable[[int], Any], answer: Callable | None, count: int, *, limit: float, timeout: float = LONG
 ) -> list[Outcome]:
-    """Runs a function on ranks that are forked for it, ends them, and returns what became of each, by rank.
+    """Runs a function on ranks that are forked for it, ends them, and returns their outcomes, by rank.
 
     Args:
-        work: Called on each rank with the rank's number; there is a Gloo group of ``count`` ranks. What it returns has
-            to be picklable.
-        answer: The learner's function, which ``work`` calls: its lines are named where it fails; None if the ranks run
-            nothing of the learner's.
+        work: Called on each rank with the rank's number; there is a Gloo group of ``count`` ranks. Its return value
+            must be picklable.
+        answer: The learner's function, which ``work`` calls: if it fails, the outcome has its line. None if the ranks
+            run none of the learner's code.
         count: The number of ranks.
         limit: Seconds that the work may take on a rank, once the group is made.
         timeout: Seconds that a collective waits for the other ranks.
@@ -155,7 +155,7 @@ def _run_rank(rank: int, work: Callable, answer: Callable | None, limit: float, 
 
 
 def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
-    """Makes the group; the ranks may be late for that, on a busy machine, and not for a collective."""
+    """Makes the group; on a busy machine ranks may be late for that, but not for a collective."""
     try:
         files, start = dist.FileStore(store, world_size), timedelta(seconds=START)
         dist.init_process_group("gloo", rank=rank, world_size=world_size, store=files, timeout=start)
@@ -170,7 +170,7 @@ def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
 
 
 def _copy_error(error: BaseException) -> Exception:
-    """The error, or one with its words where it cannot be sent."""
+    """Returns the error, or one with the same text if it cannot be pickled."""
     with suppress(Exception):
         copied = pickle.loads(pickle.dumps(error))
         if isinstance(copied, Exception):
@@ -179,7 +179,7 @@ def _copy_error(error: BaseException) -> Exception:
 
 
 def _gather(pipes: list[Connection], end: float) -> list[Outcome | None]:
-    """Waits for what each says; for the other ranks only shortly, where one has failed."""
+    """Waits for each rank's report; once one has failed, only briefly for the others."""
     said: dict[Connection, Outcome | None] = dict.fromkeys(pipes)
     silent = set(pipes)
     while silent and (left := end - time.monotonic()) > 0:
@@ -193,7 +193,7 @@ def _gather(pipes: list[Connection], end: float) -> list[Outcome | None]:
 
 
 def _reap(pid: int, said: Outcome | None) -> int:
-    """Ends a fork, and returns the signal that it had died of before; 0 where there was none."""
+    """Ends and reaps a fork; returns the signal that had killed it before, or 0."""
     if not said:
         time.sleep(0.02)  # one that dies closes its pipe a moment before
     ended, status = os.waitpid(pid, os.WNOHANG)

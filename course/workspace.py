@@ -41,7 +41,7 @@ TEMPORARY = ".writing-"
 
 @dataclass(frozen=True)
 class Report:
-    """What ``update`` did, as file names relative to the workspace.
+    """The result of ``update``, as file names relative to the workspace.
 
     Attributes:
         written: New, or deleted by the learner and written again.
@@ -165,7 +165,7 @@ def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, byt
 
 
 def _judge(path: Path, known: list[str], wanted: str) -> str:
-    """Says what to do with one file, from the digests of what was generated before and of what is wanted now."""
+    """Decides about one file, from the digests of what was generated before and of what is wanted now."""
     try:
         found = _digest(read_bounded(path, NOTEBOOK_BYTES))
     except OSError as error:  # a folder, say, or larger than anything of ours: not ours to replace
@@ -217,7 +217,7 @@ def _digest(text: bytes) -> str:
 
 
 def _list_content(cell: dict) -> list:
-    """What a learner writes in a cell; a picture that was pasted into one is an attachment."""
+    """Lists what a learner writes in a cell; a picture that was pasted into one is an attachment."""
     content = [cell["cell_type"], cell.get("id"), "".join(cell["source"])]
     return [*content, cell["attachments"]] if cell.get("attachments") else content
 

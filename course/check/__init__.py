@@ -1,4 +1,4 @@
-"""Says whether an exercise is solved: yours against expected, one hint, and a stable tick line when it is right.
+"""Checks of the exercises: yours against expected, one hint, and a stable tick line if the answer is right.
 
 A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. A right answer prints one line that says
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
@@ -150,7 +150,7 @@ def diff(number: str) -> HTML | None:
 
 
 def _has_solution(number: str) -> bool:
-    """Whether ``diff`` can show it: a release for learners has no solutions."""
+    """True if ``diff`` can show it: a release for learners has no solutions."""
     from course.check.solutions import find_solution
 
     try:

@@ -1,4 +1,4 @@
-"""What the learner has tried, kept beside the measurements under ``LAB_RUNS``; it never leaves the machine."""
+"""The learner's attempts, kept beside the measurements under ``LAB_RUNS``; they never leave the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Answer = Callable | str | HasPath
 
 @dataclass(frozen=True)
 class Standing:
-    """Where the learner stands with one exercise.
+    """A learner's standing in one exercise.
 
     Attributes:
         solved: Whether an answer was right, now or earlier.

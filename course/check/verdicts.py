@@ -19,7 +19,7 @@ class NotYetError(LabError):
         super().__init__(f"✘ {case}")
 
     def list_hints(self) -> list[tuple[str, str]]:
-        """What stands below the case."""
+        """Returns the lines below the case."""
         return [("yours", self.yours), ("expected", self.expected), ("hint", self.hint), ("more", self.more)]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Reads a training script: what a run on a CPU that goes well cannot show."""
+"""Exercise 5.1, by reading the script: faults that a successful run on a CPU cannot show."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def expect_precautions(tree: ast.AST) -> None:
     """Looks for the backend between GPUs, the timeout, the GPU of the process, and a checkpoint.
 
     Raises:
-        NotYetError: One of them is not there.
+        NotYetError: One of them is missing.
     """
     values = find_values(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -66,7 +66,7 @@ def expect_precautions(tree: ast.AST) -> None:
 
 
 def _expect_all_ranks(named: Sequence[tuple[str, ast.Call]]) -> None:
-    """No sampler divides the images among a fixed number of ranks."""
+    """Expects no sampler that divides the images among a fixed number of ranks."""
     counts = [
         one for name, call in named if name == "DistributedSampler" for one in _find_argument(call, 1, "num_replicas")
     ]
@@ -81,7 +81,7 @@ def _expect_all_ranks(named: Sequence[tuple[str, ast.Call]]) -> None:
 
 
 def _expect_chosen_images(named: Sequence[tuple[str, ast.Call]]) -> None:
-    """Sampler and loader take ``train``, which ``--images`` shortens."""
+    """Expects sampler and loader to use ``train``, which ``--images`` shortens."""
     whole = [
         ast.unparse(call)
         for name, call in named
@@ -103,7 +103,7 @@ def _find_argument(call: ast.Call, place: int, name: str) -> list[ast.expr]:
 
 
 def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.Call]) -> None:
-    """The processes wait for each other for some time that is given, and not for days."""
+    """Expects an explicit timeout for the processes' waits, and not one of days."""
     # A keyword without a name is **options, which may hold it.
     waits = [keyword.value for call in starts for keyword in call.keywords if keyword.arg in ("timeout", None)]
     waits += [call.args[2] for call in starts if len(call.args) > 2]
@@ -131,19 +131,19 @@ def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.
 
 
 def _is_long(call: ast.Call) -> bool:
-    """Whether a ``timedelta(...)`` is longer than ten minutes, as far as its numbers stand there."""
+    """Returns True if a ``timedelta(...)`` is longer than ten minutes, judging by its literal numbers."""
     if any(ast.unparse(one) != "0" for one in call.args[:1]):
         return True
     return _count_seconds(call) > 600
 
 
 def _count_seconds(call: ast.Call) -> float:
-    """The seconds that a ``timedelta(...)`` names by keywords; 0 where only a run can tell."""
+    """Returns the seconds in the keywords of a ``timedelta(...)``; 0 if only a run can tell."""
     return sum(UNITS.get(one.arg or "", 0) * _multiply(one.value) for one in call.keywords)
 
 
 def _multiply(node: ast.expr) -> float:
-    """A number, or a product of numbers; 0 for all else, which only a run can tell."""
+    """Returns the value of a number or a product of numbers; 0 for anything else, which only a run can tell."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         return _multiply(node.left) * _multiply(node.right)
     number = getattr(node, "value", 0)
@@ -151,7 +151,7 @@ def _multiply(node: ast.expr) -> float:
 
 
 def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[str, list[ast.expr]]) -> None:
-    """Gloo is not the only backend that is named where the processes meet, or, if none is there, in the script."""
+    """Expects another backend besides Gloo where the group is made, or, if none is named there, in the script."""
     chosen = [one for call in starts for one in call.args[:1]]
     chosen += [word.value for call in starts for word in call.keywords if word.arg in ("backend", None)]
     words = [word for one in chosen for word in _list_used(one, values)]
@@ -169,7 +169,7 @@ def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[s
 
 
 def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, ast.expr]]:
-    """What chooses a GPU, with the name of the call in which it stands."""
+    """Yields each expression that chooses a GPU, with the name of its call."""
     for name, call in named:
         if name in ("set_device", "set_device_index", "device"):
             yield from ((name, one) for one in [*call.args, *(keyword.value for keyword in call.keywords)])
@@ -178,7 +178,7 @@ def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, a
 
 
 def expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
-    """No device is chosen by the rank in the whole job, unless it is divided by the number of GPUs."""
+    """Expects no device chosen by the rank in the whole job, unless it is divided by the number of GPUs."""
     for name, one in _list_chosen(named):
         used = _list_used(one, values)
         expect(
@@ -191,7 +191,7 @@ def expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, l
 
 
 def expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
-    """The current GPU is chosen by ``LOCAL_RANK``, and no other by a number that is the same for all processes."""
+    """Expects the GPU to be chosen by ``LOCAL_RANK``, and none by a number that is the same for all processes."""
     for name, one in [*_list_chosen(named), ("", ast.Name("device"))]:
         used = _list_used(one, values)
         fixed = name != "device" and any(re.fullmatch(r"(cuda:)?\d+", str(word)) for word in used)
@@ -213,12 +213,12 @@ def expect_local_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str
 
 
 def _is_local(used: set) -> bool:
-    """Whether ``LOCAL_RANK`` is among what an expression is made of, or the number of a node's GPUs."""
+    """Returns True if an expression uses ``LOCAL_RANK`` or the number of a node's GPUs."""
     return "device_count" in used or any("local" in str(word).lower() for word in used)
 
 
 def find_values(tree: ast.AST) -> dict[str, list[ast.expr]]:
-    """What is assigned to each name, and what each function returns and is called with, wherever that stands."""
+    """Finds all values assigned to each name, and all return values and arguments of each function."""
     values = defaultdict(list)
     functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
@@ -239,7 +239,7 @@ def find_values(tree: ast.AST) -> dict[str, list[ast.expr]]:
 
 
 def _list_used(expression: ast.AST, values: Mapping[str, list[ast.expr]]) -> set:
-    """Names, attributes and constants that a value is made of, through the names it is assigned by; no conditions."""
+    """Returns the names, attributes and constants in a value, following assignments, but not conditions."""
     used, seen, nodes = set(), set(), [expression]
     while nodes:
         node = nodes.pop()
@@ -254,7 +254,7 @@ def _list_used(expression: ast.AST, values: Mapping[str, list[ast.expr]]) -> set
 
 
 def asks_for_checkpoint(tree: ast.AST) -> bool:
-    """Whether some condition names the checkpoint, as one around ``torch.save`` does; if not, a run has to tell."""
+    """Returns True if a condition names the checkpoint, as around ``torch.save``; otherwise a run has to tell."""
     tests = (node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While))
     names = (getattr(node, "attr", getattr(node, "id", "")) for test in tests for node in ast.walk(test))
     return "checkpoint" in names

@@ -25,17 +25,17 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
     """Runs a function on ranks that are forked for it, and ends them.
 
     Args:
-        work: Called on each rank with the rank's number; there is a Gloo group of ``count`` ranks. What it returns has
-            to be picklable.
-        answer: The learner's function, which ``work`` calls: its lines are named where it fails.
-        case: What is tried, in a few words.
+        work: Called on each rank with the rank's number; there is a Gloo group of ``count`` ranks. Its return value
+            must be picklable.
+        answer: The learner's function, which ``work`` calls: if it fails, the error names its line.
+        case: The test case, in a few words.
         count: The number of ranks.
 
     Returns:
-        What the ranks returned, in their order.
+        The ranks' return values, in order.
 
     Raises:
-        NotYetError: The ranks waited for each other, or sent what does not fit together, or did not end.
+        NotYetError: The ranks waited for each other, or sent mismatching data, or did not end.
         LabError: A process group is open in this process, or the ranks did not find each other.
         Exception: An error of the answer, as the first rank reported it.
     """
@@ -51,7 +51,7 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
 
 
 def _judge(outcomes: list[Outcome], case: str) -> None:
-    """Raises what went wrong: first an error that is the answer's own, then what the ranks did to each other."""
+    """Raises the failure: first an error of the answer itself, then one between the ranks."""
     failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
     for _, one in failed:
         if not any(word in str(one.error) for word in NETWORK):
@@ -82,7 +82,7 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
 
 
 def _blame_macos(outcomes: list[Outcome]) -> None:
-    """Raises LabError where macOS may have ended a rank, since it was forked beside threads: no fault of the answer."""
+    """Raises LabError if macOS may have ended a rank because it was forked beside threads: not the answer's fault."""
     if sys.platform == "darwin" and FORK_SAFETY not in os.environ and any(one.number for one in outcomes):
         raise LabError(
             "A rank of this check was killed.",

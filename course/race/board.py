@@ -55,17 +55,17 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether any of its laps did."""
+        """True if any of its laps did."""
         return self._ended > 0
 
     @property
     def timed(self) -> bool:
-        """Whether the time to a threshold is the score; else it is the top-1 within a time."""
+        """True if the time to a threshold is the score; else it is the top-1 within a time."""
         return self.record["threshold"] is not None
 
     @property
     def provisional(self) -> bool:
-        """Whether it has too few laps for a place."""
+        """True if it has too few laps for a place."""
         return len(self.laps) < LAPS
 
     @property
@@ -80,7 +80,7 @@ class Entry:
 
     @property
     def order(self) -> tuple:
-        """What entries of one table are sorted by."""
+        """The key by which entries of one table are sorted."""
         sign = 1 if self.timed else -1
         seconds = self.median(lambda record: record["seconds"]) or math.inf
         return self.provisional, sign * self.score, seconds, self.record["name"]
@@ -132,14 +132,14 @@ def make_entries(laps: Iterable[Lap]) -> list[Entry]:
 
 
 def _find_place(entry: Entry) -> tuple:
-    """Where an entry stands on the page: data set, league, class, then its place in this table."""
+    """Returns an entry's place on the page: data set, league, class, then its place in this table."""
     *size, league, threshold, within = find_section(entry.record)
     rule = [*LEAGUES, ""].index(league), threshold or 0, within or 0
     return *size, *rule, entry.record["class"], entry.order
 
 
 def find_section(record: dict[str, Any]) -> tuple:
-    """What laps need to have in common to stand in one section: data set, league, threshold, and time."""
+    """Returns what the laps of a section have in common: data set, league, threshold, and time."""
     data = record["data"]
     size = data["name"], data["train"], data["valid"], data["classes"]
     # Not the league's name alone: a record may name an easier threshold.
@@ -147,7 +147,7 @@ def find_section(record: dict[str, Any]) -> tuple:
 
 
 def _find_key(record: dict[str, Any]) -> tuple:
-    """What laps of one entry have in common; section and class first."""
+    """Returns what the laps of one entry have in common; section and class first."""
     code = tuple(sorted(record["code"].items()))
     start = record["script"], tuple(record["args"]), record["processes"]
     return *find_section(record), record["class"], record["name"], code, start

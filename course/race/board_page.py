@@ -187,7 +187,7 @@ def _tell_busy(busy: float | None) -> str:
 
 
 def _tell_details(entry: Entry, group: Sequence[Entry], baseline: str) -> str:
-    """What is folded away below the table."""
+    """Returns the text that is folded away below the table."""
     record, name = entry.record, _isolate(entry.record["name"])
     count = f"{len(entry.laps)} {'lap' if len(entry.laps) == 1 else 'laps'}"
     place = _find_place(entry, group)

@@ -1,6 +1,6 @@
-"""Draws who imports whom: ``python -m tests.harness.arrows`` prints the layers of our packages, and how long they are.
+"""Checks who imports whom: ``python -m tests.harness.arrows`` prints the layers of our packages and their lengths.
 
-An arrow only ever points down. Within a layer a module may import another of its own package, but never in a circle.
+Imports only ever point down. Within a layer a module may import another of its own package, but never in a circle.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KNOWN_CIRCLES = (
 
 
 def list_modules() -> dict[str, Path]:
-    """The files of our packages by their module's name; a package is its ``__init__``."""
+    """Returns the files of our packages by module name; a package is its ``__init__``."""
     roots = sorted({layer.split(".")[0] for row in LAYERS for layer in row})
     paths = [path for root in roots for path in sorted((ROOT / root).rglob("*.py"))]
     names = {path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in paths}
@@ -32,26 +32,26 @@ def list_modules() -> dict[str, Path]:
 
 
 def find_layer(module: str) -> str:
-    """The layer in which a module is: the longest name that it begins with.
+    """Returns a module's layer: the longest name that it begins with.
 
     Raises:
-        ValueError: It is in none.
+        ValueError: It is in no layer.
     """
     layers = [layer for row in LAYERS for layer in row if f"{module}.".startswith(f"{layer}.")]
     return max(layers, key=len)
 
 
 def find_level(module: str) -> int:
-    """How high that layer is, from 0."""
+    """Returns the height of that layer, from 0."""
     layer = find_layer(module)
     return next(level for level, row in enumerate(LAYERS) if layer in row)
 
 
 def find_imports(source: str, module: str, known: dict[str, Path]) -> set[str]:
-    """The modules of ours that a module imports, at whatever moment: also inside a function, or for types only.
+    """Returns which of our modules a module imports, also inside a function or only for a type checker.
 
     Args:
-        source: Its text.
+        source: Its source.
         module: Its name; with ``.__init__`` for a package.
         known: All modules, by name.
     """
@@ -74,7 +74,7 @@ def find_imports(source: str, module: str, known: dict[str, Path]) -> set[str]:
 
 
 def _write_pattern(name: ast.expr) -> str:
-    """A regular expression for what ``import_module`` gets, such as ``f"course.exercises.lab{lab}"``.
+    """Returns a regular expression for what ``import_module`` gets, such as ``f"course.exercises.lab{lab}"``.
 
     It matches no module if the name does not begin with a text: then the source does not say which package is meant.
     """
@@ -85,7 +85,7 @@ def _write_pattern(name: ast.expr) -> str:
 
 
 def find_faults() -> list[str]:
-    """What points upward, or from one of two layers that are apart to the other, or around in a circle; in words."""
+    """Describes each import that points up, connects two separate layers, or closes a circle."""
     known, faults, graph = list_modules(), [], {}
     for module, path in known.items():
         own = f"{module}.__init__" if path.name == "__init__.py" else module
@@ -104,7 +104,7 @@ def find_faults() -> list[str]:
 
 
 def main() -> int:
-    """Prints the layers, from the top down; returns 1 where an arrow is wrong."""
+    """Prints the layers, from the top down; returns 1 if an import is wrong."""
     lines: dict[str, list[int]] = {}
     for module, path in list_modules().items():
         lines.setdefault(find_layer(module), []).append(len(path.read_text(encoding="utf-8").splitlines()))
