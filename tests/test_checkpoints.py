@@ -3,6 +3,7 @@
 import argparse
 import collections
 import datetime
+import enum
 import hashlib
 import os
 import pickle
@@ -332,6 +333,7 @@ class Odd:
         raise RuntimeError("odd")
 
 
+MODE = enum.Enum("Mode", "FAST")
 POINT = collections.namedtuple("Point", "x")
 
 
@@ -352,6 +354,10 @@ UNFIT = {
     "Odd, which": (Odd(), 'save vars(state["best"])'),
     'state["best"] is a _thread.lock': (threading.Lock(), 'leave state["best"] out'),
     'state["best"] is a test_checkpoints.Point': (POINT(1), 'save list(state["best"])'),
+    'state["best"] is a numpy.str_': (np.str_("x"), 'save str(state["best"])'),
+    'state["best"] is a numpy.bool': (np.bool_(True), 'save bool(state["best"])'),
+    'state["best"] is a test_checkpoints.Mode': (MODE.FAST, 'save state["best"].value'),
+    'state["best"][0] is a numpy.float64': ([np.float64(n) for n in range(3)], 'save float(state["best"][0])'),
     'state["best"]["a"][1]["b"] is a numpy.int64': ({"a": [1, {"b": np.int64(2)}]}, '["a"][1]["b"])'),
     'a key of state["best"], np.int64(3), is a numpy.int64': ({np.int64(3): 1}, "save int(key)"),
 }
@@ -365,6 +371,7 @@ def test_what_cannot_be_saved_is_named_with_what_to_save_instead(tmp_path, what)
     error = caught.value
     assert what in error.what and "may not hold" in error.what and fix in error.fix, str(error)
     assert len(error.what) <= 120 and not re.search("weights_only|two options|\\x1b|allowlist", str(error))
+    assert ('applies to state["best"][1], state["best"][2]' in error.cause) == (what.startswith('state["best"][0]'))
     assert names(tmp_path) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime
+import enum
 import errno
 import hashlib
 import io
@@ -34,9 +35,11 @@ INSTEAD = {
     np.ndarray: "torch.from_numpy({})",
     np.floating: "float({})",
     np.integer: "int({})",
+    np.bool_: "bool({})",
     (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler): "{}.state_dict()",
     torch.Generator: "{}.get_state()",
-    (PurePath, datetime.date): "str({})",
+    enum.Enum: "{}.value",
+    (str, PurePath, datetime.date, datetime.timedelta): "str({})",
     Mapping: "dict({})",
     (Sequence, Set): "list({})",
 }
@@ -153,17 +156,21 @@ def _read_state(path: Path, map_location: torch.device | str) -> dict[str, Any]:
 
 
 def _check_state(state: object) -> None:
-    """Raises a LabError that names the first value that would not load, and what to save instead."""
-    for place, value in _find_unfit(state, "state"):
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        other = "vars({})" if hasattr(value, "__dict__") and not callable(value) else ""
-        instead = next((text for types, text in INSTEAD.items() if isinstance(value, types)), other)
-        instead = instead.format("key" if place.startswith("a key") else place)
-        raise LabError(
-            f"{place} is {'an' if kind[0] in 'aeio' else 'a'} {kind}, which a checkpoint may not hold."[:120],
-            cause="only whole tensors, numbers, text, and dictionaries and lists of them load without running code",
-            fix=f"save {instead}" if instead else f"leave {place} out, and build it again after loading",
-        )
+    """Raises a LabError if a value would not load: which one, and what to save instead."""
+    unfit = list(_find_unfit(state, "state"))
+    if not unfit:
+        return
+    place, value = unfit[0]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    other = "vars({})" if hasattr(value, "__dict__") and not callable(value) else ""
+    instead = next((text for types, text in INSTEAD.items() if isinstance(value, types)), other)
+    instead = instead.format("key" if place.startswith("a key") else place)
+    more = f"; the same applies to {', '.join(place for place, _ in unfit[1:4])}" if unfit[1:] else ""
+    raise LabError(
+        f"{place} is {'an' if kind[0] in 'aeio' else 'a'} {kind}, which a checkpoint may not hold."[:120],
+        cause=f"only whole tensors, numbers, text, and dictionaries and lists of them load without running code{more}",
+        fix=f"save {instead}" if instead else f"leave {place} out, and build it again after loading",
+    )
 
 
 def _find_unfit(value: object, place: str) -> Iterator[tuple[str, object]]:
