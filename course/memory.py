@@ -1,4 +1,4 @@
-"""What lab 10 measures of memory: bytes that tensors hold, a step's curve, the largest model that trains."""
+"""Measurements of memory for lab 10: bytes that tensors hold, a step's curve, the largest model that trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from course.exercises.ranks import fork_ranks
+from course.ranks import fork_ranks
 from lab_common import LabError
 from lab_utils.timing.memory import return_memory
 

@@ -20,8 +20,8 @@ import nbformat
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell
 
-from course.notebooks import read_notebook
-from course.workspace import BEGIN, FOLDERS, STUB, make_script_stub, replace_guesses
+from course.notebooks import BEGIN, read_notebook
+from course.workspace import FOLDERS, STUB, make_script_stub, replace_guesses
 from lab_common import LabError, checkout
 from lab_common.commandline import read_option, run_command
 

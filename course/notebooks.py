@@ -13,6 +13,8 @@ from lab_common.files import read_bounded
 if TYPE_CHECKING:
     from nbformat import NotebookNode
 
+# What stands around a solution; nbgrader knows the same markers.
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 # The labs' notebooks have less than 1 MB each.
 NOTEBOOK_BYTES = 64 * 2**20
 

@@ -22,12 +22,11 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from course.notebooks import NOTEBOOK_BYTES, read_notebook
+from course.notebooks import BEGIN, END, NOTEBOOK_BYTES, read_notebook
 from lab_common import LabError, checkout
 from lab_common.commandline import read_option, run_command
 from lab_common.files import hold_folder, read_bounded, write_atomically
 
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
 SCRIPT_STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run it again.")')
 # A guess, such as `    "DDP": 0.8,  # example guess: time on one device ÷ time with DDP`.
@@ -42,7 +41,7 @@ TEMPORARY = ".writing-"
 
 @dataclass(frozen=True)
 class Report:
-    """What ``update`` did, as file names relative to the workspace.
+    """The result of ``update``, as file names relative to the workspace.
 
     Attributes:
         written: New, or deleted by the learner and written again.
@@ -166,7 +165,7 @@ def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, byt
 
 
 def _judge(path: Path, known: list[str], wanted: str) -> str:
-    """Says what to do with one file, from the digests of what was generated before and of what is wanted now."""
+    """Decides about one file, from the digests of what was generated before and of what is wanted now."""
     try:
         found = _digest(read_bounded(path, NOTEBOOK_BYTES))
     except OSError as error:  # a folder, say, or larger than anything of ours: not ours to replace
@@ -218,7 +217,7 @@ def _digest(text: bytes) -> str:
 
 
 def _list_content(cell: dict) -> list:
-    """What a learner writes in a cell; a picture that was pasted into one is an attachment."""
+    """Lists what a learner writes in a cell; a picture that was pasted into one is an attachment."""
     content = [cell["cell_type"], cell.get("id"), "".join(cell["source"])]
     return [*content, cell["attachments"]] if cell.get("attachments") else content
 

@@ -19,7 +19,8 @@ from course import check
 from course.check import NotYetError, OpenError, attempts
 from course.check.hints import SECOND_HINTS
 from course.check.solutions import find_solution
-from course.workspace import BEGIN, STUB
+from course.notebooks import BEGIN
+from course.workspace import STUB
 from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs")

@@ -793,6 +793,6 @@ def test_ranks_that_are_slow_to_start_are_waited_for(late, capsys):
 
 def test_ranks_that_do_not_find_each_other_are_no_fault_of_the_answer(late, monkeypatch):
     late.append(10)
-    monkeypatch.setattr(ranks, "START", 0.5)
+    monkeypatch.setattr("course.ranks.START", 0.5)
     with pytest.raises(LabError, match="did not find each other"):
         check.exercise("10.3", zero_of_the_lab)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from course import check
+from course import ranks as forks
 from course.check import NotYetError
-from course.exercises import ranks as forks
 from course.exercises.lab11 import gpipe, pipeline
 
 pytestmark = pytest.mark.usefixtures("runs")

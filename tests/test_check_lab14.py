@@ -15,7 +15,7 @@ from course import check
 from course.check import NotYetError, OpenError
 from course.exercises.lab14 import horovod_script, tf_config
 from course.exercises.lab14.horovod_stand_in import Horovod
-from course.exercises.ranks import fork_ranks
+from course.ranks import fork_ranks
 from course.workspace import make_script_stub
 from lab_common import LabError
 from lab_utils import models

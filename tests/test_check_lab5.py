@@ -17,7 +17,8 @@ from torch.nn import functional as F
 
 from course import check
 from course.check import NotYetError, OpenError
-from course.exercises.lab5 import commands, ddp_script, precautions
+from course.exercises import precautions
+from course.exercises.lab5 import commands, ddp_script
 from course.workspace import make_script_stub
 from lab_common import LabError
 from nodelaunch.node.probe import find_free_port

@@ -14,7 +14,8 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from course import check
 from course.nbgrader import main, make_source, write_course
-from course.workspace import BEGIN, GUESS_MARK, replace_guesses
+from course.notebooks import BEGIN
+from course.workspace import GUESS_MARK, replace_guesses
 from lab_common import LabError
 
 RIGHT = "### BEGIN SOLUTION\nx = 1\n### END SOLUTION"

@@ -16,8 +16,8 @@ import torch
 
 import nodelaunch as launch
 from course import frameworks
-from course.exercises.ranks import fork_ranks
 from course.frameworks import FRAMEWORKS
+from course.ranks import fork_ranks
 from lab_common import LabError
 
 NOTEBOOK = "14_other_frameworks"

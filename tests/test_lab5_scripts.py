@@ -21,7 +21,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import nodelaunch as launch
-from course.workspace import BEGIN, END, make_script_stub
+from course.notebooks import BEGIN, END
+from course.workspace import make_script_stub
 from lab_utils import data, machine, models, timing
 from nodelaunch.node.probe import find_free_port
 

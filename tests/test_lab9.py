@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from course import nets
-from course.exercises.ranks import fork_ranks
+from course.ranks import fork_ranks
 from lab_common import LabError
 
 VERSIONS = ("after_backward", "in_hooks", "in_buckets", "overlap")

@@ -16,7 +16,8 @@ import pytest
 from harness.html_reader import read
 
 from course.race import __main__ as command
-from course.race.board import read_entries, write_board
+from course.race.board import read_entries
+from course.race.board_page import write_board
 from course.race.records import NOTHING, hash_record
 from lab_common import LabError
 from lab_common.commandline import run_command

@@ -13,8 +13,9 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from course.notebooks import BEGIN, END
 from course.parts import PARTS
-from course.workspace import BEGIN, END, FOLDERS, make_script_stub, make_stub
+from course.workspace import FOLDERS, make_script_stub, make_stub
 from website.front import write_front
 
 # Pages that are files of the repository as they are; their links to one another hold in the copy.

@@ -1,4 +1,4 @@
-"""Says whether an exercise is solved: yours against expected, one hint, and a stable tick line when it is right.
+"""Checks of the exercises: yours against expected, one hint, and a stable tick line if the answer is right.
 
 A notebook calls ``check.exercise("1.1", answer)`` in the cell of the exercise. A right answer prints one line that says
 what was proven. A wrong one stops the cell with a message in place of a traceback, so that "Run all" never goes on to
@@ -11,10 +11,6 @@ of guesses and findings.
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import date
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -24,15 +20,14 @@ from course.check import attempts
 from course.check.claims import claim
 from course.check.guesses import calibration, keep_guess, read_guesses
 from course.check.hints import SECOND_HINTS
+from course.check.verdicts import Exercise, NotYetError, OpenError, expect, refusing
 from course.diff import show_diff
 from lab_common import LabError
-from lab_common.text import clean, clean_message
+from lab_common.text import clean
 from lab_utils import machine
 
 if TYPE_CHECKING:
     from IPython.display import HTML
-
-    from course.exercises.lab6.cards import Card
 
 __all__ = [
     "LABS",
@@ -54,71 +49,7 @@ LABS = range(16)
 clear_ended_bars()
 
 
-class NotYetError(LabError):
-    """An answer that is not right yet: the smallest failing case, yours, expected, one hint, and more after a while."""
-
-    def __init__(self, case: str, *, yours: object, expected: object, hint: str) -> None:
-        self.yours, self.expected, self.hint, self.more = clean_message(yours), clean_message(expected), hint, ""
-        super().__init__(f"✘ {case}")
-
-    def list_hints(self) -> list[tuple[str, str]]:
-        """What stands below the case."""
-        return [("yours", self.yours), ("expected", self.expected), ("hint", self.hint), ("more", self.more)]
-
-    def __str__(self) -> str:
-        """The message as a learner sees it: one line each, and more where a hint is longer than one."""
-        texts = {name: [text] if name in ("yours", "expected") else _wrap(text) for name, text in self.list_hints()}
-        shown = [(f"{name}:", "\n".ljust(13).join(text)) for name, text in texts.items() if any(text)]
-        return "\n".join([self.what, *(f"  {name:<9} {text}" for name, text in shown)])
-
-
-def _wrap(text: str) -> list[str]:
-    """The lines of a hint: JupyterLab would break it in mid-word."""
-    return textwrap.wrap(text, 78, break_long_words=False, break_on_hyphens=False)
-
-
-class OpenError(LabError):
-    """There is nothing to check yet: a stub was not touched, or the answer stops with an error of its own."""
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """One exercise.
-
-    Attributes:
-        title: A few words.
-        verify: Takes the answer and returns the sentence that it proved.
-        solve: Returns the solution for an answer's source; None where the notebooks hold it.
-    """
-
-    title: str
-    verify: Callable[[Callable], str]
-    solve: Callable[[str], str] | None = None
-
-
-def expect(right: bool, case: str, *, yours: object, expected: object, hint: str) -> None:
-    """Raises :class:`NotYetError` unless ``right``; ``case`` says what was tried, in a few words."""
-    if not right:
-        raise NotYetError(case, yours=yours, expected=expected, hint=hint)
-
-
-@contextmanager
-def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -> Iterator[None]:
-    """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint.
-
-    Two errors stay as they are, since they say nothing of the answer's idea: the NotImplementedError of an untouched
-    stub, which is a RuntimeError, too, and a misspelt attribute. An attribute that was asked of ``None`` is refused.
-    """
-    try:
-        yield
-    except errors as error:
-        if isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
-            raise
-        yours = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
-
-
-def exercise(number: str, answer: Callable | str | Card) -> None:
+def exercise(number: str, answer: attempts.Answer) -> None:
     """Checks the answer to an exercise and prints its tick line.
 
     Args:
@@ -219,7 +150,7 @@ def diff(number: str) -> HTML | None:
 
 
 def _has_solution(number: str) -> bool:
-    """Whether ``diff`` can show it: a release for learners has no solutions."""
+    """True if ``diff`` can show it: a release for learners has no solutions."""
     from course.check.solutions import find_solution
 
     try:

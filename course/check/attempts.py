@@ -1,4 +1,4 @@
-"""What the learner has tried, kept beside the measurements under ``LAB_RUNS``; it never leaves the machine."""
+"""The learner's attempts, kept beside the measurements under ``LAB_RUNS``; they never leave the machine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,27 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from lab_common import LabError
 from lab_common.files import read_bounded
 from lab_utils.timing import Records
 
-if TYPE_CHECKING:
-    from course.exercises.lab6.cards import Card
-
 SOURCE_BYTES = 2**20  # of a script or a card
+
+
+class HasPath(Protocol):
+    """An answer whose source is a file, such as a fault card."""
+
+    path: Path
+
+
+Answer = Callable | str | HasPath
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where the learner stands with one exercise.
+    """A learner's standing in one exercise.
 
     Attributes:
         solved: Whether an answer was right, now or earlier.
@@ -67,7 +73,7 @@ def note(number: str, what: str, answer: str = "") -> None:
         Records("checks").add("exercise", [number, what, answer])
 
 
-def read_source(answer: Callable | str | Card) -> str:
+def read_source(answer: Answer) -> str:
     """Returns the source of an answer, a function, a card or the path of a script; "" where it cannot be read."""
     try:
         if isinstance(answer, type):
@@ -94,7 +100,7 @@ def _find_method(answer: type) -> Callable | None:
     return next((one for one in vars(answer).values() if inspect.isfunction(one)), None)
 
 
-def find_line(error: BaseException, answer: Callable | str | Card | None) -> str:
+def find_line(error: BaseException, answer: Answer | None) -> str:
     """Returns the last line of the learner's own that an error went through; "" where it went through none.
 
     The cells of a notebook are files of one folder, so that a helper in another cell is the learner's, too. An error
@@ -107,7 +113,7 @@ def find_line(error: BaseException, answer: Callable | str | Card | None) -> str
     return find_own(traceback.extract_tb(error.__traceback__), answer)
 
 
-def find_own(stack: traceback.StackSummary, answer: Callable | str | Card | None) -> str:
+def find_own(stack: traceback.StackSummary, answer: Answer | None) -> str:
     """Returns the innermost line of a stack that is the learner's own; "" where none is."""
     function = _find_method(answer) if isinstance(answer, type) else answer
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None

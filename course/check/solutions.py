@@ -5,8 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from course.notebooks import read_notebook
-from course.workspace import BEGIN
+from course.notebooks import BEGIN, read_notebook
 from lab_common import LabError, checkout
 
 

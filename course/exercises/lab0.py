@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from course.check import Exercise, expect, refusing
+from course.check.verdicts import Exercise, expect, refusing
 
 # Each row's class numbers, best first, of five images and five classes, and the class that each image is of.
 RANKING = ((2, 0, 1, 3, 4), (1, 3, 0, 2, 4), (4, 1, 3, 2, 0), (0, 4, 2, 1, 3), (3, 2, 4, 0, 1))

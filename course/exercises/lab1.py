@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from course.check import Exercise, expect, refusing
+from course.check.verdicts import Exercise, expect, refusing
 from course.exercises.probe import make_case, measure_update, run_reference
 from lab_utils.timing import Timing
 

@@ -9,7 +9,7 @@ import numbers
 import statistics
 from collections.abc import Callable, Sequence
 
-from course.check import Exercise, expect
+from course.check.verdicts import Exercise, expect
 
 # A curve's seconds, and the epochs to predict.
 CURVES = (

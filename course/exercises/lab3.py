@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from course.check import Exercise, expect, refusing
+from course.check.verdicts import Exercise, expect, refusing
 from lab_common import env_folder
 from lab_utils import wandb_runs
 from lab_utils.wandb_runs import Connection

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Mapping
 from pathlib import Path
 
-from course.check import OpenError, attempts
+from course.check import attempts
+from course.check.verdicts import OpenError
 from lab_common import LabError
 from lab_common.files import read_bounded
 from lab_utils.data import shapes

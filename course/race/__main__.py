@@ -67,7 +67,8 @@ def _set_threshold(args: argparse.Namespace) -> None:
 
 
 def _write_board(args: argparse.Namespace) -> None:
-    from course.race.board import read_entries, write_board
+    from course.race.board import read_entries
+    from course.race.board_page import write_board
 
     entries, refused = read_entries(args.folders, evaluate=args.evaluate)
     write_board(entries, refused, args.to, baseline=baseline.SCRIPT.read_text())

@@ -21,9 +21,6 @@ from course.race.board_laps import Lap, read_laps
 from course.race.images import evaluate_again
 from course.race.leagues import LEAGUES
 from course.race.records import WEIGHTS
-from course.report.pages import shorten
-from lab_common import LabError
-from lab_common.files import write_atomically
 
 LAPS = 3  # from which on an entry has a place
 
@@ -58,17 +55,17 @@ class Entry:
 
     @property
     def ended(self) -> bool:
-        """Whether any of its laps did."""
+        """True if any of its laps did."""
         return self._ended > 0
 
     @property
     def timed(self) -> bool:
-        """Whether the time to a threshold is the score; else it is the top-1 within a time."""
+        """True if the time to a threshold is the score; else it is the top-1 within a time."""
         return self.record["threshold"] is not None
 
     @property
     def provisional(self) -> bool:
-        """Whether it has too few laps for a place."""
+        """True if it has too few laps for a place."""
         return len(self.laps) < LAPS
 
     @property
@@ -83,7 +80,7 @@ class Entry:
 
     @property
     def order(self) -> tuple:
-        """What entries of one table are sorted by."""
+        """The key by which entries of one table are sorted."""
         sign = 1 if self.timed else -1
         seconds = self.median(lambda record: record["seconds"]) or math.inf
         return self.provisional, sign * self.score, seconds, self.record["name"]
@@ -135,14 +132,14 @@ def make_entries(laps: Iterable[Lap]) -> list[Entry]:
 
 
 def _find_place(entry: Entry) -> tuple:
-    """Where an entry stands on the page: data set, league, class, then its place in this table."""
+    """Returns an entry's place on the page: data set, league, class, then its place in this table."""
     *size, league, threshold, within = find_section(entry.record)
     rule = [*LEAGUES, ""].index(league), threshold or 0, within or 0
     return *size, *rule, entry.record["class"], entry.order
 
 
 def find_section(record: dict[str, Any]) -> tuple:
-    """What laps need to have in common to stand in one section: data set, league, threshold, and time."""
+    """Returns what the laps of a section have in common: data set, league, threshold, and time."""
     data = record["data"]
     size = data["name"], data["train"], data["valid"], data["classes"]
     # Not the league's name alone: a record may name an easier threshold.
@@ -150,31 +147,7 @@ def find_section(record: dict[str, Any]) -> tuple:
 
 
 def _find_key(record: dict[str, Any]) -> tuple:
-    """What laps of one entry have in common; section and class first."""
+    """Returns what the laps of one entry have in common; section and class first."""
     code = tuple(sorted(record["code"].items()))
     start = record["script"], tuple(record["args"]), record["processes"]
     return *find_section(record), record["class"], record["name"], code, start
-
-
-def write_board(entries: Sequence[Entry], refused: Sequence[str], path: Path, *, baseline: str) -> None:
-    """Writes the leaderboard as one page that needs no other file.
-
-    Args:
-        entries: As :func:`read_entries` returns them.
-        refused: One line for each lap that is not on the board.
-        path: The page; its folder is made.
-        baseline: The text of the script that each entry's script is compared with.
-
-    Raises:
-        LabError: The file cannot be written.
-    """
-    from course.race.board_page import make_board
-
-    page = make_board(entries, refused, baseline=baseline)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path) as file:
-            file.write(page.encode())
-    except OSError as error:
-        cause, fix = error.strerror or "", "give --to FILE in a folder that you may write to"
-        raise LabError("The leaderboard cannot be written.", where=shorten(path), cause=cause, fix=fix) from error

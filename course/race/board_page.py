@@ -6,12 +6,15 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from course.diff import show_diff
 from course.race.board import LAPS, Entry, find_section
 from course.race.board_figures import draw_legend, draw_shares
 from course.race.board_style import HEAD
 from course.report.pages import escape_line, make_page, make_table, shorten
+from lab_common import LabError
+from lab_common.files import write_atomically
 from lab_common.text import clean, cut_lines
 
 HONOUR = 0.95  # busy share of the devices
@@ -31,6 +34,28 @@ NOTES = (
     "record that was written anew as a whole: run that entry again.",
 )
 STAR = '<span class="honour"><span aria-hidden="true">★</span> 95 %</span>'
+
+
+def write_board(entries: Sequence[Entry], refused: Sequence[str], path: Path, *, baseline: str) -> None:
+    """Writes the leaderboard as one page that needs no other file.
+
+    Args:
+        entries: As :func:`read_entries` returns them.
+        refused: One line for each lap that is not on the board.
+        path: The page; its folder is made.
+        baseline: The text of the script that each entry's script is compared with.
+
+    Raises:
+        LabError: The file cannot be written.
+    """
+    page = make_board(entries, refused, baseline=baseline)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with write_atomically(path) as file:
+            file.write(page.encode())
+    except OSError as error:
+        cause, fix = error.strerror or "", "give --to FILE in a folder that you may write to"
+        raise LabError("The leaderboard cannot be written.", where=shorten(path), cause=cause, fix=fix) from error
 
 
 def make_board(entries: Sequence[Entry], refused: Sequence[str], *, baseline: str) -> str:
@@ -162,7 +187,7 @@ def _tell_busy(busy: float | None) -> str:
 
 
 def _tell_details(entry: Entry, group: Sequence[Entry], baseline: str) -> str:
-    """What is folded away below the table."""
+    """Returns the text that is folded away below the table."""
     record, name = entry.record, _isolate(entry.record["name"])
     count = f"{len(entry.laps)} {'lap' if len(entry.laps) == 1 else 'laps'}"
     place = _find_place(entry, group)

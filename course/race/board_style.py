@@ -1,4 +1,4 @@
-"""What the leaderboard's page has in its head beside the style of the reports: a phone's width, and a dark page."""
+"""The head of the leaderboard's page, beside the style of the reports: a phone's width, and a dark page."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 STYLE = """

@@ -30,7 +30,7 @@ CHECK_EVERY = 20
 
 @dataclass(frozen=True)
 class Epoch:
-    """What one epoch, or the part of it that was run, came to.
+    """The results of one epoch, or of the part of it that was run.
 
     Args:
         loss: Mean loss per image.

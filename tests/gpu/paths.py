@@ -41,7 +41,7 @@ class GpuPath:
 
 MEASURE, TIMELINE = "lab_utils/timing/measure.py", "lab_utils/timing/timeline.py"
 BATCHES, LOOP = "lab_utils/data/batches.py", "lab_utils/training/loop.py"
-STATES, FACTS = "lab_utils/training/states.py", "lab_utils/machine/facts.py"
+CHECKPOINTS, FACTS = "lab_utils/training/checkpoints.py", "lab_utils/machine/facts.py"
 LAB0, LAB1, LAB4 = (f"notebooks/{name}.ipynb" for name in ("00_start_here", "01_mixed_precision", "04_data_parallel"))
 SCRIPTS = "notebooks/scripts"
 
@@ -118,10 +118,8 @@ PATHS = (
         "lab_utils/training/checkpoints.py: load",
         "loop: a_run_goes_on_from_a_checkpoint_on_the_device",
     ),
-    GpuPath(
-        "saving takes no GPU memory", f"{STATES}: check_readable", "loop: saving_a_checkpoint_puts_nothing_on_the_gpu"
-    ),
-    GpuPath("loading to the device", f"{STATES}: read_state", "loop: a_checkpoint_is_loaded_to_the_device"),
+    GpuPath("saving takes no GPU memory", f"{CHECKPOINTS}: save", "loop: saving_a_checkpoint_puts_nothing_on_the_gpu"),
+    GpuPath("loading to the device", f"{CHECKPOINTS}: load", "loop: a_checkpoint_is_loaded_to_the_device"),
     GpuPath(
         "the emulation beside a GPU",
         "lab_utils/parallel.py: CpuDataParallel",

@@ -6,6 +6,7 @@ Imports only ever point down. Within a layer a module may import another of its 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -15,6 +16,11 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS = (("lab_common",), ("lab_utils", "nodelaunch.node"), ("nodelaunch",), ("course",), ("hosting",))
 # What a layer may not import although it lies below.
 APART = {("nodelaunch", "lab_utils")}
+# Circles that are still to be opened. To be deleted once nodelaunch.failure and the data sets are in one file each.
+KNOWN_CIRCLES = (
+    {"nodelaunch.disks", "nodelaunch.ends", "nodelaunch.state"},
+    {"lab_utils.data", "lab_utils.data.archive", "lab_utils.data.folder", "lab_utils.data.sources"},
+)
 
 
 def list_modules() -> dict[str, Path]:
@@ -41,18 +47,16 @@ def find_level(module: str) -> int:
     return next(level for level, row in enumerate(LAYERS) if layer in row)
 
 
-def find_imports(source: str, module: str, known: dict[str, Path]) -> tuple[set[str], set[str]]:
-    """Returns which of our modules a module imports: those imported together with it, and all.
+def find_imports(source: str, module: str, known: dict[str, Path]) -> set[str]:
+    """Returns which of our modules a module imports, also inside a function or only for a type checker.
 
     Args:
         source: Its source.
         module: Its name; with ``.__init__`` for a package.
         known: All modules, by name.
     """
-    tree = ast.parse(source)
-    late = {id(node) for part in ast.walk(tree) if _is_late(part) for node in ast.walk(part)}
-    base, first, every = module.split("."), set(), set()
-    for node in ast.walk(tree):
+    base, found = module.split("."), set()
+    for node in ast.walk(ast.parse(source)):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -60,19 +64,24 @@ def find_imports(source: str, module: str, known: dict[str, Path]) -> tuple[set[
             package = base[: len(base) - node.level] if node.level else []
             package = ".".join([*package, *([node.module] if node.module else [])])
             names = [f"{package}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [name for name in known if re.fullmatch(_write_pattern(node.args[0]), name)]
         for name in names:
             while name and name not in known:
                 name = name.rpartition(".")[0]
-            if name:
-                every.add(name)
-                first |= {name} - ({name} if id(node) in late else set())
-    return first, every
+            found |= {name} - {""}
+    return found
 
 
-def _is_late(node: ast.AST) -> bool:
-    """Returns True if imports inside the node run later than the module, or only for a type checker."""
-    types_only = isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
-    return types_only or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+def _write_pattern(name: ast.expr) -> str:
+    """Returns a regular expression for what ``import_module`` gets, such as ``f"course.exercises.lab{lab}"``.
+
+    It matches no module if the name does not begin with a text: then the source does not say which package is meant.
+    """
+    parts = name.values if isinstance(name, ast.JoinedStr) else [name]
+    if not isinstance(parts[0], ast.Constant):
+        return ""
+    return "".join(re.escape(part.value) if isinstance(part, ast.Constant) else r"\w+" for part in parts)
 
 
 def find_faults() -> list[str]:
@@ -80,13 +89,13 @@ def find_faults() -> list[str]:
     known, faults, graph = list_modules(), [], {}
     for module, path in known.items():
         own = f"{module}.__init__" if path.name == "__init__.py" else module
-        first, every = find_imports(path.read_text(encoding="utf-8"), own, known)
+        imports = find_imports(path.read_text(encoding="utf-8"), own, known) - {module}
         layer, level = find_layer(module), find_level(module)
-        for name in sorted(every):
+        for name in sorted(imports):
             other = find_layer(name)
             if other != layer and (find_level(name) >= level or (layer, other) in APART):
                 faults.append(f"{module} imports {name}, which it may not")
-        graph[module] = first - {module}
+        graph[module] = {name for name in imports if not any({module, name} <= circle for circle in KNOWN_CIRCLES)}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:

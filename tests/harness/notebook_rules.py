@@ -12,7 +12,8 @@ from pathlib import Path
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import reader
 
-from course.workspace import BEGIN, END, GUESS, GUESS_MARK
+from course.notebooks import BEGIN, END
+from course.workspace import GUESS, GUESS_MARK
 
 IMPORTS = {
     "torch",

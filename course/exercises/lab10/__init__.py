@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course.check import Exercise
+from course.check.verdicts import Exercise
 from course.exercises.lab10.formulas import verify_activation_bytes, verify_state_bytes
 from course.exercises.lab10.split_mlp import verify_split_mlp
 from course.exercises.lab10.zero import verify_zero_step

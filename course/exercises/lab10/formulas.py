@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import product
 from numbers import Real
 
-from course.check import expect
+from course.check.verdicts import expect
 
 PARTS = ("weights", "gradients", "optimizer")
 # How many parameters on how many ranks. Each number of ranks divides its parameters.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from course.check import NotYetError
+from course.check.verdicts import NotYetError
 
 # A %%px cell has these names, and a function of the notebook has not.
 NAMES = {f"name '{name}' is not defined": f"{name} is dist.get_{name}()" for name in ("rank", "world_size")}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course.check import Exercise
+from course.check.verdicts import Exercise
 from course.exercises.lab11.cut import verify_cut
 from course.exercises.lab11.gpipe import verify_gpipe_step
 from course.exercises.lab11.schedule import verify_one_f_one_b

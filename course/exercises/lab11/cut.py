@@ -6,7 +6,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 
-from course.check import expect
+from course.check.verdicts import expect
 
 # Seconds of each layer, and how many stages. Common mistakes give different counts in the first.
 CASES = (

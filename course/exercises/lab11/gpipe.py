@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab8.witness import MisuseError
 from course.exercises.lab10.mistakes import refusing_mistakes
 from course.exercises.lab11.pipeline import EARLIER, NEIGHBOURS, WIDTH, Case, Counters, Report, find_right, take_step
-from course.exercises.ranks import NETWORK, PRINTED, Outcome, fork_ranks
+from course.exercises.ranks import NETWORK, PRINTED
+from course.ranks import Outcome, fork_ranks
 from lab_common.text import clean
 
 # What was received in place of the inputs shows by its values in the first, and by its shape in the second.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from itertools import product
 
-from course.check import expect
+from course.check.verdicts import expect
 from course.pipelines import simulate
 
 RANKS, MICRO = (2, 3, 4, 6, 1), (1, 2, 3, 4, 5, 8)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from course.check import expect
+from course.check.verdicts import expect
 from course.exercises.lab10.formulas import as_number
 
 SIZE = 2  # bytes of a number

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course.check import Exercise
+from course.check.verdicts import Exercise
 from course.exercises.lab12.callback import verify_callback
 from course.exercises.lab12.lightning_script import verify_lightning_script
 from course.exercises.lab12.logged import verify_read_logs

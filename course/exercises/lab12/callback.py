@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import nodelaunch as launch
-from course.check import NotYetError, OpenError, expect
+from course.check.verdicts import NotYetError, OpenError, expect
 from course.exercises.scripts import expect_scripts, read_script
 from course.frameworks import find_python
 from lab_common import read_path

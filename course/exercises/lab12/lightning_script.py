@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import nodelaunch as launch
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab12 import by_hand
 from course.exercises.lab12.by_hand import LR, MOMENTUM, Means
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from numbers import Real
 
-from course.check import expect, refusing
+from course.check.verdicts import expect, refusing
 from course.exercises.lab10.formulas import as_number
 
 Ranks = Sequence[Sequence[Sequence[tuple[int, int]]]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course.check import Exercise
+from course.check.verdicts import Exercise
 from course.exercises.lab13.batch_script import verify_batch_script
 from course.exercises.lab13.cloud_files import verify_cloud_files
 from course.exercises.lab13.costs import verify_plan_run

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from torch.distributed.run import get_args_parser
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises import slurm_stand_in
 
 NODES, SCRIPT, SECONDS = 2, "train_ddp.py", 15.0

@@ -23,7 +23,7 @@ from unittest import mock
 import jsonschema
 import yaml
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from lab_common import checkout
 
 NODES, PROCESSES, GIBIBYTES, RESTARTS = 2, 4, 32, 3

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from course.check import expect, refusing
+from course.check.verdicts import expect, refusing
 from course.exercises.lab10.formulas import as_number
 
 PARTS = ("the interval", "the hours", "the price")

@@ -31,9 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from course.calls import count_collectives
-from course.check import NotYetError, expect
-from course.exercises.ranks import NETWORK, Outcome, fork_ranks
+from course.check.verdicts import NotYetError, expect
+from course.exercises.ranks import NETWORK
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from course.ranks import Outcome, fork_ranks
 from lab_common import read_path
 from lab_utils import data
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course.check import Exercise
+from course.check.verdicts import Exercise
 from course.exercises.lab14.horovod_script import verify_horovod_script
 from course.exercises.lab14.parameter_server import verify_serve_at_once, verify_serve_in_turn
 from course.exercises.lab14.tf_config import verify_write_tf_config

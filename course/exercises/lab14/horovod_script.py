@@ -29,10 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import default_collate
 
-from course.check import NotYetError, expect
-from course.exercises.lab5 import precautions
-from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
-from course.exercises.lab5.ddp_script import (
+from course.check.verdicts import NotYetError, expect
+from course.exercises import precautions
+from course.exercises.lab14.horovod_stand_in import Average, Compression, Horovod
+from course.exercises.ranks import NETWORK
+from course.exercises.script_runs import (
     BATCH_SIZE,
     CHECKPOINT,
     EPOCHS,
@@ -42,10 +43,12 @@ from course.exercises.lab5.ddp_script import (
     STEPS,
     VALID,
     expect_images,
+    expect_saved_once,
+    expect_state,
+    find_saved,
 )
-from course.exercises.lab14.horovod_stand_in import Average, Compression, Horovod
-from course.exercises.ranks import NETWORK, Outcome, fork_ranks
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from course.ranks import Outcome, fork_ranks
 from lab_common import read_path
 from lab_utils import data, models
 

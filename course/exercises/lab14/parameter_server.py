@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab8.witness import MisuseError, Witness
 from course.exercises.lab10.mistakes import refusing_mistakes
-from course.exercises.ranks import PRINTED, Outcome, fork_ranks
+from course.exercises.ranks import PRINTED
+from course.ranks import Outcome, fork_ranks
 from lab_common.text import clean
 
 # Numbers of the weights: more than gradients come, so that it shows which of them are in a step.

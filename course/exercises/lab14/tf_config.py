@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from course.check import expect, refusing
+from course.check.verdicts import expect, refusing
 
 # Not in any order, and each with a port of its own; an index that is no worker's place is in no cluster.
 CLUSTERS = (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course.check import Exercise, expect, refusing
+from course.check.verdicts import Exercise, expect, refusing
 from course.exercises.lab2.recorder import Recorder
 from course.exercises.lab2.reduced import verify_log_reduced
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from course.check import NotYetError, expect, refusing
+from course.check.verdicts import NotYetError, expect, refusing
 from course.exercises.lab2.recorder import Recorder
 
 # Images, summed loss and top-1 hits of two ranks: shares of different size, so that a mean of means is not the mean.

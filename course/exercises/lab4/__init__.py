@@ -9,7 +9,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from course.check import Exercise, NotYetError, expect, refusing
+from course.check.verdicts import Exercise, NotYetError, expect, refusing
 from course.exercises.lab4.replicas import is_close
 from course.exercises.lab4.replicated_step import verify_data_parallel_step
 from lab_utils.parallel import CpuDataParallel

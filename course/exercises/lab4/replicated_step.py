@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch.nn import functional as F
 
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab4.replicas import PATIENCE, Net, Step, Watch, is_close, join, make_trial
 
 # Replicas and images. With 5 and 9 ``chunk`` makes five chunks, with 5 and 6 three, and with 4 and 1 a single one.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch.utils.data import DistributedSampler
 
-from course.check import Exercise, expect, refusing
+from course.check.verdicts import Exercise, expect, refusing
 from course.exercises.lab5.accumulation import verify_accumulation
 from course.exercises.lab5.commands import verify_commands
 from course.exercises.lab5.ddp_script import verify_ddp_script

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from course.calls import count_collectives
-from course.check import expect
+from course.check.verdicts import expect
 from course.exercises.probe import Probe
 from course.exercises.ranks import run_on_ranks
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed.run import get_args_parser
 
 import nodelaunch as launch
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from nodelaunch.node.errors import failed_as_consequence
 
 NODES, SECONDS = 2, 90

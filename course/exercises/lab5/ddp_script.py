@@ -19,17 +19,26 @@ import torch
 import torch.nn.functional as F
 
 import nodelaunch as launch
-from course.check import NotYetError, expect
-from course.exercises.lab5.checkpoint import expect_saved_once, expect_state, find_saved
-from course.exercises.lab5.precautions import asks_for_checkpoint, expect_precautions
+from course.check.verdicts import NotYetError, expect
+from course.exercises.precautions import asks_for_checkpoint, expect_precautions
+from course.exercises.script_runs import (
+    BATCH_SIZE,
+    CHECKPOINT,
+    EPOCHS,
+    IMAGES,
+    PRINTED,
+    RANKS,
+    STEPS,
+    VALID,
+    expect_images,
+    expect_saved_once,
+    expect_state,
+    find_saved,
+)
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
 from lab_common import read_path
 from lab_utils import data, models
 
-# Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
-RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 127, 21, 16, 2
-STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
-CHECKPOINT = "saved-here.pt"  # not the name that the script itself has as an example
 CLOSE = 1e-9
 # Longer than any operation of this run takes on a busy laptop, and no longer than a learner waits for an answer. The
 # process group of the script waits longer, so that it is the launcher that says where each rank stood.
@@ -61,8 +70,6 @@ FAILURES = (
     ),
     (r"NameError|UnboundLocalError", "the lines that follow the gap use this name: assign it in the gap"),
 )
-# What the script prints at the end of an epoch.
-PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images")
 
 
 @dataclass(frozen=True)
@@ -183,66 +190,6 @@ def _expect_end(job: launch.JobResult) -> None:
         yours=f"nothing from rank {', '.join(map(str, silent))}",
         expected="a report from every rank",
         hint="main() has to come to its end on every rank",
-    )
-
-
-def expect_images(taken: Sequence[list[list[int]]]) -> None:
-    """Full batches, no image twice in an epoch by both ranks together, and another order each time."""
-    orders = [[index for step in steps for index in step] for steps in taken]
-    _expect_batches(taken, orders)
-    half = STEPS * BATCH_SIZE  # what a rank takes in an epoch
-    for epoch in range(EPOCHS):
-        own = slice(epoch * half, (epoch + 1) * half)
-        different, images = len({index for order in orders for index in order[own]}), RANKS * half
-        expect(
-            different == images,
-            f"how many different images both ranks took in epoch {epoch + 1}",
-            yours=different,
-            expected=images,
-            hint="a DistributedSampler divides the images: give it to the DataLoader as sampler=, one seed for all",
-        )
-    order = orders[0]
-    expect(
-        order[:half] != sorted(order[:half]),
-        "the order of the images",
-        yours="that of the data set",
-        expected="shuffled",
-        hint="DistributedSampler shuffles, unless it is told shuffle=False",
-    )
-    expect(
-        order[:half] != order[half:],
-        "the order of the images",
-        yours="the same in both epochs",
-        expected="another one in each epoch",
-        hint="sampler.set_epoch(epoch) before each epoch chooses its order",
-    )
-
-
-def _expect_batches(taken: Sequence[list[list[int]]], orders: Sequence[list[int]]) -> None:
-    """Every rank takes full batches, as many as its share of the images has, and not the share of another."""
-    sizes, share = [len(step) for step in taken[0]], EPOCHS * -(-IMAGES // RANKS)
-    hint = "args.batch_size is the number of images of each process: give it to the DataLoader as it is"
-    if not any(orders):
-        hint = "the batches come from `train`: DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
-    elif len(orders[0]) > share:
-        hint = "both ranks went through all images: give the sampler to the DataLoader, as sampler=sampler"
-    elif sizes == [*[BATCH_SIZE] * STEPS, IMAGES // RANKS % BATCH_SIZE] * EPOCHS:
-        hint = "drop_last=True for the DataLoader: without it the last batch of an epoch is not a full one"
-    elif sizes == [BATCH_SIZE] * (share // BATCH_SIZE):
-        hint = "drop_last=True for the DistributedSampler: without it one image comes twice, to make the shares equal"
-    expect(
-        [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS),
-        f"the batches that a rank takes in {EPOCHS} epochs of {IMAGES} images",
-        yours=f"{len(sizes)} batches, of {' and '.join(map(str, sorted(set(sizes), reverse=True))) or 'no'} images",
-        expected=f"{EPOCHS * STEPS} batches, of {BATCH_SIZE} images",
-        hint=hint,
-    )
-    expect(
-        orders[0] != orders[1],
-        "the images of the two ranks",
-        yours="the same ones, in the same order",
-        expected="different ones",
-        hint="both ranks got the same share: rank is the number in the whole job; LOCAL_RANK is 0 on each node",
     )
 
 

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 import nodelaunch as launch
-from course.check import Exercise, expect
+from course.check.verdicts import Exercise, expect
 from course.exercises.lab6.cards import (
     Card,
     ddp_job,

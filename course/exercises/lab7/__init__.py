@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.data import DistributedSampler
 
-from course.check import Exercise, expect
+from course.check.verdicts import Exercise, expect
 from course.exercises.lab7.exact_accuracy import verify_count_share
 from course.exercises.lab7.image_files import verify_image_files
 from course.exercises.lab7.worker_seeds import verify_seed_worker

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from course.check import expect
+from course.check.verdicts import expect
 
 # Images, ranks.
 CASES = ((10, 4), (7, 2), (150, 1), (131, 2), (260, 3), (2, 3))

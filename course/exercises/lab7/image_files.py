@@ -11,7 +11,7 @@ from PIL import Image
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
-from course.check import expect, refusing
+from course.check.verdicts import expect, refusing
 
 # No label is its image's index, and two images have the same one.
 LABELS = (3, 7, 1, 7, 0, 9)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from course.check import OpenError, expect
+from course.check.verdicts import OpenError, expect
 
 WORKERS, EPOCHS, DRAWN = 2, 3, 4
 # Of a worker that neither starts nor answers.

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from course.check import NotYetError, OpenError, expect
+from course.check.verdicts import NotYetError, OpenError, expect
 from course.exercises.lab8.witness import MisuseError, Witness
-from course.exercises.ranks import Outcome, fork_ranks
+from course.ranks import Outcome, fork_ranks
 
 # Numbers of a chunk, and their type: of float64, so that a buffer of another type is found.
 CASES = ((3, torch.float64), (2, torch.float32))

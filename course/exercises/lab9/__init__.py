@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course.check import Exercise
+from course.check.verdicts import Exercise
 from course.exercises.lab9.comm_hook import verify_note_and_average
 from course.exercises.lab9.local_sgd import verify_local_step
 from course.exercises.lab9.overlap import verify_overlap

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from course.calls import count_collectives
-from course.check import NotYetError, expect
+from course.check.verdicts import NotYetError, expect
 from course.exercises.lab9.nets import draw, find_loss, is_close
 from course.exercises.ranks import run_on_ranks
 

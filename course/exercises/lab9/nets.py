@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from course.check import expect
+from course.check.verdicts import expect
 
 CLOSE = 1e-9
 SIZES = (6, 8, 8, 8, 4)

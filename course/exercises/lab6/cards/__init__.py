@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import nodelaunch as launch
-from course.check import attempts, expect
+from course.check import attempts
+from course.check.verdicts import expect
 from course.exercises import slurm_stand_in
 from course.exercises.lab6.cards.faults import FAULTS, PILES, SUFFIXES, TOPICS, Fault, read_job
 from lab_common import LabError
@@ -135,7 +136,7 @@ class Card:
             return _run_again(run, ends or self.fault.ends[:1], show) if self.fault.ends else run()
 
     def name(self, letter: str) -> None:
-        """Says whether this is the cause, by its letter in the lab's list; if it is, opens the job.
+        """Names the cause by its letter in the lab's list; if it is right, the job opens.
 
         Raises:
             NotYetError: It is another one, which costs a point; the hint says where to look.
@@ -160,7 +161,7 @@ class Card:
         self._open()
 
     def hint(self) -> None:
-        """Says where to look, for a point; who knows that already sees the job before its cause is named."""
+        """Prints where to look; costs a point. The second hint opens the job before its cause is named."""
         print(f"Card {self.number}: {self.fault.sign}{'' if self.fault.sign.endswith('?') else '.'}")
         if not (self.named or self.path.exists()):
             attempts.note(self._diagnosis, "asked")
@@ -286,7 +287,7 @@ def _list_cards() -> list[Card]:
 
 
 def _has_opened(diagnosis: attempts.Standing) -> bool:
-    """Whether hints have opened a job: the first one gives the hint, unless a wrong letter has brought it already."""
+    """True if hints have opened a job: the first one gives the hint, unless a wrong letter has brought it already."""
     return diagnosis.asked > 0 and diagnosis.asked + diagnosis.tries > 1
 
 

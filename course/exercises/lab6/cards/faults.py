@@ -1,4 +1,4 @@
-"""What can be wrong on a card: the change that breaks the job, the cause, and how the symptom tells it."""
+"""The faults on the cards: the change that breaks the job, the cause, and how the symptom tells it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,147 @@
+"""The run of a learner's script on two ranks: which images it took, and which checkpoint it left."""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from course.check.verdicts import NotYetError, expect
+
+# Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
+RANKS, IMAGES, VALID, BATCH_SIZE, EPOCHS = 2, 127, 21, 16, 2
+STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
+CHECKPOINT = "saved-here.pt"  # not the name that the script itself has as an example
+# What the script prints at the end of an epoch.
+PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images")
+
+
+def expect_images(taken: Sequence[list[list[int]]]) -> None:
+    """Full batches, no image twice in an epoch by both ranks together, and another order each time."""
+    orders = [[index for step in steps for index in step] for steps in taken]
+    _expect_batches(taken, orders)
+    half = STEPS * BATCH_SIZE  # what a rank takes in an epoch
+    for epoch in range(EPOCHS):
+        own = slice(epoch * half, (epoch + 1) * half)
+        different, images = len({index for order in orders for index in order[own]}), RANKS * half
+        expect(
+            different == images,
+            f"how many different images both ranks took in epoch {epoch + 1}",
+            yours=different,
+            expected=images,
+            hint="a DistributedSampler divides the images: give it to the DataLoader as sampler=, one seed for all",
+        )
+    order = orders[0]
+    expect(
+        order[:half] != sorted(order[:half]),
+        "the order of the images",
+        yours="that of the data set",
+        expected="shuffled",
+        hint="DistributedSampler shuffles, unless it is told shuffle=False",
+    )
+    expect(
+        order[:half] != order[half:],
+        "the order of the images",
+        yours="the same in both epochs",
+        expected="another one in each epoch",
+        hint="sampler.set_epoch(epoch) before each epoch chooses its order",
+    )
+
+
+def _expect_batches(taken: Sequence[list[list[int]]], orders: Sequence[list[int]]) -> None:
+    """Every rank takes full batches, as many as its share of the images has, and not the share of another."""
+    sizes, share = [len(step) for step in taken[0]], EPOCHS * -(-IMAGES // RANKS)
+    hint = "args.batch_size is the number of images of each process: give it to the DataLoader as it is"
+    if not any(orders):
+        hint = "the batches come from `train`: DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
+    elif len(orders[0]) > share:
+        hint = "both ranks went through all images: give the sampler to the DataLoader, as sampler=sampler"
+    elif sizes == [*[BATCH_SIZE] * STEPS, IMAGES // RANKS % BATCH_SIZE] * EPOCHS:
+        hint = "drop_last=True for the DataLoader: without it the last batch of an epoch is not a full one"
+    elif sizes == [BATCH_SIZE] * (share // BATCH_SIZE):
+        hint = "drop_last=True for the DistributedSampler: without it one image comes twice, to make the shares equal"
+    expect(
+        [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS),
+        f"the batches that a rank takes in {EPOCHS} epochs of {IMAGES} images",
+        yours=f"{len(sizes)} batches, of {' and '.join(map(str, sorted(set(sizes), reverse=True))) or 'no'} images",
+        expected=f"{EPOCHS * STEPS} batches, of {BATCH_SIZE} images",
+        hint=hint,
+    )
+    expect(
+        orders[0] != orders[1],
+        "the images of the two ranks",
+        yours="the same ones, in the same order",
+        expected="different ones",
+        hint="both ranks got the same share: rank is the number in the whole job; LOCAL_RANK is 0 on each node",
+    )
+
+
+def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
+    """The node of rank 0 has the checkpoint, and no other node has one, under any name.
+
+    Args:
+        paths: What each node would save, by its name.
+        first: The node of rank 0.
+    """
+    found = {name: files for name, path in paths.items() if (files := find_saved(path))}
+    hint = "exactly one process saves, the one that loads later: if rank == 0"
+    if len(found) > 1:
+        hint = "every process saved: rank 0 alone may, and LOCAL_RANK is 0 on every node: if rank == 0"
+    elif list(found) == [first]:
+        hint = "save to args.checkpoint: there the script looks for it when it is started again"
+    expect(
+        list(found) == [first] and paths[first].name in found[first],
+        "which nodes hold a checkpoint, with rank 0 on " + first,
+        yours="; ".join(f"{name}: {', '.join(files)}" for name, files in found.items()) or "none",
+        expected=f"{first} alone: {paths[first].name}",
+        hint=hint,
+    )
+
+
+def find_saved(path: Path) -> list[str]:
+    """The names of what ``torch.save`` wrote into a checkpoint's folder, and the checkpoint's own if it is there."""
+    files = (file for file in path.parent.rglob("*") if file == path or zipfile.is_zipfile(file))
+    return sorted(str(file.relative_to(path.parent)) for file in files)
+
+
+def expect_state(path: Path, weights: Mapping[str, torch.Tensor], epochs: int) -> None:
+    """The checkpoint has the weights at the end, under the bare network's names, and what is needed to go on.
+
+    Args:
+        path: The checkpoint of rank 0.
+        weights: The parameters at the end, by their names in the bare network.
+        epochs: How many were trained.
+    """
+    try:
+        state = torch.load(path)
+    except Exception as error:  # whatever a learner's own way of saving left there
+        line = f"{type(error).__name__}: {error}".splitlines()[0]
+        hint = "torch.save(state, ...) of a dictionary of state_dict()s"
+        raise NotYetError("the checkpoint", yours=line[:160], expected="loads again", hint=hint) from None
+    model = state.get("model", {}) if isinstance(state, Mapping) else {}
+    missing = [name for name in weights if name not in model]
+    expect(
+        not missing,
+        "the weights in the checkpoint",
+        yours=", ".join(list(model)[:2]) + ", …" if model else "not there",
+        expected=", ".join(list(weights)[:2]) + ", …",
+        hint="save state as it was put together, with model and optimizer; model.module's names have no 'module.'",
+    )
+    expect(
+        bool(state.get("optimizer")),
+        "the optimizer in the checkpoint",
+        yours="not there",
+        expected="its state_dict(), as 'optimizer'",
+        hint="save the state as it was put together: the script loads the optimizer's momentum when it goes on",
+    )
+    difference = max(float((model[name] - one).abs().max()) for name, one in weights.items())
+    expect(
+        difference == 0 and state.get("epoch") == epochs,
+        "the last checkpoint",
+        yours=f"of epoch {state.get('epoch')}, whose weights differ from those at the end by {difference:.1e}",
+        expected=f"of epoch {epochs}, with the weights at the end",
+        hint="save at the end of each epoch, the last one too",
+    )
