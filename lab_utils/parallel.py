@@ -36,7 +36,7 @@ class CpuDataParallel(nn.DataParallel):
         nn.Module.__init__(self)
         if replicas < 1:
             cause, fix = "each replica needs a chunk of the batch", "replicas=2"
-            raise LabError(f"{replicas} replicas are none.", where="CpuDataParallel", cause=cause, fix=fix)
+            raise LabError("replicas must be at least 1.", where="CpuDataParallel", cause=cause, fix=fix)
         self.module, self.dim = module, 0
         self.device_ids, self.output_device = list(range(replicas)), 0
         self.src_device_obj = torch.device("cpu")

@@ -165,7 +165,7 @@ def test_an_error_of_a_replica_reaches_the_caller():
 def test_no_replicas_are_refused():
     with pytest.raises(LabError) as caught:
         CpuDataParallel(nn.Linear(2, 2), 0)
-    assert_explains(caught.value, "0 replicas are none", "replicas=2")
+    assert_explains(caught.value, "replicas must be at least 1", "replicas=2")
 
 
 @pytest.mark.skipif(GPUS > 0, reason="NOT TESTED HERE: what DataParallel does without a GPU (this machine has one)")

@@ -300,8 +300,8 @@ def test_what_no_record_could_hold_is_refused_before_it_runs(home, write):
     for words, arguments, options in (
         ("These arguments cannot race", ["x" * 3000], {}),
         ("These arguments cannot race", "--epochs", {}),
-        ("A lap of 0 s is none", [], {"within": 0}),
-        ("A lap of nan s is none", [], {"within": float("nan")}),
+        ("must be above 0 and at most 3600 s, not 0", [], {"within": 0}),
+        ("must be above 0 and at most 3600 s, not nan", [], {"within": float("nan")}),
         ("cannot race.*No such file", [], {"files": [home / "no.py"]}),
         ("cannot race.*directory", [], {"files": [home.parent]}),
         ("cannot race.*other characters", [], {"files": [write("a b.py", "")]}),

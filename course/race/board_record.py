@@ -105,7 +105,7 @@ FAILED = PROPERTIES | {key: {"const": value} for key, value in NOTHING.items()}
 FAILED |= {"failed": _text(300), "data": _object(**DATA | {key: {"const": None} for key in ("sha256", "seed")})}
 
 
-# To JSON Schema 5.0 is an integer, too; to what takes one here it is none.
+# JSON Schema counts 5.0 as an integer; the code that reads this does not.
 TYPES = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
 Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=TYPES)
 

@@ -190,7 +190,8 @@ def _check(nodes: list[Node], args: Sequence[object], *, within: float | None, c
     if compare and len(nodes) < 2:
         raise LabError("One node cannot be compared with itself.", where=where, fix="name two nodes")
     if within is not None and not 0 < within <= LIMIT:
-        raise LabError(f"A lap of {within:g} s is none.", where=where, fix=f"within= takes up to {LIMIT:.0f} seconds")
+        fix = "within=60 is one minute"
+        raise LabError(f"within= must be above 0 and at most {LIMIT:.0f} s, not {within:g}.", where=where, fix=fix)
     if isinstance(args, str) or sum(len(str(one)) for one in args) > ARGUMENTS or len(args) > 200:
         cause = f"a record holds a list of up to 200 arguments, of {ARGUMENTS} characters in all"
         raise LabError("These arguments cannot race.", where=where, cause=cause, fix='["--epochs", 4]')
