@@ -42,7 +42,7 @@ SIGNALS = {
     **dict.fromkeys((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT), (SENT, AGAIN)),
     **{one: (TIMER, f"signal.signal(signal.{one.name}, …) in the script, before the training")
        for one in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)},
-    signal.SIGKILL: ("somebody sent it, or Linux did for want of memory (sudo dmesg | tail says so)", AGAIN),
+    signal.SIGKILL: ("somebody sent it, or Linux did because memory was full (sudo dmesg | tail says so)", AGAIN),
     signal.SIGABRT: ("C++ code gave up (an assertion or an exception that nobody caught)", "read its last lines"),
     signal.SIGBUS: ("it read memory whose file is gone or too short: a full /dev/shm, or a mapped file that was cut",
                     "num_workers=0, or more shared memory (--shm-size=2g); leave files alone that a job has mapped"),

@@ -308,7 +308,7 @@ KNOWN = (
      "num_workers=0 and env={'PYTHONFAULTHANDLER': '1'} show the line"),
     (r"DataLoader worker \(pid[^\n]*(killed by signal: (?P<name>\w+)|exited unexpectedly)",
      'a worker of the DataLoader ended without a word; Linux ends ("Killed") the process that takes most memory',
-     "num_workers=0 shows the worker's own error; for want of memory: fewer workers, or a smaller prefetch_factor"),
+     "num_workers=0 shows the worker's own error; if memory is full: fewer workers, or a smaller prefetch_factor"),
     ("EADDRNOTAVAIL|Cannot assign requested address",
      "the script asks to listen at an address that this node does not have (init_method=, MASTER_ADDR)",
      "init_process_group('gloo') alone: torchrun has set MASTER_ADDR and MASTER_PORT"),

@@ -340,12 +340,12 @@ def make_result(failure):
 
 
 def show(thing):
-    """What a notebook keeps of a thing that is displayed, by type."""
+    """A displayed thing as a notebook keeps it, by type."""
     return DisplayFormatter().format(thing)[0]
 
 
 def read_text(page):
-    """What a reader of a page sees, without the folded part, in lines."""
+    """The lines of a page that are visible without unfolding."""
     visible = re.sub(r"<details>.*</details>", "", page, flags=re.DOTALL)
     return [line for line in re.sub(r"<[^>]*>", "", visible.replace("</div>", "\n")).split("\n") if line]
 

@@ -1,4 +1,4 @@
-"""What goes wrong in jobs of two nodes, each done for real: answered in seconds, named plainly, and nothing is left.
+"""Jobs of two nodes go wrong, each for real: answered in seconds, named plainly, and nothing is left.
 
 The numbers are those of the list of fault drills. Where the network or the host has a part in it, the nodes are two
 hosts; else they are two nodes of this machine.

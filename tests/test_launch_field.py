@@ -482,8 +482,9 @@ done, lock, pipe = threading.Event(), threading.Lock(), queue.SimpleQueue()
 lock.acquire()
 # Functions in C, as torch's are: Python has no frame of them.
 Work = type("Work", (), {"__module__": "torch._C._distributed_c10d", "wait": time.sleep})
-Tensor = type("Tensor", (), {"__module__": "torch", "item": time.sleep})
+Tensor = type("Tensor", (), {"__module__": "torch", "item": time.sleep, "__gt__": time.sleep})
 work, slow, handles, loss = Work(), SimpleNamespace(wait=time.sleep), [SimpleNamespace(wait=time.sleep)], Tensor()
+dist = SimpleNamespace(irecv=lambda *rest: slow)
 other, rank = SimpleNamespace(item=time.sleep), SimpleNamespace(losses={"train": loss}, loss=loss, lock=lock)
 def serve(wait):
     wait()  # a line of the script
@@ -503,6 +504,7 @@ collective = torch.futures.Future().wait
         # What is torch's is waited for; work of the script's own is not.
         ("work.wait(60)", True),
         ("handles[0].wait(60)", True),  # by its name, if nothing else is known
+        ("dist.irecv(torch.ones(1), 0).wait(60)", True),
         ("slow.wait(60)", False),
         ("time.sleep(60)", False),
         ("run_in('torch.distributed', '/v/torch/distributed/api.py', collective)()", True),
@@ -535,6 +537,7 @@ def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(sour
         ("rank.losses['train'].item(60)", True),
         ("rank.loss.item(\n    60,\n)", True),
         ("(lambda: rank)().loss.item(60)", True),
+        ("loss > 60", True),
         ("time.sleep(60)", False),
         ("time.sleep(60 + 0 * len([loss]))", False),
         ("other.item(60)", False),

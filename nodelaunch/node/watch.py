@@ -289,12 +289,15 @@ def read_call(frame: FrameType) -> str:
 
 def find_owner(frame: FrameType) -> Any:
     """The object whose method or function a frame's call is, without running any code; None if it is not known."""
-    text = re.sub(r"^(float|int|bool|str|print)\(", "", read_call(frame))
-    names = re.match(r"[\w.]*", text)[0].split(".")
-    following = text[len(".".join(names)) :][:1]
-    if following == "[":  # an element is not known
+    text = re.sub(r"^(?:float|int|bool|str|print)\((.*)\)$", r"\1", read_call(frame))
+    while (flat := re.sub(r"\([^()]*\)", "\0", text)) != text:  # without arguments
+        text = flat
+    found = re.match(r"[\w.]+", text)
+    following = text[found.end() :] if found else "."
+    if re.match(r"\0*[.\[]|\0\0", following):  # the result of another call, or an element
         return None
-    first, *others = names[:-1] if following == "(" and len(names) > 1 else names
+    names = found[0].split(".")
+    first, *others = names[:-1] if following[:1] in ("\0", "(") and len(names) > 1 else names
     places = (frame.f_locals, frame.f_globals, frame.f_builtins)
     value = next((place[first] for place in places if first in place), None)
     for name in others:
