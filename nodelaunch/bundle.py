@@ -16,16 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import lab_common
-from lab_common import LabError, nvidia
+from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node import cleaning, facts, guard, receive
+from nodelaunch.node import receive
 from nodelaunch.node.facts import hash_files
 from nodelaunch.node.place import PROGRAMS
 from nodelaunch.node.probe import MARK
 from nodelaunch.packages import find_packages, list_modules
-from nodelaunch.preflight.client import make_program
+from nodelaunch.program import list_files, make_command
 from nodelaunch.project import find_project
 
 # What stands beside a script is found before all that is installed, also by torchrun.
@@ -62,19 +61,21 @@ def collect_files(script: Path | None, extra: tuple[Path, ...] = (), root: Path 
     contents, note = _read_project(script, root) if root else (_read_beside(beside), "")
     packages = find_packages([source for name, source in contents.items() if name.endswith(".py")])
     # What stands in the project is found there.
-    packages = {name: path for name, path in packages.items() if root is None or root not in path.parents}
+    packages = {
+        name: path
+        for name, path in packages.items()
+        if name not in ("lab_common", "nodelaunch") and (root is None or root not in path.parents)
+    }
     for path in beside:
         if path.stem in TAKEN | packages.keys():
             shown, cause = clean(repr(path.name), 60), f"it would be imported in place of the module {path.stem!r}"
             fix = "rename it"
             raise LabError(f"A file of a job cannot be called {shown}.", where=clean(path, 300), cause=cause, fix=fix)
-    packages |= {"nodelaunch": Path(facts.__file__).parents[1], "lab_common": Path(lab_common.__file__).parent}
+    contents |= {name: _read_file(path) for name, path in list_files().items()}
     for package, folder in packages.items():
         for path in list_modules(folder):
             name = Path(package, path.relative_to(folder)) if folder.is_dir() else Path(path.name)
-            # Of this package only what runs on a node.
-            if package != "nodelaunch" or name.parts[1] in ("__init__.py", "node"):
-                contents[name.as_posix()] = _read_file(path)
+            contents[name.as_posix()] = _read_file(path)
     return Bundle(contents, hash_files(contents), note)
 
 
@@ -153,8 +154,7 @@ def send(
     Raises:
         LabError: The node was not reached, or its disk is full.
     """
-    program = make_program(nvidia, facts, guard, cleaning, receive)
-    process = node.popen([node.python, "-c", program, root, *folders])
+    process = node.popen(make_command(node.python, receive, root, *folders))
     started.append(process)
     # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
     alarm = threading.Timer(timeout, process.kill) if timeout else None

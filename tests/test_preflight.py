@@ -22,10 +22,10 @@ from nodelaunch import __main__ as launch_main
 from nodelaunch.__main__ import main
 from nodelaunch.backends.local import LocalNode, local_nodes
 from nodelaunch.backends.ssh import ssh_nodes
-from nodelaunch.node import probe
+from nodelaunch.node import probe, receive, sampler
 from nodelaunch.node.facts import hash_tree
 from nodelaunch.preflight import Preflight, check_nodes, judge_clocks, routes
-from nodelaunch.preflight.client import ProbeClient, ask_once, make_program
+from nodelaunch.preflight.client import ProbeClient, ask_once
 from nodelaunch.preflight.gpus import find_offers, judge_gpus
 from nodelaunch.preflight.leftovers import judge_jobs
 from nodelaunch.preflight.verdicts import (
@@ -37,6 +37,7 @@ from nodelaunch.preflight.verdicts import (
     judge_facts,
     judge_versions,
 )
+from nodelaunch.program import list_files, make_command, pack_files
 
 LISTEN = """import socket, time
 listener = socket.socket()
@@ -144,17 +145,29 @@ def test_a_healthy_pair_is_green_within_two_seconds(pair):
     assert repr(found) == str(found), "what a cell shows"
 
 
-def test_the_probe_is_small_and_plain():
-    program = make_program()
-    assert len(program) < 100_000
-    tree = ast.parse(program, feature_version=(3, 9))
-    modules = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in modules} <= sys.stdlib_module_names
+@pytest.mark.parametrize(("module", "stdin"), [(probe, b""), (sampler, b""), (receive, bytes(10240))])
+def test_what_travels_needs_python_3_9_and_nothing_installed(module, stdin, tmp_path, root):
+    python, *rest = make_command(sys.executable, module, "9", "0", str(tmp_path))
+    assert max(map(len, rest)) < 100_000, "an argument has 128 KiB at most"
+    command = [python, "-I", "-S", "-X", "importtime", *rest]
+    done = subprocess.run(command, input=stdin, capture_output=True, cwd=tmp_path)
+    assert b"ImportError" not in done.stderr and b"ModuleNotFoundError" not in done.stderr
+    ours = set(re.findall(r"(?:lab_common|nodelaunch)[\w.]*$", done.stderr.decode(), re.MULTILINE))
+    assert ours >= {"nodelaunch.node", "lab_common"}
+    places = [root / name.replace(".", "/") for name in ours]
+    files = [path for place in places for path in (place.with_suffix(".py"), place / "__init__.py") if path.exists()]
+    for path in [*files, Path(module.__file__)]:
+        ast.parse(path.read_text(), feature_version=(3, 9))
+
+
+def test_what_travels_is_the_same_for_the_same_files():
+    contents = {name: path.read_bytes() for name, path in list_files().items()}
+    assert pack_files(contents) == pack_files(dict(reversed(contents.items())))
+    assert {"nodelaunch/node/worker.py", "lab_common/__init__.py"} <= contents.keys()
 
 
 def test_the_probe_ends_with_its_launcher(pair):
-    process = pair[0].popen([sys.executable, "-c", make_program()])
+    process = pair[0].popen(make_command(sys.executable, probe))
     process.stdin.write(b'{"do": "clock"}\n')
     process.stdin.flush()
     assert json.loads(process.stdout.readline()[1:])["time"] == pytest.approx(time.time(), abs=1)

@@ -1,8 +1,8 @@
 """The program that the preflight runs on every node: it answers each JSON line on its stdin with one on its stdout.
 
-The launcher sends it as text, ``python -c``, since nothing of ours may lie on the node yet: this file and those that it
-imports from here, one after the other. So they use the standard library alone, keep to Python 3.9, and say it in the
-answer when a question fails. The program ends when its stdin does, or after 30 s.
+The launcher sends it (:mod:`nodelaunch.program`), since nothing of ours may be installed on the node yet: it and what
+it imports use the standard library alone, and run on Python 3.9. When a question fails, the answer contains the error.
+The program ends when its stdin does, or after 30 s.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Unpacks on a node what the launcher sends on standard input: the code, unless it is there, and the job's script.
 
-Sent as text (``python -c``) behind the modules that it imports, since nothing of ours may lie on the node yet: the
-standard library alone, Python 3.9. It prints, behind the byte 0x1e, a JSON list of what was there already and was
-changed. Afterwards it removes the oldest code and jobs that nothing uses, see :mod:`nodelaunch.node.cleaning`.
+Sent by :mod:`nodelaunch.program`: the standard library alone, Python 3.9. It prints, behind the byte 0x1e, a JSON list
+of what was there already and was changed. Afterwards it removes the oldest code and jobs that nothing uses.
 """
 
 from __future__ import annotations

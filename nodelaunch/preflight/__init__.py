@@ -152,7 +152,7 @@ def check_nodes(
     wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun, visible)
     with open_clients(nodes) as clients:
         tasks = {name: functools.partial(_examine, client, wanted, waits["facts"]) for name, client in clients.items()}
-        answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
+        answers, errors = _split(ask_all(tasks, waits["facts"]))
         machines = {answer["facts"].get("system", {}).get("machine") for answer in answers.values()}
         together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
         network = routes.Network(by_name, {name: answer["facts"] for name, answer in answers.items()}, together)
@@ -244,7 +244,7 @@ def _explore(
     for name, question in questions.items():
         question |= {"token": tokens[name], "port": (port or 0) if name == network.head else None}
     asked = {name: functools.partial(clients[name].ask, questions[name], listen) for name in names}
-    listening, errors = _split(ask_all(asked, network.nodes, listen))
+    listening, errors = _split(ask_all(asked, listen))
     patience = max(told, end - time.monotonic())
     tasks = {}
     for name in listening:
@@ -258,7 +258,7 @@ def _explore(
         hosts = [network.system(other).get("host", "") for other in listening if other != name]
         question = {"do": "connect", "targets": targets, "names": hosts, "seconds": waits["connect"]}
         tasks[name] = functools.partial(clients[name].ask, question, patience)
-    answers, late = _split(ask_all(tasks, network.nodes, patience))
+    answers, late = _split(ask_all(tasks, patience))
     reached = {name: answer["reached"] for name, answer in answers.items()}
     resolved = {name: answer.get("names", {}) for name, answer in answers.items()}
     explored = routes.Network(network.nodes, network.facts, network.one_machine, listening, reached, resolved)
