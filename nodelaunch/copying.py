@@ -75,7 +75,7 @@ def copy_to_nodes(
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
     if not force:
-        Preflight(tuple(changed), {}, {}, 0, 0.0, {}).raise_if_red()
+        Preflight(tuple(changed)).raise_if_red()
     for verdict in changed:
         say(f"{verdict.node}: {verdict.found}; started anyway")
 

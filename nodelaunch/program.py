@@ -67,7 +67,7 @@ def pack_files(contents: dict[str, bytes]) -> bytes:
 
 
 def list_files() -> dict[str, Path]:
-    """What runs around a script on a node: lab_common and nodelaunch.node, by the path in the archive."""
+    """The files that run around a script on a node, lab_common and nodelaunch.node, by their path in the archive."""
     launcher, common = Path(nodelaunch.__file__).parent, Path(lab_common.__file__).parent
     paths = [*common.glob("*.py"), launcher / "__init__.py", *launcher.glob("node/*.py")]
     found = {f"{path.relative_to(path.parents[1 + (path.parent.name == 'node')])}": path for path in paths}

@@ -95,15 +95,9 @@ def _list_git(root: Path, left_out: list[str]) -> list[str] | None:
     """The files that git knows or would add, also in repositories within; None without a repository."""
     if not shutil.which("git"):
         return None
-    # A downloaded repository's configuration must not run a program here: one that git asks for changes (fsmonitor), or
-    # one that fetches an object that is missing.
-    git = ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-t", "-z"]
-    command = [*git, "--cached", "--others", "--exclude-standard", "--", "."]
-    env = os.environ | {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # of another repository, whose hook runs us
-        env.pop(name, None)
+    command = ["git", "-C", str(root), "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard", "--", "."]
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, env=env)
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30)
     except subprocess.TimeoutExpired:
         return None
     if done.returncode or not done.stdout:  # no repository, another user's, or an ignored folder of one

@@ -117,7 +117,7 @@ def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
         verdict = judge_error("Slurm", error)
     there = {"code": find_code({"folder": nodes[0].folder, "code": code})}
     changed = [found for found in judge_code("Slurm", there, Wanted(bundle=code)) if found.state == "red"]
-    return Preflight((verdict, *changed), {}, {}, 0, time.monotonic() - started, {})
+    return Preflight((verdict, *changed), seconds=time.monotonic() - started)
 
 
 def needs_preflight(spec: JobSpec) -> bool:
@@ -307,18 +307,13 @@ class SlurmJob:
     def facts(self) -> dict[str, str]:
         """Slurm's facts of it."""
         with self._lock:
-            if self.state_known not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
+            if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
                 self._facts, self._looked = look_up(self.number), time.monotonic()
             return self._facts
 
     @property
-    def state_known(self) -> str:
-        """The state at the last look."""
-        return self._facts["JobState"]
-
-    @property
     def state(self) -> str:
-        """The state now."""
+        """Its state now."""
         return self.facts["JobState"]
 
     def beat(self) -> None:
@@ -327,7 +322,7 @@ class SlurmJob:
             os.utime(self.folder / "lease")
 
     def stop(self) -> None:
-        """Asks the supervisors to end everything, and cancels the job when that takes too long."""
+        """Asks the supervisors to end everything, and cancels the job if that takes too long."""
         with self._lock:
             if self._stopping:
                 return

@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import probe
-from nodelaunch.node.output import read_lines
+from nodelaunch.node.output import CHUNK, EVENT, Lines
 from nodelaunch.program import make_command
 
 
@@ -26,10 +25,8 @@ class ProbeClient:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._process: subprocess.Popen | None = None
-        self._reader: threading.Thread | None = None
-        self._closed = False
-        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._errors: deque[bytes] = deque(maxlen=50)
+        self._closed, self._asking = False, threading.Lock()
+        self._lines, self._answers = Lines(EVENT), []
 
     def open(self) -> None:
         """Starts the probe; returns before it answers.
@@ -38,26 +35,11 @@ class ProbeClient:
             LabError: It could not be started.
         """
         try:
-            process = self._process = self.node.popen(make_command(self.node.python, probe))
+            self._process = self.node.popen(make_command(self.node.python, probe))
         except OSError as error:
             raise self.node.explain(127, str(error)) from error
-        # Each thread closes its own pipe: closing it from elsewhere would wait, maybe forever, for the read to end.
-        self._reader = threading.Thread(target=self._read_errors, args=(process,), daemon=True)
-        self._reader.start()
-        threading.Thread(target=self._read_answers, args=(process,), daemon=True).start()
-        if self._closed:  # meanwhile nobody waits any more
-            _kill(process)
-
-    def _read_answers(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(OSError, ValueError), process.stdout as stream:
-            for line in read_lines(stream):
-                if line.startswith(probe.MARK.encode()):
-                    self._answers.put(line[1:])
-        self._answers.put(None)
-
-    def _read_errors(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(OSError, ValueError), process.stderr as stream:
-            self._errors.extend(read_lines(stream, 10_000))
+        if self._closed:  # it took so long that nobody waits any more
+            self.end(0.0)
 
     def ask(self, request: Mapping, seconds: float) -> dict:
         """Asks one question and waits for its answer.
@@ -65,27 +47,29 @@ class ProbeClient:
         Raises:
             LabError: The probe has ended, did not answer in time, or could not find out.
         """
-        with contextlib.suppress(OSError, ValueError):  # if it has ended, the next line says so, and why
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        try:
-            line = self._answers.get(timeout=max(seconds, 0.0))
-        except queue.Empty:
-            raise explain_silence(self.node.name, seconds) from None
-        if line is None:
-            raise self._explain_end()
-        answer = json.loads(line)
+        end, pipe = time.monotonic() + seconds, self._process.stdout.raw
+        with self._asking:
+            with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+            while not self._answers:
+                if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+                    raise explain_silence(self.node.name, seconds)
+                if not (piece := pipe.read(CHUNK)):
+                    raise self._explain_end()
+                lines = self._lines.feed(piece)  # a login script may print, too
+                self._answers += [line[1:] for line in lines if line.startswith(probe.MARK.encode())]
+            answer = json.loads(self._answers.pop(0))
         if "error" in answer:
             raise explain_failure(self.node.name, answer["error"])
         return answer
 
     def _explain_end(self) -> LabError:
-        try:
-            status = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            status = 1
-        self._reader.join(0.5)  # a shared connection of ssh may keep its pipe open
-        return self.node.explain(status or 1, b"".join(self._errors).decode(errors="replace"))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        pipe = self._process.stderr.raw
+        os.set_blocking(pipe.fileno(), False)  # a shared connection of ssh may keep it open
+        return self.node.explain(self._process.returncode or 1, (pipe.read() or b"").decode(errors="replace"))
 
     def close(self) -> None:
         """Lets the probe end by itself; a moment later :meth:`end` makes sure of it."""
@@ -96,18 +80,20 @@ class ProbeClient:
 
     def end(self, seconds: float) -> None:
         """Kills the probe's local process if it does not end by itself in time."""
-        if self._process:
-            try:
-                self._process.wait(max(seconds, 0.0))
-            except subprocess.TimeoutExpired:
-                _kill(self._process)
-
-
-def _kill(process: subprocess.Popen) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, see Node.popen
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(1.0)
+        if not (process := self._process):
+            return
+        try:
+            process.wait(max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, see Node.popen
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+        if self._asking.acquire(timeout=1.0):  # not while a thread still reads from them
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+            self._asking.release()
 
 
 def explain_silence(name: str, seconds: float) -> LabError:
@@ -152,12 +138,9 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> dict[str
             return error
 
     found = probe.collect({name: lambda task=task: run(task) for name, task in tasks.items()}, seconds)
-    answers = {}
-    for name in tasks:  # in the nodes' order, not in that of their answers
-        answer = found.get(name) or explain_silence(name, seconds)
-        failed = isinstance(answer, dict) and "error" in answer
-        answers[name] = explain_failure(name, answer["error"]) if failed else answer
-    return answers
+    answers = {name: found.get(name) or explain_silence(name, seconds) for name in tasks}  # in the nodes' order
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, dict) and "error" in answer}
+    return answers | {name: explain_failure(name, answer["error"]) for name, answer in failed.items()}
 
 
 def ask_once(
