@@ -3,7 +3,6 @@
 import io
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import threading
@@ -12,14 +11,13 @@ from pathlib import Path
 
 import pytest
 from harness.forked import drop_root_rights, run_forked
-from harness.jobs import wait_for
 
 from lab_common import LabError
 from nodelaunch import __main__ as command
 from nodelaunch import local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.__main__ import main
 from nodelaunch.copying import send
-from nodelaunch.node import cleaning, receive
+from nodelaunch.node import agent, cleaning, receive
 from nodelaunch.node.cleaning import DAY, HOUR, KEPT, clean_folder
 from nodelaunch.node.facts import hash_files
 from nodelaunch.preflight.client import ask_once
@@ -45,23 +43,6 @@ def folder(node):
     return found
 
 
-@pytest.fixture
-def start():
-    """Starts a process with these variables, which sleeps."""
-    started = []
-
-    def run(**env):
-        process = subprocess.Popen(["sleep", "60"], env={**os.environ, **env})
-        started.append(process)
-        wait_for(Path(f"/proc/{process.pid}/environ").read_bytes)  # for a moment it has none
-        return process
-
-    yield run
-    for process in started:
-        process.kill()
-        process.wait()
-
-
 def make(path, *, days=30.0, text="x" * 2**20, name="file"):
     """Makes a folder with a file, or another file in it; all of it was changed that many days ago."""
     path.mkdir(parents=True, exist_ok=True)
@@ -77,10 +58,9 @@ def age(path, days):
             os.utime(one, (when, when), follow_symlinks=False)
 
 
-def make_job(folder, identity=JOB, *, days=30.0, code=ODD, limit=3600, name="node0.sh"):
-    script = f"export LAB_JOIN_TIMEOUT=60 LAB_LIMIT={limit}\ncode={folder}/code/{code}\n"
+def make_job(folder, identity=JOB, *, days=30.0):
     make(folder / "jobs" / identity / "node0", days=days)
-    return make(folder / "jobs" / identity, days=days, name=name, text=script)
+    return make(folder / "jobs" / identity, days=days, name="node0.sh", text="true")
 
 
 def number(count):
@@ -142,7 +122,7 @@ def test_what_is_old_goes_and_what_is_young_stays(folder):
 def test_nothing_of_the_last_hour_goes_and_no_copy_of_the_last_day(folder):
     minutes = 1 / 24 / 60
     make(folder / "code" / ODD, days=50 * minutes)
-    make_job(folder, days=50 * minutes, code=number(1)[0])
+    make_job(folder, days=50 * minutes)
     make(folder / LEFT, days=0.9)
     assert count(clean(folder, days=0)) == [0, 0, 0]
     for path in (folder / "code" / ODD, folder / "jobs" / JOB, folder / LEFT):
@@ -150,45 +130,18 @@ def test_nothing_of_the_last_hour_goes_and_no_copy_of_the_last_day(folder):
     assert count(clean(folder, days=0)) == [1, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["node0", "node0/file"])
-def test_what_changed_deep_within_a_job_counts(folder, name):
-    job = make_job(folder, limit=60)
-    make(folder / "code" / ODD)
-    changed = time.time() - HOUR / 2
-    os.utime(job / name, (changed, changed))
-    assert count(clean(folder)) == [0, 0, 0], "it may run, on another node, and needs its code"
-    changed = time.time() - 13 * DAY
-    os.utime(job / name, (changed, changed))
-    assert count(clean(folder)) == [1, 0, 0]
-    assert count(clean(folder, days=12)) == [0, 1, 0]
-
-
-def test_what_a_running_job_uses_stays(folder, start):
-    by_path, by_script, unused = number(3)
-    for name in (by_path, by_script, unused):
+def test_what_a_running_job_uses_stays(folder, monkeypatch):
+    """Its agent marks it every few minutes, also on another node that shares the folder."""
+    mine, other = number(2)
+    for name in (mine, other):
         make(folder / "code" / name)
-    make_job(folder, code=by_script)
-    other = make_job(folder, JOB.replace("train", "other"))
-    process = start(LAB_JOB_ID=JOB, PYTHONPATH=f"/elsewhere:{folder}/code/{by_path}:/more")
+    job = make_job(folder)
+    make_job(folder, JOB.replace("train", "other"))
+    monkeypatch.setenv("LAB_JOB_FOLDER", str(job / "node0"))
+    monkeypatch.setattr(agent, "__file__", f"{folder}/code/{mine}/nodelaunch/node/agent.py")
+    agent._wait(0.01)
     assert count(clean(folder, days=0)) == [1, 1, 0]
-    assert {path.name for path in (folder / "code").iterdir()} == {by_path, by_script}
-    assert (folder / "jobs" / JOB).exists() and not other.exists()
-    process.kill()
-    process.wait()
-    assert count(clean(folder, days=0)) == [2, 1, 0]
-
-
-@pytest.mark.parametrize("name", ["node0.sh", "job.sbatch"])
-def test_a_job_that_runs_on_another_node_of_a_shared_folder_stays_with_its_code(folder, name):
-    make(folder / "code" / ODD)
-    job = make_job(folder, days=2, limit=3 * DAY, name=name)
-    assert count(clean(folder, days=0)) == [0, 0, 0], "its time limit is not over"
-    age(job, 4)
-    (job / "lease").touch()
-    age(job / "node0", 4)
-    assert count(clean(folder, days=0)) == [0, 0, 0], "its launcher waits with it in the queue"
-    age(job, 4)
-    assert count(clean(folder, days=0)) == [1, 1, 0]
+    assert [path.name for kind in ("code", "jobs") for path in (folder / kind).iterdir()] == [mine, JOB]
 
 
 def test_links_are_not_followed(folder, tmp_path):
@@ -229,25 +182,24 @@ def test_what_is_not_ours_by_its_name_stays(folder):
 # What a launch removes when it copies.
 
 
-def test_a_copy_removes_the_code_beyond_the_newest_twenty(folder, start):
+def test_a_copy_removes_the_code_beyond_the_newest_twenty(folder):
     first, used, *others = [make(folder / "code" / name, days=30 - index) for index, name in enumerate(number(24))]
-    start(PYTHONPATH=str(used))
+    cleaning.mark_used(used)
     young = make(folder / "code" / ("f" * 64), days=HOUR / DAY / 2)
     make(folder / LEFT)
     new = unpack(folder)
     left = {path for path in (folder / "code").iterdir()}
-    assert left == {new, young, used, *others[-(KEPT["code"] - 2) :]}
+    assert left == {new, young, used, *others[-(KEPT["code"] - 3) :]}
     assert not first.exists() and not (folder / LEFT).exists()
     age(new, 40)
     assert unpack(folder, JOB.replace("train", "again")) == new
     assert new.stat().st_mtime > time.time() - 60, "its last use counts, not when it was copied"
 
 
-def test_a_copy_removes_the_jobs_beyond_the_newest_hundred(folder, start):
+def test_a_copy_removes_the_jobs_beyond_the_newest_hundred(folder):
     jobs = [make_job(folder, f"train-0102-030405-{index:04x}", days=200 - index) for index in range(103)]
-    start(LAB_JOB_ID=jobs[1].name)
     unpack(folder)
-    assert {path.name for path in (folder / "jobs").iterdir()} == {JOB, *(job.name for job in (jobs[1], *jobs[4:]))}
+    assert {path.name for path in (folder / "jobs").iterdir()} == {JOB, *(job.name for job in jobs[4:])}
 
 
 def test_among_data_a_copy_removes_nothing(folder):
@@ -299,14 +251,13 @@ def test_a_folder_that_vanishes_meanwhile_is_no_error(folder, monkeypatch):
     make(folder / "code" / ODD)
     make_job(folder)
     make(folder / LEFT)
-    found = cleaning.find_unused
+    measure = cleaning.measure
 
-    def find_too_late(*arguments):
-        for kind, path, size in found(*arguments):
-            shutil.rmtree(path)
-            yield kind, path, size
+    def measure_too_late(path):
+        shutil.rmtree(path)
+        return measure(path)
 
-    monkeypatch.setattr(cleaning, "find_unused", find_too_late)
+    monkeypatch.setattr(cleaning, "measure", measure_too_late)
     answer = clean(folder)
     assert (count(answer), answer["failed"], answer["bytes"]) == ([0, 0, 0], {}, 0)
 

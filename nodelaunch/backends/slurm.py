@@ -21,6 +21,7 @@ from nodelaunch.backends.nodes import ThisMachine
 from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
+from nodelaunch.node.cleaning import mark_used
 from nodelaunch.node.facts import find_code
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code, judge_error
@@ -156,6 +157,7 @@ def start(
             if (queue := describe_queue(job.number)) != said:
                 say(said := queue)
             job.beat()
+            mark_used(folder, Path(plans[0].code_folder))  # it may wait for hours
             time.sleep(LOOK_SECONDS)
     except BaseException:
         job.end()

@@ -6,16 +6,14 @@ oldest code and jobs that nothing uses. Also runs on Python 3.9 (:mod:`nodelaunc
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-from nodelaunch.node.cleaning import KEPT, STAGING, TRIM_SECONDS, clean_folder
+from nodelaunch.node.cleaning import KEPT, STAGING, TRIM_SECONDS, clean_folder, mark_used
 from nodelaunch.node.facts import hash_tree
 
 
@@ -46,9 +44,7 @@ def unpack(stream, folder, targets):
 def put(source, place):
     """Moves a folder to its place; what has this name already remains, since the name says what is in it."""
     place.parent.mkdir(parents=True, exist_ok=True)
-    if place.parent.name == "code":
-        with contextlib.suppress(OSError):  # it does not exist yet, or is another user's
-            os.utime(place, follow_symlinks=False)  # the least recently used code is removed first
+    mark_used(place)
     try:
         source.rename(place)
     except OSError:  # it exists, or another launch was faster
