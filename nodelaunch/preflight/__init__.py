@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
 import secrets
 import socket
@@ -11,14 +10,13 @@ import textwrap
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lab_common import LabError
 from lab_common.markup import escape
 from lab_common.text import clean
 from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
 from nodelaunch.node.probe import FREE_PORTS, claim
 from nodelaunch.preflight import routes, table
@@ -113,44 +111,27 @@ class Preflight:
         return f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
 
 
-def check_nodes(
-    nodes: Sequence[Node],
-    *,
-    port: int | None = None,
-    bundle: str = "",
-    data: DataFolder | None = None,
-    nproc_per_node: int = 1,
-    torchrun: bool = True,
-    job_id: str = "",
-    visible: str | None = None,
-    timeout: float = 8.0,
-) -> Preflight:
+def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
     """Checks all nodes of a job at once, and the network between them.
 
     Args:
         nodes: The job's nodes; the rendezvous listens on the first.
         port: The rendezvous' port; None picks a free one.
-        bundle: Hash of the job's code; "" skips the check.
-        data: The data that each node needs; None skips the check.
-        nproc_per_node: Processes on each node.
-        torchrun: False if another program runs the script.
-        job_id: The job's own id.
-        visible: CUDA_VISIBLE_DEVICES as the job sets it on all nodes; None if it does not.
         timeout: Seconds for everything; a second more in the worst case.
+        needs: The job's needs: fields of :class:`nodelaunch.preflight.verdicts.Wanted`.
 
     Raises:
         LabError: The port or the number of processes is invalid.
     """
-    start = time.monotonic()
-    own = {"port": port, "nproc_per_node": nproc_per_node}
-    kinds.check_values("preflight", {name: values.JOB[name] for name in own}, own)
+    start, wanted = time.monotonic(), Wanted(**needs)
+    given = {"port": port, "nproc_per_node": wanted.nproc_per_node}
+    kinds.check_values("preflight", {name: values.JOB[name] for name in given}, given)
     by_name = {node.name: node for node in nodes}
     # Two thirds for the start: SSH gives up on a host after 5 s, and reports why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}
-    machine = own_facts.find_system()["machine"]
+    machine, data = own_facts.find_system()["machine"], wanted.data
     own = own_facts.identify_data(data.path / data.identity) if data and data.copy_data else {}
-    copied = "" if own.get("missing") else own.get("hash") or ""
-    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun, visible)
+    wanted = replace(wanted, machine=machine, data_hash="" if own.get("missing") else own.get("hash") or "")
     with open_clients(nodes) as clients:
         tasks = {name: functools.partial(_examine, client, wanted, waits["facts"]) for name, client in clients.items()}
         answers, errors = _split(ask_all(tasks, waits["facts"]))

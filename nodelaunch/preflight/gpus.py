@@ -107,7 +107,7 @@ def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
 
 
 def _suffice(offers: Mapping[str, Offer], wanted: Wanted) -> bool:
-    return all(offer.room >= wanted.processes for offer in offers.values())
+    return all(offer.room >= wanted.nproc_per_node for offer in offers.values())
 
 
 def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted) -> list[Verdict]:
@@ -141,7 +141,7 @@ def _advise(offers: Mapping[str, Offer], wanted: Wanted) -> str:
         way = f"nproc_per_node={least}"
     elif all(offer.here for offer in offers.values()) and not mends:
         count = min(offer.seen for offer in offers.values())
-        way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.processes > 1 else "")
+        way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.nproc_per_node > 1 else "")
     else:
         way = mends[0] if mends else f"leave {', '.join(without)} out of nodes="
     return f"{way}; or run it as it is, on the CPU"
@@ -154,8 +154,8 @@ def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list
     if not offer.seen:
         return [Verdict(name, "GPUs", "ok", "no GPU: gloo on the CPU")]
     verdicts = []
-    if offer.room < wanted.processes:
-        what = f"{offer.words} for {wanted.processes} process(es) of a node"
+    if offer.room < wanted.nproc_per_node:
+        what = f"{offer.words} for {wanted.nproc_per_node} process(es) of a node"
         verdicts.append(Verdict(name, "GPUs", "note", what, CAUSE, f"nproc_per_node={max(1, offer.room)}"))
     gpus, apps = found["gpus"]["gpus"], found["gpus"]["apps"]
     for pid, program, used in apps:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lab_common import LabError
 from nodelaunch.data import DataFolder
@@ -47,10 +48,10 @@ class Wanted:
     """The needs of a job.
 
     Attributes:
-        processes: Per node.
+        nproc_per_node: Processes on each node.
         bundle: Hash of the code; "" skips the check.
         data: The data that each node needs, if any.
-        data_hash: Of the data that the launcher copies; "" if it has no whole folder or copies none.
+        data_hash: Hash of the data that the launcher copies; "" if it has no whole folder or copies none.
         job_id: The job that asks, whose own processes are not leftovers.
         machine: The launcher's machine, as :func:`nodelaunch.node.facts.find_system` names it.
         pid: The launcher's process.
@@ -58,13 +59,13 @@ class Wanted:
         visible: CUDA_VISIBLE_DEVICES as env= sets it; None if it does not.
     """
 
-    processes: int = 1
+    nproc_per_node: int = 1
     bundle: str = ""
     data: DataFolder | None = None
     data_hash: str = ""
     job_id: str = ""
     machine: str = ""
-    pid: int = 0
+    pid: int = field(default_factory=os.getpid)
     torchrun: bool = True
     visible: str | None = None
 
