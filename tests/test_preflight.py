@@ -23,9 +23,8 @@ from nodelaunch.__main__ import main
 from nodelaunch.backends.local import LocalNode, local_nodes
 from nodelaunch.backends.ssh import ssh_nodes
 from nodelaunch.node import probe, receive, sampler
-from nodelaunch.node.facts import hash_tree
 from nodelaunch.preflight import Preflight, check_nodes, routes
-from nodelaunch.preflight.client import ProbeClient, ask_once
+from nodelaunch.preflight.client import ask_once
 from nodelaunch.preflight.gpus import find_offers, judge_gpus
 from nodelaunch.preflight.verdicts import (
     MIB,
@@ -102,22 +101,6 @@ def look(nodes, **options) -> Preflight:
     return replace(found, verdicts=own)
 
 
-@pytest.mark.parametrize("late", ["listen", "connect"])
-def test_a_question_may_take_what_the_ones_before_it_left(pair, late, monkeypatch):
-    """Beside other programs an answer may be some seconds late, and there are eight for all of them."""
-    ask = ProbeClient.ask
-
-    def ask_late(client, question, seconds):
-        if question["do"] == late:
-            time.sleep(2.5)
-        return ask(client, question, seconds)
-
-    monkeypatch.setattr(ProbeClient, "ask", ask_late)
-    found = look(pair)
-    assert found.ok, found
-    assert found.seconds < 8
-
-
 def make_odd(node: LocalNode, **settings) -> Odd:
     """The same node, but odd."""
     return Odd(**{**vars(node), **settings})
@@ -138,9 +121,8 @@ def test_a_healthy_pair_is_green_within_two_seconds(pair):
     assert found.addresses == {"node0": "127.0.0.1", "node1": "127.0.0.2"}
     assert found.interfaces == {"node0": "lo", "node1": "lo"}
     assert 30000 <= found.port <= 32767, "none of Slurm's jobs"
-    assert {"address", "network", "port", "versions", "disk", "GPUs", "clock", "exposure"} == {
-        v.check for v in found.verdicts
-    }
+    checks = {verdict.check for verdict in found.verdicts}
+    assert checks == {"address", "network", "port", "versions", "disk", "GPUs", "clock", "exposure"}
     assert f"node0 on port {found.port}" in str(found)
     assert repr(found) == str(found), "what a cell shows"
 
@@ -280,15 +262,6 @@ def test_a_polite_leftover_is_asked_first(pair, start):
     assert polite.wait(1) == -signal.SIGTERM
 
 
-def test_an_interface_that_is_not_there_is_red_and_the_others_are_listed(pair):
-    found = look([replace(pair[0], interface="eth9", address=None), pair[1]])
-    (verdict,) = found.reds
-    assert verdict.node == "node0"
-    assert "interface eth9 is not there; there are: " in verdict.found
-    assert "lo 127.0.0.1" in verdict.found
-    assert found.addresses["node1"] == "127.0.0.2", "the rest was looked at all the same"
-
-
 def test_another_torch_is_red_with_a_table(pair, tmp_path):
     (tmp_path / "other" / "torch").mkdir(parents=True)
     (tmp_path / "other" / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
@@ -370,26 +343,6 @@ def test_data_that_were_copied_before_have_to_be_the_launchers(pair, tmp_path):
         command = re.search(r"rm -r -- .*?(?=   )", red[0].fix).group()
         subprocess.run(shlex.split(command), check=True)
         assert {verdict.found for verdict in check(folder, copy_data=True)} == {WILL_COPY}
-
-
-def test_code_that_was_changed_on_a_node_is_red(pair):
-    first, second = (Path(node.folder, "code") for node in pair)
-    (first / "draft").mkdir(parents=True)
-    (first / "draft" / "train.py").write_text("print(1)\n")
-    name = hash_tree(first / "draft")
-    (first / "draft").rename(first / name)
-    (first / name / "__pycache__").mkdir()
-    (first / name / "__pycache__" / "train.pyc").touch()
-    found = look(pair, bundle=name)
-    assert [verdict.state for verdict in find(found, "code")] == ["ok", "ok"]
-    assert "will be copied" in find(found, "code", "node1")[0].found
-    (second / name).mkdir(parents=True)
-    (second / name / "train.py").write_text("print(2)\n")
-    found = look(pair, bundle=name)
-    assert find(found, "code", "node0")[0].state == "ok"
-    (verdict,) = found.reds
-    assert (verdict.node, verdict.check) == ("node1", "code")
-    assert f"rm -r -- {second / name}" in verdict.fix
 
 
 def test_clocks():
@@ -477,13 +430,8 @@ def test_a_node_that_does_not_answer_is_red_in_time_and_the_others_are_judged(pa
     assert (verdict.node, verdict.check) == ("node1", "node")
     assert words in verdict.found
     assert verdict.fix
-    assert {verdict.check for verdict in found.verdicts if "node2" in verdict.node} >= {
-        "address",
-        "network",
-        "disk",
-        "versions",
-        "clock",
-    }
+    judged = {verdict.check for verdict in found.verdicts if "node2" in verdict.node}
+    assert judged >= {"address", "network", "disk", "versions", "clock"}
     assert "node1" not in found.addresses
     assert not [p for p in Path("/proc").glob("[0-9]*/stat") if _is_child_sleep(p)]
 
@@ -661,15 +609,6 @@ def test_the_rendezvous_port_can_be_taken_at_once_afterwards(pair):
         listener.bind(("", found.port))
 
 
-def test_only_one_port_open_says_so():
-    network = make_network()
-    network.reached["n2"][routes.name_target("n1", "10.0.0.1", "any")] = "dropped"
-    (verdict,) = routes.judge_routes(network, choose(network), seconds=2)
-    assert verdict.node == "n2 → n1"
-    assert "port 40001: no answer in 2.0 s (dropped); port 29500 is open. n1 reaches n2." in verdict.found
-    assert "all TCP from 10.0.0.2 on n1" in verdict.fix
-
-
 @pytest.mark.parametrize(
     ("address", "state", "words"),
     [
@@ -778,14 +717,12 @@ def test_a_closed_rendezvous_port_and_open_others(remote, hosts):
     hosts.drop("n2", "n1", 29517)
     (verdict,) = time_check(remote, port=29517).reds
     assert verdict.node == "n2 → n1"
-    assert "port 29517: no answer" in verdict.found
-    assert "is open" in verdict.found
+    assert "port 29517: no answer" in verdict.found and "is open. n1 reaches n2." in verdict.found
+    assert f"all TCP from {hosts.address('n2')} on n1" in verdict.fix
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize(
-    ("how", "words"), [("tcp-reset", "any port: refused"), ("icmp-admin-prohibited", "any port: No route to host")]
-)
+@pytest.mark.parametrize(("how", "words"), [("tcp-reset", "refused"), ("icmp-admin-prohibited", "No route to host")])
 def test_a_firewall_that_refuses_says_so(remote, hosts, how, words):
     rule = ["INPUT", "-s", hosts.address("n1"), "-p", "tcp", "-j", "REJECT", "--reject-with", how]
     hosts.run_on("n2", ["iptables", "-w", "-I", *rule])
@@ -793,8 +730,7 @@ def test_a_firewall_that_refuses_says_so(remote, hosts, how, words):
         (verdict,) = [verdict for verdict in time_check(remote).reds if verdict.node == "n1 → n2"]
     finally:
         hosts.run_on("n2", ["iptables", "-w", "-D", *rule])
-    assert words in verdict.found
-    assert "firewall" in verdict.cause
+    assert f"any port: {words}" in verdict.found and "firewall" in verdict.cause
 
 
 @pytest.mark.drill

@@ -64,14 +64,9 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
     count = given["count"]
     base = given["folder"] or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")
-    return [
-        LocalNode(
-            name=f"node{index}",
-            folder=str(base / f"node{index}"),
-            address=f"127.0.0.{1 + index}" if linux else "127.0.0.1",
-            interface="lo" if linux else "lo0",
-            index=index,
-            together=count,
-        )
-        for index in range(count)
-    ]
+    nodes = []
+    for index in range(count):
+        name, address = f"node{index}", f"127.0.0.{1 + index}" if linux else "127.0.0.1"
+        interface = "lo" if linux else "lo0"
+        nodes.append(LocalNode(name, str(base / name), address, interface, index=index, together=count))
+    return nodes

@@ -69,12 +69,8 @@ class ThisMachine:
         if end := explain_end(self.name, self.folder, returncode, stderr):
             return end
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
-        return LabError(
-            f"A program could not be run on {self.name}.",
-            where=self.folder,
-            cause=last[:300],
-            fix="see that the folder can be written to and that the disk has room, then run the job again",
-        )
+        fix = "see that the folder can be written to and that the disk has room, then run the job again"
+        return LabError(f"A program could not be run on {self.name}.", where=self.folder, cause=last[:300], fix=fix)
 
 
 class Link(Protocol):

@@ -221,13 +221,12 @@ class SlurmLink:
         last = ""
         with contextlib.suppress(OSError):
             last = ([line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""])[-1]
-        return LabError(
-            f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}.",
-            where=facts.get("NodeList", "") or "no node",
-            cause=last[:300] or f"Slurm's reason: {facts.get('Reason', 'none')}",
-            fix=f"scontrol show job {number}",
-            log=log,
+        what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
+        where, cause = (
+            facts.get("NodeList") or "no node",
+            last[:300] or f"Slurm's reason: {facts.get('Reason', 'none')}",
         )
+        return LabError(what, where=where, cause=cause, fix=f"scontrol show job {number}", log=log)
 
 
 def submit(path: Path, *, lease: Path | None = None) -> int:
@@ -246,12 +245,9 @@ def submit(path: Path, *, lease: Path | None = None) -> int:
     done = _ask("sbatch", "--parsable", path.name, cwd=path.parent, env=env)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
-        raise LabError(
-            "Slurm does not take the job.",
-            where=path,
-            cause=said[-1].rpartition("error: ")[2][:300],
-            fix=f"sinfo shows what there is; by hand: cd {path.parent}; sbatch {path.name}",
-        )
+        cause = said[-1].rpartition("error: ")[2][:300]
+        fix = f"sinfo shows what there is; by hand: cd {path.parent}; sbatch {path.name}"
+        raise LabError("Slurm does not take the job.", where=path, cause=cause, fix=fix)
     return int(done.stdout.strip().split(";")[0])  # "12;cluster" if there are several clusters
 
 
@@ -282,10 +278,9 @@ def judge_queue(request: SlurmRequest, count: int) -> Verdict:
 def describe_queue(job: int) -> str:
     """Returns the state of a job, its reason and its nodes, in words."""
     facts = look_up(job)
-    reason = facts.get("Reason", "None")
-    nodes = facts.get("NodeList") or ""
-    on = f" on {nodes}" if nodes not in ("", "(null)") else ""
-    return f"Slurm job {job}: {facts['JobState']}{on}{f' ({reason})' if reason != 'None' else ''}"
+    on = f" on {nodes}" if (nodes := facts.get("NodeList", "")) not in ("", "(null)") else ""
+    why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
+    return f"Slurm job {job}: {facts['JobState']}{on}{why}"
 
 
 def look_up(job: int) -> dict[str, str]:
@@ -345,9 +340,6 @@ def _ask(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, **options)
     except FileNotFoundError as error:
-        raise LabError(
-            "Slurm's programs are not on this machine.",
-            where="PATH",
-            cause=f"there is no program `{argv[0]}`: this is no login node of a Slurm cluster",
-            fix="launch from a login node, or use local_nodes(2) or ssh_nodes([...])",
-        ) from error
+        cause = f"there is no program `{argv[0]}`: this is not a login node of a Slurm cluster"
+        fix = "launch from a login node, or use local_nodes(2) or ssh_nodes([...])"
+        raise LabError("Slurm's programs are not on this machine.", where="PATH", cause=cause, fix=fix) from error

@@ -144,12 +144,12 @@ class SshNode:
         try:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except FileNotFoundError as error:
-            raise LabError(
-                "The OpenSSH client is not on this machine.",
-                where="PATH",
-                cause="there is no program `ssh`",
-                fix="Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)",
-            ) from error
+            what, fix = (
+                "The OpenSSH client",
+                "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)",
+            )
+            cause = "there is no program `ssh`"
+            raise LabError(f"{what} is not on this machine.", where="PATH", cause=cause, fix=fix) from error
         # The connections end when nothing refers to them any more; a program must not lose its own.
         process.connections = self.connections
         return process
@@ -212,32 +212,17 @@ def ssh_nodes(
     given = kinds.check_values("ssh_nodes", values.SSH_NODES, {"python": python, "folder": folder, "config": config})
     for name in names:
         if not name or name.startswith("-") or not name.isprintable() or " " in name or len(name) > 255:
-            raise LabError(
-                f"{name[:40]!r} is no host.",
-                where="ssh_nodes",
-                cause="a name is empty, begins with a dash, or has spaces or control characters in it",
-                fix="give it as you would type it after `ssh`, for example ssh_nodes(['n1', 'n2'])",
-            )
+            cause = "a name is empty, begins with a dash, or contains spaces or control characters"
+            fix = "give it as you would type it after `ssh`, for example ssh_nodes(['n1', 'n2'])"
+            raise LabError(f"{name[:40]!r} is no host.", where="ssh_nodes", cause=cause, fix=fix)
     if not names or len(set(names)) != len(names):
-        raise LabError(
-            "Each node needs a host of its own.",
-            where=f"ssh_nodes({', '.join(names)[:80]})",
-            cause="the list is empty, or a name is in it twice",
-            fix="name each host once; several processes on one host are nproc_per_node",
-        )
+        where, cause = f"ssh_nodes({', '.join(names)[:80]})", "the list is empty, or a name is in it twice"
+        fix = "name each host once; several processes on one host are nproc_per_node"
+        raise LabError("Each node needs its own host.", where=where, cause=cause, fix=fix)
     path = given["config"]
     if path and not path.is_file():
         where = clean(path, 300)
         raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
     shared = Connections(path)
-    return [
-        SshNode(
-            name,
-            interface=interface,
-            data=data,
-            wanted_python=given["python"],
-            wanted_folder=str(given["folder"]),
-            connections=shared,
-        )
-        for name in names
-    ]
+    options = {"wanted_python": given["python"], "wanted_folder": str(given["folder"]), "connections": shared}
+    return [SshNode(name, interface=interface, data=data, **options) for name in names]
