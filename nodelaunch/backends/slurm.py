@@ -94,7 +94,7 @@ def slurm_nodes(
         extra: More options of sbatch, each one string: ``["--gpus-per-node=1", "--account=course"]``.
 
     Raises:
-        LabError: A value cannot stand in a batch script.
+        LabError: A value cannot be in a batch script.
     """
     request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=extra)
     given = kinds.check_values("slurm_nodes", values.SLURM_NODES, {"folder": folder, "python": python})

@@ -138,7 +138,7 @@ class SshNode:
         Raises:
             LabError: There is no ssh on this machine.
         """
-        # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell stands between.
+        # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.
         command = ["ssh", *self.connections.options(self.name), "exec " + shlex.join(argv)]
         pipe = subprocess.PIPE
         try:

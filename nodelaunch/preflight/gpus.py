@@ -136,14 +136,14 @@ def _list_causes(offers: Mapping[str, Offer]) -> str:
 def _advise(offers: Mapping[str, Offer], wanted: Wanted) -> str:
     """The setting with which a job that has too few GPUs could use them."""
     least, without = min(offer.room for offer in offers.values()), [n for n, offer in offers.items() if not offer.room]
-    mends = [f"on {name}: {offer.fix}" for name, offer in offers.items() if offer.fix]
+    fixes = [f"on {name}: {offer.fix}" for name, offer in offers.items() if offer.fix]
     if least:
         way = f"nproc_per_node={least}"
-    elif all(offer.here for offer in offers.values()) and not mends:
+    elif all(offer.here for offer in offers.values()) and not fixes:
         count = min(offer.seen for offer in offers.values())
         way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.nproc_per_node > 1 else "")
     else:
-        way = mends[0] if mends else f"leave {', '.join(without)} out of nodes="
+        way = fixes[0] if fixes else f"leave {', '.join(without)} out of nodes="
     return f"{way}; or run it as it is, on the CPU"
 
 
