@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -91,33 +92,33 @@ def find_interface(network: Network, name: str, address: str | None) -> str | No
 def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
     """Judges a node's address and interface, given or found."""
     node, interfaces = network.nodes[name], network.interfaces(name)
+    judge = functools.partial(Verdict, name, "address")
     listing = ", ".join(f"{key} {' '.join(held) or '(no address)'}" for key, held in interfaces.items())
+    there = f"there are: {listing}"
     holder = find_interface(network, name, chosen)
     right = f'interface="{holder}"' if holder else "leave interface= away"
     if not interfaces:
         cause = "the system did not list them"
-        return Verdict(name, "address", "note", "the interfaces could not be listed", cause, "name one: interface=…")
+        return judge("note", "the interfaces could not be listed", cause, "name one: interface=…")
     if node.interface and not interfaces.get(node.interface):
         word = "has no address" if node.interface in interfaces else "is not there"
         cause = "names differ from host to host, and an interface that is down has no address"
-        return Verdict(name, "address", "red", f"interface {node.interface} {word}; there are: {listing}", cause, right)
+        return judge("red", f"interface {node.interface} {word}; {there}", cause, right)
     if chosen is None:
         cause = "a container without a network, or one with IPv6 only"
-        what = f"no address that another machine could reach; there are: {listing}"
-        return Verdict(name, "address", "red", what, cause, "give it a network (docker run --network host …)")
+        fix = "give it a network (docker run --network host …)"
+        return judge("red", f"no address that another machine could reach; {there}", cause, fix)
     if holder is None:
         cause = "it is the address of a router in front of the node; Gloo and NCCL send the interface's own"
-        what = f"{chosen} is on no interface; there are: {listing}"
-        return Verdict(
-            name, "address", "red", what, cause, "name the node by its private address, or leave address= away"
-        )
+        fix = "name the node by its private address, or leave address= away"
+        return judge("red", f"{chosen} is on no interface; {there}", cause, fix)
     if node.interface and holder != node.interface:
-        what = f"{chosen} is on {holder}, not on {node.interface}; there are: {listing}"
-        return Verdict(name, "address", "red", what, "address= and interface= disagree", right)
+        what = f"{chosen} is on {holder}, not on {node.interface}; {there}"
+        return judge("red", what, "address= and interface= disagree", right)
     if not chosen.startswith("127.") and interfaces[holder][0] != chosen:
         what = f"{chosen} is the second address of {holder}; Gloo takes the first, {interfaces[holder][0]}"
-        return Verdict(name, "address", "note", what, "several addresses on one interface", "see that both are reached")
-    return Verdict(name, "address", "ok", f"{chosen} on {holder}")
+        return judge("note", what, "several addresses on one interface", "see that both are reached")
+    return judge("ok", f"{chosen} on {holder}")
 
 
 def judge_routes(network: Network, chosen: Mapping[str, str], *, seconds: float) -> list[Verdict]:
