@@ -1,4 +1,4 @@
-"""How many cores a program may use here. Standard library alone: it is also sent to nodes as text, for Python 3.9."""
+"""Counts the cores that a program may use here. It also runs on nodes with Python 3.9 (:mod:`nodelaunch.program`)."""
 
 from __future__ import annotations
 

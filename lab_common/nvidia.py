@@ -1,6 +1,6 @@
 """Asks ``nvidia-smi``: the one place that starts it for an answer. Without the program there are no GPUs.
 
-Also sent to nodes as text (:func:`nodelaunch.preflight.client.make_program`): the standard library alone, Python 3.9.
+Also runs on nodes with Python 3.9 and nothing installed (:mod:`nodelaunch.program`).
 """
 
 from __future__ import annotations

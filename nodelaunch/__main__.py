@@ -18,10 +18,10 @@ from nodelaunch.backends.ssh import FOLDER, ssh_nodes
 from nodelaunch.preflight import check_nodes
 from nodelaunch.preflight.client import ask_once
 
-CLEAN = """Removes from each node the copies of code and the folders of jobs that no running job uses and that were not
-changed for some days. It keeps what was changed within the last hour, or within the time limit of its job. It does not
-touch `work`, data, or any folder whose name is not ours. It also leaves LAB_RUNS/jobs on this machine alone: that is
-your record of the jobs. Without hosts it cleans all nodes of this machine, and the folder of its Slurm jobs."""
+CLEAN = """Removes from each node the copies of code and the folders of jobs that no job has used for some days. It
+keeps what was used within the last hour. It does not touch `work`, data, or any folder whose name is not ours. It also
+leaves LAB_RUNS/jobs on this machine alone: that is your record of the jobs. Without hosts it cleans all nodes of this
+machine, and the folder of its Slurm jobs."""
 CLEAN_SECONDS = 15.0
 
 
@@ -50,7 +50,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     tidy = commands.add_parser("clean", help="remove what old jobs left on nodes", description=CLEAN)
     tidy.set_defaults(run=_clean)
-    help_days = "days since the last change (default: %(default)g); 0: all that is not in use"
+    help_days = "days since the last use (default: %(default)g); 0: all that is not in use"
     tidy.add_argument("--days", type=float, default=14.0, metavar="D", help=help_days)
     tidy.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
 

@@ -1,36 +1,28 @@
-"""What a node has to have before a job starts there: the training script and what it imports, named by their hash."""
+"""Collects what a job copies to its nodes: the script or the project, and what it imports, named by their hash."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import shlex
 import stat
-import subprocess
 import sys
-import tarfile
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import lab_common
-from lab_common import LabError, nvidia
+from lab_common import LabError
 from lab_common.text import clean
-from nodelaunch.backends.nodes import Node
-from nodelaunch.node import cleaning, facts, guard, receive
 from nodelaunch.node.facts import hash_files
 from nodelaunch.node.place import PROGRAMS
-from nodelaunch.node.probe import MARK
 from nodelaunch.packages import find_packages, list_modules
-from nodelaunch.preflight.client import make_program
+from nodelaunch.program import list_files
 from nodelaunch.project import find_project
 
-# What stands beside a script is found before all that is installed, also by torchrun.
-TAKEN = sys.stdlib_module_names | {"lab_common", "nodelaunch", "numpy", "torch", "torchvision"}
-# Of one file of a job: all of them are kept in memory, and sent to each node.
+OWN = {"lab_common", "nodelaunch"}
+# Python finds a file beside the script before what is installed; torchrun would import it, too.
+TAKEN = sys.stdlib_module_names | OWN | {"numpy", "torch", "torchvision"}
+# All files of a job are kept in memory, and sent to each node.
 LARGEST = 64 * 2**20
 
 
@@ -39,7 +31,7 @@ class Bundle:
     """Files by their path in the code folder, and the SHA-256 over their names and contents.
 
     Attributes:
-        note: What of a project is copied, and what is not, in one line; "" where there is no project.
+        note: One line on what of a project is copied and what is not; "" without a project.
     """
 
     files: Mapping[str, bytes]
@@ -52,63 +44,53 @@ def collect_files(script: Path | None, extra: tuple[Path, ...] = (), root: Path 
 
     Args:
         script: The training script; None for a module that is installed on the nodes.
-        extra: The other files; they lie beside it on the nodes.
-        root: The project that it is part of, all of which is read.
+        extra: The other files; they are copied beside it.
+        root: The project that contains the script, which is read as a whole.
 
     Raises:
-        LabError: A file is not there, cannot be read, is no regular file or too large, or two have the same name.
+        LabError: A file does not exist, cannot be read, is not a regular file or too large, or has the name of another.
     """
+    note, contents = "", {name: read_file(path) for name, path in list_files().items()}
     beside = () if root or script is None else (script, *extra)
-    contents, note = _read_project(script, root) if root else (_read_beside(beside), "")
-    packages = find_packages([source for name, source in contents.items() if name.endswith(".py")])
-    # What stands in the project is found there.
-    packages = {name: path for name, path in packages.items() if root is None or root not in path.parents}
+    if root:
+        project = find_project(root)
+        note = project.describe()
+        if script:  # even if git ignores it
+            project.files[script.relative_to(root).as_posix()] = script
+        contents |= {f"project/{Path(name).as_posix()}": read_file(path) for name, path in project.files.items()}
+        programs = sorted(name for name, path in project.files.items() if path.stat().st_mode & stat.S_IXUSR)
+        if programs:  # in a file, so that the hash, which is over names and contents, changes with the modes
+            contents[PROGRAMS] = json.dumps(programs).encode()
+    for path in beside:
+        name = f"script/{path.name}"
+        if name in contents:
+            what = f"Two files of the job are called {clean(repr(path.name), 60)}."
+            raise LabError(what, where=clean(path, 300), fix="rename one of them")
+        contents[name] = read_file(path)
+    scripts = [name for name in contents if name.startswith(("project/", "script/")) and name.endswith(".py")]
+    packages = find_packages([contents[name] for name in scripts])
     for path in beside:
         if path.stem in TAKEN | packages.keys():
-            shown, cause = clean(repr(path.name), 60), f"it would be imported in place of the module {path.stem!r}"
-            fix = "rename it"
-            raise LabError(f"A file of a job cannot be called {shown}.", where=clean(path, 300), cause=cause, fix=fix)
-    packages |= {"nodelaunch": Path(facts.__file__).parents[1], "lab_common": Path(lab_common.__file__).parent}
+            cause = f"it would be imported in place of the module {path.stem!r}"
+            what = f"A file of a job cannot be called {clean(repr(path.name), 60)}."
+            raise LabError(what, where=clean(path, 300), cause=cause, fix="rename it")
     for package, folder in packages.items():
-        for path in list_modules(folder):
-            name = Path(package, path.relative_to(folder)) if folder.is_dir() else Path(path.name)
-            # Of this package only what runs on a node.
-            if package != "nodelaunch" or name.parts[1] in ("__init__.py", "node"):
-                contents[name.as_posix()] = _read_file(path)
+        if package not in OWN and not (root and root in folder.parents):  # a project has its own packages
+            for path in list_modules(folder):
+                name = Path(package, path.relative_to(folder)) if folder.is_dir() else Path(path.name)
+                contents[name.as_posix()] = read_file(path)
     return Bundle(contents, hash_files(contents), note)
 
 
-def _read_beside(paths: tuple[Path, ...]) -> dict[str, bytes]:
-    files = {}
-    for path in paths:
-        shown, where = clean(repr(path.name), 60), clean(path, 300)
-        if f"script/{path.name}" in files:
-            raise LabError(f"Two files of the job are called {shown}.", where=where, fix="rename one of them")
-        files[f"script/{path.name}"] = path
-    return {name: _read_file(path) for name, path in files.items()}
-
-
-def _read_project(script: Path | None, root: Path) -> tuple[dict[str, bytes], str]:
-    """Reads a project's files, and says which those are; the script is among them, also where git ignores it."""
-    project = find_project(root)
-    if script:
-        project.files[script.relative_to(root).as_posix()] = script
-    contents = {f"project/{Path(name).as_posix()}": _read_file(path) for name, path in project.files.items()}
-    programs = sorted(name for name, path in project.files.items() if path.stat().st_mode & stat.S_IXUSR)
-    if programs:  # as a file, so that the code's hash, which is over names and contents, is another one, too
-        contents[PROGRAMS] = json.dumps(programs).encode()
-    return contents, project.describe()
-
-
-def _read_file(path: Path) -> bytes:
+def read_file(path: Path) -> bytes:
     """Reads a file of a job.
 
     Raises:
-        LabError: It is not there, cannot be read, is no regular file, or is too large.
+        LabError: It does not exist, cannot be read, is not a regular file, or is too large.
     """
     shown, where = clean(repr(path.name), 60), clean(path, 300)
     try:
-        # A FIFO would hold us until somebody writes into it, and a device may act upon being opened.
+        # Opening a FIFO would wait for a writer, and a device may act on being opened.
         kind = path.stat().st_mode
         if stat.S_ISREG(kind):
             with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
@@ -128,59 +110,3 @@ def _read_file(path: Path) -> bytes:
         raise LabError(f"The file {shown} cannot be read.", where=where, cause=str(error.strerror), fix=fix) from error
     cause = "it is a folder" if stat.S_ISDIR(kind) else "it is a pipe, a socket or a device"
     raise LabError(f"{shown} is no regular file.", where=where, cause=cause, fix="give the path of the script itself")
-
-
-def send(
-    node: Node,
-    root: str,
-    folders: Mapping[str, Mapping[str, bytes] | Path],
-    *,
-    started: list[subprocess.Popen],
-    timeout: float | None = 60.0,
-) -> list[str]:
-    """Puts folders into a folder of the node, each whole or not at all; one that is there already stays.
-
-    Args:
-        node: Where to.
-        root: The folder there.
-        folders: By their path within it, either files by name, or a folder of this machine.
-        started: Takes in the process that sends, so that the caller can end it.
-        timeout: Seconds after which the node is given up; None for data, which take as long as they take.
-
-    Returns:
-        The folders of code that were there already, and were changed since they were copied.
-
-    Raises:
-        LabError: The node was not reached, or its disk is full.
-    """
-    program = make_program(nvidia, facts, guard, cleaning, receive)
-    process = node.popen([node.python, "-c", program, root, *folders])
-    started.append(process)
-    # A node that does not take what is sent must not hold the launcher for ever; ending ssh breaks the pipe.
-    alarm = threading.Timer(timeout, process.kill) if timeout else None
-    if alarm:
-        alarm.start()
-    try:
-        # The pipe breaks when the receiver ends early; its own words then say why.
-        with contextlib.suppress(OSError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
-            for target, content in folders.items():
-                _add(archive, target, content)
-        said, errors = process.communicate()
-    finally:
-        if alarm:
-            alarm.cancel()
-    if process.returncode:
-        words = "timed out" if process.returncode < 0 else errors.decode(errors="replace")
-        raise node.explain(255 if process.returncode < 0 else process.returncode, words)
-    # The last line: a login script of the node may print, too.
-    return json.loads(said[said.rfind(MARK.encode()) + 1 :])
-
-
-def _add(archive: tarfile.TarFile, target: str, content: Mapping[str, bytes] | Path) -> None:
-    if isinstance(content, Path):
-        archive.add(content, arcname=target)
-        return
-    for name, text in content.items():
-        entry = tarfile.TarInfo(f"{target}/{name}")
-        entry.size, entry.mode = len(text), 0o600
-        archive.addfile(entry, io.BytesIO(text))

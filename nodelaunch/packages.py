@@ -1,6 +1,6 @@
-"""Finds the packages of one's own that a script imports, and the module that a job runs in place of a script.
+"""Finds your own packages that a script imports, and the module that a job runs in place of a script.
 
-A package of one's own is one that no installer has put on the nodes, too.
+Your own are those that no installer has put on the nodes.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch.node.facts import SKIPPED
 
-# Not by ast: a script with an error in its syntax is launched, too, so that its rank can say so; and what looks like an
-# import in a text costs nothing, as no package of one's own is called so.
+# Not by ast: a script with a syntax error is launched, too, and its rank reports it. Text that only looks like an
+# import does no harm.
 IMPORTED = re.compile(
     rb"^[ \t]*(?:from[ \t]+(?P<package>\w+)[\w.]*[ \t]+import\b|import[ \t]+(?P<names>[^#;\n]+))", re.MULTILINE
 )
 
 
 def find_packages(sources: Iterable[bytes]) -> dict[str, Path]:
-    """Returns the own packages and modules that sources import, and what those import in turn.
-
-    Own is what Python finds, and finds elsewhere than in its own library and among what was installed: a package
-    beside the notebook, or one that was installed as editable.
+    """Returns your own packages and modules that sources import, directly or through each other.
 
     Args:
         sources: The contents of Python files.
 
     Returns:
-        By name, the folder of the package or the file of the module.
+        By name, the folder of the package or the file of the module: a package beside the notebook, for example, or
+        one that was installed as editable.
     """
     found: dict[str, Path] = {}
     todo = [name for source in sources for name in list_imports(source)]
@@ -56,22 +54,22 @@ def list_imports(source: bytes) -> set[str]:
 
 
 def list_modules(path: Path) -> list[Path]:
-    """The Python files of a package, without what Jupyter leaves and an editor's lock; a module is one file."""
+    """The Python files of a package, without those of tools and an editor's lock; a module is one file."""
     if path.is_file():
         return [path]
-    inner = {file.relative_to(path): file for file in sorted(path.rglob("*.py"))}
-    return [file for name, file in inner.items() if not {*SKIPPED} & {*name.parts} and not name.name.startswith(".")]
+    files = [file for file in sorted(path.rglob("*.py")) if not file.name.startswith(".")]
+    return [file for file in files if not {*SKIPPED} & {*file.relative_to(path).parts}]
 
 
 def find_module(module: str, root: Path | None = None) -> Path | None:
-    """Returns the file that ``python -m`` runs for a module of a project; None for one that is installed on the nodes.
+    """Returns the file that ``python -m`` runs for a module of a project; None if it is installed on the nodes.
 
     Args:
         module: Its name, with dots.
-        root: The project; None where there is none.
+        root: The project, if there is one.
 
     Raises:
-        LabError: The project has no such module, or the module is one's own and there is no project.
+        LabError: The project has no such module, or the module is your own and there is no project.
     """
     top, path = module.partition(".")[0], module.replace(".", "/")
     folder, shown = root or Path.cwd(), clean(module, 50)
@@ -98,9 +96,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _find_own(name: str) -> Path | None:
-    if name in sys.stdlib_module_names or not name.isidentifier():
-        return None
-    spec = _find_spec(name)
+    spec = None if name in sys.stdlib_module_names or not name.isidentifier() else _find_spec(name)
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return None
     origin = Path(spec.origin).resolve()

@@ -1,4 +1,4 @@
-"""A project's folder as it is copied to the nodes: without what is data, ignored by git, or made by tools."""
+"""Lists the files of a project that are copied to the nodes: not data, not what git ignores, not what tools made."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch.node.facts import SKIPPED
 
-# Made by tools, and made anew by them; a virtual environment is told by its pyvenv.cfg.
+# Tools make these again. A virtual environment is recognised by its pyvenv.cfg.
 MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
 MADE |= {"__pycache__", "node_modules", "wandb"}
-# A larger file is data. All of a project is kept in memory, and sent to each node at each launch.
+# A larger file is data. The whole project is kept in memory, and sent to each node at each launch.
 LARGEST, TOTAL, MOST = 8 * 2**20, 64 * 2**20, 5000
 
 
 @dataclass(frozen=True)
 class Project:
-    """What of a folder is copied.
+    """The files of a folder that are copied.
 
     Attributes:
         root: The folder.
         files: By their path within it.
-        size: Of all of them, in bytes.
+        size: Of all files, in bytes.
         left_out: What is not copied, in words, for the user.
     """
 
@@ -50,66 +50,67 @@ def find_project(root: Path) -> Project:
     """Looks through a folder.
 
     Raises:
-        LabError: It has more files, or larger ones in sum, than a job can carry.
+        LabError: It has more files, or more bytes, than a job can carry.
     """
     left_out: list[str] = []
     listed = _list_git(root, left_out)
-    files, sizes, total, large = {}, {}, 0, []
+    files, sizes, large = {}, Counter(), []
     for name in _walk(root, left_out) if listed is None else sorted(listed):
-        path = root / name
+        path, shown = root / name, clean(name, 60)
         try:
             facts, inside = path.stat(), root in path.resolve().parents
-        except OSError:  # git still lists it, or its link leads nowhere
-            left_out.append(f"{clean(name, 60)} (not there)")
+        except OSError:  # git still lists it, or it is a broken link
+            left_out.append(f"{shown} (not there)")
             continue
         if stat.S_ISDIR(facts.st_mode) and not path.is_symlink():
-            left_out.append(f"{clean(name, 60)} (git lists no files of it)")
+            left_out.append(f"{shown} (git lists no files of it)")
         elif not stat.S_ISREG(facts.st_mode) or not inside:
-            left_out.append(f"{clean(name, 60)} (leads elsewhere)")
+            left_out.append(f"{shown} (leads elsewhere)")
         elif facts.st_size > LARGEST:
-            large.append((facts.st_size, name))
+            large.append((facts.st_size, shown))
         else:
-            files[name], sizes[name], total = path, facts.st_size, total + facts.st_size
-        if len(files) > MOST or total > TOTAL:
-            raise _refuse(root, sizes)
-    left_out += [f"{clean(name, 60)} ({bytes_ / 2**20:,.0f} MiB)" for bytes_, name in sorted(large, reverse=True)]
+            files[name] = path
+            sizes[name.partition("/")[0]] += facts.st_size
+        if len(files) > MOST or sizes.total() > TOTAL:
+            raise LabError(
+                f"The project is too large for a job: more than {TOTAL >> 20} MiB or {MOST:,} files.",
+                where=clean(root, 300),
+                cause="a project is copied to each node at each launch; most of it is in "
+                + ", ".join(clean(name, 40) for name, _ in sizes.most_common(3)),
+                fix="name data in a .gitignore, or give a smaller folder as root=",
+            )
+    left_out += [f"{shown} ({size / 2**20:,.0f} MiB)" for size, shown in sorted(large, reverse=True)]
     if len(left_out) > 6:
         left_out[5:] = [f"and {len(left_out) - 5} more"]
-    return Project(root, files, total, tuple(left_out))
+    return Project(root, files, sizes.total(), tuple(left_out))
 
 
 def name_work(root: Path) -> str:
-    """The name of a project's folder on a node: readable, and another one for another folder of the same name."""
+    """The name of a project's folder on a node: readable, and different for another folder of the same name."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.name)[:40].strip("-.") or "project"
     return f"{name}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:6]}"
 
 
 def _list_git(root: Path, left_out: list[str]) -> list[str] | None:
-    """The files that git knows or would take, also in repositories within; None where the folder is not git's."""
+    """The files that git knows or would add, also in repositories within; None without a repository."""
     if not shutil.which("git"):
         return None
-    # Not what an unfriendly repository has in its configuration: a program that git asks for changes (fsmonitor), or
-    # one that gets an object which the repository lacks.
-    git = ["git", "-c", "core.fsmonitor=false", "-C", str(root), "ls-files", "-t", "-z"]
-    command = [*git, "--cached", "--others", "--exclude-standard", "--", "."]
-    env = os.environ | {"GIT_NO_LAZY_FETCH": "1", "GIT_ALLOW_PROTOCOL": ""}
-    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # another repository's, where its hook runs us
-        env.pop(name, None)
+    command = ["git", "-C", str(root), "ls-files", "-t", "-z", "--cached", "--others", "--exclude-standard", "--", "."]
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, env=env)
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30)
     except subprocess.TimeoutExpired:
         return None
-    if done.returncode or not done.stdout:  # no repository, another user's, or a folder that one ignores
+    if done.returncode or not done.stdout:  # no repository, another user's, or an ignored folder of one
         return None
     runs, listed = env_folder("LAB_RUNS", "runs").resolve(), {}
     for line in done.stdout.split(b"\0"):
-        mark, _, name = os.fsdecode(line).partition(" ")  # "?" before what git does not know yet
+        mark, _, name = os.fsdecode(line).partition(" ")  # "?" before files that git does not know yet
         if not name or (MADE if mark == "?" else set(SKIPPED)) & {*Path(name).parts[:-1]}:
             continue
         path = root / name
         if root in runs.parents and runs in (path, *path.parents):
             left_out.append(clean(runs.relative_to(root), 60))
-        # A repository within this one, of which git lists the folder only.
+        # A repository within this one, of which git lists only the folder.
         elif _has(path, ".git") and (inner := _list_git(path, left_out)):
             listed |= dict.fromkeys(f"{name.rstrip('/')}/{file}" for file in inner)
         else:
@@ -119,9 +120,9 @@ def _list_git(root: Path, left_out: list[str]) -> list[str] | None:
 
 
 def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
-    """The files below a folder; says which folders are left out."""
+    """The files below a folder; adds the folders that it skips to ``left_out``."""
     own = {env_folder("LAB_RUNS", "runs").resolve()}
-    if os.environ.get("LAB_DATA"):  # else `data` may be any folder of the project, such as a package
+    if os.environ.get("LAB_DATA"):  # otherwise `data` may be any folder of the project, such as a package
         own.add(env_folder("LAB_DATA", "data").resolve())
 
     def refuse(error: OSError) -> None:
@@ -140,19 +141,6 @@ def _walk(root: Path, left_out: list[str]) -> Iterator[str]:
 
 
 def _has(folder: Path, name: str) -> bool:
-    """Whether something of this name is in a folder that is no link."""
-    # Not by methods of Path, which raise where we may not look.
+    """True if something of this name is in a folder that is not a link."""
+    # Not by methods of Path, which raise for folders that we may not read.
     return not os.path.islink(folder) and os.path.exists(folder / name)  # noqa: PTH110, PTH114
-
-
-def _refuse(root: Path, sizes: dict[str, int]) -> LabError:
-    by_folder: Counter[str] = Counter()
-    for name, size in sizes.items():
-        by_folder[name.partition("/")[0]] += size
-    heaviest = ", ".join(clean(name, 40) for name, _ in by_folder.most_common(3))
-    return LabError(
-        f"The project is too large for a job: more than {TOTAL >> 20} MiB or {MOST:,} files.",
-        where=clean(root, 300),
-        cause=f"a project is copied to each node at each launch; most of it is in {heaviest}",
-        fix="name data in a .gitignore, or give a smaller folder as root=",
-    )

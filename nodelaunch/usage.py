@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lab_common import LabError, cores, nvidia
+from lab_common import LabError
 from nodelaunch.node import sampler
-from nodelaunch.preflight.client import make_program
+from nodelaunch.program import make_command
 
 # How long the last line may take once a node was told to stop.
 PATIENCE = 3.0
@@ -108,12 +108,11 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     if every < 0.05:
         raise LabError("Samples closer than 0.05 s measure nothing.", where=f"watch(every={every})", fix="every=0.5")
     seen = Watch()
-    source = make_program(cores, nvidia, sampler)
     running: list[tuple[subprocess.Popen, threading.Thread]] = []
     try:
         for index, node in enumerate(nodes):
             try:
-                process = node.popen([node.python, "-c", source, str(every), str(index), node.folder])
+                process = node.popen(make_command(node.python, sampler, str(every), str(index), node.folder))
             except (OSError, LabError) as error:
                 seen.problems[node.name] = str(error)
                 continue

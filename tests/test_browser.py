@@ -426,7 +426,7 @@ SHOWN = (
     "import tempfile\nended = board.start(tempfile.mkdtemp(), port=0)\nended.stop()\nended.show(height=60)",
     "from nodelaunch.preflight import Preflight, Verdict\n"
     "found = [Verdict('node1', 'disk', state, 'so much room', 'cause', 'fix') for state in ('red', 'note', 'ok')]\n"
-    "Preflight(tuple(found), {}, {}, 1, 0.1, {})",
+    "Preflight(tuple(found), seconds=0.1)",
     "check.exercise('0.1', lambda logits, labels, k: (logits.topk(k).indices == labels.unsqueeze(1)).sum())\n"
     "check.progress()",
     "check.exercise('0.1', lambda logits, labels, k: None)",

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from harness.drawn import assert_explains
@@ -20,16 +18,14 @@ from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, check_error
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
 from nodelaunch.backends import slurm as slurm_backend
-from nodelaunch.backends import submission
+from nodelaunch.backends.sbatch import write_sbatch
 from nodelaunch.backends.slurm import (
     LEASE_SECONDS,
     SlurmLink,
-    cancel,
     describe_queue,
     slurm_nodes,
     start,
     submit,
-    write_sbatch,
 )
 from nodelaunch.script import Plan
 from nodelaunch.spec import JobSpec
@@ -101,7 +97,7 @@ def write_trivial(folder, body, *options):
 
 def wait_state(job, *states, seconds=30):
     end = time.monotonic() + seconds
-    while (state := submission.look_up(job)["JobState"]) not in states:
+    while (state := slurm_backend.look_up(job)["JobState"]) not in states:
         assert time.monotonic() < end, f"{state}, not {states}"
         time.sleep(0.1)
 
@@ -159,7 +155,7 @@ def test_what_no_quotes_can_protect_is_refused(wish):
 
 def test_nodes_ask_nothing_and_run_helpers_here(monkeypatch, tmp_path):
     monkeypatch.setenv("LAB_RUNS", str(tmp_path))
-    monkeypatch.setattr(submission, "_ask", None)
+    monkeypatch.setattr(slurm_backend, "_ask", None)
     nodes = slurm_nodes(2)
     assert [node.name for node in nodes] == ["slurm0", "slurm1"]
     assert nodes[0].request is nodes[1].request
@@ -168,51 +164,11 @@ def test_nodes_ask_nothing_and_run_helpers_here(monkeypatch, tmp_path):
     assert out == b"x y\n"
 
 
-def test_a_job_that_still_waits_is_cancelled_when_its_launcher_is_interrupted(monkeypatch, tmp_path):
-    ended = []
-
-    class Waiting:
-        state, number = "PENDING", 7
-
-        def end(self):
-            ended.append(self.number)
-
-    def interrupt(number):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(slurm_backend, "submit", lambda path, lease: 7)
-    monkeypatch.setattr(slurm_backend, "SlurmJob", lambda number, folder: Waiting())
-    monkeypatch.setattr(slurm_backend, "describe_queue", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        slurm_backend.start(None, [SimpleNamespace(job_folder=tmp_path)], say=print, stop=threading.Event())
-    assert ended == [7]
-
-
 def test_a_machine_without_slurm_is_explained(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError) as caught:
         submit(write_trivial(tmp_path, ""))
     assert_explains(caught.value, "sbatch", "login node", "local_nodes")
-
-
-def test_a_job_waits_runs_and_is_cancelled_without_a_trace(slurm, survivors, tmp_path):
-    job_id = f"slurm-trace-{os.getpid()}"
-    # torchrun's workers have sessions of their own, and may ignore SIGTERM.
-    body = (
-        f"export LAB_JOB_ID={job_id}\nsrun --ntasks-per-node=1 bash -c \"trap '' TERM; setsid sleep 600 & sleep 600\""
-    )
-    job = submit(write_trivial(tmp_path, body, "--ntasks-per-node=1", "--begin=now+2"))
-    assert describe_queue(job) == f"Slurm job {job}: PENDING (BeginTime)"
-    wait_state(job, "RUNNING")
-    end = time.monotonic() + 20
-    while len(survivors(job_id)) < 6 and time.monotonic() < end:
-        time.sleep(0.1)
-    assert len(survivors(job_id)) >= 6
-    assert describe_queue(job) == f"Slurm job {job}: RUNNING on c[1-2]"
-    assert cancel(job, seconds=20)
-    assert describe_queue(job).startswith(f"Slurm job {job}: CANCELLED")
-    slurm.wait_empty()
-    assert survivors(job_id) == []
 
 
 def test_what_slurm_refuses_is_explained(slurm, tmp_path):
@@ -229,7 +185,7 @@ def test_a_notebook_inside_a_job_submits_another_one(slurm, tmp_path, monkeypatc
     monkeypatch.setenv("SECRET_FREE", "kept")
     body = "srun --ntasks-per-node=1 bash -c 'echo $SLURM_NNODES $SECRET_FREE ${LAB_LEASE:-none}'"
     job = submit(write_trivial(tmp_path, body, "--ntasks-per-node=1"))
-    wait_state(job, *submission.OVER)
+    wait_state(job, *slurm_backend.OVER)
     assert (tmp_path / f"slurm-{job}.out").read_text() == "2 kept none\n" * 2
     slurm.wait_empty()
 
@@ -290,9 +246,9 @@ def test_by_hand_the_same_script_needs_no_launcher(slurm, plan, tmp_path):
     (folder / "job.sbatch").write_text(write_sbatch(plan, slurm_nodes(2)[0].request))
     by_hand = subprocess.run(["sbatch", "--parsable", "job.sbatch"], cwd=folder, capture_output=True, text=True)
     job = int(by_hand.stdout)
-    wait_state(job, *submission.OVER, seconds=120)
+    wait_state(job, *slurm_backend.OVER, seconds=120)
     output = (folder / f"slurm-{job}.out").read_text()
-    assert submission.look_up(job)["JobState"] == "COMPLETED", output
+    assert slurm_backend.look_up(job)["JobState"] == "COMPLETED", output
     assert sorted(path.name for path in folder.glob("node*/results/*")) == ["rank0.json", "rank1.json"]
     assert not list(folder.glob("node*.out"))
     slurm.wait_empty()
@@ -331,73 +287,12 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
             assert {f"--master-addr={head}", "--master-port=22345", f"--node-rank={index}"} <= set(argv)
 
 
-def start_sleeper(plan, tail="sleep 600"):
-    """Starts a job whose nodes run a program that would take long."""
-    Path(plan.code_folder, "script", plan.script).write_text(
-        f"import subprocess\nsubprocess.run({shlex.split(tail)!r})"
-    )
-    nodes = slurm_nodes(2, folder=Path(plan.job_folder).parent)
-    return submit_plan(plan, nodes, say=lambda line: None)
-
-
-def wait_processes(survivors, job_id, count):
-    end = time.monotonic() + 60
-    while len(survivors(job_id)) < count:
-        assert time.monotonic() < end, survivors(job_id)
-        time.sleep(0.1)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("way", ["stop", "kill", "no more beats"])
-def test_the_end_of_the_launcher_is_the_end_of_the_job(slurm, plan, survivors, way):
-    links = start_sleeper(plan)
-    got, readers = read_all(links)
-    beating = time.monotonic() + 60
-    while not all(any(b"started" in line for line in lines) for lines in got.values()):
-        assert time.monotonic() < beating
-        links[1].beat()
-        time.sleep(0.1)
-    wait_processes(survivors, plan.job_id, 6)
-    begin = time.monotonic()
-    if way != "no more beats":
-        for link in links:
-            getattr(link, way)()
-        links[0].beat()
-        assert not (links[0].job.folder / "lease").exists(), "a late heartbeat must not undo the stop"
-    for reader in readers:
-        reader.join(30)
-        assert not reader.is_alive()
-    slurm.wait_empty()
-    assert survivors(plan.job_id) == []
-    assert time.monotonic() - begin < 10 + 5, "the lease, the grace, and Slurm's own time to notice"
-    assert all(link.poll() for link in links)
-    assert_explains(links[0].explain(), "Slurm job")
-    if way == "stop":
-        # Whichever comes first: the lease's file is gone, or Slurm's own signal.
-        assert re.search(rb"the launcher let go|signal 15", b"".join(got["slurm0"]))
-
-
-@pytest.mark.drill
-def test_an_interrupt_while_waiting_in_the_queue_cancels_the_job(slurm, plan, tmp_path):
-    nodes = slurm_nodes(2, folder=tmp_path, extra=["--begin=now+600"])
-    said = []
-
-    def interrupt(line):
-        said.append(line)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        submit_plan(plan, nodes, say=interrupt)
-    assert "PENDING" in said[0]
-    slurm.wait_empty(5)
-
-
 def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
     body = "echo Something broke >&2; exit 3"
-    job = submission.SlurmJob(submit(write_trivial(tmp_path, body)), tmp_path)
+    job = slurm_backend.SlurmJob(submit(write_trivial(tmp_path, body)), tmp_path)
     link = SlurmLink("slurm0", 0, job)
     wait_state(job.number, "FAILED")
-    time.sleep(submission.LOOK_SECONDS)
+    time.sleep(slurm_backend.LOOK_SECONDS)
     assert link.poll() == 3
     assert_explains(link.explain(), "FAILED", "Something broke", "scontrol show job")
     assert str(tmp_path / f"slurm-{job.number}.out") in str(link.explain())
@@ -620,7 +515,7 @@ def test_a_busy_cluster_is_a_note_and_the_job_shows_its_place_in_the_queue(slurm
     job = TorchrunJob(train, ["ok"], nodes=slurm_nodes(2), **PYTHON)
     (verdict,) = job.preflight().verdicts
     assert (verdict.state, "0 of them idle" in verdict.found) == ("note", True)
-    heard = Heard({"PENDING (Resources)": lambda line: cancel(other)})
+    heard = Heard({"PENDING (Resources)": lambda line: subprocess.run(["scancel", str(other)])})
     assert job.run(show=heard).ok
     states = [line for line in heard.lines if line.startswith("Slurm job ")]
     assert "PENDING" in states[0] and any(line.endswith("RUNNING on c[1-2]") for line in states)

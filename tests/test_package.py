@@ -209,7 +209,6 @@ LONG = {
     ("hosting.__main__", "parse_arguments"): "a table of options",
     ("hosting.settings", "check_settings"): "a table of rules",
     ("nodelaunch.backends.sbatch", "write_sbatch"): "a script as it is written, which is read as a whole",
-    ("nodelaunch.preflight", "check_nodes"): "what is asked, and then judged, line by line as in the table",
 }
 
 

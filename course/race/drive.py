@@ -19,7 +19,7 @@ from lab_common import LabError
 from lab_utils.data.pack import MANIFEST
 from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, watch
 from nodelaunch.backends.nodes import Node
-from nodelaunch.preflight.client import make_program
+from nodelaunch.program import make_command
 from nodelaunch.running import RunningJob
 
 # Below a lap's folder: all that the script may read beside its code; what the judge has received; the code under names
@@ -109,7 +109,7 @@ def drive(lap: Lap, nodes: list[Node], begin: Callable[[], None]) -> Drive:
     target = f"{Path(head.data).parent}/{len(nodes)}/saved/weights.pt"
     versions.mkdir(parents=True)
     job = _prepare(lap, nodes, target)
-    follower, process = _Follower(versions), head.popen([head.python, "-c", make_program(saved), target])
+    follower, process = _Follower(versions), head.popen(make_command(head.python, saved, target))
     try:
         if process.stdout.readline() != b"ready\n":
             fix = "see that the disk has room there, then run the lap again"

@@ -28,13 +28,13 @@ from course.race.board_record import check_numbers, read_record
 from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, drive, share_cores
 from course.race.evaluate import evaluate
 from course.race.leagues import find_threshold
-from lab_common import LabError, cores, nvidia, read_path
+from lab_common import LabError, read_path
 from lab_common.files import read_bounded
 from lab_common.text import clean
 from lab_utils import data
 from nodelaunch import JobError, local_nodes
 from nodelaunch.backends.nodes import Node
-from nodelaunch.preflight.client import make_program
+from nodelaunch.program import make_command
 
 ARGUMENTS = 2000  # characters of all of them
 
@@ -288,7 +288,7 @@ def _find_folder(node: Node, lap: str) -> str:
 
 def _ask(node: Node) -> dict[str, Any]:
     """Describes a node: the result of ``sealed.describe`` there."""
-    process = node.popen([node.python, "-c", make_program(cores, nvidia, sealed), "--describe"])
+    process = node.popen(make_command(node.python, sealed, "--describe"))
     try:
         out, _ = process.communicate(timeout=PATIENCE)
         return json.loads(out.splitlines()[-1])

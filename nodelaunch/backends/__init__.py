@@ -1,6 +1,6 @@
-"""Where a job's nodes come from: this machine, hosts that ssh reaches, or Slurm.
+"""The kinds of nodes: of this machine, hosts that ssh reaches, or Slurm's.
 
-Each kind of node names, as ``backend``, the module that launches on it; its functions are those of :class:`Backend`.
+A node's ``backend`` is the name of the module that launches on it, whose functions are those of :class:`Backend`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Say = Callable[[str], None]
 
 
 class Backend(Protocol):
-    """What a module has to have that launches jobs on nodes of a kind.
+    """The functions of a module that launches jobs on nodes of a kind.
 
     Attributes:
-        BY_HAND: Whether a user may start some of the nodes.
+        BY_HAND: True if a user may start some of the nodes.
     """
 
     BY_HAND: bool
 
     def check(self, spec: JobSpec, code: str, job_id: str) -> Preflight:
-        """Asks, in seconds and changing nothing, whether a job can run; ``code`` is the hash of its files."""
+        """Checks in seconds if a job can run, and changes nothing; ``code`` is the hash of its files."""
 
     def needs_preflight(self, spec: JobSpec) -> bool:
-        """Whether the scripts cannot be written before the nodes were asked."""
+        """True if the scripts cannot be written before the nodes were asked."""
 
     def write(self, plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
-        """Returns the scripts by their file's name, in the order of the nodes.
+        """Returns the scripts by file name, in the order of the nodes.
 
         Raises:
             LabError: A value cannot be in a script.
@@ -45,22 +45,22 @@ class Backend(Protocol):
     def copy(
         self, spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say
     ) -> None:
-        """Copies to the nodes what they lack: code, scripts, and the data of which the preflight said so.
+        """Copies to the nodes what they lack: code, scripts, and the data that the preflight did not find.
 
         Raises:
-            LabError: A node was not reached, its disk is full, or code that lies there was changed.
+            LabError: A node was not reached, its disk is full, or code there was changed.
         """
 
     def start(
         self, spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Say, stop: threading.Event
     ) -> Mapping[str, Link]:
-        """Starts every node but those that are started by hand; returns what follows each, by the node's name.
+        """Starts every node but those that are started by hand; returns the links by the node's name.
 
         Raises:
-            LabError: A node could not be started; those that were are ended.
+            LabError: A node could not be started; the others are ended.
         """
 
 
 def find_backend(nodes: Sequence[Node]) -> Backend:
-    """Returns what launches on these nodes, which are all of one kind or of kinds that go together."""
+    """Returns the module that launches on these nodes, which are of one kind or of kinds that go together."""
     return import_module(nodes[0].backend)

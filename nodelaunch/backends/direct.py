@@ -1,4 +1,4 @@
-"""Launches on nodes that are reached one by one: those of this machine, and hosts behind ssh."""
+"""Launches on nodes that are reached one by one: those of this machine, and hosts that ssh reaches."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
 
 
 def needs_preflight(spec: JobSpec) -> bool:
-    """Whether an address or the port is not known yet."""
+    """True if an address or the port is not known yet."""
     return spec.port is None or any(node.address is None for node in spec.nodes)
 
 
@@ -61,20 +61,20 @@ def start(
             if node.name in by_hand:
                 say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
             else:
-                # Not in this thread, which an interrupt would find with a process that nobody holds yet.
+                # Not in this thread: an interrupt could come before the new process is assigned.
                 begun[node.name] = pool.submit(_start_node, node, plan)
         return {name: started.result() for name, started in begun.items()}
     except BaseException:
         for started in begun.values():
             started.cancel()
-            started.add_done_callback(_let_end)
+            started.add_done_callback(_stop_unfollowed)
         raise
     finally:
         pool.shutdown(wait=False)
 
 
-def _let_end(started: Future[Link]) -> None:
-    """Ends a supervisor that nobody is going to follow, and waits for its end elsewhere: else it stays as a zombie."""
+def _stop_unfollowed(started: Future[Link]) -> None:
+    """Ends a supervisor that nobody will follow; a thread waits for its end, so that it does not stay as a zombie."""
     if not started.cancelled() and not started.exception():
         link = started.result()
         link.stop()
@@ -84,7 +84,7 @@ def _let_end(started: Future[Link]) -> None:
 def _start_node(node: Node, plan: Plan) -> Link:
     """Starts a node's script under a supervisor there, which ends it when this process is gone."""
     bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={plan.limit}"]
-    # The id in the environment is what tells this job's processes from all others, on every node.
+    # The id in the environment marks this job's processes, on every node.
     identity = ["env", f"PYTHONPATH={plan.code_folder}", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
     program = [node.python, "-P", "-u", "-m", "nodelaunch.node.supervisor", f"--job-folder={plan.job_folder}", *bounds]
     return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}.sh"])

@@ -1,26 +1,24 @@
-"""Nodes on this machine: as many agents as asked for, each with its own folder, address and share of the cores."""
+"""Nodes on this machine, each with its own folder, address and share of the cores."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from lab_common import LabError, env_folder
+from lab_common import env_folder
 from nodelaunch import kinds, values
-from nodelaunch.failure import explain_end
+from nodelaunch.backends.nodes import ThisMachine
 
 
 @dataclass(frozen=True)
-class LocalNode:
+class LocalNode(ThisMachine):
     """A node on this machine; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
     Attributes:
-        index: Which of the nodes that were made together, from 0.
-        together: How many those are. A node keeps its share of the machine where a job takes some of them only, so
+        index: Its place among the nodes that were made together, from 0.
+        together: The number of those. A node keeps its share of the machine even if a job takes only some of them, so
             that one node and two can be compared.
     """
 
@@ -45,25 +43,8 @@ class LocalNode:
         return self.data or str(env_folder("LAB_DATA", "data"))
 
     def name_job_folder(self, job_id: str, index: int) -> str:
-        """Where a job's files go: each node has its own."""
+        """The folder of a job's files: each node has its own."""
         return f"{self.folder}/jobs/{job_id}/node{index}"
-
-    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program in a session of its own, so that an interrupt in the terminal reaches the launcher alone."""
-        pipe = subprocess.PIPE
-        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-
-    def explain(self, returncode: int, stderr: str) -> LabError:
-        """Says why a program could not be run here, or ended."""
-        if end := explain_end(self.name, self.folder, returncode, stderr):
-            return end
-        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
-        return LabError(
-            f"A program could not be run on {self.name}.",
-            where=self.folder,
-            cause=last[:300],
-            fix="see that the folder can be written to and that the disk has room, then run the job again",
-        )
 
 
 def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNode]:
@@ -74,23 +55,18 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
 
     Args:
         count: How many nodes.
-        folder: Where their folders go; ``LAB_RUNS/nodes`` where None.
+        folder: Parent of their folders; None is ``LAB_RUNS/nodes``.
 
     Raises:
-        LabError: ``count`` is not from 1 to 16, or ``folder`` is no path.
+        LabError: ``count`` is not from 1 to 16, or ``folder`` is not a path.
     """
     given = kinds.check_values("local_nodes", values.LOCAL_NODES, {"count": count, "folder": folder})
     count = given["count"]
     base = given["folder"] or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")
-    return [
-        LocalNode(
-            name=f"node{index}",
-            folder=str(base / f"node{index}"),
-            address=f"127.0.0.{1 + index}" if linux else "127.0.0.1",
-            interface="lo" if linux else "lo0",
-            index=index,
-            together=count,
-        )
-        for index in range(count)
-    ]
+    nodes = []
+    for index in range(count):
+        name, address = f"node{index}", f"127.0.0.{1 + index}" if linux else "127.0.0.1"
+        interface = "lo" if linux else "lo0"
+        nodes.append(LocalNode(name, str(base / name), address, interface, index=index, together=count))
+    return nodes

@@ -1,4 +1,4 @@
-"""What a node is to the launcher, and a supervisor that runs on one: the two protocols behind local, SSH and Slurm."""
+"""The two protocols behind local, SSH and Slurm nodes: a node, and the link to a supervisor that runs on one."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lab_common import LabError
+from nodelaunch.failure import explain_end
 from nodelaunch.node.output import read_lines
 
 
 class Node(Protocol):
-    """A machine, or what stands for one, on which one torchrun of a job runs.
+    """A machine, or a part of one, on which one torchrun of a job runs.
 
     Attributes:
-        name: What the user calls it; unique in a job.
+        name: Unique in a job.
         python: The interpreter on that node.
         folder: Absolute folder on that node for all that is ours: ``jobs/<id>``, ``code/<hash>`` and ``work``.
-        address: IPv4 address by which the other nodes reach it; None where the preflight has to find it.
-        interface: The network interface, fixed by the user; None where the route decides.
+        address: IPv4 address by which the other nodes reach it; None if the preflight has to find it.
+        interface: The network interface, if the user chose one; None follows the route.
         data: ``LAB_DATA`` on that node, as the user gave it.
-        backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`. For nodes that are
-            reached one by one it is ``nodelaunch.backends.direct``.
-        here: Whether it is this machine, whose cores and GPUs its nodes share. Such a node also needs ``index`` and
-            ``together``, which say its share; see :class:`nodelaunch.backends.local.LocalNode`.
+        backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`.
+        here: True for this machine, whose cores and GPUs its nodes share. Such a node also needs ``index`` and
+            ``together``, its share; see :class:`nodelaunch.backends.local.LocalNode`.
     """
 
     name: str
@@ -50,7 +50,27 @@ class Node(Protocol):
         """Starts a program there, with stdin, stdout and stderr as pipes of bytes; argv are data, never code."""
 
     def explain(self, returncode: int, stderr: str) -> LabError:
-        """Says what it means that a program could not be run there."""
+        """The error of a program that could not be run there."""
+
+
+class ThisMachine:
+    """Runs a node's programs on this machine, which is the node, or shares its folder."""
+
+    name: str
+    folder: str
+
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
+        """Starts a program in a session of its own, so that an interrupt in the terminal reaches only the launcher."""
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def explain(self, returncode: int, stderr: str) -> LabError:
+        """The error of a program that could not be run here."""
+        if end := explain_end(self.name, self.folder, returncode, stderr):
+            return end
+        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
+        fix = "see that the folder can be written to and that the disk has room, then run the job again"
+        return LabError(f"A program could not be run on {self.name}.", where=self.folder, cause=last[:300], fix=fix)
 
 
 class Link(Protocol):
@@ -62,19 +82,19 @@ class Link(Protocol):
         """Yields what the supervisor prints, line by line, until it has ended."""
 
     def beat(self) -> None:
-        """Says that the launcher lives."""
+        """Sends a heartbeat of the launcher."""
 
     def stop(self) -> None:
         """Asks the supervisor to end everything."""
 
     def kill(self) -> None:
-        """Lets go of it; the supervisor ends by itself when the heartbeat stays away."""
+        """Cuts the connection; without heartbeats the supervisor then ends by itself."""
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while it runs."""
 
     def explain(self) -> LabError | None:
-        """Says why the node was not reached, where it was not."""
+        """The reason why the node was not reached; None if it was."""
 
 
 class PipeLink:
@@ -83,7 +103,7 @@ class PipeLink:
     def __init__(self, node: Node, argv: Sequence[str]) -> None:
         self.node, self._owner = node.name, node
         self._process = node.popen(argv)
-        # Without a reader a chatty stderr would fill its pipe and stop the node; its end is all that is wanted.
+        # Without a reader a chatty stderr would fill its pipe and stop the node; only its end is needed.
         self._errors: deque[bytes] = deque(maxlen=50)
         self._reader = threading.Thread(target=self._read_errors, daemon=True)
         self._reader.start()
@@ -112,7 +132,7 @@ class PipeLink:
 
     def kill(self) -> None:
         """Ends this end of the pipe."""
-        # Politely first, for a supervisor on this machine then still ends what it has started.
+        # First by SIGTERM: a supervisor on this machine then still ends what it has started.
         self._process.terminate()
         killer = threading.Timer(3.0, self._process.kill)
         killer.daemon = True
@@ -123,6 +143,6 @@ class PipeLink:
         return self._process.poll()
 
     def explain(self) -> LabError:
-        """Says why the node was not reached, from what ssh or Python printed."""
+        """The reason why the node was not reached, from what ssh or Python printed."""
         self._reader.join(1.0)
         return self._owner.explain(self._process.returncode, b"".join(self._errors).decode(errors="replace"))

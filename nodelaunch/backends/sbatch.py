@@ -19,12 +19,12 @@ OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
 
 @dataclass(frozen=True)
 class SlurmRequest:
-    """What is asked of Slurm.
+    """A request for nodes, in sbatch's options.
 
     Attributes:
-        count: How many nodes.
-        partition: Where they are taken from; None leaves it to the cluster.
-        time_limit: After which Slurm ends the job, as sbatch takes it: "00:30:00".
+        count: Number of nodes.
+        partition: Slurm's partition; None leaves it to the cluster.
+        time_limit: Time after which Slurm ends the job, as sbatch takes it: "00:30:00".
         extra: More options of sbatch, such as "--gpus-per-node=1" or "--account=course".
     """
 

@@ -1,8 +1,10 @@
-"""Nodes that Slurm chooses: one batch job, its place in the queue, and a link to what runs on each of its nodes."""
+"""Nodes that Slurm chooses: one batch job, its place in the queue, and a link to each of its nodes."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import subprocess
 import sys
 import threading
@@ -15,40 +17,32 @@ from typing import ClassVar
 from lab_common import LabError, env_folder
 from nodelaunch import kinds, values
 from nodelaunch.backends import Say
+from nodelaunch.backends.nodes import ThisMachine
 from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
-from nodelaunch.backends.submission import (
-    LOOK_SECONDS,
-    OVER,
-    SlurmJob,
-    cancel,
-    describe_queue,
-    judge_queue,
-    list_partitions,
-    submit,
-)
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
-from nodelaunch.failure import explain_end
+from nodelaunch.node.cleaning import mark_used
 from nodelaunch.node.facts import find_code
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code, judge_error
 from nodelaunch.script import Plan
 from nodelaunch.spec import JobSpec, Launch
 
-__all__ = ["SlurmLink", "SlurmNode", "cancel", "describe_queue", "slurm_nodes", "start", "submit", "write_sbatch"]
-
 SCRIPT = "job.sbatch"
-# The supervisors open the launcher's file anew at each look, upon which a shared file system asks for its true age.
+# The supervisors open the launcher's file at each look: a shared file system then asks for its true age.
 LEASE_SECONDS = 7.0
 BY_HAND = False
+# Final states; GONE is ours, for a job that Slurm has forgotten.
+OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
+OVER |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+LOOK_SECONDS, STOP_SECONDS = 0.5, 5.0
 
 
 @dataclass(frozen=True)
-class SlurmNode:
+class SlurmNode(ThisMachine):
     """One of the nodes that Slurm will choose; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
-    Its folder is on a file system that this machine and all nodes share, so that what has to be copied to the node is
-    copied here.
+    Its folder is on a file system that this machine and all nodes share, so that files are copied here.
 
     Attributes:
         request: What is asked of Slurm, the same for all nodes of a list.
@@ -74,25 +68,8 @@ class SlurmNode:
         return self.data or f"{self.folder}/data"
 
     def name_job_folder(self, job_id: str, index: int) -> str:
-        """Where a job's files go: one folder for all nodes, in which the batch script makes one for each."""
+        """The folder of a job's files: one for all nodes, in which the batch script makes one for each."""
         return f"{self.folder}/jobs/{job_id}"
-
-    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program on this machine, which sees the nodes' files; on the nodes only the job runs."""
-        pipe = subprocess.PIPE
-        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-
-    def explain(self, returncode: int, stderr: str) -> LabError:
-        """Says why a program could not be run here."""
-        if end := explain_end("this machine", self.folder, returncode, stderr):
-            return end
-        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
-        return LabError(
-            "The nodes' shared folder could not be prepared.",
-            where=self.folder,
-            cause=last[:300],
-            fix="see that the folder can be written to and that the disk has room, then run the job again",
-        )
 
 
 def slurm_nodes(
@@ -109,15 +86,15 @@ def slurm_nodes(
 
     Args:
         count: How many nodes.
-        partition: Where they are taken from; None leaves it to the cluster.
-        folder: A folder that all nodes see under the same path; ``LAB_RUNS/slurm`` where None.
-        time_limit: After which Slurm ends the job, hours:minutes:seconds.
-        python: The interpreter, under the same path on all nodes; this one where None.
+        partition: Slurm's partition; None leaves it to the cluster.
+        folder: A folder that all nodes see under the same path; None is ``LAB_RUNS/slurm``.
+        time_limit: Time after which Slurm ends the job, hours:minutes:seconds.
+        python: The interpreter, under the same path on all nodes; None is this one.
         interface: The network interface between the nodes; None finds it by the route.
         extra: More options of sbatch, each one string: ``["--gpus-per-node=1", "--account=course"]``.
 
     Raises:
-        LabError: A value cannot stand in a batch script.
+        LabError: A value cannot be in a batch script.
     """
     request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=extra)
     given = kinds.check_values("slurm_nodes", values.SLURM_NODES, {"folder": folder, "python": python})
@@ -130,21 +107,18 @@ def slurm_nodes(
 
 
 def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
-    """Looks whether Slurm is here and has as many nodes as asked for; the nodes themselves are chosen later.
+    """Judges the queue, and the code in the shared folder.
 
-    What is compared between hosts before a job on SSH (versions) is compared on Slurm when the ranks meet. The code
-    lies in a folder that this machine shares, where it is looked at.
+    Slurm chooses the nodes later, so the ranks compare their versions when they meet.
     """
-    started, nodes, request = time.monotonic(), spec.nodes, spec.nodes[0].request
+    started, nodes = time.monotonic(), spec.nodes
     try:
-        state, found = judge_queue(list_partitions(request.partition), len(nodes))
-        fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses" if state == "red" else ""
-        verdict = Verdict("Slurm", "queue", state, found, "another partition was meant" if fix else "", fix)
+        verdict = judge_queue(nodes[0].request, len(nodes))
     except LabError as error:
         verdict = judge_error("Slurm", error)
     there = {"code": find_code({"folder": nodes[0].folder, "code": code})}
     changed = [found for found in judge_code("Slurm", there, Wanted(bundle=code)) if found.state == "red"]
-    return Preflight((verdict, *changed), {}, {}, 0, time.monotonic() - started, {})
+    return Preflight((verdict, *changed), seconds=time.monotonic() - started)
 
 
 def needs_preflight(spec: JobSpec) -> bool:
@@ -167,7 +141,7 @@ def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None,
 def start(
     spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str] = (), say: Say, stop: threading.Event
 ) -> dict[str, SlurmLink]:
-    """Submits ``job.sbatch``, tells each change of its place in the queue, and waits for its turn.
+    """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn.
 
     Raises:
         LabError: Slurm does not take the job.
@@ -183,6 +157,7 @@ def start(
             if (queue := describe_queue(job.number)) != said:
                 say(said := queue)
             job.beat()
+            mark_used(folder, Path(plans[0].code_folder))  # it may wait for hours
             time.sleep(LOOK_SECONDS)
     except BaseException:
         job.end()
@@ -193,7 +168,7 @@ def start(
 
 
 class SlurmLink:
-    """What runs on one node of a Slurm job; see :class:`nodelaunch.backends.nodes.Link`."""
+    """The link to one node of a Slurm job; see :class:`nodelaunch.backends.nodes.Link`."""
 
     def __init__(self, node: str, index: int, job: SlurmJob) -> None:
         self.node, self.job = node, job
@@ -203,11 +178,11 @@ class SlurmLink:
         """Yields what the node printed, until the job is over."""
         rest, read, quiet = b"", 0, 0
         while quiet < 3:
-            # A look at the state first: what was written before the job was over is then read for certain.
+            # The state comes first, so that everything that was written before the end of the job is read.
             over = self.job.state in OVER
             new = b""
-            with contextlib.suppress(OSError), self._path.open("rb") as file:  # opened anew: a shared file system
-                file.seek(read)  # shows what other machines wrote when a file is opened
+            with contextlib.suppress(OSError), self._path.open("rb") as file:  # opened each time: only then
+                file.seek(read)  # does a shared file system show what other machines wrote
                 new = file.read()
             read += len(new)
             *whole, rest = (rest + new).split(b"\n")
@@ -218,7 +193,7 @@ class SlurmLink:
             yield rest + b"\n"
 
     def beat(self) -> None:
-        """Says that the launcher lives."""
+        """Sends a heartbeat."""
         self.job.beat()
 
     def stop(self) -> None:
@@ -238,7 +213,7 @@ class SlurmLink:
         return code or int(self.job.state not in ("COMPLETED", "GONE"))
 
     def explain(self) -> LabError | None:
-        """Says what Slurm did to the job; None where it ended well."""
+        """The error of a job that Slurm ended, or that failed; None if it ended well."""
         if not self.poll():
             return None
         facts, number = self.job.facts, self.job.number
@@ -246,10 +221,125 @@ class SlurmLink:
         last = ""
         with contextlib.suppress(OSError):
             last = ([line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""])[-1]
-        return LabError(
-            f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}.",
-            where=facts.get("NodeList", "") or "no node",
-            cause=last[:300] or f"Slurm's reason: {facts.get('Reason', 'none')}",
-            fix=f"scontrol show job {number}",
-            log=log,
+        what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
+        where, cause = (
+            facts.get("NodeList") or "no node",
+            last[:300] or f"Slurm's reason: {facts.get('Reason', 'none')}",
         )
+        return LabError(what, where=where, cause=cause, fix=f"scontrol show job {number}", log=log)
+
+
+def submit(path: Path, *, lease: Path | None = None) -> int:
+    """Hands a batch script to Slurm from the script's own folder, and returns the job's number.
+
+    Args:
+        path: The script.
+        lease: The file that the launcher touches while it runs; None lets the job run without a launcher.
+
+    Raises:
+        LabError: Slurm is not here, or refuses.
+    """
+    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    env |= {"LAB_LEASE": str(lease)} if lease else {}
+    done = _ask("sbatch", "--parsable", path.name, cwd=path.parent, env=env)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
+        cause = said[-1].rpartition("error: ")[2][:300]
+        fix = f"sinfo shows what there is; by hand: cd {path.parent}; sbatch {path.name}"
+        raise LabError("Slurm does not take the job.", where=path, cause=cause, fix=fix)
+    return int(done.stdout.strip().split(";")[0])  # "12;cluster" if there are several clusters
+
+
+def judge_queue(request: SlurmRequest, count: int) -> Verdict:
+    """Judges if Slurm has ``count`` nodes in service: "ok", "note" if the job will wait for some of them, or "red".
+
+    Raises:
+        LabError: Slurm is not here, or does not answer.
+    """
+    only = [f"--partition={request.partition}"] if request.partition else []
+    done = _ask("sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%t", *only)
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or ["sinfo gave no reason"])[-1]
+        fix = "ask who runs the cluster; sinfo shows when it is back"
+        raise LabError("Slurm does not answer.", where="sinfo", cause=said[:300], fix=fix)
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
+    # A node may be in several partitions. States with another last character, such as *, are not in service.
+    usable = {node: state for _, up, node, state in rows if up == "up" and state in ("idle", "mix", "alloc", "comp")}
+    there, idle = len(usable), list(usable.values()).count("idle")
+    names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
+    found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
+    if there >= count:
+        return Verdict("Slurm", "queue", "note" if idle < count else "ok", found)
+    fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses"
+    return Verdict("Slurm", "queue", "red", found, "another partition was meant", fix)
+
+
+def describe_queue(job: int) -> str:
+    """Returns the state of a job, its reason and its nodes, in words."""
+    facts = look_up(job)
+    on = f" on {nodes}" if (nodes := facts.get("NodeList", "")) not in ("", "(null)") else ""
+    why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
+    return f"Slurm job {job}: {facts['JobState']}{on}{why}"
+
+
+def look_up(job: int) -> dict[str, str]:
+    """Returns Slurm's facts of a job; its ``JobState`` is "GONE" if Slurm no longer knows it."""
+    done = _ask("scontrol", "show", "job", "--oneliner", str(job))
+    if done.returncode:
+        # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
+        return {"JobState": "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"}
+    return dict(re.findall(r"(\w+)=(\S*)", done.stdout))
+
+
+class SlurmJob:
+    """A submitted job, which its links share: its state, looked up at most twice a second, and its lease."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.folder = number, folder
+        self._lock, self._looked, self._facts = threading.Lock(), 0.0, {"JobState": "UNKNOWN"}
+        self._stopping = False
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Slurm's facts of it."""
+        with self._lock:
+            if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
+                self._facts, self._looked = look_up(self.number), time.monotonic()
+            return self._facts
+
+    @property
+    def state(self) -> str:
+        """Its state now."""
+        return self.facts["JobState"]
+
+    def beat(self) -> None:
+        """Sends a heartbeat: touches the lease."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / "lease")
+
+    def stop(self) -> None:
+        """Asks the supervisors to end everything, and cancels the job if that takes too long."""
+        with self._lock:
+            if self._stopping:
+                return
+            self._stopping = True
+        (self.folder / "lease").unlink(missing_ok=True)
+        timer = threading.Timer(STOP_SECONDS, self.end)
+        timer.daemon = True
+        timer.start()
+
+    def end(self) -> None:
+        """Cancels it."""
+        (self.folder / "lease").unlink(missing_ok=True)
+        if self.state not in OVER:
+            _ask("scancel", str(self.number))
+
+
+def _ask(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60, **options)
+    except FileNotFoundError as error:
+        cause = f"there is no program `{argv[0]}`: this is not a login node of a Slurm cluster"
+        fix = "launch from a login node, or use local_nodes(2) or ssh_nodes([...])"
+        raise LabError("Slurm's programs are not on this machine.", where="PATH", cause=cause, fix=fix) from error

@@ -1,7 +1,7 @@
-"""Nodes that are reached with the OpenSSH client and the user's own configuration, and its refusals in plain words.
+"""Nodes that are reached with the OpenSSH client and the user's own configuration.
 
-Host keys are always checked, and nothing ever asks for a password: what ssh would ask at a terminal is an error here,
-which says what to do once by hand.
+Host keys are always checked, and nothing ever asks for a password: a question of ssh is an error here, which explains
+what to do once by hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nodelaunch.backends.refusals import explain_refusal
 # BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=2", "ServerAliveCountMax=3")
 FOLDER = "~/distributed-training-labs"
-# Prints the home and the first of the interpreters that is there; the mark, since a ~/.bashrc may print too.
+# Prints the home and the first interpreter that exists; with a mark, since a ~/.bashrc may print, too.
 LOOK = r"""
 for python do
     case $python in '~/'*) python=$HOME/${python#'~/'};; esac
@@ -44,7 +44,7 @@ class Connections:
     """One connection per host for all programs of a list of nodes (OpenSSH's ControlMaster), in a private folder.
 
     A connection takes a few tenths of a second, and a preflight needs several. They end with ``close``, with the
-    nodes, or with the interpreter; where that was killed, 30 s after the last program.
+    nodes, or with the interpreter; if that was killed, 30 s after the last program.
     """
 
     def __init__(self, config: Path | None) -> None:
@@ -60,10 +60,10 @@ class Connections:
 
     def _find_folder(self) -> Path:
         if self._folder is None or not self._folder.exists():
-            # A socket's path has to fit into some 100 characters, which macOS's own folder and ssh's suffix do not.
+            # A socket's path may have some 100 characters, which macOS's own temporary folder exceeds.
             short = "/tmp" if Path("/tmp").is_dir() else None
             self._folder = Path(tempfile.mkdtemp(prefix="lab-", dir=short))
-            self._folder.chmod(0o700)  # a socket there is a way in; and a umask may have left no way in for us
+            self._folder.chmod(0o700)  # a socket there is a way in; and the umask may exclude us
             self._close = weakref.finalize(self, _close_connections, self._folder)
         return self._folder
 
@@ -75,7 +75,7 @@ class Connections:
 
 def _close_connections(folder: Path) -> None:
     for socket in folder.iterdir() if folder.exists() else ():
-        # The name of the host is not needed to find the socket, but ssh wants one.
+        # ssh requires the name of a host, and finds the socket without it.
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             command = ["ssh", "-F", os.devnull, "-o", f"ControlPath={socket}", "-O", "exit", "--", "localhost"]
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=5)
@@ -86,17 +86,14 @@ def _close_connections(folder: Path) -> None:
 class SshNode:
     """A host that ssh reaches; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
-    Nothing is asked of the host before the first use: ``python`` and ``folder`` are looked up there, once, when they
+    Nothing is asked of the host before the first use: ``python`` and ``folder`` are looked up there, once, if they
     were not given in full.
 
     Attributes:
-        name: What ssh takes: a name of the user's configuration or of the network, an address, ``user@host``.
-        address: As in Node.
-        interface: As in Node.
-        data: As in Node.
-        wanted_python: What the user gave; None looks for this interpreter's own path there, then for python3.
-        wanted_folder: What the user gave, with ``~`` for the home on the host.
-        connections: What the nodes of one list share.
+        name: An argument of ssh: a name of the user's configuration or of the network, an address, ``user@host``.
+        wanted_python: As the user gave it; None looks for this interpreter's own path there, then for python3.
+        wanted_folder: As the user gave it, with ``~`` for the home on the host.
+        connections: Shared by the nodes of one list.
     """
 
     name: str
@@ -132,43 +129,43 @@ class SshNode:
         return self.data or f"{self.folder}/data"
 
     def name_job_folder(self, job_id: str, index: int) -> str:
-        """Where a job's files go there: each node has its own, for several may have one home."""
+        """The folder of a job's files there: each node has its own, since several may share a home."""
         return f"{self.folder}/jobs/{job_id}/node{index}"
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there. The arguments arrive unchanged, whatever is in them.
+        """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends.
 
         Raises:
-            LabError: There is no ssh on this machine. (That the host refuses is seen by the process's end; `explain`.)
+            LabError: There is no ssh on this machine.
         """
-        # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell stands between.
+        # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.
         command = ["ssh", *self.connections.options(self.name), "exec " + shlex.join(argv)]
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except FileNotFoundError as error:
-            raise LabError(
-                "The OpenSSH client is not on this machine.",
-                where="PATH",
-                cause="there is no program `ssh`",
-                fix="Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)",
-            ) from error
-        # The connections end with the last one that knows them, and a program must not lose its own.
+            what, fix = (
+                "The OpenSSH client",
+                "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)",
+            )
+            cause = "there is no program `ssh`"
+            raise LabError(f"{what} is not on this machine.", where="PATH", cause=cause, fix=fix) from error
+        # The connections end when nothing refers to them any more; a program must not lose its own.
         process.connections = self.connections
         return process
 
     def explain(self, returncode: int, stderr: str) -> LabError:
-        """Says why a program could not be run there."""
+        """The error of a program that could not be run there."""
         python = self.wanted_python or self.__dict__.get("_facts", ("", "python3"))[1]
         return explain_refusal(self.name, returncode, stderr, python=python, config=self.connections.config)
 
     def close(self) -> None:
-        """Ends the connections to this node and to those that were made with it."""
+        """Ends the connections to this node and to the others of its list."""
         self.connections.close()
 
     @functools.cached_property
     def _facts(self) -> tuple[str, str]:
-        """The home and the interpreter there, by one look.
+        """The home and the interpreter there.
 
         Raises:
             LabError: The host was not reached, or has no Python.
@@ -201,46 +198,31 @@ def ssh_nodes(
     """Makes nodes out of hosts that ``ssh NAME`` reaches without a question.
 
     Args:
-        names: Names or addresses as you would type them after ``ssh``; the first is where the ranks begin when asked.
-        python: The interpreter on the hosts, with the labs' packages; None takes this one's path if it is there.
-        folder: Where all that is ours goes on the hosts; ``~`` is the home there.
+        names: Names or addresses as you would type them after ``ssh``.
+        python: The interpreter on the hosts, with the labs' packages; None takes this one's path if it exists.
+        folder: The folder for all that is ours on the hosts; ``~`` is the home there.
         interface: The network interface between the hosts; None finds it by the route.
         data: ``LAB_DATA`` on the hosts.
         config: A configuration of ssh in place of ``~/.ssh/config``.
 
     Raises:
-        LabError: A name is no name, or comes twice; the configuration is not there.
+        LabError: A name is invalid, or appears twice; the configuration does not exist.
     """
     names = [names] if isinstance(names, str) else kinds.check_value("ssh_nodes", "names", names, values.HOSTS)
     given = kinds.check_values("ssh_nodes", values.SSH_NODES, {"python": python, "folder": folder, "config": config})
     for name in names:
         if not name or name.startswith("-") or not name.isprintable() or " " in name or len(name) > 255:
-            raise LabError(
-                f"{name[:40]!r} is no host.",
-                where="ssh_nodes",
-                cause="a name is empty, begins with a dash, or has spaces or control characters in it",
-                fix="give it as you would type it after `ssh`, for example ssh_nodes(['n1', 'n2'])",
-            )
+            cause = "a name is empty, begins with a dash, or contains spaces or control characters"
+            fix = "give it as you would type it after `ssh`, for example ssh_nodes(['n1', 'n2'])"
+            raise LabError(f"{name[:40]!r} is no host.", where="ssh_nodes", cause=cause, fix=fix)
     if not names or len(set(names)) != len(names):
-        raise LabError(
-            "Each node needs a host of its own.",
-            where=f"ssh_nodes({', '.join(names)[:80]})",
-            cause="the list is empty, or a name is in it twice",
-            fix="name each host once; several processes on one host are nproc_per_node",
-        )
+        where, cause = f"ssh_nodes({', '.join(names)[:80]})", "the list is empty, or a name is in it twice"
+        fix = "name each host once; several processes on one host are nproc_per_node"
+        raise LabError("Each node needs its own host.", where=where, cause=cause, fix=fix)
     path = given["config"]
     if path and not path.is_file():
         where = clean(path, 300)
         raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
     shared = Connections(path)
-    return [
-        SshNode(
-            name,
-            interface=interface,
-            data=data,
-            wanted_python=given["python"],
-            wanted_folder=str(given["folder"]),
-            connections=shared,
-        )
-        for name in names
-    ]
+    options = {"wanted_python": given["python"], "wanted_folder": str(given["folder"]), "connections": shared}
+    return [SshNode(name, interface=interface, data=data, **options) for name in names]

@@ -1,7 +1,7 @@
-"""torchrun on one node of a job, with what it does not bound by itself: who reaches its stores, and how long it waits.
+"""torchrun on one node of a job, with limits that it does not set: who reaches its stores, and how long it waits.
 
 ``python -m nodelaunch.node.agent OPTIONS`` takes the options of ``python -m torch.distributed.run`` and does the same.
-A node that is started by hand has no supervisor; so it is this program that ends when the others do not come
+A node that is started by hand has no supervisor, so this program ends by itself when the others do not come
 (``LAB_JOIN_TIMEOUT``), or when the time of the job is over (``LAB_LIMIT``), both in seconds.
 """
 
@@ -15,23 +15,25 @@ import threading
 import time
 from pathlib import Path
 
+from nodelaunch.node.cleaning import mark_used
 from nodelaunch.node.report import leave
 from nodelaunch.node.stores import guard_stores
 
-# The launcher and the supervisor end a job by the same bounds, and say more about it; they come first.
+# The launcher and the supervisor end a job by the same limits, with a better message; they come first.
 MARGIN, GRACE = 10.0, 5.0
+MARK_SECONDS = 300.0
 
 
 def main() -> None:
     """Runs torchrun with this process's arguments."""
     keep_bounds()
-    # torch makes 270,000 objects while it is imported: the search for garbage among them takes a sixth of the time.
+    # Importing torch makes 270,000 objects; searching them for garbage takes a sixth of the time.
     gc.disable()
     guard_stores()
     from torch.distributed.run import main as run_torchrun
     from torch.distributed.run import parse_args
 
-    # The ranks compare it: torchrun goes by the number that the node was told that comes last.
+    # The ranks compare it: torchrun uses the number of the node that comes last.
     os.environ["LAB_TOLD_NODES"] = parse_args(sys.argv[1:]).nnodes
     gc.freeze()
     gc.enable()
@@ -44,9 +46,9 @@ def main() -> None:
 
 
 def keep_bounds() -> None:
-    """Has a thread end this process when its workers did not start in time, and after the job's limit.
+    """Starts a thread that ends this process if no worker starts in time, and after the job's limit.
 
-    To be called before a worker can have started.
+    Call it before a worker can have started.
     """
     events = Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
     before = _measure(events)  # of an earlier start by hand in the same folder
@@ -56,11 +58,19 @@ def keep_bounds() -> None:
 def _wait_for_bounds(events: Path, before: int) -> None:
     start = time.monotonic()
     join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
-    time.sleep(min(join, limit) + MARGIN)
+    _wait(min(join, limit) + MARGIN)
     if _measure(events) == before:
         _end(f"No worker has started within {join:g} s: the other nodes did not come.")
-    time.sleep(max(0.0, limit + MARGIN - (time.monotonic() - start)))
+    _wait(limit + MARGIN - (time.monotonic() - start))
     _end(f"The job's time limit of {limit:g} s is over.")
+
+
+def _wait(seconds: float) -> None:
+    """Waits, and keeps the job's folder and its code from being cleaned meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        mark_used(Path(os.environ["LAB_JOB_FOLDER"]).parent, Path(__file__).parents[2])
+        time.sleep(min(left, MARK_SECONDS))
 
 
 def _measure(path: Path) -> int:
@@ -74,7 +84,7 @@ def _end(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)  # torchrun then ends its workers
     time.sleep(GRACE)
-    os._exit(1)  # it does not hear a signal while it waits, in C, for another node; workers ask to die with it
+    os._exit(1)  # it ignores signals while it waits, in C, for another node; its workers die with it
 
 
 if __name__ == "__main__":

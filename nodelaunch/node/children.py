@@ -14,20 +14,20 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
 
 
 def set_process(option: int, value: int) -> None:
-    """Sets an attribute of this process: prctl(2), which Linux alone has."""
+    """Sets an attribute of this process by prctl(2), which only Linux has."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(option, value)
 
 
 def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen:
-    """Starts a command, in a session of its own, that Linux kills when this process is gone, even by SIGKILL.
+    """Starts a command, in its own session, that Linux kills when this process ends, even by SIGKILL.
 
-    What the command starts does not end with it.
+    The command's own children do not end with it.
     """
     parent = os.getpid()
 
     def die_with_me() -> None:
-        # Not by SIGTERM: torchrun does not hear it while it waits, in C, for another node's to end.
+        # Not SIGTERM, which torchrun ignores while it waits, in C, for another node.
         set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)

@@ -1,7 +1,7 @@
-"""What a node is, found out on that node: names, versions, interfaces, GPUs, disk, code and data.
+"""Facts about a node, found out on that node: names, versions, interfaces, GPUs, disk, code and data.
 
-Part of the program that :mod:`nodelaunch.node.probe` describes: the standard library alone, and Python 3.9. torch's
-version is read from its files, as importing it takes seconds.
+Part of the probe (:mod:`nodelaunch.node.probe`), so it runs on Python 3.9. torch's version is read from its files,
+since importing it takes seconds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SKIPPED = ("__pycache__", ".ipynb_checkpoints")
 
 
 def collect(tasks, seconds):
-    """Runs all tasks at once; returns what ended in time, and for one that failed {"error": words}."""
+    """Runs all tasks at once; returns the results that came in time, and {"error": words} for a task that failed."""
     found = {}
 
     def run(name, task):
         try:
             found[name] = task()
-        except Exception as error:  # one that fails must not cost the others
+        except Exception as error:  # the others go on
             found[name] = {"error": f"{type(error).__name__}: {error}"}
 
     threads = [threading.Thread(target=run, args=item, daemon=True) for item in tasks.items()]
@@ -46,7 +46,7 @@ def collect(tasks, seconds):
 
 
 def find_facts(request):
-    """All that can be found out without the other nodes."""
+    """All facts that need no other node."""
     tasks = {"system": find_system, "versions": find_versions, "interfaces": find_interfaces, "gpus": find_gpus}
     tasks["own"] = lambda: resolve(socket.gethostname())
     for name, find in (("disk", find_disk), ("code", find_code), ("data", find_data)):
@@ -55,7 +55,7 @@ def find_facts(request):
 
 
 def find_system():
-    """Who answers; ``machine`` is the same for processes that reach each other by the loopback interface."""
+    """The host's name; ``machine`` is the same for processes that reach each other by the loopback interface."""
     host = socket.gethostname()
     boot, net = read("/proc/sys/kernel/random/boot_id").strip(), link("/proc/self/ns/net")
     ssh = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]  # the address that ssh came in by
@@ -63,7 +63,7 @@ def find_system():
 
 
 def resolve(name):
-    """The IPv4 addresses that a host name stands for on this node; [] where it stands for none."""
+    """The IPv4 addresses that a host name stands for on this node."""
     try:
         return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
     except (OSError, UnicodeError):
@@ -71,7 +71,7 @@ def resolve(name):
 
 
 def find_versions():
-    """Versions of Python, torch, CUDA and NCCL; None for what is not there."""
+    """Versions of Python, torch, CUDA and NCCL; None for what is not installed."""
     found = {"python": platform.python_version(), "program": sys.executable, "torch": None, "cuda": None, "nccl": None}
     spec = importlib.util.find_spec("torch")
     if spec and spec.origin:
@@ -115,7 +115,7 @@ def find_interfaces():
 
 
 def find_gpus():
-    """What nvidia-smi says: GPUs with their memory in MiB and their driver, and the processes that hold some."""
+    """GPUs with their memory in MiB and their driver, and the processes that hold some, by nvidia-smi."""
     if not find_smi():
         return {"gpus": [], "apps": []}
     tasks = {name: functools.partial(query_smi, query, seconds=2.5) for name, query in QUERIES.items()}
@@ -132,7 +132,7 @@ QUERIES = {
 
 
 def find_disk(request):
-    """Room for our files: the folder, or the nearest one above it that exists, and shared memory."""
+    """The room in the folder, or in the nearest one above it that exists, and in shared memory."""
     folder = Path(request["folder"])
     there = next(path for path in (folder, *folder.parents) if path.exists())
     usage = os.statvfs(str(there))
@@ -147,14 +147,14 @@ def find_disk(request):
 
 
 def hash_tree(folder):
-    """SHA-256 over the names and contents of all files of a folder, but those that Python and Jupyter leave."""
+    """SHA-256 over the names and contents of a folder's files, without those that Python and Jupyter make."""
     paths = {path.relative_to(folder): path for path in Path(folder).rglob("*") if path.is_file()}
     kept = {name.as_posix(): path for name, path in paths.items() if not set(SKIPPED) & set(name.parts)}
     return hash_files({name: path.read_bytes() for name, path in kept.items()})
 
 
 def hash_files(contents):
-    """The same over files that are not in a folder yet, by their path in it."""
+    """The same for files that are not in a folder yet, by their path in it."""
     whole = hashlib.sha256()
     for name in sorted(contents):
         whole.update(f"{hashlib.sha256(contents[name]).hexdigest()} {json.dumps(name)}\n".encode())
@@ -162,7 +162,7 @@ def hash_files(contents):
 
 
 def find_code(request):
-    """The hash of the copied code; None where it was not copied yet."""
+    """The hash of the copied code; None if it was not copied yet."""
     folder = Path(request["folder"], "code", request["code"])
     return {"folder": str(folder), "hash": hash_tree(folder) if request["code"] and folder.is_dir() else None}
 
@@ -171,14 +171,14 @@ def find_data(request):
     """The data set of a job on this node, and its folder."""
     root = Path(request["data"]).expanduser()
     path = root / request["data_file"]
-    # The launcher's own pack may have another name: one that was made of a folder of images is named after that.
+    # The launcher's own pack may have another name, if it was made from a folder of images.
     own = Path(request["pack"], path.name)
     used = own if request["pack"] and own.is_file() else path
     return {"folder": str(root), "path": str(used), **identify_data(used)}
 
 
 def identify_data(path):
-    """What identifies a packed data set: its classes and the SHA-256 of its arrays, not when or where it was made."""
+    """A packed data set's identity: its classes and the SHA-256 of its arrays, not when or where it was made."""
     found = {"hash": None, "missing": []}
     if path.is_file():
         raw = path.read_bytes()
@@ -187,13 +187,13 @@ def identify_data(path):
             found["missing"] = [name for name in manifest["sha256"] if not (path.parent / name).is_file()]
             raw = json.dumps([manifest["classes"], manifest["sha256"]], sort_keys=True).encode()
         except (ValueError, KeyError, TypeError):
-            pass  # no manifest of ours: its bytes count
+            pass  # not a manifest of ours: its bytes count
         found["hash"] = hashlib.sha256(raw).hexdigest()
     return found
 
 
 def read(path):
-    """A small file's text, "" where it cannot be read."""
+    """A small file's text, "" if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -201,7 +201,7 @@ def read(path):
 
 
 def link(path):
-    """Where a symbolic link points, "" where it cannot be read."""
+    """The target of a symbolic link, "" if it cannot be read."""
     try:
         return str(Path(path).readlink())
     except OSError:

@@ -1,10 +1,9 @@
 """Ends what is left of a job on a node when its supervisor was killed or stopped.
 
-The supervisor starts ``python guard.py LAB_JOB_ID=… LAB_NODE=…``, and says on its standard input that it lives. The
-parent-death signal ends torchrun and its ranks when the supervisor is killed; but not what a rank has started.
-It is started by its path, with an empty environment, so that it is no part of the job, and so it can import nothing of
-ours: the walk over all processes, which others use, too, stands here. Part of the program that
-:mod:`nodelaunch.node.probe` describes: the standard library alone, and Python 3.9.
+The supervisor starts ``python guard.py LAB_JOB_ID=… LAB_NODE=…``, and sends heartbeats to its standard input. The
+parent-death signal ends torchrun and its ranks when the supervisor is killed, but not what a rank has started.
+It is started by its path, with an empty environment, so that it is not a part of the job; so it imports nothing of
+ours. Part of the probe (:mod:`nodelaunch.node.probe`), so it runs on Python 3.9.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# After so many seconds of silence the supervisor was stopped; with this, it ends in order.
+# Seconds of silence after which the supervisor counts as stopped, and its word for a normal end.
 SILENCE, QUIT = 15.0, b"q"
 
 
@@ -39,7 +38,7 @@ def main(identity: list[str]) -> int:
 
 
 def _find_carriers(identity: set[bytes]) -> list[int]:
-    """Process ids of all living processes that have this in their environment; [] where there is no /proc."""
+    """Process ids of all living processes that have this in their environment; [] without /proc."""
     found = []
     for pid, _, _ in list_processes():
         with contextlib.suppress(OSError):
@@ -57,14 +56,14 @@ def list_processes() -> list[tuple[int, int, str]]:
                 state, parent = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
                 found.append((int(folder.name), int(parent), state))
         return found
-    # macOS has no /proc. `ps` lists itself, too, as a child of ours.
+    # macOS has no /proc. `ps` lists itself, too.
     lister = subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,state="], stdout=subprocess.PIPE, text=True)
     rows = [line.split() for line in lister.communicate()[0].splitlines()]
     return [(int(pid), int(parent), state) for pid, parent, state, *_ in rows if int(pid) != lister.pid]
 
 
 def read_environment(pid: int) -> list[bytes]:
-    """The variables that a process was started with, each as NAME=value.
+    """The variables with which a process was started, each as NAME=value.
 
     Raises:
         OSError: It has ended, is somebody else's, or there is no /proc.
@@ -73,7 +72,7 @@ def read_environment(pid: int) -> list[bytes]:
 
 
 def kill_all(find: Callable[[], list[int]]) -> int:
-    """Kills what is found, until nothing is; returns how many those were."""
+    """Kills what is found, until nothing is left; returns the number of processes."""
     killed: set[int] = set()
     while left := find():
         killed.update(left)

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-# What one rank may print at once, and per second after that, in bytes; of what is beyond, the last part is kept.
+# The bytes that one rank may print at once, and per second after that, and that are kept of the rest.
 BURST, RATE, TAIL = 4 * 2**20, 128 * 2**10, 64 * 2**10
-# The most bytes of a line, of a log, and of what a node says of itself in one line.
+# The most bytes of a line, of a log, and of a node's own line about itself.
 LINE, LOG, EVENT = 2**20, 64 * 2**20, 32 * 2**20
 CHUNK = 64 * 2**10
 
 
 class Lines:
-    """Splits what comes in pieces into lines, in bounded memory.
+    """Splits pieces of output into lines, in bounded memory.
 
-    A line that is too long is cut. Of a progress bar, which writes its line again and again, the last text is kept.
+    A line that is too long is cut. A progress bar writes its line again and again; its last text is kept.
 
     Args:
         longest: The most bytes of a line.
@@ -37,7 +37,7 @@ class Lines:
         return lines
 
     def end(self) -> list[bytes]:
-        """Returns what is left when nothing more will come."""
+        """Returns the rest when nothing more will come."""
         rest, self._rest = self._rest, b""
         return [self._close(rest)] if rest else []
 
@@ -48,7 +48,7 @@ class Lines:
 
 
 def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
-    """Yields the lines of a buffered stream as they come, each with its end; of longer ones only the beginning."""
+    """Yields the lines of a buffered stream as they come, each with its end; a longer line is cut."""
     lines = Lines(longest)
     while piece := stream.read1(CHUNK):
         yield from lines.feed(piece)
@@ -56,13 +56,13 @@ def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
 
 
 class Output:
-    """What one rank prints, passed on line by line as long as it keeps within its allowance.
+    """The output of one rank, passed on line by line within its allowance.
 
-    What is printed beyond is dropped, but for the last lines. A line says how much was dropped, and the last lines
-    follow it: when the allowance has grown again, when the rank prints nothing, and at its end.
+    Output beyond that is dropped, except for the last lines. They follow a line with the number of dropped bytes when
+    the allowance has grown again, when the rank prints nothing, and at its end.
 
     Args:
-        prefix: Stands before each line.
+        prefix: Added before each line.
         pass_on: Takes each line.
     """
 
@@ -72,7 +72,7 @@ class Output:
         self._tail, self._dropped = b"", 0
 
     def feed(self, piece: bytes) -> None:
-        """Takes what was printed; b"" where nothing was."""
+        """Takes a piece of output; b"" if there was none."""
         now = time.monotonic()
         self._left, self._when = min(BURST, self._left + (now - self._when) * RATE), now
         if self._tail and self._left > (BURST // 4 if piece else TAIL):
@@ -84,7 +84,7 @@ class Output:
             self._send(self._lines.feed(piece))
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Passes on what is left when nothing more will come."""
         if self._tail:
             self._resume()
         self._send(self._lines.end())
@@ -112,7 +112,7 @@ class Output:
 
 
 class Log:
-    """A file of lines that grows to a bound; of what comes then, the last lines are added at the end.
+    """A file of lines that grows to a limit; later, only the last lines are added at the end.
 
     Args:
         path: The file, which is added to.
@@ -139,7 +139,7 @@ class Log:
         self._tail = self._tail[-TAIL:]
 
     def close(self) -> None:
-        """Adds the last lines, where the file is full.
+        """Adds the last lines, if the file is full.
 
         Raises:
             OSError: The disk is full.

@@ -1,8 +1,8 @@
 """The program that the preflight runs on every node: it answers each JSON line on its stdin with one on its stdout.
 
-The launcher sends it as text, ``python -c``, since nothing of ours may lie on the node yet: this file and those that it
-imports from here, one after the other. So they use the standard library alone, keep to Python 3.9, and say it in the
-answer when a question fails. The program ends when its stdin does, or after 30 s.
+The launcher sends it (:mod:`nodelaunch.program`), since nothing of ours may be installed on the node yet: it and what
+it imports use the standard library alone, and run on Python 3.9. When a question fails, the answer contains the error.
+The program ends when its stdin does, or after 30 s.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ import threading
 import time
 
 from nodelaunch.node.cleaning import clean_folder
-from nodelaunch.node.facts import collect, find_facts, read, resolve
+from nodelaunch.node.facts import collect, find_facts, read
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
-MARK = "\x1e"  # before each answer, so that what a login script prints is not taken for one
+MARK = "\x1e"  # before each answer, to tell it from what a login script prints
 LIFETIME = 30.0
-# Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs (sbatch.py),
-# which claim none.
+# Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs (sbatch.py).
 FREE_PORTS = (30000, 32767)
-# What this probe claims, for as long as it runs.
-CLAIMS = []
+CLAIMS = []  # of this probe, until it ends
 
 
 def listen(request):
     """Listens at each of the node's addresses: on a random port, and on node 0 also on that of the rendezvous.
 
     Returns:
-        ``any`` and ``port``: per address, where a listener answers with the token. On node 0 also ``chosen``, the
-        rendezvous' port, and ``busy``, who holds it.
+        ``any`` and ``port``: per address, the port at which a listener answers with the token. On node 0 also
+        ``chosen``, the rendezvous' port, and ``busy``, its owner.
     """
     found = {"any": {}, "port": {}}
     for address in request["addresses"]:
@@ -49,10 +47,10 @@ def listen(request):
 
 
 def find_free_port():
-    """A port that nobody holds or claims and that the system does not give to outgoing connections."""
+    """A port that nobody holds or claims, and that the system does not give to outgoing connections."""
     low = int((read("/proc/sys/net/ipv4/ip_local_port_range").split() or [FREE_PORTS[1] + 1])[0])
     last = min(FREE_PORTS[1], low - 1)
-    # As many to choose from where Linux was told to give lower ones.
+    # The same number to choose from if this Linux gives lower ones.
     first = max(1025, last - (FREE_PORTS[1] - FREE_PORTS[0]))
     tries = [random.randint(min(first, last), last) for _ in range(100)]
     claimed = []
@@ -75,11 +73,11 @@ def find_free_port():
 def claim(port, part):
     """Claims a port at which nothing listens yet: of several jobs that start at once on a machine, each needs its own.
 
-    The claim is a name in Linux's abstract namespace of sockets (unix(7)), which there is once for each namespace of
-    networks, as ports are. It ends when the socket is closed, in any case with the process.
+    The claim is a name in Linux's abstract namespace of sockets (unix(7)), of which each network namespace has one, as
+    with ports. It ends when the socket is closed, at the latest with the process. Other systems have no such names.
 
     Returns:
-        The socket; None where another process claims the port. Elsewhere than on Linux it claims nothing.
+        The socket; None if another process claims the port.
     """
     holder = socket.socket(socket.AF_UNIX)
     if sys.platform.startswith("linux"):
@@ -92,9 +90,9 @@ def claim(port, part):
 
 
 def find_trouble(port):
-    """Why a port cannot be listened on at all addresses, as torch's rendezvous will; None where it can."""
+    """The reason why a port cannot be listened on at all addresses, as torch's rendezvous does; None if it can."""
     with socket.socket() as trial:
-        # As torch does: connections of the last job that are still fading away do not hold it.
+        # As torch does: closing connections of the last job do not hold it.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("", port))
@@ -105,7 +103,7 @@ def find_trouble(port):
 
 
 def open_listener(address, port, token):
-    """Listens, and says the token to whoever connects; returns the port, or None where that was not possible."""
+    """Listens, and answers each connection with the token; returns the port, or None if that was not possible."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -122,28 +120,26 @@ def open_listener(address, port, token):
 
 
 def serve(listener, token):
-    """Answers one after the other, for as long as the program runs."""
+    """Answers one connection after the other, until the program ends."""
     while True:
         try:
             client, _ = listener.accept()
             with client:
                 client.settimeout(0.5)
                 client.sendall(token)
-                client.recv(1)  # the client closes first, so that no fading connection holds the port here
+                client.recv(1)  # the client closes first, so that no closing connection holds the port here
         except OSError:
             time.sleep(0.01)
 
 
 def connect(request):
-    """Tries to reach other nodes, and asks for their names: {"reached": {key: outcome}, "names": {name: addresses}}."""
+    """Tries to reach other nodes: {"reached": {key: outcome}}."""
     tasks = {key: functools.partial(reach, *target, request["seconds"]) for key, target in request["targets"].items()}
-    names = {name: functools.partial(resolve, name) for name in request["names"]}
-    both = {"reached": lambda: collect(tasks, request["seconds"] + 0.3), "names": lambda: collect(names, 1.5)}
-    return collect(both, request["seconds"] + 0.5)
+    return {"reached": collect(tasks, request["seconds"] + 0.3)}
 
 
 def reach(address, port, token, seconds):
-    """Connects and listens for the token: "ok", "refused", "dropped", "stranger", or the system's words."""
+    """Connects and reads the token: "ok", "refused", "dropped", "stranger", or the system's words."""
     try:
         with socket.create_connection((address, port), timeout=seconds) as client:
             try:
@@ -179,7 +175,7 @@ def main():
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
         sys.stdout.flush()
-    os._exit(0)  # without waiting for threads that still hang in a name server's silence
+    os._exit(0)  # without waiting for threads that still hang for a silent name server
 
 
 if __name__ == "__main__":

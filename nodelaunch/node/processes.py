@@ -1,6 +1,6 @@
-"""Processes on a node: those of a job, by the id in their environment, and whoever holds a port.
+"""Processes on a node: those of a job, by the id in their environment, and the owner of a port.
 
-Part of the program that :mod:`nodelaunch.node.probe` describes: the standard library alone, and Python 3.9.
+Part of the probe (:mod:`nodelaunch.node.probe`), so it runs on Python 3.9.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ GRACE = 2.0
 def find_jobs(request):
     """This user's processes that carry a job's id, or the given one: {"jobs": [{"id", "pid", "command", ...}, ...]}.
 
-    ``supervisor`` says whether a process is the one that ends its job when the launcher is gone. What stands above this
-    program, such as the launcher, is left out; and, where no id is given, all that carries the same id as those, which
-    ``inherited`` names: the variable was set where they were started, and tells nothing of a job.
+    ``supervisor`` is true for the process that ends its job when the launcher is gone. The ancestors of this program,
+    such as the launcher, are left out. Without a given id, so is every process with the same id as one of them, which
+    ``inherited`` names: somebody set the variable there, and it does not mean a job.
     """
     found, above = [], list_ancestors(os.getpid())
     inherited = sorted({job_of(pid) for pid in above} - {""})
@@ -34,7 +34,7 @@ def find_jobs(request):
             continue
         if identity in inherited and "id" not in request:
             continue
-        # Processes of a container can be seen from its host, but are not this node's.
+        # A host sees the processes of its containers, which are not this node's.
         if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
             supervisor = "\0nodelaunch.node.supervisor\0" in read(f"/proc/{pid}/cmdline")
             found.append({"id": identity, "pid": pid, "command": command_of(pid), "supervisor": supervisor})
@@ -42,7 +42,7 @@ def find_jobs(request):
 
 
 def stop_job(request):
-    """Ends the processes of one job: SIGTERM, and after 2 s SIGKILL to those that are left."""
+    """Ends the processes of one job: by SIGTERM, and after 2 s by SIGKILL."""
     stopped, start = [], time.monotonic()
     while True:
         left = [process["pid"] for process in find_jobs(request)["jobs"]]
@@ -58,7 +58,7 @@ def stop_job(request):
 
 
 def list_ancestors(pid):
-    """A process's id, its parent's, and so on up to the first process that can be seen."""
+    """The ids of a process, of its parent, and so on up to the first process that can be seen."""
     found, parents = [], {own: parent for own, parent, _ in list_processes()}
     while pid > 0 and pid not in found:
         found.append(pid)
@@ -83,7 +83,7 @@ def command_of(pid):
 
 
 def find_owner(port):
-    """Who holds a TCP port: {"pid", "user", "command", "job"}, as far as this user may know."""
+    """The owner of a TCP port: {"pid", "user", "command", "job"}, as far as this user may know."""
     users = {}
     for table in ("tcp", "tcp6"):
         for row in read(f"/proc/net/{table}").splitlines()[1:]:
@@ -104,7 +104,7 @@ def find_owner(port):
 
 
 def name_user(number):
-    """A user's name, or the number where there is none."""
+    """A user's name, or the number of one without a name."""
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:

@@ -1,70 +1,59 @@
-"""Unpacks on a node what the launcher sends on standard input: the code, unless it is there, and the job's script.
+"""Unpacks on a node the tar file that the launcher sends on standard input: code, scripts, or data.
 
-Sent as text (``python -c``) behind the modules that it imports, since nothing of ours may lie on the node yet: the
-standard library alone, Python 3.9. It prints, behind the byte 0x1e, a JSON list of what was there already and was
-changed. Afterwards it removes the oldest code and jobs that nothing uses, see :mod:`nodelaunch.node.cleaning`.
+It prints, after the byte 0x1e, a JSON list of the code that was there already and was changed, and then removes the
+oldest code and jobs that nothing uses. Also runs on Python 3.9 (:mod:`nodelaunch.program`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-from nodelaunch.node.cleaning import STAGING, trim_folder
+from nodelaunch.node.cleaning import KEPT, STAGING, TRIM_SECONDS, clean_folder, mark_used
 from nodelaunch.node.facts import hash_tree
 
 
 def unpack(stream, folder, targets):
-    """Unpacks a tar file into ``folder``; each of the ``targets``, folders within it, is then there whole.
+    """Unpacks a tar file, so that each of the ``targets``, folders within ``folder``, is there whole or not at all.
 
     Returns:
-        Those with code that was there already and is not what its name, a hash, says.
+        The code that was there already and is not what its name, a hash, says.
     """
     changed = []
     folder.mkdir(parents=True, exist_ok=True)
-    # A file that is cut off midway stays in the temporary folder; under its name only what is whole appears.
     staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
             archive.extractall(staging, **safe)
         for target in targets:
-            place = folder / target
-            is_code = place.parent.name == "code"
-            if is_code:
-                with contextlib.suppress(OSError):  # it is not there yet, or another user's
-                    os.utime(place, follow_symlinks=False)  # its last use: what was not used for long goes first
-            # Code is named by its hash, and a job by its id: what is there under this name is the same.
-            if place.exists():
-                if is_code and hash_tree(place) != place.name:
-                    changed.append(target)
-                elif place.parent.name == "jobs":  # a script that was started by hand has made the folder already
-                    fill(place, staging / target)
-                continue
-            place.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                (staging / target).rename(place)
-            except OSError:
-                if not place.exists():  # unless another job was faster
-                    raise
+            put(staging / target, folder / target)
+            if target.startswith("code/") and hash_tree(folder / target) != Path(target).name:
+                changed.append(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    if any(target.startswith("code/") for target in targets):  # else it is the folder of data sets
-        trim_folder(folder)
+    if any(target.startswith("code/") for target in targets):
+        clean_folder({"folder": folder, "days": 0, "keep": KEPT, "seconds": TRIM_SECONDS})
     return changed
 
 
-def fill(place, source):
-    """Moves those files of a flat folder to ``place`` that it lacks."""
-    for path in source.iterdir():
-        if not (place / path.name).exists():
-            path.rename(place / path.name)
+def put(source, place):
+    """Moves a folder to its place; what has this name already remains, since the name says what is in it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    mark_used(place)
+    try:
+        source.rename(place)
+    except OSError:  # it exists, or another launch was faster
+        if not place.is_dir():
+            raise
+        if place.parent.name == "jobs":  # a script that was started by hand has made the job's folder already
+            for path in source.iterdir():
+                if not (place / path.name).exists():
+                    path.rename(place / path.name)
 
 
 if __name__ == "__main__":

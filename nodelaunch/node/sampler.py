@@ -1,8 +1,6 @@
-"""Says, a line of JSON at a time, how busy this machine is.
+"""Prints a line of JSON at a time on how busy this machine is; also runs on Python 3.9 (:mod:`nodelaunch.program`).
 
-Sent to a node as text, behind ``lab_common``'s ``cores.py`` and ``nvidia.py``: the standard library alone, Python 3.9.
-
-``python -c SOURCE EVERY NODE FOLDER`` prints until its standard input ends. NODE is the number that the launcher gave
+``sampler EVERY NODE FOLDER`` prints until its standard input ends. NODE is the number that the launcher gave
 to the node, and FOLDER the node's folder, in which its jobs have theirs: the processes of jobs carry both in their
 environment, and so several nodes on one machine can be told apart, and another notebook's from this one's.
 """

@@ -1,8 +1,8 @@
-"""Starts the processes of a job that is not torchrun's on one node, and ends all of them when one has failed.
+"""Starts the processes of a job without torchrun on one node, and ends all of them when one fails.
 
 ``python -m nodelaunch.node.starter OPTIONS -- COMMAND`` starts COMMAND ``--nproc-per-node`` times, each with the
 variables that torchrun sets: RANK, LOCAL_RANK, GROUP_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
-Ranks are numbered in the order of the nodes. It tells the supervisor what torchrun's workers tell, and needs no torch.
+Ranks are numbered in the order of the nodes. It reports to the supervisor as torchrun's workers do, and needs no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nodelaunch.node.agent import keep_bounds
 from nodelaunch.node.children import start_child
 from nodelaunch.node.report import Events, open_output
 
-# How long the others may take to end when one has failed, or when all were told to.
+# Seconds that the others have to end after one has failed, or after SIGTERM.
 GRACE = 2.0
 
 
@@ -78,7 +78,7 @@ def _start(options: argparse.Namespace, rank: int, local_rank: int, folder: Path
 
 
 def _follow(processes: dict[int, subprocess.Popen], folder: Path) -> int:
-    """Waits until all have ended well, or one has not; says of each how it ended."""
+    """Waits until all have ended well, or one has failed; reports the end of each."""
     running = dict(processes)
     while running:
         for local_rank, (rank, process) in enumerate(processes.items()):
@@ -94,7 +94,7 @@ def _follow(processes: dict[int, subprocess.Popen], folder: Path) -> int:
 
 
 def _end(processes: list[subprocess.Popen]) -> None:
-    """Ends processes: politely, then for certain; what they started is the supervisor's to end."""
+    """Ends processes, by SIGTERM and then by SIGKILL; the supervisor ends what they started."""
     for process in processes:
         process.terminate()
     end = time.monotonic() + GRACE

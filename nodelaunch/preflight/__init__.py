@@ -1,9 +1,8 @@
-"""The preflight: asks all nodes at once what a job would stumble over, and says it in seconds, each with its fix."""
+"""The preflight: finds in seconds what would make a job on these nodes fail or hang, each with its fix."""
 
 from __future__ import annotations
 
 import functools
-import os
 import random
 import secrets
 import socket
@@ -11,26 +10,29 @@ import textwrap
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lab_common import LabError
 from lab_common.markup import escape
 from lab_common.text import clean
 from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
 from nodelaunch.node.probe import FREE_PORTS, claim
 from nodelaunch.preflight import routes, table
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
-from nodelaunch.preflight.leftovers import judge_inherited, judge_jobs, stop_command
-from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_error, judge_facts
+from nodelaunch.preflight.verdicts import (
+    Verdict,
+    Wanted,
+    judge_clocks,
+    judge_error,
+    judge_facts,
+    judge_jobs,
+    stop_command,
+)
 
-# Beyond it, timelines of several nodes laid side by side mislead, and so do the times in their logs.
-CLOCK_ALLOWED = 2.0
-
-# How long torchrun takes at most to end when its supervisor was killed.
+# torchrun takes at most this long to end after its supervisor was killed.
 DYING_SECONDS = 3.0
 
 
@@ -38,7 +40,7 @@ class Claim:
     """Keeps other launchers of this machine from a port, until nothing refers to it any more.
 
     Args:
-        holder: What :func:`nodelaunch.node.probe.claim` returned.
+        holder: The result of :func:`nodelaunch.node.probe.claim`.
     """
 
     def __init__(self, holder: socket.socket) -> None:
@@ -47,40 +49,38 @@ class Claim:
 
 @dataclass(frozen=True, repr=False)
 class Preflight:
-    """What a preflight found.
+    """The result of a preflight.
 
     Attributes:
-        verdicts: In the order in which things were looked at.
-        addresses: Per node, the IPv4 address at which the others reach it; the likeliest one where none do.
-        interfaces: Per node, the network interface that holds it.
+        verdicts: In the order of the checks.
+        addresses: Per node, the IPv4 address at which the others reach it; the likeliest one if none do.
+        interfaces: Per node, the network interface with that address.
         port: The rendezvous' port on node 0.
-        seconds: How long it took.
-        offsets: Per node, how far its clock is ahead of the launcher's, in seconds.
-        hide_gpus: Whether all nodes have to use the CPU, since not every process has a GPU.
-        claim: On the port, where it was picked and node 0 is this machine.
+        seconds: The time it took.
+        hide_gpus: True if all nodes have to use the CPU, since not every process has a GPU.
+        claim: On the port, if it was picked and node 0 is this machine.
     """
 
     verdicts: tuple[Verdict, ...]
-    addresses: Mapping[str, str]
-    interfaces: Mapping[str, str]
-    port: int
-    seconds: float
-    offsets: Mapping[str, float]
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    seconds: float = 0.0
     hide_gpus: bool = False
     claim: Claim | None = field(default=None, compare=False)
 
     @property
     def reds(self) -> tuple[Verdict, ...]:
-        """What has to be mended first."""
+        """The verdicts that have to be fixed first."""
         return tuple(verdict for verdict in self.verdicts if verdict.state == "red")
 
     @property
     def ok(self) -> bool:
-        """Whether the job can be started."""
+        """True if the job can be started."""
         return not self.reds
 
     def raise_if_red(self) -> None:
-        """Raises the first red verdict, and says how many more there are.
+        """Raises the first red verdict, with the number of the others.
 
         Raises:
             LabError: There is a red verdict.
@@ -90,7 +90,7 @@ class Preflight:
         first, more = self.reds[0], len(self.reds) - 1
         headline, *lines = clean(first.found).split("\n")
         what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
-        # What the first line had no room for stands below it.
+        # A headline that is too long is repeated below the first line.
         cut = [headline] if what.endswith(" …") else []
         where = "; ".join([clean(first.node), *cut, *(line.strip() for line in lines)])
         more = f" (+ {more} more)" if more else ""
@@ -111,53 +111,35 @@ class Preflight:
         return f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
 
 
-def check_nodes(
-    nodes: Sequence[Node],
-    *,
-    port: int | None = None,
-    bundle: str = "",
-    data: DataFolder | None = None,
-    nproc_per_node: int = 1,
-    torchrun: bool = True,
-    job_id: str = "",
-    visible: str | None = None,
-    timeout: float = 8.0,
-) -> Preflight:
-    """Looks at all nodes of a job, at once, and at the network between them.
+def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
+    """Checks all nodes of a job at once, and the network between them.
 
     Args:
-        nodes: Of the job; the rendezvous listens on the first.
-        port: Of the rendezvous; None picks a free one.
-        bundle: Hash of the job's code, as :func:`nodelaunch.node.facts.hash_tree` takes it; "" skips the check.
-        data: What data each node needs; None skips the check. Where the job copies them, what a node has already has
-            to be the same.
-        nproc_per_node: Processes on each node.
-        torchrun: Whether torchrun runs the script, and not another program.
-        job_id: The job's own id.
-        visible: CUDA_VISIBLE_DEVICES as the job sets it on all nodes; None where it does not.
+        nodes: The job's nodes; the rendezvous listens on the first.
+        port: The rendezvous' port; None picks a free one.
         timeout: Seconds for everything; a second more in the worst case.
+        needs: The job's needs: fields of :class:`nodelaunch.preflight.verdicts.Wanted`.
 
     Raises:
-        LabError: The port or the number of processes is none.
+        LabError: The port or the number of processes is invalid.
     """
-    start = time.monotonic()
-    own = {"port": port, "nproc_per_node": nproc_per_node}
-    kinds.check_values("preflight", {name: values.JOB[name] for name in own}, own)
+    start, wanted = time.monotonic(), Wanted(**needs)
+    given = {"port": port, "nproc_per_node": wanted.nproc_per_node}
+    kinds.check_values("preflight", {name: values.JOB[name] for name in given}, given)
     by_name = {node.name: node for node in nodes}
-    # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
+    # Two thirds for the start: SSH gives up on a host after 5 s, and reports why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}
-    machine = own_facts.find_system()["machine"]
+    machine, data = own_facts.find_system()["machine"], wanted.data
     own = own_facts.identify_data(data.path / data.identity) if data and data.copy_data else {}
-    copied = "" if own.get("missing") else own.get("hash") or ""
-    wanted = Wanted(nproc_per_node, bundle, data, copied, job_id, machine, os.getpid(), torchrun, visible)
+    wanted = replace(wanted, machine=machine, data_hash="" if own.get("missing") else own.get("hash") or "")
     with open_clients(nodes) as clients:
         tasks = {name: functools.partial(_examine, client, wanted, waits["facts"]) for name, client in clients.items()}
-        answers, errors = _split(ask_all(tasks, by_name, waits["facts"]))
+        answers, errors = _split(ask_all(tasks, waits["facts"]))
         machines = {answer["facts"].get("system", {}).get("machine") for answer in answers.values()}
         together = len(machines) == 1 and None not in machines and (not errors or machines == {machine})
         network = routes.Network(by_name, {name: answer["facts"] for name, answer in answers.items()}, together)
         network, late = _explore(network, clients, port, waits, start + timeout)
-        # While the probe still claims it: else another launcher could choose it in between.
+        # While the probe still claims it: otherwise another launcher could choose it in between.
         picked = None if port else network.listening.get(network.head, {}).get("chosen")
         holder = claim(picked, "job") if picked and by_name[network.head].here else None
     chosen = {name: address for name in answers if (address := routes.choose_address(network, name))}
@@ -173,9 +155,7 @@ def check_nodes(
     offers = find_offers(by_name, network.facts, wanted)
     verdicts += judge_facts(network.facts, wanted, judge_gpus(offers, network.facts, wanted))
     verdicts += judge_jobs(network.facts, wanted, {name: answer["jobs"] for name, answer in answers.items()})
-    inherited = {name: answer["inherited"] for name, answer in answers.items()}
-    verdicts += judge_inherited(network.facts, inherited, machine)
-    verdicts += judge_clocks({name: (answer["offset"], answer["delay"]) for name, answer in answers.items()})
+    verdicts += judge_clocks({name: answer["clock"] for name, answer in answers.items()})
     interfaces = {name: found for name, a in chosen.items() if (found := routes.find_interface(network, name, a))}
     return Preflight(
         verdicts=tuple(verdicts),
@@ -183,7 +163,6 @@ def check_nodes(
         interfaces=interfaces,
         port=port or listening.get("chosen") or random.randint(*FREE_PORTS),
         seconds=time.monotonic() - start,
-        offsets={name: answer["offset"] for name, answer in answers.items()},
         hide_gpus=must_hide(offers, wanted),
         claim=holder and Claim(holder),
     )
@@ -195,17 +174,14 @@ def _split(answers: Mapping[str, dict | LabError]) -> tuple[dict[str, dict], dic
 
 
 def _examine(client: ProbeClient, wanted: Wanted, seconds: float) -> dict:
-    """Starts a node's probe and asks for all that it knows by itself, and for its clock."""
+    """Starts a node's probe, and asks for its clock and for all that it can find out without the other nodes."""
     end = time.monotonic() + seconds
     client.open()
     client.ask({"do": "clock"}, end - time.monotonic())  # waits for the start, too
-    readings = []
-    for _ in range(3):
-        sent = time.time()
-        answer = client.ask({"do": "clock"}, end - time.monotonic())
-        delay = time.time() - sent
-        readings.append((delay, answer["time"] - sent - delay / 2))
-    delay, offset = min(readings)  # the quickest answer tells the most
+    sent = time.time()
+    answer = client.ask({"do": "clock"}, end - time.monotonic())
+    delay = time.time() - sent
+    clock = answer["time"] - sent - delay / 2, delay
     node = client.node
     question = {"do": "facts", "folder": node.folder, "code": wanted.bundle, "seconds": 0.5 * seconds}
     file = wanted.data.identity_path if wanted.data else ""
@@ -213,17 +189,17 @@ def _examine(client: ProbeClient, wanted: Wanted, seconds: float) -> dict:
     own = str(wanted.data.path) if wanted.data and node.here and not node.data else ""
     question |= {"data": node.data_folder, "data_file": file, "pack": own}
     found = client.ask(question, end - time.monotonic())
-    return {"facts": found, **_find_jobs(client, wanted, end), "offset": offset, "delay": delay}
+    return {"facts": found, "jobs": _find_jobs(client, wanted, end), "clock": clock}
 
 
-def _find_jobs(client: ProbeClient, wanted: Wanted, end: float) -> dict[str, list]:
-    """This user's processes of jobs; a leftover that is about to end is given the time to do so."""
+def _find_jobs(client: ProbeClient, wanted: Wanted, end: float) -> dict:
+    """This user's processes of jobs; waits a moment for a leftover that is just ending."""
     patience = min(time.monotonic() + DYING_SECONDS, end - 1.0)
     while True:
         answer = client.ask({"do": "jobs"}, end - time.monotonic())
         watched = {process["id"] for process in answer["jobs"] if process["supervisor"]} | {wanted.job_id}
         if time.monotonic() > patience or all(process["id"] in watched for process in answer["jobs"]):
-            return {"jobs": answer["jobs"], "inherited": answer.get("inherited", [])}
+            return answer
         time.sleep(0.2)
 
 
@@ -234,9 +210,9 @@ def _explore(
     waits: Mapping[str, float],
     end: float,
 ) -> tuple[routes.Network, dict[str, LabError]]:
-    """Has the nodes listen, and then each try all addresses of each other; may use what is left until ``end``."""
+    """Lets the nodes listen, and then each try all addresses of every other; uses the time until ``end``."""
     names = list(network.facts)
-    # A connection that nothing answers is told of only when its time is over; 0.8 s are for the way there and back.
+    # A connection without an answer is reported when its time is over; 0.8 s are for the way there and back.
     told = waits["connect"] + 0.8
     listen = max(waits["listen"], end - time.monotonic() - told)
     tokens = {name: secrets.token_hex(16) for name in names}
@@ -244,7 +220,7 @@ def _explore(
     for name, question in questions.items():
         question |= {"token": tokens[name], "port": (port or 0) if name == network.head else None}
     asked = {name: functools.partial(clients[name].ask, questions[name], listen) for name in names}
-    listening, errors = _split(ask_all(asked, network.nodes, listen))
+    listening, errors = _split(ask_all(asked, listen))
     patience = max(told, end - time.monotonic())
     tasks = {}
     for name in listening:
@@ -255,24 +231,9 @@ def _explore(
             for address, number in answer[kind].items()
             if other != name and number
         }
-        hosts = [network.system(other).get("host", "") for other in listening if other != name]
-        question = {"do": "connect", "targets": targets, "names": hosts, "seconds": waits["connect"]}
+        question = {"do": "connect", "targets": targets, "seconds": waits["connect"]}
         tasks[name] = functools.partial(clients[name].ask, question, patience)
-    answers, late = _split(ask_all(tasks, network.nodes, patience))
+    answers, late = _split(ask_all(tasks, patience))
     reached = {name: answer["reached"] for name, answer in answers.items()}
-    resolved = {name: answer.get("names", {}) for name, answer in answers.items()}
-    explored = routes.Network(network.nodes, network.facts, network.one_machine, listening, reached, resolved)
+    explored = routes.Network(network.nodes, network.facts, network.one_machine, listening, reached)
     return explored, errors | late
-
-
-def judge_clocks(readings: Mapping[str, tuple[float, float]]) -> list[Verdict]:
-    """Judges the nodes' clocks by (offset, round trip) in seconds against the launcher's."""
-    verdicts = []
-    for name, (offset, delay) in readings.items():
-        if abs(offset) - delay / 2 > CLOCK_ALLOWED:
-            what = f"the clock is {abs(offset):,.1f} s {'ahead of' if offset > 0 else 'behind'} the launcher's"
-            cause, fix = "nobody sets it; times in logs cannot be compared", "sudo timedatectl set-ntp true  (there)"
-            verdicts.append(Verdict(name, "clock", "note", what, cause, fix))
-    return verdicts or [
-        Verdict(name, "clock", "ok", f"within {CLOCK_ALLOWED:.0f} s of the launcher's") for name in readings
-    ]

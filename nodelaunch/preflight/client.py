@@ -1,65 +1,32 @@
-"""Questions to the probes of all nodes at once: every wait is bounded, and a node that is silent costs no other."""
+"""Asks the probes of all nodes at once: every wait has a limit, and a silent node delays no other."""
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import json
 import os
-import queue
-import re
+import select
 import signal
 import subprocess
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 
-from lab_common import LabError, nvidia
+from lab_common import LabError
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node import cleaning, facts, guard, probe, processes
-from nodelaunch.node.output import read_lines
-
-# At the beginning of a line: `from nodelaunch.node.x import (…)`, over as many lines as it takes.
-OWN_IMPORT = re.compile(r"^from (?:nodelaunch|lab_common|__future__)\S* import (?:\([^)]*\)|.*)$", re.MULTILINE)
-OWN_MAIN = '\nif __name__ == "__main__":\n'
-# Python 3.9 cannot evaluate annotations such as `str | None`.
-FUTURE = "from __future__ import annotations\n"
-
-
-PROBE = (nvidia, facts, guard, processes, cleaning, probe)
-
-
-def make_program(*modules: ModuleType) -> str:
-    """Returns modules, by default the probe's, as one text for ``python -c``, without imports of ours.
-
-    Args:
-        modules: Each before those that import it; the last is the one that is run.
-    """
-    *sources, last = [inspect.getsource(module) for module in modules or PROBE]
-    sources = [source.partition(OWN_MAIN)[0] for source in sources]
-    # Not by ast.parse: in Python 3.11 two threads cannot do that at a time.
-    text = FUTURE + "".join(OWN_IMPORT.sub("", source) for source in [*sources, last])
-    # An argument is bytes in the system's encoding, which need not have every sign. Strings and patterns say
-    # the same with escapes.
-    return text.encode("ascii", "backslashreplace").decode("ascii")
+from nodelaunch.node import probe
+from nodelaunch.node.output import CHUNK, EVENT, Lines
+from nodelaunch.program import make_command
 
 
 class ProbeClient:
-    """One probe on one node.
-
-    Args:
-        node: Where it runs.
-    """
+    """One probe on one node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self._process: subprocess.Popen | None = None
-        self._reader: threading.Thread | None = None
-        self._closed = False
-        self._answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._errors: deque[bytes] = deque(maxlen=50)
+        self._closed, self._asking = False, threading.Lock()
+        self._lines, self._answers = Lines(EVENT), []
 
     def open(self) -> None:
         """Starts the probe; returns before it answers.
@@ -67,30 +34,12 @@ class ProbeClient:
         Raises:
             LabError: It could not be started.
         """
-        # Safe path: a random.py in the home folder must not stand in for Python's own.
-        argv = ["env", "PYTHONSAFEPATH=1", self.node.python, "-c", make_program()]
         try:
-            process = self.node.popen(argv)
+            self._process = self.node.popen(make_command(self.node.python, probe))
         except OSError as error:
             raise self.node.explain(127, str(error)) from error
-        self._process = process
-        # Each closes its own pipe: closing it from elsewhere would wait for the reading to end, maybe forever.
-        self._reader = threading.Thread(target=self._read_errors, args=(process,), daemon=True)
-        self._reader.start()
-        threading.Thread(target=self._read_answers, args=(process,), daemon=True).start()
-        if self._closed:  # in the meantime nobody waited any more
-            self._end(process)
-
-    def _read_answers(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(OSError, ValueError), process.stdout as stream:
-            for line in read_lines(stream):
-                if line.startswith(probe.MARK.encode()):
-                    self._answers.put(line[1:])
-        self._answers.put(None)
-
-    def _read_errors(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(OSError, ValueError), process.stderr as stream:
-            self._errors.extend(read_lines(stream, 10_000))
+        if self._closed:  # it took so long that nobody waits any more
+            self.end(0.0)
 
     def ask(self, request: Mapping, seconds: float) -> dict:
         """Asks one question and waits for its answer.
@@ -98,68 +47,71 @@ class ProbeClient:
         Raises:
             LabError: The probe has ended, did not answer in time, or could not find out.
         """
-        with contextlib.suppress(OSError, ValueError):  # it has ended: the next line says so, and why
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        try:
-            line = self._answers.get(timeout=max(seconds, 0.0))
-        except queue.Empty:
-            raise explain_silence(self.node, seconds) from None
-        if line is None:
-            raise self._explain_end()
-        answer = json.loads(line)
+        end, pipe = time.monotonic() + seconds, self._process.stdout.raw
+        with self._asking:
+            with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
+                self._process.stdin.write(json.dumps(request).encode() + b"\n")
+                self._process.stdin.flush()
+            while not self._answers:
+                if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+                    raise explain_silence(self.node.name, seconds)
+                if not (piece := pipe.read(CHUNK)):
+                    raise self._explain_end()
+                lines = self._lines.feed(piece)  # a login script may print, too
+                self._answers += [line[1:] for line in lines if line.startswith(probe.MARK.encode())]
+            answer = json.loads(self._answers.pop(0))
         if "error" in answer:
-            cause, fix = (
-                answer["error"],
-                "run the preflight again; if it says the same, use a newer Python on that node",
-            )
-            raise LabError(f"{self.node.name} could not be examined.", where=self.node.name, cause=cause, fix=fix)
+            raise explain_failure(self.node.name, answer["error"])
         return answer
 
     def _explain_end(self) -> LabError:
-        try:
-            status = self._process.wait(1.0)
-        except subprocess.TimeoutExpired:
-            status = 1
-        if self._reader:  # the last words come beside the end; a shared connection of ssh may hold their pipe open
-            self._reader.join(0.5)
-        return self.node.explain(status or 1, b"".join(self._errors).decode(errors="replace"))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        pipe = self._process.stderr.raw
+        os.set_blocking(pipe.fileno(), False)  # a shared connection of ssh may keep it open
+        return self.node.explain(self._process.returncode or 1, (pipe.read() or b"").decode(errors="replace"))
 
     def close(self) -> None:
-        """Lets the probe end by itself; a moment later :meth:`end` sees to it."""
+        """Lets the probe end by itself; a moment later :meth:`end` makes sure of it."""
         self._closed = True
         if self._process:
             with contextlib.suppress(OSError, ValueError):
                 self._process.stdin.close()
 
     def end(self, seconds: float) -> None:
-        """Ends the probe's local process, where it did not end by itself in time."""
-        if self._process:
+        """Kills the probe's local process if it does not end by itself in time."""
+        if not (process := self._process):
+            return
+        try:
+            process.wait(max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, see Node.popen
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(max(seconds, 0.0))
-                return
-            self._end(self._process)
-
-    def _end(self, process: subprocess.Popen) -> None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own, see Node.popen
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(1.0)
+                process.wait(1.0)
+        if self._asking.acquire(timeout=1.0):  # not while a thread still reads from them
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                with contextlib.suppress(OSError):
+                    pipe.close()
+            self._asking.release()
 
 
-def explain_silence(node: Node, seconds: float) -> LabError:
-    """Says that a node was started to be asked and did not answer."""
-    return LabError(
-        f"{node.name} did not answer within {seconds:.1f} s.",
-        where=node.name,
-        cause="the machine is off or overloaded, or a firewall drops what is sent to it",
-        fix="log in there by hand; when that works at once, run the preflight again",
-    )
+def explain_silence(name: str, seconds: float) -> LabError:
+    """The error of a node that did not answer in time."""
+    cause = "the machine is off or overloaded, or a firewall drops what is sent to it"
+    fix = "log in there by hand; when that works at once, run the preflight again"
+    return LabError(f"{name} did not answer within {seconds:.1f} s.", where=name, cause=cause, fix=fix)
+
+
+def explain_failure(name: str, words: str) -> LabError:
+    """The error of a node that could not find out what it was asked."""
+    fix = "run the preflight again; if it says the same, use a newer Python on that node"
+    return LabError(f"{name} could not be examined.", where=name, cause=words, fix=fix)
 
 
 @contextlib.contextmanager
 def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
-    """Holds a client with every node, by name, for a block, and leaves no process behind."""
+    """Provides a client for every node, by name, and leaves no process behind."""
     clients = {node.name: ProbeClient(node) for node in nodes}
     try:
         yield clients
@@ -170,38 +122,25 @@ def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
         try:
             for client in clients.values():
                 client.end(end - time.monotonic())
-        except BaseException:  # an interrupt: now at once, and all of them
+        except BaseException:  # an interrupt: end all of them at once
             for client in clients.values():
                 client.end(0.0)
             raise
 
 
-def ask_all(tasks: Mapping[str, Callable[[], dict]], nodes: Mapping[str, Node], seconds: float) -> dict:
-    """Runs a task per node, all at once.
+def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> dict[str, dict | LabError]:
+    """Runs a task for each node, all at once; returns what each returned, or the LabError that came instead."""
 
-    Returns:
-        Per node what its task returned, or the LabError that came instead.
-    """
-    errors: dict[str, LabError] = {}
-
-    def run(name: str) -> dict:
+    def run(task: Callable[[], dict]) -> dict | LabError:
         try:
-            return tasks[name]()
+            return task()
         except LabError as error:
-            errors[name] = error
-            raise
+            return error
 
-    found = probe.collect({name: lambda name=name: run(name) for name in tasks}, seconds)
-    answers = {}
-    for name in tasks:  # in the nodes' order, not in that of their answers
-        answer = errors.get(name) or found.get(name) or explain_silence(nodes[name], seconds)
-        if isinstance(answer, dict) and "error" in answer:
-            # Those of one machine have no names by which ssh would find them.
-            asked = f"--local {count}" if (count := getattr(nodes[name], "together", 0)) else nodes[name].name
-            cause, fix = answer["error"], f"python -m nodelaunch preflight {asked}   (asks it again)"
-            answer = LabError(f"{name} could not be asked.", where=name, cause=cause, fix=fix)
-        answers[name] = answer
-    return answers
+    found = probe.collect({name: lambda task=task: run(task) for name, task in tasks.items()}, seconds)
+    answers = {name: found.get(name) or explain_silence(name, seconds) for name in tasks}  # in the nodes' order
+    failed = {name: answer for name, answer in answers.items() if isinstance(answer, dict) and "error" in answer}
+    return answers | {name: explain_failure(name, answer["error"]) for name, answer in failed.items()}
 
 
 def ask_once(
@@ -214,5 +153,4 @@ def ask_once(
             client.open()
             return client.ask(request(client.node) if callable(request) else request, seconds)
 
-        tasks = {name: lambda client=client: ask(client) for name, client in clients.items()}
-        return ask_all(tasks, {node.name: node for node in nodes}, seconds)
+        return ask_all({name: lambda client=client: ask(client) for name, client in clients.items()}, seconds)

@@ -1,7 +1,7 @@
 """Judges the GPUs of all nodes together: NCCL needs one for each process, and all nodes have to take the same backend.
 
-A training script chooses NCCL where it sees a GPU and Gloo elsewhere. If the nodes saw different things, each half of
-the job would wait for the other. So where one process has no GPU, the launcher hides the GPUs on all nodes.
+A training script chooses NCCL if it sees a GPU, and Gloo otherwise. If the nodes saw different things, each half of the
+job would wait for the other. So if one process has no GPU, the launcher hides the GPUs on all nodes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GPU_IDLE = 600  # MiB: a GPU without any process has a little of its memory in u
 # The first driver that runs a CUDA of this major number:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
-# How the variable may name a GPU, or a part of one, other than by its number.
+# The variable may also name a GPU, or a part of one, in this way.
 IDENTITY = re.compile(r"(GPU|MIG)-")
 CAUSE = "NCCL needs a GPU for each process, and all nodes have to take the same backend"
 
@@ -28,12 +28,12 @@ class Offer:
     """The GPUs that a node has for a job.
 
     Attributes:
-        words: What there is.
-        seen: How many of them torch can use, and sees there if nobody hides them.
-        room: For how many processes of each node they suffice: nodes on one machine share its GPUs.
-        here: Whether the node is on the launcher's machine.
-        cause: Why torch cannot use what there is; "" where it can, or where there is nothing.
-        fix: What mends that.
+        words: A description.
+        seen: The number that torch can use, and sees there if nobody hides them.
+        room: The number of processes of each node that can have one: nodes on one machine share its GPUs.
+        here: True if the node is on the launcher's machine.
+        cause: The reason why torch cannot use them; "" if it can, or if there are none.
+        fix: The remedy for that.
     """
 
     words: str
@@ -45,11 +45,11 @@ class Offer:
 
 
 def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
-    """Which GPUs a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that is not there.
+    """The GPUs that a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that does not exist.
 
     Args:
-        names: Of all GPUs of the machine, by number; none where nobody could count them.
-        visible: The variable; None where it is not set.
+        names: All GPUs of the machine, by number; empty if nobody could count them.
+        visible: The variable; None if it is not set.
     """
     if visible is None:
         return list(names)
@@ -58,7 +58,7 @@ def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
 
 
 def find_offers(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> dict[str, Offer | None]:
-    """What each node has; None where it could not find that out."""
+    """The GPUs of each node; None if it could not find them out."""
     return {name: _find_offer(nodes[name], found, wanted) for name, found in facts.items()}
 
 
@@ -74,14 +74,14 @@ def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
     cause, fix = _find_trouble(found, *rows[0][4:5])
     if cause:
         return Offer(f"{words}, which torch cannot use", here=node.here, cause=cause, fix=fix)
-    # Where env= names the GPUs, every node takes the same ones.
+    # If env= names the GPUs, every node takes the same ones.
     sharing = node.together if node.here and wanted.visible is None else 1
     words += f", shared by {sharing} nodes" if sharing > 1 else ""
     return Offer(words, seen=count, room=count // sharing, here=node.here)
 
 
 def _find_trouble(found: Mapping, driver: str = "") -> tuple[str, str]:
-    """Why the torch of a node cannot use its GPUs, and what mends that; twice nothing where it can."""
+    """The reason why the torch of a node cannot use its GPUs, and the fix; twice "" if it can."""
     versions = found.get("versions", {})
     if not versions.get("torch"):
         return "", ""
@@ -96,10 +96,10 @@ def _find_trouble(found: Mapping, driver: str = "") -> tuple[str, str]:
 
 
 def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
-    """Whether the GPUs have to be hidden on all nodes: some process sees one, and another has none.
+    """True if the GPUs have to be hidden on all nodes: some process sees one, and another has none.
 
-    What env= chose stays as it is. Where a node could not say what it has, nothing is hidden for its sake: the ranks
-    compare what they see before the script starts (:mod:`nodelaunch.node.agreement`).
+    The choice of env= is left alone. Nothing is hidden for a node that could not find out its GPUs: the ranks compare
+    what they see before the script starts (:mod:`nodelaunch.node.agreement`).
     """
     if wanted.visible is not None or None in offers.values():
         return False
@@ -107,11 +107,11 @@ def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
 
 
 def _suffice(offers: Mapping[str, Offer], wanted: Wanted) -> bool:
-    return all(offer.room >= wanted.processes for offer in offers.values())
+    return all(offer.room >= wanted.nproc_per_node for offer in offers.values())
 
 
 def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Judges whether all processes have a GPU, or none; and who else holds the memory of those that will be used."""
+    """Judges if all processes have a GPU, or none, and names the processes that hold their memory."""
     verdicts = [judge_gap(name, facts[name], "gpus") for name, offer in offers.items() if offer is None]
     have = {name: offer for name, offer in offers.items() if offer}
     table = list_per_node({name: offer.words for name, offer in have.items()}) if have else ""
@@ -134,35 +134,35 @@ def _list_causes(offers: Mapping[str, Offer]) -> str:
 
 
 def _advise(offers: Mapping[str, Offer], wanted: Wanted) -> str:
-    """What makes the GPUs of a job usable that has too few."""
+    """The setting with which a job that has too few GPUs could use them."""
     least, without = min(offer.room for offer in offers.values()), [n for n, offer in offers.items() if not offer.room]
-    mends = [f"on {name}: {offer.fix}" for name, offer in offers.items() if offer.fix]
+    fixes = [f"on {name}: {offer.fix}" for name, offer in offers.items() if offer.fix]
     if least:
         way = f"nproc_per_node={least}"
-    elif all(offer.here for offer in offers.values()) and not mends:
+    elif all(offer.here for offer in offers.values()) and not fixes:
         count = min(offer.seen for offer in offers.values())
-        way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.processes > 1 else "")
+        way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.nproc_per_node > 1 else "")
     else:
-        way = mends[0] if mends else f"leave {', '.join(without)} out of nodes="
+        way = fixes[0] if fixes else f"leave {', '.join(without)} out of nodes="
     return f"{way}; or run it as it is, on the CPU"
 
 
 def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges the GPUs of one node that are used, or that nobody can use."""
+    """Judges the GPUs of one node that will be used, or that nobody can use."""
     if offer.cause:
         return [Verdict(name, "GPUs", "note", f"{offer.words}: gloo on the CPU", offer.cause, offer.fix)]
     if not offer.seen:
         return [Verdict(name, "GPUs", "ok", "no GPU: gloo on the CPU")]
     verdicts = []
-    if offer.room < wanted.processes:
-        what = f"{offer.words} for {wanted.processes} process(es) of a node"
+    if offer.room < wanted.nproc_per_node:
+        what = f"{offer.words} for {wanted.nproc_per_node} process(es) of a node"
         verdicts.append(Verdict(name, "GPUs", "note", what, CAUSE, f"nproc_per_node={max(1, offer.room)}"))
     gpus, apps = found["gpus"]["gpus"], found["gpus"]["apps"]
     for pid, program, used in apps:
         local = wanted.machine and found.get("system", {}).get("machine") == wanted.machine
         if local and pid == str(wanted.pid):
             what = f"the launcher's own process (pid {pid}) holds {used} MiB"
-            fix = "start the launcher anew before the job; in a notebook: restart the kernel"
+            fix = "start the launcher again before the job; in a notebook: restart the kernel"
         else:
             what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
         verdicts.append(Verdict(name, "GPUs", "note", what, "a GPU that is shared is slower and may run full", fix))

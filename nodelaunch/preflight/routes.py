@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nodelaunch.backends.nodes import Node
@@ -14,15 +15,14 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Network:
-    """What the nodes found out about each other.
+    """The nodes, and what they found out about each other.
 
     Attributes:
         nodes: By name; the first is node 0, where the rendezvous listens.
-        facts: Of those that answered.
-        one_machine: Whether they are all the same machine.
+        facts: Per node that answered.
+        one_machine: True if they are all the same machine.
         listening: Per node, the answer of :func:`nodelaunch.node.probe.listen`.
         reached: Per node, the outcomes of :func:`nodelaunch.node.probe.reach` by :func:`name_target`.
-        names: Per node, the addresses that the other nodes' host names stand for there.
     """
 
     nodes: Mapping[str, Node]
@@ -30,7 +30,6 @@ class Network:
     one_machine: bool
     listening: Mapping[str, Mapping] = field(default_factory=dict)
     reached: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    names: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
 
     @property
     def head(self) -> str:
@@ -38,16 +37,16 @@ class Network:
         return next(iter(self.nodes))
 
     def interfaces(self, name: str) -> dict[str, list[str]]:
-        """The node's interfaces and their IPv4 addresses; {} where it could not tell."""
+        """The node's interfaces and their IPv4 addresses; {} if it could not find them out."""
         found = self.facts[name].get("interfaces", {})
         return {key: value for key, value in found.items() if isinstance(value, list)}
 
     def system(self, name: str) -> Mapping:
-        """Who the node is: host name, machine, the address that ssh came in by."""
+        """The node's host name, its machine, and the address that ssh came in by."""
         return self.facts[name].get("system", {})
 
     def outcome(self, source: str, target: str, address: str, kind: str) -> str | None:
-        """How ``source`` fared with ``target`` there; None where it was not tried."""
+        """The outcome of ``source`` connecting to ``target`` there; None if it was not tried."""
         return self.reached.get(source, {}).get(name_target(target, address, kind))
 
 
@@ -57,33 +56,33 @@ def name_target(name: str, address: str, kind: str) -> str:
 
 
 def list_candidates(network: Network, name: str) -> list[str]:
-    """The addresses at which a node might be reached: its given one, else those of its interfaces, loopback aside."""
+    """The addresses at which a node might be reached: the given one, or those of its interfaces but the loopback."""
     node, interfaces = network.nodes[name], network.interfaces(name)
     if node.address:
         return [node.address]
     if network.one_machine and node.interface is None:
         return [LOOPBACK]
-    # A wrong name costs only the choice: all are tried, so that the fix can name the right one.
+    # With a wrong name all are tried, so that the fix can name the right one.
     held = interfaces.get(node.interface or "") or [a for addresses in interfaces.values() for a in addresses]
     return list(dict.fromkeys(a for a in held if not a.startswith("127."))) or [a for a in held if network.one_machine]
 
 
 def choose_address(network: Network, name: str) -> str | None:
-    """The address that most of the others reach; among equals, the likeliest, so that a fix can speak of it."""
+    """The address that most of the others reach; among equals, the likeliest, so that a fix can name it."""
     candidates = list_candidates(network, name)
     others = [other for other in network.facts if other != name]
     elsewhere = {a for other in others for a in list_candidates(network, other)}
 
     def rate(address: str) -> tuple:
         reached = sum(network.outcome(other, name, address, "any") == "ok" for other in others)
-        # A bridge such as docker0 has the same address on every host, and leads to none of the others.
+        # A bridge such as docker0 has the same address on every host, and no other host is behind it.
         return reached, address not in elsewhere, address == network.system(name).get("ssh")
 
     return max(candidates, key=rate, default=None)
 
 
 def find_interface(network: Network, name: str, address: str | None) -> str | None:
-    """The interface that holds an address; all of 127/8 belongs to the loopback."""
+    """The interface with an address; all of 127/8 belongs to the loopback."""
     for interface, held in network.interfaces(name).items():
         if address in held or (address and address.startswith("127.") and any(a.startswith("127.") for a in held)):
             return interface
@@ -93,37 +92,37 @@ def find_interface(network: Network, name: str, address: str | None) -> str | No
 def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
     """Judges a node's address and interface, given or found."""
     node, interfaces = network.nodes[name], network.interfaces(name)
+    judge = functools.partial(Verdict, name, "address")
     listing = ", ".join(f"{key} {' '.join(held) or '(no address)'}" for key, held in interfaces.items())
+    there = f"there are: {listing}"
     holder = find_interface(network, name, chosen)
     right = f'interface="{holder}"' if holder else "leave interface= away"
     if not interfaces:
-        cause = "the system did not tell"
-        return Verdict(name, "address", "note", "the interfaces could not be listed", cause, "name one: interface=…")
+        cause = "the system did not list them"
+        return judge("note", "the interfaces could not be listed", cause, "name one: interface=…")
     if node.interface and not interfaces.get(node.interface):
         word = "has no address" if node.interface in interfaces else "is not there"
         cause = "names differ from host to host, and an interface that is down has no address"
-        return Verdict(name, "address", "red", f"interface {node.interface} {word}; there are: {listing}", cause, right)
+        return judge("red", f"interface {node.interface} {word}; {there}", cause, right)
     if chosen is None:
         cause = "a container without a network, or one with IPv6 only"
-        what = f"no address that another machine could reach; there are: {listing}"
-        return Verdict(name, "address", "red", what, cause, "give it a network (docker run --network host …)")
+        fix = "give it a network (docker run --network host …)"
+        return judge("red", f"no address that another machine could reach; {there}", cause, fix)
     if holder is None:
         cause = "it is the address of a router in front of the node; Gloo and NCCL send the interface's own"
-        what = f"{chosen} is on no interface; there are: {listing}"
-        return Verdict(
-            name, "address", "red", what, cause, "name the node by its private address, or leave address= away"
-        )
+        fix = "name the node by its private address, or leave address= away"
+        return judge("red", f"{chosen} is on no interface; {there}", cause, fix)
     if node.interface and holder != node.interface:
-        what = f"{chosen} is on {holder}, not on {node.interface}; there are: {listing}"
-        return Verdict(name, "address", "red", what, "address= and interface= disagree", right)
+        what = f"{chosen} is on {holder}, not on {node.interface}; {there}"
+        return judge("red", what, "address= and interface= disagree", right)
     if not chosen.startswith("127.") and interfaces[holder][0] != chosen:
         what = f"{chosen} is the second address of {holder}; Gloo takes the first, {interfaces[holder][0]}"
-        return Verdict(name, "address", "note", what, "several addresses on one interface", "see that both are reached")
-    return Verdict(name, "address", "ok", f"{chosen} on {holder}")
+        return judge("note", what, "several addresses on one interface", "see that both are reached")
+    return judge("ok", f"{chosen} on {holder}")
 
 
 def judge_routes(network: Network, chosen: Mapping[str, str], *, seconds: float) -> list[Verdict]:
-    """Judges each direction between each two nodes: one red verdict for each that fails, or one green for all."""
+    """Judges both directions between every two nodes: a red verdict for each that fails, or one green for all."""
     names = [name for name in network.listening if name in chosen]
     pairs = [(a, b) for a in names for b in names if a != b and a in network.reached]
     verdicts = [_judge_route(network, chosen, pair, seconds) for pair in pairs]
@@ -142,7 +141,7 @@ def _judge_route(network: Network, chosen: Mapping[str, str], pair: tuple[str, s
     failed = [kind for kind, outcome in outcomes.items() if outcome != "ok"]
     if not failed:
         return None
-    # What it holds itself it does not reach elsewhere, whatever answers there.
+    # An address that it has itself does not lead to another node, whatever answers there.
     own = any(address in held for held in network.interfaces(source).values()) and not address.startswith("127.")
     outcome = "stranger" if own else outcomes[failed[0]] or "dropped"
     words = {
@@ -171,7 +170,7 @@ def _judge_route(network: Network, chosen: Mapping[str, str], pair: tuple[str, s
 
 
 def judge_port(network: Network, stop: str) -> list[Verdict]:
-    """Judges that the rendezvous' port is free on node 0; ``stop`` is the command where a job of ours holds it."""
+    """Judges if the rendezvous' port is free on node 0; ``stop`` is the command that ends a job of ours there."""
     answer = network.listening.get(network.head)
     if answer is None:
         return []
@@ -191,7 +190,7 @@ def judge_port(network: Network, stop: str) -> list[Verdict]:
 
 
 def judge_exposure(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:
-    """Says what the job opens to others, and warns of an interface that the whole Internet might reach."""
+    """Notes what the job opens to others, and warns of an interface that the whole Internet might reach."""
     verdicts = []
     for name, address in chosen.items():
         held = network.interfaces(name).get(find_interface(network, name, address) or "", [])
@@ -206,29 +205,18 @@ def judge_exposure(network: Network, chosen: Mapping[str, str]) -> list[Verdict]
 
 
 def judge_names(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:
-    """Says which host names stand for nothing, or for the loopback: notes, because the job uses addresses."""
-    if network.one_machine:
-        return []
+    """Notes a node's own name that stands for nothing, or for the loopback; the job uses addresses."""
     verdicts = []
-    hosts = {name: network.system(name).get("host", "") for name in network.facts}
-    for name, found in network.facts.items():
-        troubles, own = [], found.get("own")
+    for name, found in () if network.one_machine else network.facts.items():
+        own, host = found.get("own"), network.system(name).get("host", "")
         held = {address for addresses in network.interfaces(name).values() for address in addresses}
+        what = f"its own name {host} stands for {' '.join(own or []) or 'nothing'} (/etc/hosts)"
         if not isinstance(own, list):
-            troubles.append(f"its own name {hosts[name]} was not looked up in time (its name server is silent)")
-        elif not own or any(a.startswith("127.") or a not in held for a in own):
-            troubles.append(f"its own name {hosts[name]} stands for {' '.join(own) or 'nothing'} (/etc/hosts)")
-        for other, host in hosts.items():
-            if other == name or other not in network.listening:
-                continue
-            if host == hosts[name]:
-                troubles.append(f"{other} has the same host name, {host}")
-            elif name in network.names and not network.names[name].get(host):
-                troubles.append(f"{other}'s name {host} stands for nothing")
-        if not troubles:
-            verdicts.append(Verdict(name, "names", "ok", f"{hosts[name]} and the others resolve"))
+            what = f"its own name {host} was not looked up in time (its name server is silent)"
+        elif own and all(address in held and not address.startswith("127.") for address in own):
+            verdicts.append(Verdict(name, "names", "ok", f"{host} resolves"))
             continue
-        cause = "nothing to mend for the labs: they pass addresses (--local-addr, is_host); other programs may fail"
-        fix = f'in /etc/hosts of every node: "{chosen.get(name, "ADDRESS")} {hosts[name]}", and so for the others'
-        verdicts.append(Verdict(name, "names", "note", "; ".join(troubles), cause, fix))
+        cause = "the labs pass addresses and need no names (--local-addr, is_host); other programs may fail"
+        fix = f'in /etc/hosts of every node: "{chosen.get(name, "ADDRESS")} {host}", and the same for the others'
+        verdicts.append(Verdict(name, "names", "note", what, cause, fix))
     return verdicts

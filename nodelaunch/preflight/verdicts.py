@@ -1,20 +1,22 @@
-"""Judges what each node says about itself, and whether the nodes agree: no question to the network."""
+"""Judges what each node reports about itself, and if the nodes agree; asks the network nothing."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lab_common import LabError
 from nodelaunch.data import DataFolder
 
-# Per node, what its probe found, by the names in nodelaunch.node.facts.find_facts.
+# Per node, the answer of its probe, by the names in nodelaunch.node.facts.find_facts.
 Facts = Mapping[str, Mapping]
 MIB = 2**20
 DISK_NEEDED = 200 * MIB
-# A DataLoader worker hands its batches over in shared memory; Docker's 64 MiB are enough for 32×32 images.
+# A DataLoader worker passes its batches through shared memory; Docker's 64 MiB are enough for 32×32 images.
 SHARED_NEEDED = 64 * MIB
+CLOCK_ALLOWED = 2.0  # seconds; beyond it, logs and timelines of several nodes side by side mislead
 WILL_COPY = "not there yet: will be copied"
 
 
@@ -24,12 +26,12 @@ class Verdict:
 
     Attributes:
         node: The node's name, or several.
-        check: What was looked at, in a word or two.
+        check: The subject, in a word or two.
         state: "ok"; "note": worth knowing, the job runs; "red": the job would fail, hang, or compute something else.
-        found: What was found; further lines are a table.
+        found: The fact; further lines are a table.
         cause: The likely cause.
-        fix: The command or action that mends it.
-        lacking: Whether it is what the launcher will copy there.
+        fix: The command or action that fixes it.
+        lacking: True for what the launcher will copy there.
     """
 
     node: str
@@ -43,33 +45,33 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the job needs of its nodes.
+    """The needs of a job.
 
     Attributes:
-        processes: Per node.
-        bundle: Hash of the code, "" where none is asked for.
-        data: What data each node needs, None where none are.
-        data_hash: Of what the launcher copies, "" where it has no whole folder or copies none.
-        job_id: The job that asks; its own processes are none of an earlier job.
-        machine: Where the launcher runs, as :func:`nodelaunch.node.facts.find_system` names it.
+        nproc_per_node: Processes on each node.
+        bundle: Hash of the code; "" skips the check.
+        data: The data that each node needs, if any.
+        data_hash: Hash of the data that the launcher copies; "" if it has no whole folder or copies none.
+        job_id: The job that asks, whose own processes are not leftovers.
+        machine: The launcher's machine, as :func:`nodelaunch.node.facts.find_system` names it.
         pid: The launcher's process.
-        torchrun: Whether torchrun runs the script; without torch on a node it cannot, and another program may.
-        visible: CUDA_VISIBLE_DEVICES as env= sets it; None where it does not.
+        torchrun: False if another program runs the script, which may do without torch.
+        visible: CUDA_VISIBLE_DEVICES as env= sets it; None if it does not.
     """
 
-    processes: int = 1
+    nproc_per_node: int = 1
     bundle: str = ""
     data: DataFolder | None = None
     data_hash: str = ""
     job_id: str = ""
     machine: str = ""
-    pid: int = 0
+    pid: int = field(default_factory=os.getpid)
     torchrun: bool = True
     visible: str | None = None
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
-    """Turns the error of a node that could not be asked into its verdict."""
+    """Returns the verdict for a node that could not be asked."""
     where = f" ({error.where})" if error.where and error.where != name else ""
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
@@ -90,40 +92,43 @@ def judge_facts(facts: Facts, wanted: Wanted, gpus: Sequence[Verdict] = ()) -> l
 
 
 def is_there(found: Mapping, part: str) -> bool:
-    """Says whether a node found a part out."""
+    """True if a node could find out this part."""
     return part in found and not (isinstance(found[part], Mapping) and "error" in found[part])
 
 
 def judge_gap(name: str, found: Mapping, part: str) -> Verdict:
-    """The verdict for what a node could not find out, or not in time."""
+    """Returns the verdict for a part that a node could not find out in time."""
     cause = found.get(part, {}).get("error", "it took too long; a hanging disk, driver or name server does that")
     return Verdict(name, part, "note", "could not be found out", cause, "look by hand on that node, or go on without")
 
 
 def list_per_node(values: Mapping[str, str]) -> str:
-    """One line per node, aligned."""
+    """Returns one line per node, aligned."""
     width = max(map(len, values))
     return "".join(f"\n  {name:{width}}  {value}" for name, value in values.items())
 
 
 def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
-    """Compares Python's minor version, torch, NCCL and CUDA over the nodes, and that torch is there for torchrun."""
+    """Compares Python's minor version, torch, NCCL and CUDA over the nodes; torchrun needs torch."""
     verdicts = [judge_gap(name, found, "versions") for name, found in facts.items() if not is_there(found, "versions")]
     have = {name: found["versions"] for name, found in facts.items() if is_there(found, "versions")}
     if not have:
         return verdicts
     for name, own in have.items():
         if tuple(map(int, own["python"].split(".")[:2])) < (3, 11):
-            fix = "install a newer Python there, or name the one that is there: python=…"
+            what = f"Python {own['python']}: 3.11 or newer is needed"
             cause = "what the launcher runs on nodes is written for Python 3.11"
-            verdicts.append(
-                Verdict(name, "Python", "red", f"Python {own['python']}: 3.11 or newer is needed", cause, fix)
-            )
+            fix = "install a newer Python there, or name the one that is there: python=…"
+            verdicts.append(Verdict(name, "Python", "red", what, cause, fix))
         if torchrun and not own["torch"]:
             cause = "torch was not installed there, or python= names another environment"
             fix = f"install torch there, or name the Python that has it: python=…; now: {own['program']}"
             verdicts.append(Verdict(name, "torch", "red", f"{own['program']} has no torch", cause, fix))
-    texts = {name: _describe_versions(own) for name, own in have.items()}
+    titles = {"python": "Python", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL"}
+    texts = {
+        name: ", ".join(f"{title} {own[key]}" if own[key] else f"no {title}" for key, title in titles.items())
+        for name, own in have.items()
+    }
     with_gpus = any(found.get("gpus", {}).get("gpus") for found in facts.values())
     kinds = {
         "Python": ("red", {own["python"].rpartition(".")[0] for own in have.values()}),
@@ -137,18 +142,11 @@ def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
         fix = "install the same versions on every node, by the same requirements file"
         words = f"{kind} is not the same on all nodes{list_per_node(texts)}"
         verdicts.append(Verdict(", ".join(have), "versions", state, words, cause, fix))
-    if not differing:
-        verdicts += [Verdict(name, "versions", "ok", text) for name, text in texts.items()]
-    return verdicts
-
-
-def _describe_versions(own: Mapping) -> str:
-    names = {"python": "Python", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL"}
-    return ", ".join(f"{title} {own[key]}" if own[key] else f"no {title}" for key, title in names.items())
+    return verdicts + [Verdict(name, "versions", "ok", text) for name, text in texts.items() if not differing]
 
 
 def judge_disk(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges that the node's folder can be written and has room, and the size of its shared memory."""
+    """Judges if the node's folder can be written and has room, and the size of its shared memory."""
     disk = found["disk"]
     free, folder = disk["free"], disk["folder"]
     elsewhere = "name a folder of yours on a larger disk: folder=…"
@@ -170,7 +168,7 @@ def judge_disk(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
 
 
 def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges that code which was copied before is still what its name, a hash, says."""
+    """Judges if code that was copied before still has the hash that is its name."""
     folder, digest = found["code"]["folder"], found["code"]["hash"]
     if digest is None:
         return [Verdict(name, "code", "ok", WILL_COPY, lacking=True)]
@@ -182,7 +180,7 @@ def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
 
 
 def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Judges that every node has the data that the launcher copies, or those of the first node that has them."""
+    """Judges if every node has the data that the launcher copies, or those of the first node that has them."""
     verdicts = [judge_gap(name, found, "data") for name, found in facts.items() if not is_there(found, "data")]
     have = {name: found["data"] for name, found in facts.items() if is_there(found, "data")}
     hashes = {"the launcher": wanted.data_hash} if wanted.data_hash else {}
@@ -191,7 +189,7 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
     for name, own in have.items():
         place = own.get("path") or f"{own['folder']}/{wanted.data.identity_path}"
         fix = f"copy_data=True, or on that node: {wanted.data.fix or 'copy the folder there by hand'}"
-        if own["hash"] and wanted.data_hash:  # what is there is never written over
+        if own["hash"] and wanted.data_hash:  # existing data are never overwritten
             fix = f"on that node: rm -r -- {shlex.quote(place.rpartition('/')[0])}   (it is copied again)"
         state, what = "red", f"{place} is missing"
         cause = "the folder was not made or copied there, or LAB_DATA points elsewhere"
@@ -207,3 +205,72 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
         lacking = state == "ok" and not own["hash"]
         verdicts.append(Verdict(name, "data", state, what, cause, fix, lacking))
     return verdicts
+
+
+def judge_clocks(readings: Mapping[str, tuple[float, float]]) -> list[Verdict]:
+    """Judges the nodes' clocks by (offset, round trip) in seconds against the launcher's."""
+    verdicts = []
+    for name, (offset, delay) in readings.items():
+        if abs(offset) - delay / 2 > CLOCK_ALLOWED:
+            what = f"the clock is {abs(offset):,.1f} s {'ahead of' if offset > 0 else 'behind'} the launcher's"
+            cause, fix = "nobody sets it; times in logs cannot be compared", "sudo timedatectl set-ntp true  (there)"
+            verdicts.append(Verdict(name, "clock", "note", what, cause, fix))
+    within = f"within {CLOCK_ALLOWED:.0f} s of the launcher's"
+    return verdicts or [Verdict(name, "clock", "ok", within) for name in readings]
+
+
+def judge_jobs(facts: Facts, wanted: Wanted, answers: Mapping[str, Mapping]) -> list[Verdict]:
+    """Names the processes of other jobs, each once if several nodes are one machine.
+
+    Red are those that hold the memory of a GPU that this job will use; a held port is judged with the port. A note
+    names a job's id that was set by somebody other than the launcher.
+
+    Args:
+        facts: Per node, what its probe found.
+        wanted: The needs of the job.
+        answers: Per node, the answer of :func:`nodelaunch.node.processes.find_jobs`.
+    """
+    verdicts, seen = [], set()
+    for name, answer in answers.items():
+        system, gpus = facts.get(name, {}).get("system", {}), facts.get(name, {}).get("gpus", {})
+        place = system.get("machine")
+        holders = {int(row[0]) for row in gpus.get("apps", []) if row[0].isdigit()}
+        by_job: dict[str, list[Mapping]] = {}
+        watched = {process["id"] for process in answer["jobs"] if process["supervisor"]}
+        for process in answer["jobs"]:
+            if process["id"] != wanted.job_id and (place, process["pid"]) not in seen:
+                seen.add((place, process["pid"]))
+                by_job.setdefault(process["id"], []).append(process)
+        for job, own in by_job.items():
+            pids = ", ".join(str(process["pid"]) for process in own[:8])
+            what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
+            state, cause = "note", f"a leftover, or a node that was started by hand: {own[0]['command']}"
+            fix = stop_command(job, name, system, wanted)
+            if job in watched:
+                cause = "another notebook or script runs it; the two share the machine"
+                fix = "none is needed; to measure without it, wait until it has ended"
+            elif holders & {process["pid"] for process in own}:
+                state, what = "red", f"{what}, and holds GPU memory"
+            verdicts.append(Verdict(name, "jobs", state, what, cause, fix))
+        for job in answer.get("inherited", ()):
+            if (place, job) not in seen:
+                seen.add((place, job))
+                verdicts.append(judge_inherited(name, job, here=place == wanted.machine))
+    return verdicts
+
+
+def judge_inherited(name: str, job: str, *, here: bool) -> Verdict:
+    """Returns the note on a LAB_JOB_ID that was set where the launcher, or the login on a node, was started."""
+    where, cause = "in every login there", "a profile exports it, such as ~/.profile or ~/.bashrc"
+    fix = "on that node, remove the line that exports LAB_JOB_ID"
+    if here:
+        where, cause = "in the environment of the launcher", "it was exported in the shell that started Python"
+        fix = "unset LAB_JOB_ID in that shell, then start Python (or JupyterLab) from it again"
+    what = f"LAB_JOB_ID={job} is set {where}: all that is started from it looks like a part of that job"
+    return Verdict(name, "jobs", "note", what, cause, fix)
+
+
+def stop_command(job: str, name: str, system: Mapping, wanted: Wanted) -> str:
+    """Returns the command that stops a job on a node."""
+    here = wanted.machine and system.get("machine") == wanted.machine
+    return f"python -m nodelaunch stop {shlex.quote(job)}{'' if here else f' {shlex.quote(name)}'}"

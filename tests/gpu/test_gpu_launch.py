@@ -55,7 +55,7 @@ def test_a_gpu_is_enough_for_one_process_and_not_for_more(gpu, smi):
     count = len(facts[node.name]["gpus"]["gpus"])
     assert count >= torch.cuda.device_count() >= 1
     for processes, hidden in ((1, False), (count + 1, True)):
-        wanted = Wanted(processes=processes)
+        wanted = Wanted(nproc_per_node=processes)
         offers = find_offers({node.name: node}, facts, wanted)
         assert must_hide(offers, wanted) is hidden
         first = judge_gpus(offers, facts, wanted)[0]

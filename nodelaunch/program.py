@@ -1,0 +1,74 @@
+"""The one file that travels to a node: a zipapp of lab_common and nodelaunch.node, started by a few lines of Python.
+
+A program may have to run where nothing of ours is installed yet, on Python 3.9, so what it imports keeps to the
+standard library. The archive is an argument of ``python -c`` and not sent on standard input, which belongs to the
+program: an argument arrives alike on this machine and over ssh, as long as it is below 128 KiB.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import zipfile
+import zlib
+from pathlib import Path
+from types import ModuleType
+
+import lab_common
+import nodelaunch
+
+# The current folder goes first: a random.py in the home folder must not be imported in place of Python's own.
+STUB = """\
+import sys
+sys.path[:] = [folder for folder in sys.path if folder]
+import base64, os, runpy, tempfile, zlib
+try:
+    archive = open(os.memfd_create("nodelaunch"), "wb")
+    place = "/proc/self/fd/%d" % archive.fileno()
+except (AttributeError, OSError):  # no Linux
+    archive = tempfile.NamedTemporaryFile(suffix=".pyz")
+    place = archive.name
+archive.write(zlib.decompress(base64.b64decode(sys.argv.pop(1))))
+archive.flush()
+sys.path.insert(0, place)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+def make_command(python: str, module: ModuleType, *arguments: str) -> list[str]:
+    """Returns the command that runs a module on a node, whatever is installed there.
+
+    Args:
+        python: The interpreter on the node.
+        module: One of ``nodelaunch.node``, or another that imports only the standard library and ``lab_common``.
+        arguments: The program's arguments.
+    """
+    inside = module.__name__.startswith("nodelaunch.node.")
+    name = module.__name__ if inside else module.__name__.rpartition(".")[2]
+    return [python, "-c", STUB, _pack(None if inside else module.__file__), name, *arguments]
+
+
+@functools.lru_cache(maxsize=8)
+def _pack(extra: str | None) -> str:
+    contents = {name: path.read_bytes() for name, path in list_files().items()}
+    if extra:
+        contents[Path(extra).name] = Path(extra).read_bytes()
+    return base64.b64encode(zlib.compress(pack_files(contents), 9)).decode()
+
+
+def pack_files(contents: dict[str, bytes]) -> bytes:
+    """Returns a zip file that is the same for the same contents: no times, and the names in order."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name in sorted(contents):
+            archive.writestr(zipfile.ZipInfo(name), contents[name])
+    return stream.getvalue()
+
+
+def list_files() -> dict[str, Path]:
+    """The files that run around a script on a node, lab_common and nodelaunch.node, by their path in the archive."""
+    launcher, common = Path(nodelaunch.__file__).parent, Path(lab_common.__file__).parent
+    paths = [*common.glob("*.py"), launcher / "__init__.py", *launcher.glob("node/*.py")]
+    found = {f"{path.relative_to(path.parents[1 + (path.parent.name == 'node')])}": path for path in paths}
+    return {name: found[name] for name in sorted(found) if not Path(name).name.startswith(".")}
