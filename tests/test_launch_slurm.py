@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,8 +31,8 @@ from nodelaunch.backends.slurm import (
     submit,
     write_sbatch,
 )
-from nodelaunch.script import Plan
-from nodelaunch.spec import JobSpec
+from nodelaunch.script import place_nodes
+from nodelaunch.spec import JobSpec, Launch
 
 HOSTILE = [
     "two words",
@@ -56,39 +56,41 @@ dist.destroy_process_group()
 """
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A job as it is before it is launched, and its batch script."""
+
+    spec: JobSpec
+    launch: Launch
+
+    @property
+    def place(self):
+        return place_nodes(self.spec, self.launch, "abc", None)[0]
+
+    @property
+    def folder(self):
+        return Path(self.place.job_folder)
+
+    def change(self, **options):
+        return replace(self, spec=replace(self.spec, **options))
+
+    def write(self, **options):
+        return write_sbatch(self.spec, self.launch, self.place, **options)
+
+
 @pytest.fixture
 def plan(tmp_path, root):
     """A job of two nodes in folders with hostile names, which passes hostile arguments."""
     base = tmp_path / "it's $(touch injected) ü"
-    (base / "code" / "script").mkdir(parents=True)
+    code = base / "code" / "abc"
+    (code / "script").mkdir(parents=True)
     for name in ("lab_common", "nodelaunch"):
-        (base / "code" / name).symlink_to(root / name)
-    (base / "code" / "script" / "my train.py").write_text(SCRIPT)
-    return Plan(
-        job_id=f"slurm-test-{os.getpid()}",
-        rendezvous_id="5ec2e7",
-        node=0,
-        node_name="slurm0",
-        nodes=2,
-        nproc_per_node=1,
-        python=sys.executable,
-        job_folder=str(base / "job"),
-        code_folder=str(base / "code"),
-        work_folder=str(base / "work folder"),
-        script="my train.py",
-        args=tuple(HOSTILE),
-        address="",
-        head_address="",
-        port=0,
-        threads=1,
-        join_timeout=62.5,  # of which torchrun reads whole seconds
-        env={"ODD": "$HOME 'x'\n#SBATCH --nodes=99"},
-    )
-
-
-@pytest.fixture
-def request_two():
-    return slurm_nodes(2)[0].request
+        (code / name).symlink_to(root / name)
+    (code / "script" / "my train.py").write_text(SCRIPT)
+    env = {"ODD": "$HOME 'x'\n#SBATCH --nodes=99", "OMP_NUM_THREADS": 1}
+    # torchrun reads whole seconds of the time to join.
+    spec = JobSpec("my train.py", HOSTILE, slurm_nodes(2, folder=base), join_timeout=62.5, env=env)
+    return Planned(spec, Launch(f"slurm-test-{os.getpid()}", "5ec2e7", base))
 
 
 def write_trivial(folder, body, *options):
@@ -106,8 +108,8 @@ def wait_state(job, *states, seconds=30):
         time.sleep(0.1)
 
 
-def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, request_two, tmp_path):
-    text = write_sbatch(plan, request_two)
+def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, tmp_path):
+    text = plan.write()
     done = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     requests = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -121,16 +123,15 @@ def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, request_t
 
 
 def test_the_request_is_written(plan):
-    nodes = slurm_nodes(
-        3, partition="gpu", time_limit="1-02:00:00", extra=["--gpus-per-node=h100:2", "--account=course"]
-    )
-    text = write_sbatch(replace(plan, nodes=3, interface="ib0", port=29511, nproc_per_node=2), nodes[0].request)
+    extra = ["--gpus-per-node=h100:2", "--account=course"]
+    nodes = slurm_nodes(3, partition="gpu", time_limit="1-02:00:00", extra=extra, interface="ib0")
+    text = plan.change(nodes=nodes, port=29511, nproc_per_node=2).write()
     for option in ("nodes=3", "partition=gpu", "time=1-02:00:00", "gpus-per-node=h100:2", "account=course"):
         assert re.search(rf"^#SBATCH --{option} +# ", text, re.MULTILINE)
     for words in ("GLOO_SOCKET_IFNAME=ib0", ":29511", "--nproc-per-node=2", "LAB_WORLD_SIZE=6", "is_host="):
         assert words in text
     assert "--master-addr" not in text
-    static = write_sbatch(replace(plan, rank_order="nodes"), nodes[0].request)
+    static = plan.change(rank_order="nodes").write()
     assert "--master-addr" in static and "--rdzv-conf=is_host" not in static
 
 
@@ -184,7 +185,7 @@ def test_a_job_that_still_waits_is_cancelled_when_its_launcher_is_interrupted(mo
     monkeypatch.setattr(slurm_backend, "SlurmJob", lambda number, folder: Waiting())
     monkeypatch.setattr(slurm_backend, "describe_queue", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        slurm_backend.start(None, [SimpleNamespace(job_folder=tmp_path)], say=print, stop=threading.Event())
+        slurm_backend.start(None, None, [SimpleNamespace(job_folder=tmp_path)], say=print, stop=threading.Event())
     assert ended == [7]
 
 
@@ -234,13 +235,11 @@ def test_a_notebook_inside_a_job_submits_another_one(slurm, tmp_path, monkeypatc
     slurm.wait_empty()
 
 
-def submit_plan(plan, nodes, *, say):
-    """Starts a plan as a job does: the script lies in the job's folder already."""
-    folder = Path(plan.job_folder)
-    folder.mkdir(parents=True)
-    (folder / "job.sbatch").write_text(write_sbatch(replace(plan, limit=600), nodes[0].request, lease=LEASE_SECONDS))
-    spec = JobSpec("train.py", nodes=nodes)
-    return list(start(spec, [plan], say=say, stop=threading.Event()).values())
+def submit_plan(plan, *, say):
+    """Starts a job as its launcher does: the script lies in the job's folder already."""
+    plan.folder.mkdir(parents=True)
+    (plan.folder / "job.sbatch").write_text(plan.change(limit=600).write(lease=LEASE_SECONDS))
+    return list(start(plan.spec, plan.launch, [plan.place], say=say, stop=threading.Event()).values())
 
 
 def read_all(links):
@@ -255,9 +254,8 @@ def read_all(links):
 @pytest.mark.drill
 @pytest.mark.parametrize("order", ["address", "nodes"])
 def test_torchrun_runs_on_both_nodes_with_hostile_names_and_arguments(slurm, plan, order, survivors):
-    nodes = slurm_nodes(2, folder=Path(plan.job_folder).parent)
-    said = []
-    links = submit_plan(replace(plan, rank_order=order), nodes, say=said.append)
+    nodes, said = plan.spec.nodes, []
+    links = submit_plan(plan.change(rank_order=order), say=said.append)
     assert said[-1].endswith("RUNNING on c[1-2]")
     got, readers = read_all(links)
     end = time.monotonic() + 120
@@ -275,19 +273,19 @@ def test_torchrun_runs_on_both_nodes_with_hostile_names_and_arguments(slurm, pla
     for index, node in enumerate(nodes):
         value = values[node.name]
         assert value["args"] == HOSTILE
-        assert value["value"] == plan.env["ODD"]
-        assert (value["size"], value["node"], value["cwd"]) == (2, str(index), plan.work_folder)
+        assert value["value"] == plan.spec.env["ODD"]
+        assert (value["size"], value["node"], value["cwd"]) == (2, str(index), f"{node.folder}/work")
         assert value["interface"] == "lo"
         assert order == "address" or value["rank"] == index
-    assert not list(Path(plan.job_folder).parent.rglob("injected"))
+    assert not list(Path(nodes[0].folder).rglob("injected"))
     slurm.wait_empty()
-    assert survivors(plan.job_id) == []
+    assert survivors(plan.launch.id) == []
 
 
 def test_by_hand_the_same_script_needs_no_launcher(slurm, plan, tmp_path):
-    folder = Path(plan.job_folder)
-    folder.mkdir()
-    (folder / "job.sbatch").write_text(write_sbatch(plan, slurm_nodes(2)[0].request))
+    folder = plan.folder
+    folder.mkdir(parents=True)
+    (folder / "job.sbatch").write_text(plan.write())
     by_hand = subprocess.run(["sbatch", "--parsable", "job.sbatch"], cwd=folder, capture_output=True, text=True)
     job = int(by_hand.stdout)
     wait_state(job, *submission.OVER, seconds=120)
@@ -310,7 +308,8 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
     (tools / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{shown}' \"$@\"\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    text = write_sbatch(replace(plan, python=str(tools / "python"), rank_order=order), slurm_nodes(2)[0].request)
+    nodes = slurm_nodes(2, folder=plan.spec.nodes[0].folder, python=str(tools / "python"))
+    text = plan.change(nodes=nodes, rank_order=order).write()
     # In place of srun: the same command, on each host in turn.
     (tmp_path / "job.sbatch").write_text(
         text.partition("exec srun")[0] + 'bash -c "$(declare -f find_address find_place run_node); run_node"'
@@ -333,11 +332,9 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
 
 def start_sleeper(plan, tail="sleep 600"):
     """Starts a job whose nodes run a program that would take long."""
-    Path(plan.code_folder, "script", plan.script).write_text(
-        f"import subprocess\nsubprocess.run({shlex.split(tail)!r})"
-    )
-    nodes = slurm_nodes(2, folder=Path(plan.job_folder).parent)
-    return submit_plan(plan, nodes, say=lambda line: None)
+    script = Path(plan.place.code_folder, "script", plan.spec.script.name)
+    script.write_text(f"import subprocess\nsubprocess.run({shlex.split(tail)!r})")
+    return submit_plan(plan, say=lambda line: None)
 
 
 def wait_processes(survivors, job_id, count):
@@ -357,7 +354,7 @@ def test_the_end_of_the_launcher_is_the_end_of_the_job(slurm, plan, survivors, w
         assert time.monotonic() < beating
         links[1].beat()
         time.sleep(0.1)
-    wait_processes(survivors, plan.job_id, 6)
+    wait_processes(survivors, plan.launch.id, 6)
     begin = time.monotonic()
     if way != "no more beats":
         for link in links:
@@ -368,7 +365,7 @@ def test_the_end_of_the_launcher_is_the_end_of_the_job(slurm, plan, survivors, w
         reader.join(30)
         assert not reader.is_alive()
     slurm.wait_empty()
-    assert survivors(plan.job_id) == []
+    assert survivors(plan.launch.id) == []
     assert time.monotonic() - begin < 10 + 5, "the lease, the grace, and Slurm's own time to notice"
     assert all(link.poll() for link in links)
     assert_explains(links[0].explain(), "Slurm job")
@@ -387,7 +384,7 @@ def test_an_interrupt_while_waiting_in_the_queue_cancels_the_job(slurm, plan, tm
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        submit_plan(plan, nodes, say=interrupt)
+        submit_plan(plan.change(nodes=nodes), say=interrupt)
     assert "PENDING" in said[0]
     slurm.wait_empty(5)
 

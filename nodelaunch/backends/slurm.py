@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lab_common import LabError, env_folder
-from nodelaunch import kinds, values
+from nodelaunch import values
 from nodelaunch.backends import Say
 from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
 from nodelaunch.backends.submission import (
@@ -32,7 +32,7 @@ from nodelaunch.ends import explain_end
 from nodelaunch.node.facts import find_code
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code, judge_error
-from nodelaunch.script import Plan
+from nodelaunch.script import Placement
 from nodelaunch.spec import JobSpec, Launch
 
 __all__ = ["SlurmLink", "SlurmNode", "cancel", "describe_queue", "slurm_nodes", "start", "submit", "write_sbatch"]
@@ -54,19 +54,19 @@ class SlurmNode:
         request: What is asked of Slurm, the same for all nodes of a list.
     """
 
-    name: str
-    folder: str
+    name: str = values.checked(values.NAME)
+    folder: str = values.checked(values.FOLDER)
     request: SlurmRequest
-    python: str = sys.executable
-    address: str | None = None
-    interface: str | None = None
-    data: str | None = None
+    python: str = values.checked(values.NAME, default=sys.executable)
+    address: str | None = values.checked(values.optional(values.check_address), default=None)
+    interface: str | None = values.checked(values.optional(values.NAME), default=None)
+    data: str | None = values.checked(values.optional(values.NAME), default=None)
     backend: ClassVar[str] = __name__
     here: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        kinds.settle(self, values.SLURM_NODE, owner="slurm_nodes")
+        values.check_fields(self, "slurm_nodes")
 
     @property
     def data_folder(self) -> str:
@@ -120,9 +120,9 @@ def slurm_nodes(
         LabError: A value cannot stand in a batch script.
     """
     request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=extra)
-    given = kinds.check_values("slurm_nodes", values.SLURM_NODES, {"folder": folder, "python": python})
-    place = given["folder"] or env_folder("LAB_RUNS", "runs") / "slurm"
-    python = given["python"] or sys.executable
+    place = values.check_value("slurm_nodes", "folder", folder, values.optional(values.check_path))
+    place = place or env_folder("LAB_RUNS", "runs") / "slurm"
+    python = sys.executable if python is None else python
     return [
         SlurmNode(f"slurm{index}", str(place), request, python=python, interface=interface)
         for index in range(request.count)
@@ -152,9 +152,9 @@ def needs_preflight(spec: JobSpec) -> bool:
     return False
 
 
-def write(plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
-    """One batch script for all nodes."""
-    return {SCRIPT: write_sbatch(plans[0], spec.nodes[0].request, lease=LEASE_SECONDS)}
+def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
+    """Writes one batch script for all nodes."""
+    return {SCRIPT: write_sbatch(spec, launch, places[0], lease=LEASE_SECONDS)}
 
 
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
@@ -165,7 +165,13 @@ def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None,
 
 
 def start(
-    spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str] = (), say: Say, stop: threading.Event
+    spec: JobSpec,
+    launch: Launch,
+    places: Sequence[Placement],
+    *,
+    by_hand: Sequence[str] = (),
+    say: Say,
+    stop: threading.Event,
 ) -> dict[str, SlurmLink]:
     """Submits ``job.sbatch``, tells each change of its place in the queue, and waits for its turn.
 
@@ -173,7 +179,7 @@ def start(
         LabError: Slurm does not take the job.
         KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
     """
-    folder = Path(plans[0].job_folder)
+    folder = Path(places[0].job_folder)
     lease = folder / "lease"
     lease.touch()
     job = SlurmJob(submit(folder / SCRIPT, lease=lease), folder)

@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 from lab_common import LabError
 from lab_common.markup import escape
 from lab_common.text import clean
-from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.data import DataFolder
 from nodelaunch.node import facts as own_facts
 from nodelaunch.node.probe import FREE_PORTS, claim
 from nodelaunch.preflight import routes, table
@@ -26,6 +24,8 @@ from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.leftovers import judge_inherited, judge_jobs, stop_command
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_error, judge_facts
+from nodelaunch.spec import DataFolder
+from nodelaunch.values import PORT, PROCESSES, check_value
 
 # Beyond it, timelines of several nodes laid side by side mislead, and so do the times in their logs.
 CLOCK_ALLOWED = 2.0
@@ -141,8 +141,8 @@ def check_nodes(
         LabError: The port or the number of processes is none.
     """
     start = time.monotonic()
-    own = {"port": port, "nproc_per_node": nproc_per_node}
-    kinds.check_values("preflight", {name: values.JOB[name] for name in own}, own)
+    port = check_value("preflight", "port", port, PORT)
+    nproc_per_node = check_value("preflight", "nproc_per_node", nproc_per_node, PROCESSES)
     by_name = {node.name: node for node in nodes}
     # Two thirds for the start: SSH gives up on a host after 5 s, and says why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}

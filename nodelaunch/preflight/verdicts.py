@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lab_common import LabError
-from nodelaunch.data import DataFolder
+from nodelaunch.spec import DataFolder
 
 # Per node, what its probe found, by the names in nodelaunch.node.facts.find_facts.
 Facts = Mapping[str, Mapping]
