@@ -36,25 +36,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     look = commands.add_parser("preflight", help="say what a job on these nodes would stumble over")
-    look.set_defaults(run=_preflight)
     look.add_argument("--interface", help="network interface, on every host")
     look.add_argument("--port", type=int, help="of the rendezvous on the first node; by default a free one")
     look.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on each node")
-
     stop = commands.add_parser("stop", help="end the processes of one job, and of no other")
     stop.add_argument("job", help="the job's id, as `jobs` and the preflight print it")
-    stop.set_defaults(run=_stop)
-
     jobs = commands.add_parser("jobs", help="list the processes of jobs")
-    jobs.set_defaults(run=_list)
-
     tidy = commands.add_parser("clean", help="remove what old jobs left on nodes", description=CLEAN)
-    tidy.set_defaults(run=_clean)
     help_days = "days since the last change (default: %(default)g); 0: all that is not in use"
     tidy.add_argument("--days", type=float, default=14.0, metavar="D", help=help_days)
     tidy.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
 
-    for command in (look, stop, jobs, tidy):
+    for command, run in {look: _preflight, stop: _stop, jobs: _list, tidy: _clean}.items():
+        command.set_defaults(run=run)
         command.add_argument("hosts", nargs="*", help="hosts as you would type them after ssh; none: this machine")
         command.add_argument("--local", type=int, metavar="N", help="N nodes on this machine in place of hosts")
         command.add_argument("--python", help="the interpreter on the hosts")

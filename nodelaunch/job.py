@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lab_common import LabError
 from lab_common.files import write_atomically
 from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.backends import find_backend
+from nodelaunch.backends import Say, find_backend
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
 from nodelaunch.disks import explain_folder
@@ -26,7 +26,6 @@ from nodelaunch.state import JobState
 
 # How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
 FRESH_SECONDS = 60.0
-Say = Callable[[str], None]
 
 
 class TorchrunJob:

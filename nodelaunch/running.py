@@ -123,12 +123,9 @@ class RunningJob:
             self._over.set()
 
     def _is_over_by(self, end: float) -> bool:
-        # Not Event.wait(): Ctrl-C inside it can leave its lock locked for ever.
-        while not self._over.is_set():
-            if time.monotonic() > end:
-                return False
-            time.sleep(LOOK_SECONDS)
-        return True
+        while not self._over.is_set() and time.monotonic() <= end:
+            time.sleep(LOOK_SECONDS)  # not Event.wait(): Ctrl-C inside it can leave its lock locked for ever
+        return self._over.is_set()
 
     def _follow_links(self) -> None:
         """Takes in what the supervisors say until all have ended, or have to; then ends what is left."""

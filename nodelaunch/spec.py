@@ -275,17 +275,14 @@ class JobSpec:
         target = ["-m", self.module] if self.module else [self.script_path]
         if self.program:
             return shlex.join([*self.program, *target, *self.args])
-        head = self.nodes[0]
-        address = head.address or head.name.rpartition("@")[2]
-        port = self.port or 29500  # torchrun's own choice
-        options = ["--standalone"]
-        if len(self.nodes) > 1 and self.rank_order == "address":
-            options = [f"--nnodes={len(self.nodes)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
-        elif len(self.nodes) > 1:  # each node says which one it is: 0 on the first
-            options = [f"--nnodes={len(self.nodes)}", "--node-rank=0"]
-            options += [f"--master-addr={address}", f"--master-port={port}"]
-        options.append(f"--nproc-per-node={self.nproc_per_node}")
-        return shlex.join(["torchrun", *options, *target, *self.args])
+        head, count = self.nodes[0], len(self.nodes)
+        address, port = head.address or head.name.rpartition("@")[2], self.port or 29500  # torchrun's own choice
+        options = [f"--nnodes={count}"] if count > 1 else ["--standalone"]
+        if count > 1 and self.rank_order == "address":
+            options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
+        elif count > 1:  # each node says which one it is: 0 on the first
+            options += ["--node-rank=0", f"--master-addr={address}", f"--master-port={port}"]
+        return shlex.join(["torchrun", *options, f"--nproc-per-node={self.nproc_per_node}", *target, *self.args])
 
     def _check_root(self) -> None:
         """Checks that the project is a folder with the script in it, and that ``files`` lie beside a script."""

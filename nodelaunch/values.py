@@ -47,13 +47,7 @@ def check_fields(instance: Any, owner: str) -> None:
 
 
 def check_value(owner: str, name: str, value: object, check: Check) -> Any:
-    """Returns what a check makes of a value.
-
-    Args:
-        owner: What was called, such as "TorchrunJob".
-        name: The field or argument.
-        value: What it was given.
-        check: The check.
+    """Returns what a check makes of the value of a field or argument; ``owner`` is what was called.
 
     Raises:
         LabError: The field does not take the value.
@@ -71,15 +65,10 @@ def check_value(owner: str, name: str, value: object, check: Check) -> Any:
 def rule(
     holds: Check, wanted: str, example: str, *, cause: str = "", first: Check | None = None, kept: Check | None = None
 ) -> Check:
-    """Makes a check out of a condition.
+    """Makes a check out of a condition; ``wanted`` completes "<field> is …", and ``example`` is typed as in Python.
 
-    Args:
-        holds: The condition.
-        wanted: It in words, which complete "<field> is …".
-        example: A value for which it holds, as it is typed.
-        cause: Why it does not hold; "" for a value of the wrong type.
-        first: What is checked before.
-        kept: Converts the value.
+    Another check may come ``first``, and ``kept`` converts the value at last. Without a ``cause`` the value's type is
+    named.
     """
 
     def check(value: Any) -> Any:
