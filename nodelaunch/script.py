@@ -105,12 +105,14 @@ def _share_cores(spec: JobSpec, node: Node) -> int | None:
 
 
 def _share_gpus(spec: JobSpec, node: Node) -> str | None:
-    """Chooses which of this machine's GPUs a node here takes; none if there are too few for all nodes.
+    """Chooses the GPUs of this machine that a node here takes; "" if there are too few for all nodes.
 
     Every node has a process with LOCAL_RANK 0, which takes the first GPU that it sees, and NCCL refuses two ranks on
     one GPU. Without any the scripts train on the CPU.
     """
-    names = [row[0] for row in find_gpus().get("gpus", [])] if node.here else []
+    if not node.here:
+        return None
+    names = [row[0] for row in find_gpus().get("gpus", [])]
     gpus = list_visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return None

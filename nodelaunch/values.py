@@ -22,7 +22,7 @@ Check = Callable[[Any], Any]  # returns a value as it is kept, or raises Invalid
 
 
 class InvalidValue(ValueError):
-    """A value that a field does not take: what it takes, an example of that, and the cause if the type is not it."""
+    """A value that a field does not take: what it takes, an example, and the cause if that is not the value's type."""
 
     def __init__(self, wanted: str, example: str, cause: str = "") -> None:
         super().__init__(wanted)
@@ -93,7 +93,7 @@ def optional(check: Check) -> Check:
 
 
 def list_of(check: Check, wanted: str = "a list of texts", example: str = "['one', 'two']") -> Check:
-    """Takes a list, and returns a tuple; a text is no list of its letters."""
+    """Takes a list, and returns a tuple; a text is not a list of its letters."""
 
     def check_each(value: Any) -> tuple:
         if isinstance(value, str | PurePath):
@@ -153,7 +153,7 @@ SEPARATES = "PYTHONPATH separates folders by ':'; choose another folder=, or ano
 FOLDER = rule(lambda value: ":" not in value, "a path without ':'", "'/home/me/labs'", cause=SEPARATES, first=NAME)
 FLAG = rule(lambda value: isinstance(value, bool), "True or False", "True")  # a text such as "no" would count as true
 SECONDS = rule(
-    lambda value: _is_a(value, numbers.Real) and 0.1 <= value <= 1e8,  # nor is NaN
+    lambda value: _is_a(value, numbers.Real) and 0.1 <= value <= 1e8,  # which NaN is not
     "a number of seconds from 0.1 to 1e+08",
     "60",
     kept=float,

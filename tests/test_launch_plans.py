@@ -222,6 +222,9 @@ def test_gpus_of_another_host_and_those_that_were_chosen_are_left_alone(script, 
     set_gpus(tmp_path, monkeypatch, 2)
     assert devices(script, [*far_nodes("alice", "bob"), *local_nodes(1)]) == [None, None, "0"]
     assert devices(script, local_nodes(2), env={"CUDA_VISIBLE_DEVICES": "7"}) == ["7", "7"]
+    with monkeypatch.context() as own:
+        own.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert devices(script, far_nodes("alice", "bob")) == [None, None]
     set_gpus(tmp_path, monkeypatch, 2, status=9)  # a driver that does not answer
     assert devices(script, local_nodes(2)) == [None, None]
 
