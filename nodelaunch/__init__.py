@@ -4,13 +4,13 @@
 folder to two hosts, starts torchrun on each, shows the output of all ranks, and names the rank that failed first.
 
 * ``local_nodes(2)`` are two nodes on this machine, ``slurm_nodes(2)`` two that Slurm chooses.
-* ``.preflight()`` says in seconds what would otherwise hang for minutes, and the fix; ``run`` does it first.
+* ``.preflight()`` finds in seconds what would otherwise hang for minutes, and the fix; ``run`` does it first.
 * ``.write()`` leaves the bash script of each node to read, and to run by hand.
 * ``.start()`` returns while the job runs; ``.stop()`` ends it.
 * ``module="package.train"`` in place of a script starts as ``torchrun -m package.train`` does.
 * ``program=["python"]`` runs the script by another program than torchrun.
 * ``data=DataFolder(…)`` names a folder of data that each node needs.
-* ``last()`` tells the newest job again, after a tab was closed or a kernel was started anew.
+* ``last()`` replays the log of the newest job, after a tab was closed or a kernel was restarted.
 * ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``. This is optional.
 
 Everything of a job ends on all nodes when the program that launched it ends, or is cut off from them. Logs of jobs go
@@ -28,7 +28,7 @@ from importlib import import_module
 
 # By the module that holds it. Imported at its first use: a rank that reports its result needs nothing of the launcher.
 PLACES = {
-    "DataFolder": "data",
+    "DataFolder": "spec",
     "Failure": "result",
     "GpuUsage": "usage",
     "JobError": "result",
@@ -39,7 +39,7 @@ PLACES = {
     "Watch": "usage",
     "choose_nodes": "choose",
     "find_log": "result",
-    "last": "past",
+    "last": "running",
     "local_nodes": "backends.local",
     "report": "node.report",
     "slurm_nodes": "backends.slurm",
@@ -59,5 +59,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """What completion in a notebook offers."""
+    """Lists the names that completion in a notebook offers."""
     return sorted({*globals(), *PLACES})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,25 +36,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     look = commands.add_parser("preflight", help="say what a job on these nodes would stumble over")
-    look.set_defaults(run=_preflight)
     look.add_argument("--interface", help="network interface, on every host")
     look.add_argument("--port", type=int, help="of the rendezvous on the first node; by default a free one")
     look.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="processes on each node")
-
     stop = commands.add_parser("stop", help="end the processes of one job, and of no other")
     stop.add_argument("job", help="the job's id, as `jobs` and the preflight print it")
-    stop.set_defaults(run=_stop)
-
     jobs = commands.add_parser("jobs", help="list the processes of jobs")
-    jobs.set_defaults(run=_list)
-
     tidy = commands.add_parser("clean", help="remove what old jobs left on nodes", description=CLEAN)
-    tidy.set_defaults(run=_clean)
     help_days = "days since the last use (default: %(default)g); 0: all that is not in use"
     tidy.add_argument("--days", type=float, default=14.0, metavar="D", help=help_days)
     tidy.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
 
-    for command in (look, stop, jobs, tidy):
+    for command, run in {look: _preflight, stop: _stop, jobs: _list, tidy: _clean}.items():
+        command.set_defaults(run=run)
         command.add_argument("hosts", nargs="*", help="hosts as you would type them after ssh; none: this machine")
         command.add_argument("--local", type=int, metavar="N", help="N nodes on this machine in place of hosts")
         command.add_argument("--python", help="the interpreter on the hosts")
@@ -85,55 +79,49 @@ def _preflight(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
 
 
 def _stop(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
+    def describe(answer: Mapping) -> list[str]:
+        if answer["left"]:
+            return [f"these processes did not end: {', '.join(map(str, answer['left']))}"]
+        if answer["stopped"]:
+            return [f"{len(answer['stopped'])} process(es) of {arguments.job} ended"]
+        return [f"no process of {arguments.job} runs"]
+
     answers = ask_once(nodes, {"do": "stop_job", "id": arguments.job})
-    for name, answer in answers.items():
-        if isinstance(answer, LabError):
-            print(f"{name}: {answer}")
-        elif answer["left"]:
-            print(f"{name}: these processes did not end: {', '.join(map(str, answer['left']))}")
-        elif answer["stopped"]:
-            print(f"{name}: {len(answer['stopped'])} process(es) of {clean(arguments.job)} ended")
-        else:
-            print(f"{name}: no process of {clean(arguments.job)} runs")
-    return int(any(isinstance(answer, LabError) or answer["left"] for answer in answers.values()))
+    return _print_answers(answers, describe, failed="left")
 
 
 def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
-    answers = ask_once(nodes, {"do": "jobs"})
-    for name, answer in answers.items():
-        if isinstance(answer, LabError):
-            print(f"{name}: {answer}")
-            continue
-        for job in answer["jobs"]:
-            print(clean(f"{name}: {job['id']}  pid {job['pid']}  {job['command']}"))
-        if not answer["jobs"]:
-            print(f"{name}: no job runs")
-    return int(any(isinstance(answer, LabError) for answer in answers.values()))
+    def describe(answer: Mapping) -> list[str]:
+        return [f"{job['id']}  pid {job['pid']}  {job['command']}" for job in answer["jobs"]] or ["no job runs"]
+
+    return _print_answers(ask_once(nodes, {"do": "jobs"}), describe)
 
 
 def _clean(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
+    def describe(answer: Mapping) -> list[str]:
+        kinds = {"code": "code folder(s)", "jobs": "job folder(s)", "copies": "leftover(s) of copying"}
+        counts = [f"{answer[kind]} {words}" for kind, words in kinds.items() if answer[kind] or kind != "copies"]
+        removed = f"{'would be ' if arguments.dry_run else ''}removed, {answer['bytes'] / 2**20:,.1f} MiB"
+        lines = [f"{', '.join(counts)} {removed}"]
+        lines += [f"{path} could not be removed: {cause}" for path, cause in answer["failed"].items()]
+        more = f"there is more to remove than {CLEAN_SECONDS:g} s allow: run it again"
+        return [*lines, more] if answer["more"] else lines
+
     if not arguments.days >= 0:
         raise LabError("The days cannot be negative.", where=f"--days {arguments.days:g}", fix="--days 14")
-    question = {"do": "clean", "days": arguments.days, "dry_run": arguments.dry_run, "seconds": CLEAN_SECONDS}
-    answers = ask_once(nodes, lambda node: {**question, "folder": node.folder}, seconds=CLEAN_SECONDS + 10)
-    for name, answer in answers.items():
-        if isinstance(answer, LabError):
-            print(f"{name}: {answer}")
-            continue
-        print(f"{name}: {_describe_removal(answer, dry_run=arguments.dry_run)}")
-        for path, cause in answer["failed"].items():
-            print(clean(f"{name}: {path} could not be removed: {cause}"))
-        if answer["more"]:
-            print(f"{name}: there is more to remove than {CLEAN_SECONDS:g} s allow: run it again")
     if not nodes:
         print("this machine: no job has left anything")
-    return int(any(isinstance(answer, LabError) or answer["failed"] for answer in answers.values()))
+    question = {"do": "clean", "days": arguments.days, "dry_run": arguments.dry_run, "seconds": CLEAN_SECONDS}
+    answers = ask_once(nodes, lambda node: {**question, "folder": node.folder}, seconds=CLEAN_SECONDS + 10)
+    return _print_answers(answers, describe, failed="failed")
 
 
-def _describe_removal(answer: Mapping, *, dry_run: bool) -> str:
-    kinds = {"code": "code folder(s)", "jobs": "job folder(s)", "copies": "leftover(s) of copying"}
-    counts = [f"{answer[kind]} {words}" for kind, words in kinds.items() if answer[kind] or kind != "copies"]
-    return f"{', '.join(counts)} {'would be ' if dry_run else ''}removed, {answer['bytes'] / 2**20:,.1f} MiB"
+def _print_answers(answers: Mapping, describe: Callable[[Mapping], list[str]], failed: str = "") -> int:
+    """Prints what each node answered; returns 1 if one was not reached, or its answer says that something failed."""
+    for name, answer in answers.items():
+        for line in [str(answer)] if isinstance(answer, LabError) else map(clean, describe(answer)):
+            print(f"{clean(name)}: {line}")
+    return int(any(isinstance(answer, LabError) or answer.get(failed) for answer in answers.values()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The nodes that the variable LAB_NODES names; two on this machine where it is not set."""
+"""The nodes that the variable LAB_NODES names; two on this machine if it is not set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def choose_nodes() -> list[Node]:
     folder in which they have data sets.
 
     Raises:
-        LabError: The number is none, a host is named twice or cannot be one, or an option does not fit.
+        LabError: There is no such number of nodes, a host is named twice or cannot be one, or an option does not fit.
     """
     text = os.environ.get("LAB_NODES", "").strip() or "local:2"
     kind, colon, rest = text.partition(":")
@@ -29,7 +29,7 @@ def choose_nodes() -> list[Node]:
         count, *extra = rest.split() or [""]
         if not re.fullmatch(r"[1-9][0-9]{0,5}", count) or (extra and kind == "local"):
             fix = "export LAB_NODES=local:2"
-            raise LabError(f"{rest[:40]!r} is no number of nodes.", where="the variable LAB_NODES", fix=fix)
+            raise LabError(f"{rest[:40]!r} is not a number of nodes.", where="the variable LAB_NODES", fix=fix)
         return local_nodes(int(count)) if kind == "local" else slurm_nodes(int(count), extra=extra)
     names = [name.strip() for name in text.split(",") if name.strip()]
     config, folder = (os.environ.get(name) or None for name in ("LAB_SSH_CONFIG", "LAB_NODES_DATA"))

@@ -5,36 +5,34 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lab_common import LabError
 from lab_common.files import write_atomically
-from nodelaunch import kinds, values
-from nodelaunch.backends import find_backend
+from lab_common.text import clean
+from nodelaunch import values
+from nodelaunch.backends import Say, find_backend
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
 from nodelaunch.failure import explain_folder
-from nodelaunch.plans import make_plans
 from nodelaunch.preflight import Preflight
 from nodelaunch.result import JobResult
 from nodelaunch.running import RunningJob
-from nodelaunch.script import Plan
+from nodelaunch.script import Placement, place_nodes
 from nodelaunch.spec import JobSpec, Launch, make_launch
 from nodelaunch.state import JobState
 
 # How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
 FRESH_SECONDS = 60.0
-Say = Callable[[str], None]
 
 
 class TorchrunJob:
     """A training script or module that torchrun, or another program, runs on one or more nodes.
 
     It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. A notebook, a script and
-    Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with an id and a folder of its own.
+    Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with a new id and folder.
 
     Attributes:
         spec: What it was given; it does not change.
@@ -61,25 +59,24 @@ class TorchrunJob:
         Raises:
             LabError: It is a field of the specification.
         """
-        if name in {field.name for field in fields(JobSpec)}:
-            cause = "its scripts, which were written or will be, say what was checked"
-            fix = f"make a new job: TorchrunJob(…, {name}=…)"
+        if name in JobSpec.__dataclass_fields__:
+            cause, fix = "its scripts say what was checked", f"make a new job: TorchrunJob(…, {name}=…)"
             raise LabError(f"{name} of a job cannot be changed.", where="TorchrunJob", cause=cause, fix=fix)
         super().__setattr__(name, value)
 
     @property
     def id(self) -> str:
-        """Of the launch that comes next, or, once it has begun, of that one."""
+        """Id of the current launch, or of the next one if none has started."""
         return self._launch.id
 
     @property
     def folder(self) -> Path:
-        """On this machine, with the scripts and the log of that launch: ``jobs/<id>`` in LAB_RUNS or ``runs``."""
+        """Folder of that launch on this machine, ``jobs/<id>`` in LAB_RUNS or ``runs``: the scripts and the log."""
         return self._launch.folder
 
     @property
     def rendezvous_id(self) -> str:
-        """Torchrun's ``--rdzv-id`` in that launch, which is a secret."""
+        """The ``--rdzv-id`` of torchrun in that launch, which is a secret."""
         return self._launch.rendezvous_id
 
     def preflight(self) -> Preflight:
@@ -95,43 +92,30 @@ class TorchrunJob:
     def write(self) -> list[Path]:
         """Writes the bash script of every node into ``folder``, to be read, or run by hand on its node.
 
-        The nodes are asked first where an address is not known.
+        If an address is not known, the nodes are asked first.
 
         Returns:
             One path per node, in the order of ``nodes``; on Slurm one batch script.
 
         Raises:
-            LabError: A value cannot be in a script, a node that has to be asked does not answer, or the folder cannot
-                be written.
+            LabError: A node that has to be asked does not answer, or the folder cannot be written.
         """
         launch = self._prepare()
-        return self._write(self._plan(self._collect()), launch)
-
-    def _write(self, plans: Sequence[Plan], launch: Launch) -> list[Path]:
-        texts = self._backend.write(plans, self.spec)
-        try:
-            launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for name, text in texts.items():
-                # Nobody else may read it: the id of the rendezvous is a secret.
-                with write_atomically(launch.folder / name, mode=0o700) as file:
-                    file.write(text.encode(errors="surrogateescape"))
-        except OSError as error:
-            raise explain_folder(launch.folder, error) from error
-        return [launch.folder / name for name in texts]
+        return self._write(self._place(self._collect()), launch)
 
     def start(self, *, force: bool = False, by_hand: Sequence[str] = (), show: bool | Say = True) -> RunningJob:
         """Starts the job and returns while it runs: ``wait()`` for its result, or ``stop()`` it.
 
         Args:
-            force: Whether to start although the preflight has a red line.
+            force: Start even if the preflight has a red line.
             by_hand: Names of nodes that you start yourself, by the command that is shown.
-            show: Whether to print lines as they come, or a function that takes each.
+            show: True to print lines as they come, or a function that takes each.
 
         Raises:
             LabError: The preflight has a red line, or a node was not reached.
         """
         running = self._begin(force=force, by_hand=by_hand, show=show)
-        running.follow_in_background()
+        threading.Thread(target=running.follow, daemon=True, name=f"job {running.id}").start()
         return running
 
     def run(
@@ -145,7 +129,7 @@ class TorchrunJob:
         """Runs the job to its end: checks the nodes, copies what they lack, starts torchrun on each, follows it.
 
         Args:
-            check: Whether a failed job raises; otherwise ``JobResult.failure`` says it.
+            check: Raise if the job failed; otherwise ``JobResult.failure`` says it.
             force: As in ``start``.
             by_hand: As in ``start``.
             show: As in ``start``.
@@ -155,14 +139,16 @@ class TorchrunJob:
             LabError: The preflight has a red line, or a node was not reached.
             KeyboardInterrupt: The launcher was interrupted; the job has ended on every node.
         """
-        return self._begin(force=force, by_hand=by_hand, show=show).follow(check=check)
+        running = self._begin(force=force, by_hand=by_hand, show=show)
+        running.follow()  # in this thread, where an interrupt ends it
+        return running.wait(check=check)
 
     def stop(self) -> None:
         """Ends a job that runs in another thread; it ends on every node."""
         self._stop.set()
 
     def _prepare(self) -> Launch:
-        """Returns the names of the next launch, new where the present ones were used."""
+        """Returns the names of the next launch, new if the present ones were used."""
         if self._started:
             self._launch, self._started = make_launch(self.spec.name), False
         return self._launch
@@ -170,27 +156,30 @@ class TorchrunJob:
     def _collect(self) -> Bundle:
         return collect_files(self.spec.source, self.spec.files, self.spec.root)
 
-    def _plan(self, bundle: Bundle) -> list[Plan]:
-        """What the script of each node says; asks the nodes first where an address or the port is not known."""
+    def _place(self, bundle: Bundle) -> list[Placement]:
+        """Finds out what each node's script says; asks the nodes first if an address or the port is not known."""
         if self._preflight is None and self._backend.needs_preflight(self.spec):
             self.preflight()
-        return make_plans(self.spec, self._launch, bundle.hash, self._preflight)
+        return place_nodes(self.spec, self._launch, bundle.hash, self._preflight)
+
+    def _write(self, places: Sequence[Placement], launch: Launch) -> list[Path]:
+        texts = self._backend.write(self.spec, launch, places)
+        try:
+            launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name, text in texts.items():
+                # Nobody else may read it: the id of the rendezvous is a secret.
+                with write_atomically(launch.folder / name, mode=0o700) as file:
+                    file.write(text.encode(errors="surrogateescape"))
+        except OSError as error:
+            raise explain_folder(launch.folder, error) from error
+        return [launch.folder / name for name in texts]
 
     def _begin(self, *, force: bool, by_hand: Sequence[str], show: bool | Say) -> RunningJob:
+        """Checks the nodes, copies to them, and starts the supervisors."""
         launch, spec, stop = self._prepare(), self.spec, threading.Event()
         self._stop = stop  # a stop() while nothing ran was for nothing
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
-        if by_hand and not self._backend.BY_HAND:
-            fix = "leave by_hand away, or read the script that job.write() leaves"
-            raise LabError("Slurm starts all nodes of a job or none.", where="by_hand", fix=fix)
-        by_hand = kinds.check_value("TorchrunJob.run", "by_hand", by_hand, values.NAMES)
-        if unknown := set(by_hand) - {node.name for node in spec.nodes}:
-            fix = f"by_hand takes names of {', '.join(node.name for node in spec.nodes)[:80]}"
-            raise LabError(f"No node of this job is called {min(unknown)[:60]!r}.", where="by_hand", fix=fix)
-        if len(set(by_hand)) == len(spec.nodes):
-            cause = "the launcher follows what it starts"
-            fix = "leave one to the launcher, or start all that job.write() wrote"
-            raise LabError("All nodes would be started by hand.", where="by_hand", cause=cause, fix=fix)
+        by_hand = self._check_by_hand(by_hand)
         try:
             found = self._check(force=force, say=say)
             started, self._started = time.monotonic(), True
@@ -198,32 +187,43 @@ class TorchrunJob:
             bundle = self._collect()
             if bundle.note:
                 say(bundle.note)
-            plans = self._plan(bundle)
-            self._write(plans, launch)
+            places = self._place(bundle)
+            self._write(places, launch)
             self._backend.copy(spec, launch, bundle, found, force=force, say=say)
-            starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
-            addresses = [plan.address or "" for plan in plans]
-            names = [node.name for node in spec.nodes]
-            ranks = len(names) * spec.nproc_per_node
-            group = ranks if spec.needs_group and not spec.program else 0
-            state = JobState(names, addresses, starter, restarts=spec.max_restarts > 0, group=group)
-            for name in by_hand:
-                state.nodes[name].by_hand = True
-            links = self._backend.start(spec, plans, by_hand=by_hand, say=say, stop=stop)
+            state = self._make_state(places, by_hand)
+            links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
         finally:
             self._preflight = None
-        seconds = {"preflight": found.seconds}
-        more = {"started": started, "say": say, "stop": stop, "claim": found.claim}
-        return RunningJob(spec, launch, links=links, state=state, seconds=seconds, **more)
+        return RunningJob(spec, launch, links=links, state=state, found=found, started=started, say=say, stop=stop)
+
+    def _make_state(self, places: Sequence[Placement], by_hand: Sequence[str]) -> JobState:
+        spec, names = self.spec, [place.node.name for place in places]
+        starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
+        addresses = [place.address or "" for place in places]
+        group = len(names) * spec.nproc_per_node if spec.needs_group and not spec.program else 0
+        state = JobState(names, addresses, starter, restarts=spec.max_restarts > 0, group=group)
+        for name in by_hand:
+            state.nodes[name].by_hand = True
+        return state
+
+    def _check_by_hand(self, by_hand: Sequence[str]) -> Sequence[str]:
+        names = [node.name for node in self.spec.nodes]
+        by_hand = values.check_value("TorchrunJob.run", "by_hand", by_hand, values.list_of(values.NAME))
+        if by_hand and not (self._backend.BY_HAND and set(by_hand) < set(names)):
+            what = f"by_hand names some nodes of the job, not {clean(', '.join(by_hand), 60)}."
+            cause = "the launcher starts at least one node, which it follows; Slurm starts all or none"
+            fix = f"some of {clean(', '.join(names), 80)}, or start all that job.write() wrote"
+            raise LabError(what, where="by_hand", cause=cause, fix=fix)
+        return by_hand
 
     def _check(self, *, force: bool, say: Say) -> Preflight:
-        """The preflight that counts.
+        """Returns the preflight that counts.
 
         Raises:
             LabError: It has a red line.
         """
         found = self._preflight
-        # What was red may have been mended since, and what was free may have been taken.
+        # What was red may have been fixed since, and what was free may have been taken.
         if found is None or time.monotonic() - self._checked > FRESH_SECONDS or not (found.ok or force):
             found = self.preflight()
         if not force:

@@ -1,30 +1,57 @@
-"""A job that was launched: it is followed to its end, and what came of it is told."""
+"""A job that runs: its lines are shown, every node is ended when one has failed, and what came of it is told."""
 
 from __future__ import annotations
 
+import contextlib
+import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 
+from lab_common.text import clean
 from nodelaunch.backends.nodes import Link
 from nodelaunch.failure import describe_restart, diagnose
-from nodelaunch.node.processes import stop_job
-from nodelaunch.preflight import Claim
-from nodelaunch.result import JobError, JobResult
-from nodelaunch.run import END_SECONDS, Run
+from nodelaunch.node.errors import StopReason
+from nodelaunch.node.output import Log, read_lines
+from nodelaunch.node.processes import find_jobs, stop_job
+from nodelaunch.preflight import Preflight
+from nodelaunch.result import JobError, JobResult, find_log
 from nodelaunch.spec import JobSpec, Launch
 from nodelaunch.state import JobState
 
-# Between two looks for an interrupt while somebody waits.
-LOOK_SECONDS = 0.1
+LOOK_SECONDS, BEAT_SECONDS, COUNTDOWN_SECONDS = 0.1, 0.5, 5.0
+# How long the other ranks may take to say what the first failure did to them; and to end, once they were asked to.
+SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
+# A job may print faster than a notebook can show. What waits for longer than this, with that many lines behind it, goes
+# to the log only, until no more than a few wait: a failure, or a stop, must not have to wait behind it.
+LATE_SECONDS, MANY_LINES, FEW_LINES = 1.0, 100, 10
+# What waits for the launcher beyond this waits on its node, whose reader looks again after this time.
+WAITING_LINES, FULL_SECONDS = 20_000, 0.05
+# A supervisor that was stopped does not keep its limit; the launcher gives it this long.
+LIMIT_MARGIN = 2.0
+HINT = "hang_timeout= changes when this is said"
+# Characters of each rank's output that a result holds: its first lines, and its last.
+FIRST, LAST = 2**20, 2**18
 
 
 class RunningJob:
-    """One launch of a job, from its start to its result.
+    """One launch of a job, from the start of its supervisors to its result.
+
+    Args:
+        spec: The job.
+        launch: Its names.
+        links: The running supervisors, by node.
+        state: Takes in what they say.
+        found: The preflight, whose claim on the port has to stay until torchrun listens there.
+        started: When the launch began, by ``time.monotonic()``.
+        say: Shows a line to the user.
+        stop: Set from another thread to end the job.
 
     Attributes:
-        id: Of the job.
-        folder: On this machine, with the scripts and ``output.log``.
+        id: The job's id.
+        folder: Folder on this machine, with the scripts and ``output.log``.
+        reason: Why the launcher ended the job; None if it ended by itself.
     """
 
     def __init__(
@@ -34,29 +61,25 @@ class RunningJob:
         *,
         links: Mapping[str, Link],
         state: JobState,
-        seconds: dict[str, float],
+        found: Preflight | None,
         started: float,
         say: Callable[[str], None],
         stop: threading.Event,
-        claim: Claim | None,
     ) -> None:
-        self.id, self.folder = launch.id, launch.folder
-        # `seconds` has what the preflight took; `started` is when the launch began.
-        self._spec, self._state, self._seconds, self._stop = spec, state, seconds, stop
-        self._started, self._over = started, threading.Event()
-        self._claim = claim  # torchrun listens at the port some seconds after the preflight, on a busy machine
+        self.id, self.folder, self.reason = launch.id, launch.folder, None
+        self._spec, self._links, self._state, self._found = spec, links, state, found
+        self._say, self._stop, self._started = say, stop, started
+        # Not queue.Queue: Ctrl-C inside its get() can leave its lock locked for ever.
+        self._queue: queue.SimpleQueue[tuple[str, bytes | None, float]] = queue.SimpleQueue()
+        self._log: Log | None = None
+        self._output, self._unshown, self._cut = OutputBuffer(), 0, False
+        self._begun = self._told = time.monotonic()
+        # When all had joined, after that; since when something has failed; since when no rank can move any more.
+        self._joined = self._failed = self._standing = None
+        self._reported: set[object] = set()
+        self._over = threading.Event()
         self._result: JobResult | None = None
         self._error: BaseException | None = None
-        self._run = Run(
-            links,
-            state,
-            log=self.folder / "output.log",
-            join_timeout=spec.join_timeout,
-            limit=spec.limit,
-            restarts=spec.max_restarts > 0,
-            say=say,
-            stop=stop,
-        )
 
     def stop(self) -> None:
         """Ends the job on every node; returns at once."""
@@ -67,11 +90,11 @@ class RunningJob:
 
         Args:
             timeout: Seconds; None waits for as long as it takes.
-            check: Whether a failed job raises; otherwise ``JobResult.failure`` says it.
+            check: Raise if the job failed; otherwise ``JobResult.failure`` says it.
 
         Raises:
             JobError: The job failed; it names the rank that failed first.
-            TimeoutError: It still runs, and goes on.
+            TimeoutError: It still runs, and continues.
             KeyboardInterrupt: The launcher was interrupted; the job has ended on every node.
         """
         end = time.monotonic() + (timeout if timeout is not None else float("inf"))
@@ -82,64 +105,285 @@ class RunningJob:
             self._stop.set()
             self._is_over_by(time.monotonic() + 2 * END_SECONDS)
             raise
-        return self._tell(check=check)
-
-    def _is_over_by(self, end: float) -> bool:
-        # Not Event.wait(): an interrupt that meets it as it takes its lock leaves that locked for ever.
-        while not self._over.is_set():
-            if time.monotonic() > end:
-                return False
-            time.sleep(LOOK_SECONDS)
-        return True
-
-    def follow_in_background(self) -> None:
-        """Follows the job in a thread, which keeps its lease and shows its lines."""
-        threading.Thread(target=self._follow_quietly, daemon=True, name=f"job {self.id}").start()
-
-    def follow(self, *, check: bool = True) -> JobResult:
-        """Follows the job to its end in this thread, where an interrupt ends it."""
-        try:
-            self._result = self._follow()
-        finally:
-            self._over.set()
-        return self._tell(check=check)
-
-    def _follow_quietly(self) -> None:
-        try:
-            self._result = self._follow()
-        except BaseException as error:  # it is raised where somebody waits for the result
-            self._error = error
-        finally:
-            self._over.set()
-
-    def _tell(self, *, check: bool) -> JobResult:
         if self._error:
             raise self._error
         if self._result.failure and check:
             raise JobError(self._result)
         return self._result
 
-    def _follow(self) -> JobResult:
-        state, run = self._state, self._run
+    def follow(self) -> None:
+        """Follows the job to its end; ``wait`` then returns its result, or raises what went wrong here."""
         try:
-            run.follow()
+            self._follow_links()
+            self._result = self._make_result()
+        except BaseException as error:
+            self._error = error
         finally:
-            self._claim = None
-            failed = bool(run.reason or state.errors)  # else a node that was started by hand is about to end
-            parts = [(node, state.nodes[node.name]) for node in self._spec.nodes]
-            if any(node.here and not part.ended and (failed or not part.by_hand) for node, part in parts):
-                stop_job({"id": self.id})  # elsewhere the guards of the nodes do it
-        self._seconds |= {"joined": run.joined, "total": time.monotonic() - self._started}
-        failure = diagnose(state, run.reason)
-        size = max([len(self._spec.nodes) * self._spec.nproc_per_node, *(rank + 1 for rank in state.ranks)])
+            self._found = None
+            self._over.set()
+
+    def _is_over_by(self, end: float) -> bool:
+        while not self._over.is_set() and time.monotonic() <= end:
+            time.sleep(LOOK_SECONDS)  # not Event.wait(): Ctrl-C inside it can leave its lock locked for ever
+        return self._over.is_set()
+
+    def _follow_links(self) -> None:
+        """Takes in what the supervisors say until all have ended, or have to; then ends what is left."""
+        over = threading.Event()
+        try:
+            self._log = Log(self.folder / "output.log")
+            for node, link in self._links.items():
+                threading.Thread(target=self._read, args=[node, link, over], daemon=True).start()
+            threading.Thread(target=self._beat, args=[over], daemon=True).start()
+            self._follow_lines()
+        except BaseException as error:
+            self.reason = StopReason.INTERRUPTED
+            if not isinstance(error, KeyboardInterrupt):  # what shows the lines may be what failed
+                self._say = lambda line: None
+            raise
+        finally:
+            try:
+                self._end_all()
+            finally:
+                over.set()
+                if self._log:
+                    with contextlib.suppress(OSError):  # the disk is full, and that was said
+                        self._log.close()
+                for link in self._links.values():
+                    if link.poll() is None:
+                        link.kill()
+                self._end_local()
+
+    def _end_local(self) -> None:
+        """Ends what a lost supervisor left on this machine; on hosts the guards of the nodes do that."""
+        failed = bool(self.reason or self._state.errors)  # else a node that was started by hand is about to end
+        parts = [(node, self._state.nodes[node.name]) for node in self._spec.nodes]
+        if any(node.here and not part.ended and (failed or not part.by_hand) for node, part in parts):
+            stop_job({"id": self.id})
+
+    def _make_result(self) -> JobResult:
+        state, spec = self._state, self._spec
+        seconds = {"preflight": self._found.seconds if self._found else 0.0, "joined": self._joined}
+        failure = diagnose(state, self.reason)
+        size = max([len(spec.nodes) * spec.nproc_per_node, *(rank + 1 for rank in state.ranks)])
         return JobResult(
             ok=failure is None,
             results=tuple(state.results.get(rank) for rank in range(size)),
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
             restarts=tuple(describe_restart(errors) for errors in state.restarts),
-            seconds=self._seconds,
+            seconds={**seconds, "total": time.monotonic() - self._started},
             memory=state.memory,
             folder=self.folder,
-            lines=tuple(run.lines),
+            lines=tuple(self._output.list_lines()),
         )
+
+    def _read(self, node: str, link: Link, over: threading.Event) -> None:
+        """Passes on the lines of one node, in a thread of its own."""
+
+        def put(line: bytes | None) -> None:
+            entry = node, line, time.monotonic()
+            while self._queue.qsize() >= WAITING_LINES:
+                if over.wait(FULL_SECONDS):
+                    return
+            self._queue.put(entry)
+
+        with contextlib.suppress(OSError, ValueError):
+            for line in link.lines():
+                put(line)
+        put(None)
+
+    def _beat(self, over: threading.Event) -> None:
+        while not over.wait(BEAT_SECONDS):
+            for link in self._links.values():
+                link.beat()
+
+    def _follow_lines(self) -> None:
+        while not self._is_over():
+            self._take(timeout=0.1)
+            if self._stop.is_set():
+                self.reason = StopReason.STOPPED
+                return
+            if self._must_end():
+                break
+        if self.reason is None and self._failed is None and self._state.may_have_trained_alone:
+            self._say("no rank opened a group of all ranks; whether the programs that they started did, is not known")
+
+    def _take(self, timeout: float) -> None:
+        """Takes in one line: it goes to the log, to the state, and to the user."""
+        try:
+            node, line, came = self._queue.get(timeout=timeout)
+        except queue.Empty:
+            return
+        if line is None:
+            part = self._state.nodes[node]
+            part.gone = True
+            if part.ended is None:
+                part.refusal = self._links[node].explain()
+            return
+        try:
+            if self._log:
+                self._log.write(f"{node}: ".encode() + line)
+        except OSError as error:  # a full disk costs the log, and not the job
+            if not self._cut:
+                self._cut = True
+                self._say(f"(from here on the log is not complete: {error.strerror})")
+        shown = self._state.read(node, line)
+        if shown is not None:
+            self._output.add(shown)
+            self._show(shown, came)
+
+    def _show(self, line: str, came: float) -> None:
+        waiting, late = self._queue.qsize(), time.monotonic() - came > LATE_SECONDS
+        if waiting > FEW_LINES if self._unshown else late and waiting > MANY_LINES:
+            self._unshown += 1
+            return
+        self._report_unshown()
+        self._say(line)
+
+    def _report_unshown(self) -> None:
+        if self._unshown:
+            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self.folder / 'output.log'})")
+            self._unshown = 0
+
+    def _is_over(self) -> bool:
+        return all(self._state.nodes[node].gone for node in self._links)
+
+    def _must_end(self) -> bool:
+        """Returns True if the launcher has to end the job: nodes that do not come, or a failure that stays one."""
+        now, spec, parts = time.monotonic(), self._spec, [self._state.nodes[node] for node in self._links]
+        passed = now - self._begun
+        if passed > spec.limit + LIMIT_MARGIN:
+            self.reason, self._state.limit = StopReason.LIMIT, spec.limit
+            return True
+        if self._joined is None:
+            if all(part.joined for part in parts):
+                self._joined = passed
+                self._introduce()
+            elif passed > spec.join_timeout + 1:
+                self.reason = StopReason.JOIN
+                return True
+            elif now - self._told >= COUNTDOWN_SECONDS:
+                self._told = now
+                self._count_down(spec.join_timeout - passed)
+        # A rank that moves again is heard of a second later: of the last barrier it may look as if it still waited.
+        self._standing = (self._standing or now) if self._state.stands_still() else None
+        if self._standing and now - self._standing > SETTLE_SECONDS:
+            self._state.standstill = True
+            return True
+        if self._failed is None and self._has_failed():
+            self._failed = now
+        self._report_waits()
+        return self._failed is not None and now - self._failed > SETTLE_SECONDS
+
+    def _has_failed(self) -> bool:
+        parts, errors = [self._state.nodes[node] for node in self._links], self._state.errors
+        if any(part.gone and (part.ended is None or part.ended["returncode"]) for part in parts):
+            return True
+        return any(error["kind"] == "hang" for error in errors) or (bool(errors) and not self._spec.max_restarts)
+
+    def _report_once(self, key: object, line: str) -> None:
+        if key not in self._reported:
+            self._reported.add(key)
+            self._say(line)
+
+    def _report_waits(self) -> None:
+        """Names once each rank that others wait for, or that its threads keep; that alone is no failure."""
+        state = self._state
+        facts = [fact for fact in state.still.values() if time.monotonic() - fact["heard"] > SETTLE_SECONDS]
+        for fact in facts:
+            if fact.get("thread"):
+                words = f"the script has ended on rank {fact['rank']}; its thread {fact['thread']!r} still runs"
+                self._report_once(("thread", fact["rank"]), f"{words} ({fact['seconds']:.0f} s; {HINT})")
+        waits = [fact for fact in facts if fact["inside"]]
+        if not waits:
+            if facts and set(state.ranks) == {fact["rank"] for fact in facts if fact["where"]}:
+                self._report_once("all", f"{state.name_stands()}; limit= ends a job that never moves; {HINT}")
+            return
+        longest = max(waits, key=lambda fact: fact["seconds"])
+        many = f"{len(waits)} rank{' waits' if len(waits) == 1 else 's wait'} for it"
+        timeout = f" of {longest['timeout']:g} s" if longest["timeout"] else ""
+        for rank in state.absent:
+            where = f"in {state.still[rank]['where']}" if rank in state.still else "at work"
+            words = f"rank {rank} has been {where} for {longest['seconds']:.0f} s while {many}"
+            self._report_once(rank, f"{words}; this job is ended after the group's own timeout{timeout}; {HINT}")
+
+    def _count_down(self, left: float) -> None:
+        parts = self._state.nodes.values()
+        absent = [part.name for part in parts if not part.started] or [part.name for part in parts if not part.joined]
+        self._say(f"waiting for {', '.join(absent)} to join: {max(left, 0):.0f} s left")
+
+    def _introduce(self) -> None:
+        ranks = [self._state.ranks[rank] for rank in sorted(self._state.ranks)]
+        who = "; ".join(f"rank {r.rank} on {r.node} ({r.address or r.host}, process {r.pid})" for r in ranks)
+        self._say(f"all nodes joined after {self._joined:.1f} s: {who}")
+
+    def _end_all(self) -> None:
+        """Asks every supervisor to end and reads what they still say, which has the stacks and results."""
+        self._state.asked = time.monotonic()
+        for link in self._links.values():
+            link.stop()
+        end = time.monotonic() + END_SECONDS
+        while not self._is_over() and time.monotonic() < end:
+            self._take(timeout=0.1)
+        for _ in range(self._queue.qsize()):
+            self._take(timeout=0)
+        self._report_unshown()
+
+
+class OutputBuffer:
+    """The output of all ranks in the order in which it came; of a rank that prints much, the first and last lines."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._first: list[tuple[int, str]] = []
+        self._room: dict[str, int] = {}
+        self._last: dict[str, deque[tuple[int, str]]] = {}
+        self._size: dict[str, int] = {}
+        self._dropped: dict[str, int] = {}
+
+    def add(self, line: str) -> None:
+        """Adds a line, which begins with its rank."""
+        rank, entry = line.partition("] ")[0], (self._count, line)
+        self._count += 1
+        if rank not in self._last and len(line) <= self._room.setdefault(rank, FIRST):
+            self._first.append(entry)
+            self._room[rank] -= len(line)
+            return
+        last = self._last.setdefault(rank, deque())
+        last.append(entry)
+        self._size[rank] = self._size.get(rank, 0) + len(line)
+        while self._size[rank] > LAST and len(last) > 1:
+            self._size[rank] -= len(last.popleft()[1])
+            self._dropped[rank] = self._dropped.get(rank, 0) + 1
+
+    def list_lines(self) -> list[str]:
+        """Returns all that was kept; a line says how many were left out."""
+        entries = [*self._first, *(entry for last in self._last.values() for entry in last)]
+        for rank, count in self._dropped.items():
+            entries.append((self._last[rank][0][0] - 1, f"{rank}] ({count:,} lines are left out here)"))
+        return [line for _, line in sorted(entries)]
+
+
+def last(job_id: str | None = None) -> None:
+    """Replays the log of a job of this machine, and says what came of it; the newest one if no id is given.
+
+    Raises:
+        LabError: There is no such log.
+    """
+    log = find_log(job_id)
+    with log.open("rb") as file:
+        heard = [line.partition(b": ") for line in read_lines(file)]
+    names = list(dict.fromkeys(node.decode(errors="replace") for node, _, _ in heard))
+    state = JobState(names, [""] * len(names))
+    said = [state.read(node.decode(errors="replace"), rest) for node, _, rest in heard]
+    job = log.parent.name
+    print(f"job {job}, {time.strftime('%d %B %Y, %H:%M', time.localtime(log.stat().st_mtime))}")
+    print(*(clean(line) for line in said if line is not None), sep="\n")
+    if find_jobs({"id": job})["jobs"]:
+        print(f"It still runs. To end it: python -m nodelaunch stop {job}")
+    elif not (state.errors or all(part.ended for part in state.nodes.values())):
+        print("It was cut off: its launcher was gone before its end.")
+    else:
+        print(diagnose(state) or "It ended well.")
+    print(f"log: {log}")

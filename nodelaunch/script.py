@@ -1,352 +1,293 @@
-"""The bash script that one node runs: short, readable, and safe whatever stands in its arguments and paths.
+"""The bash script that one node runs: short, readable, and safe whatever is in its arguments and paths.
 
 Every value is quoted by ``shlex.quote``, so that a space, a quote, ``;$( )`` or a newline in it is data; in comments it
-stands as JSON, which has no newline.
+is JSON, which has no newline.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
-import re
+import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from lab_common import LabError
-from nodelaunch import kinds, values
+from lab_common.cores import count_cores
+from nodelaunch.backends.nodes import Node
+from nodelaunch.node.facts import find_gpus
+from nodelaunch.preflight import Preflight
+from nodelaunch.preflight.gpus import list_visible
+from nodelaunch.project import name_work
+from nodelaunch.spec import JobSpec, Launch, read_threads
+
+# Variables of the launcher that every node gets too.
+FORWARDED = ("LAB_SCALE",)
+
+
+class Bash(str):
+    """A piece of bash that stands in a script as it is, such as a variable; all other text is quoted."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that the script of one node says.
+class Placement:
+    """One node of a launch: what its script says that the job's specification does not.
+
+    On Slurm, where the script itself finds them out, some of the values are variables of :class:`Bash`.
 
     Attributes:
-        job_id: The job; new at each launch.
-        rendezvous_id: The rendezvous; new at each launch, so that nothing joins the dead job of before, and a secret,
-            so that no stranger guesses it.
-        node: Which node this is, from 0.
-        node_name: What the user calls it; stands in a comment only.
-        nodes: How many nodes the job has.
-        nproc_per_node: Processes on each node, one per device.
-        python: The interpreter on the node.
-        job_folder: Folder of this job on the node; logs, events and results land here.
-        code_folder: Folder on the node that holds ``script/`` or ``project/``, and the packages that it imports.
-        work_folder: The current folder of the script, kept from job to job: relative checkpoints are found again.
-        script: The training script within ``script/``, or within the project; "" for a module.
-        args: Its arguments.
-        address: The node's own IPv4 address.
-        head_address: IPv4 address of node 0, where the rendezvous listens.
+        node: The node.
+        index: Its number in the job, from 0.
+        address: Its own IPv4 address.
+        head: The address of node 0, where the rendezvous listens.
+        is_head: 1 on node 0, 0 on the others.
         port: The rendezvous' port there.
-        interface: Network interface for the gradients; None leaves the choice to Gloo and NCCL.
-        threads: Threads per process; None takes the node's cores, shared among its processes.
-        join_timeout: Seconds to wait for all nodes.
-        hang_timeout: Seconds after which the launcher looks at a rank that does not move.
-        limit: Seconds after which the node ends in any case.
-        max_restarts: How often torchrun starts the workers anew after a failure.
-        rank_order: "address": c10d, which numbers the nodes by address; "nodes": static, in the order of the list.
-        env: More environment variables.
-        program: What starts the script, with its options; () is torchrun.
-        project: Whether the script is part of a project, of which ``work_folder`` gets a copy.
-        module: The module that runs in place of the script, as ``python -m`` runs it.
+        interface: Network interface of the gradients; None leaves the choice to Gloo and NCCL.
+        job_folder: Folder of this job on the node, for logs, events and results.
+        code_folder: Folder on the node with ``script/`` or ``project/``, and the packages that it imports.
+        threads: Threads per process; None shares the node's cores among its processes.
+        gpus: CUDA_VISIBLE_DEVICES of the node; None leaves it alone.
     """
 
-    job_id: str
-    rendezvous_id: str
-    node: int
-    node_name: str
-    nodes: int
-    nproc_per_node: int
-    python: str
+    node: Node
+    index: int | Bash
+    address: str | None
+    head: str | None
+    is_head: int | Bash
+    port: int | Bash
+    interface: str | None
     job_folder: str
     code_folder: str
-    work_folder: str
-    script: str
-    args: tuple[str, ...]
-    address: str
-    head_address: str
-    port: int
-    interface: str | None = None
     threads: int | None = None
-    join_timeout: float = 60.0
-    hang_timeout: float = 60.0
-    limit: float = 3600.0
-    max_restarts: int = 0
-    rank_order: str = "address"
-    env: Mapping[str, str] = field(default_factory=dict)
-    program: tuple[str, ...] = ()
-    project: bool = False
-    module: str | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the type and the range of every field: what is no text stands in the script without quotes."""
-        kinds.settle(self, values.PLAN, owner="Plan")
+    gpus: str | None = None
 
 
-@dataclass(frozen=True)
-class Place:
-    """What differs between nodes, as it stands in a script: a value, or the variable of bash that holds it.
+def place_nodes(spec: JobSpec, launch: Launch, code: str, found: Preflight | None) -> list[Placement]:
+    """Finds out what the script of each node says besides the specification.
 
-    Attributes:
-        node: Its number.
-        own: Its address.
-        head: The address of node 0.
-        is_host: 1 on node 0, 0 on the others.
-        port: Of the rendezvous.
-        job: The folder of the job.
-        interface: Lines that set the variables of the network interface.
-        rendezvous_id: Of the job.
-        around: What runs around the program: "", or a command and a space.
-    """
-
-    node: str
-    own: str
-    head: str
-    is_host: str
-    port: str
-    job: str
-    interface: str
-    rendezvous_id: str
-    around: str = ""
-
-
-def write_script(plan: Plan) -> str:
-    """Returns the text of a node's bash script, which also works when it is run by hand on that node.
+    Args:
+        spec: The job.
+        launch: Its names.
+        code: The hash of its code.
+        found: What the preflight found; None if every address and the port are given.
 
     Raises:
-        LabError: A value cannot be in a script at all: a NUL byte, an address that is none, a name of a variable that
-            is none, or a folder that PYTHONPATH cannot hold.
+        LabError: The preflight found no address for a node; its own words.
     """
-    check_plan(plan)
-    for text in (plan.address, plan.head_address):
-        _check_address(text)
-    chosen = plan.interface and shlex.quote(plan.interface)
-    place = Place(
-        node=str(plan.node),
-        own=plan.address,
-        head=plan.head_address,
-        is_host=str(int(plan.node == 0)),
-        port=str(plan.port),
-        job=shlex.quote(plan.job_folder),
-        interface=write_interface(plan, chosen) if chosen else "# (not chosen: the preflight was skipped)",
-        rendezvous_id=shlex.quote(plan.rendezvous_id),
-    )
+    known, interfaces = (found.addresses, found.interfaces) if found else ({}, {})
+    addresses = [node.address or known.get(node.name) for node in spec.nodes]
+    if found and None in addresses:
+        found.raise_if_red()
+    return [
+        Placement(
+            node=node,
+            index=index,
+            address=addresses[index],
+            head=addresses[0],
+            is_head=int(index == 0),
+            port=spec.port or (found.port if found else 0),
+            interface=node.interface or interfaces.get(node.name),
+            job_folder=node.name_job_folder(launch.id, index),
+            code_folder=f"{node.folder}/code/{code}",
+            threads=_share_cores(spec, node),
+            # On all nodes alike: a script that takes NCCL if it sees a GPU has to get the same answer on each.
+            gpus="" if found and found.hide_gpus else _share_gpus(spec, node),
+        )
+        for index, node in enumerate(spec.nodes)
+    ]
+
+
+def _share_cores(spec: JobSpec, node: Node) -> int | None:
+    """Returns the threads per process on this machine, whose cores its nodes share; None on another host."""
+    for where, found in (("env", spec.env), ("the variable OMP_NUM_THREADS", os.environ)):
+        if wanted := read_threads(found.get("OMP_NUM_THREADS", ""), where=where):
+            return wanted
+    return max(1, int(count_cores()) // (spec.nproc_per_node * node.together)) if node.here else None
+
+
+def _share_gpus(spec: JobSpec, node: Node) -> str | None:
+    """Chooses the GPUs of this machine that a node here takes; "" if there are too few for all nodes.
+
+    Every node has a process with LOCAL_RANK 0, which takes the first GPU that it sees, and NCCL refuses two ranks on
+    one GPU. Without any the scripts train on the CPU.
+    """
+    if not node.here:
+        return None
+    names = [row[0] for row in find_gpus().get("gpus", [])]
+    gpus = list_visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if not gpus:
+        return None
+    first = node.index * spec.nproc_per_node
+    own = gpus[first : first + spec.nproc_per_node] if len(gpus) >= node.together * spec.nproc_per_node else []
+    return ",".join(own)
+
+
+def write_script(spec: JobSpec, launch: Launch, place: Placement) -> str:
+    """Returns the text of a node's bash script, which also works when it is run by hand on that node."""
     return f"""#!/usr/bin/env bash
-# Node {plan.node} of {plan.nodes}, {_comment(plan.node_name)}, of job {plan.job_id}.
-# To run it by hand on that node, while the other nodes run theirs (all within {plan.join_timeout:g} s):
-#     bash node{plan.node}.sh
+# Node {place.index} of {len(spec.nodes)}, {json.dumps(place.node.name)}, of job {launch.id}.
+# To run it by hand on that node, while the other nodes run theirs (all within {spec.join_timeout:g} s):
+#     bash node{place.index}.sh
 
-{write_environment(plan, place)}
-{write_start(plan, place, write_variables(plan))}"""
+{write_environment(spec, launch, launch.rendezvous_id)}
+{write_start(spec, place)}"""
 
 
-def write_environment(plan: Plan, place: Place) -> str:
-    """What is the same on all nodes of a job, as exports."""
-    quote = shlex.quote
+def write_environment(spec: JobSpec, launch: Launch, rendezvous_id: str) -> str:
+    """Writes what is the same on all nodes of a job, as exports."""
+    world_size = len(spec.nodes) * spec.nproc_per_node
+    bounds = f"LAB_JOIN_TIMEOUT={spec.join_timeout:g} LAB_HANG_TIMEOUT={spec.hang_timeout:g} LAB_LIMIT={spec.limit:g}"
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
-export PET_RDZV_ID={place.rendezvous_id}
 # The rank stands in front of each of its lines. torchrun has an option for it, too, but not yet in torch 2.11.
-export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${{rank}}] '
+export PET_RDZV_ID={_quote(rendezvous_id)} TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${{rank}}] '
+"""
+    restarts = """\
+# A new store for each attempt: in a shared one, workers that are restarted may read where those before them listened,
+# and wait for the dead (seen with torch 2.14).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 """
     return f"""\
 # What nodelaunch has to know about the job.
-export LAB_JOB_ID={quote(plan.job_id)} LAB_WORLD_SIZE={plan.nodes * plan.nproc_per_node}
-export {_write_bounds(plan)}
-{"" if plan.program else rendezvous}\
+export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={world_size}
+export {bounds}
+{"" if spec.program else rendezvous}\
 # Lines appear when they are printed, and a crash in C code shows a traceback.
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
-{_write_restart_setting(plan)}"""
+{restarts if spec.max_restarts else ""}"""
 
 
-def write_variables(plan: Plan) -> str:
-    """The job's own variables, as exports; PYTHONPATH stands elsewhere, behind ours."""
-    own = {name: value for name, value in plan.env.items() if name != "PYTHONPATH"}
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in own.items())
+def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
+    """Writes what a node does: it prepares its folders, sets the job's variables, and starts the program.
 
-
-def write_start(plan: Plan, place: Place, variables: str = "") -> str:
-    """What a node does: it prepares its folders, sets the ``variables``, and starts the program."""
-    quote = shlex.quote
-    path = plan.env.get("PYTHONPATH", "")
-    script = f'"$work/"{quote(plan.script)}' if plan.project else f'"$code/script/"{quote(plan.script)}'
-    script = f"-m {quote(plan.module)}" if plan.module else script
+    Args:
+        spec: The job.
+        place: The node.
+        around: What runs around the program: "", or a command and a space.
+    """
+    node, index, path = place.node, place.index, spec.env.get("PYTHONPATH", "")
+    python, work = _quote(node.python), f"/{name_work(spec.root)}" if spec.root else ""
+    copy = f"""\
+# The project as it was when the job was launched, over what earlier jobs left here.
+PYTHONPATH="$code" {python} -P -m nodelaunch.node.place "$code" "$work" || exit 1
+"""
     return f"""\
 # The code as it was when the job was launched, and what this job leaves behind.
-code={quote(plan.code_folder)}
-job={place.job}
+code={_quote(place.code_folder)}
+job={_quote(place.job_folder)}
 # Relative paths of the training script count from here; the folder stays for the next job.
-work={quote(plan.work_folder)}
+work={_quote(f"{node.folder}/work{work}")}
 mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
-{_write_copy(plan)}
+{copy if spec.root else ""}
 # The network interface of the gradients. Left alone, Gloo takes the one that the host's own name resolves to, which on
 # Debian and Ubuntu is often the loopback: the other node then finds nobody there. NCCL's second "=": this very name.
-{place.interface}
+{_write_interface(spec, place)}
 # torchrun sets this only for several processes per node; left alone, every process takes all cores.
-{_write_threads(plan)}
+{_write_threads(spec, place)}
 
 # Where Python finds the packages that the script imports. What runs around it takes none from the current folder.
-export PYTHONPATH="$code"{quote(f":{path}") if path else ""} PYTHONSAFEPATH=1
-export LAB_JOB_FOLDER="$job" LAB_NODE={place.node}
-{variables}\
+export PYTHONPATH="$code"{_quote(f":{path}") if path else ""} PYTHONSAFEPATH=1 LAB_JOB_FOLDER="$job" LAB_NODE={index}
+{_write_variables(spec, place)}\
 options=(
-{_write_options(_list_others(plan, place) if plan.program else _list_torchrun(plan, place))}
+{_write_options(spec, place)}
 )
-arguments=({"".join(f"{chr(10)}  {quote(argument)}" for argument in plan.args)}
-)
-{_write_program(plan, place, script) if plan.program else _write_torchrun(plan, place, script)}"""
+arguments=({shlex.join(spec.args)})
+{_write_command(spec, python, around)}"""
 
 
-def write_interface(plan: Plan, name: str) -> str:
-    """The variables by which Gloo and NCCL are told the interface, but for those that the job sets by itself."""
+def _quote(text: str) -> str:
+    return text if isinstance(text, Bash) else shlex.quote(text)
+
+
+def _write_interface(spec: JobSpec, place: Placement) -> str:
+    """Writes the variables by which Gloo and NCCL are told the interface, unless the job sets them itself."""
+    if not place.interface:
+        return "# (not chosen: the preflight was skipped)"
     # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it. Gloo wants the
     # whole name, and no sign.
+    name = _quote(place.interface)
     values = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    chosen = [f"{variable}={value}" for variable, value in values.items() if variable not in plan.env]
+    chosen = [f"{variable}={value}" for variable, value in values.items() if variable not in spec.env]
     return f"export {' '.join(chosen)}" if chosen else "# (chosen by env=)"
 
 
-def check_plan(plan: Plan) -> None:
-    """Checks what no quotes can make harmless.
-
-    Raises:
-        LabError: The names, the way to restart, or the folder of the code cannot be in a script.
-    """
-    for name in (plan.job_id, plan.rendezvous_id):
-        if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
-            fix = "letters, digits, '-', '_' and '.' only"
-            raise LabError(f"No job can be called {_comment(name)[:60]}.", where="job_id", fix=fix)
-    if plan.max_restarts and plan.rank_order == "nodes":
-        raise LabError(
-            "Restarts need a rendezvous that can meet again.",
-            where=f"max_restarts={plan.max_restarts}, rank_order='nodes'",
-            cause="torchrun's static rendezvous keeps the addresses of the workers that died",
-            fix="leave rank_order as it is, or max_restarts=0",
-        )
-    if plan.max_restarts and plan.program:
-        where = f"max_restarts={plan.max_restarts}, program={_comment(plan.program[0])[:40]}"
-        cause, fix = "what runs in its place starts each process once", "leave one of the two away"
-        raise LabError("Only torchrun starts ranks anew.", where=where, cause=cause, fix=fix)
-    if ":" in plan.code_folder:
-        raise LabError(
-            "The folder of a node must not have a ':' in its name.",
-            where=plan.code_folder,
-            cause="PYTHONPATH separates folders by it",
-            fix="choose another folder=, or another LAB_RUNS",
-        )
-
-
-def _write_bounds(plan: Plan) -> str:
-    """The seconds after which a node gives up, as assignments."""
-    bounds = {"JOIN_TIMEOUT": plan.join_timeout, "HANG_TIMEOUT": plan.hang_timeout, "LIMIT": plan.limit}
-    return " ".join(f"LAB_{name}={seconds:g}" for name, seconds in bounds.items())
-
-
-def _write_restart_setting(plan: Plan) -> str:
-    """A line for jobs whose workers may be started anew; "" for others."""
-    if not plan.max_restarts:
-        return ""
-    return (
-        "# A new store for each attempt: in a shared one, workers that are started anew may read where those before\n"
-        "# them listened, and wait for the dead (seen with torch 2.14).\n"
-        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n"
-    )
-
-
-def _write_threads(plan: Plan) -> str:
-    if plan.threads is not None:
-        return f"export OMP_NUM_THREADS={plan.threads}"
-    share = plan.nproc_per_node
+def _write_threads(spec: JobSpec, place: Placement) -> str:
+    if place.threads is not None:
+        return f"export OMP_NUM_THREADS={place.threads}"
+    share = spec.nproc_per_node
     cores = "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
     return f"export OMP_NUM_THREADS=$(( ({cores} + {share - 1}) / {share} ))"
 
 
-def _write_copy(plan: Plan) -> str:
-    if not plan.project:
-        return ""
-    return (
-        "# The project as it was when the job was launched, over what earlier jobs left here.\n"
-        f'PYTHONPATH="$code" {shlex.quote(plan.python)} -P -m nodelaunch.node.place "$code" "$work" || exit 1\n'
-    )
+def list_variables(spec: JobSpec, place: Placement) -> dict[str, str]:
+    """Returns the variables of a node's processes by their names: our settings, and over them the job's own."""
+    node = place.node
+    variables = {"LAB_DATA": node.data_folder, "LAB_RUNS": f"{node.folder}/runs"}
+    variables |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    variables |= {"LAB_DATA_FOLDER": spec.data.find_on(node)} if spec.data else {}
+    variables |= {"CUDA_VISIBLE_DEVICES": place.gpus} if place.gpus is not None else {}
+    variables |= spec.env
+    # These two are written elsewhere, where the script has a comment on them.
+    return {name: value for name, value in variables.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
 
 
-def _write_options(rows: list[tuple[str, str]]) -> str:
-    width = 54
-    return "\n".join(f"  {option:<{width}}  # {comment}" for option, comment in rows)
+def _write_variables(spec: JobSpec, place: Placement) -> str:
+    words = [f"{name}={shlex.quote(value)}" for name, value in list_variables(spec, place).items()]
+    lines = [" ".join(words[:2]), *words[2:]]  # LAB_DATA and LAB_RUNS share one
+    return "".join(f"export {line}\n" for line in lines)
 
 
-def _list_torchrun(plan: Plan, place: Place) -> list[tuple[str, str]]:
-    return [
-        (f"--nnodes={plan.nodes}", "nodes that take part"),
-        (f"--nproc-per-node={plan.nproc_per_node}", "processes on each, one per device"),
-        *_list_rendezvous(plan, place),
-        (f"--local-addr={place.own}", "this node's own address, so that no host name has to resolve"),
-        (f"--max-restarts={plan.max_restarts}", "how often the workers are started anew after a failure"),
-        ("--monitor-interval=0.1", "seconds between two looks at the workers"),
-        ('--log-dir="$job/logs"', "a folder for what each rank prints"),
-        ("--tee=3", "which goes there and to the screen, errors too (1 + 2)"),
-    ]
-
-
-def _list_rendezvous(plan: Plan, place: Place) -> list[tuple[str, str]]:
-    wait = math.ceil(plan.join_timeout)  # torchrun reads nothing but whole seconds
-    if plan.rank_order == "nodes":
-        return [
-            ("--rdzv-backend=static", "ranks in the order of the nodes"),
-            (f"--node-rank={place.node}", "this node's place in that order"),
-            (f"--master-addr={place.head}", "where node 0 listens"),
-            (f"--master-port={place.port}", "and at which port"),
-            (f"--rdzv-conf=timeout={wait}", "seconds to wait for all nodes"),
+def _write_options(spec: JobSpec, place: Placement) -> str:
+    head, wait = _quote(place.head), math.ceil(spec.join_timeout)  # torchrun reads nothing but whole seconds
+    rows = [(f"--nnodes={len(spec.nodes)}", "nodes that take part")]
+    rows += [(f"--nproc-per-node={spec.nproc_per_node}", "processes on each, one per device")]
+    if spec.program:
+        rows += [
+            (f"--node-rank={place.index}", "this node's place among them"),
+            (f"--master-addr={head}", "node 0: MASTER_ADDR of every process"),
+            (f"--master-port={place.port}", "a port that is free there: MASTER_PORT"),
         ]
-    # is_host: torchrun would find out by comparing host names, and with "127.0.1.1 thishost" in /etc/hosts no node
-    # takes itself for the host. read_timeout bounds each question to it.
-    conf = f"is_host={place.is_host},join_timeout={wait},read_timeout=30"
-    return [
-        ("--rdzv-backend=c10d", "the nodes find each other, and are numbered by address"),
-        (f"--rdzv-endpoint={place.head}:{place.port}", "where node 0 listens"),
-        (f"--rdzv-conf={conf}", "whether this node listens; seconds to wait"),
-    ]
+    elif spec.rank_order == "nodes":
+        rows += [
+            (f"--rdzv-backend=static --rdzv-conf=timeout={wait}", "ranks in the nodes' order; seconds to wait for all"),
+            (f"--node-rank={place.index}", "this node's place in that order"),
+            (f"--master-addr={head} --master-port={place.port}", "where node 0 listens"),
+        ]
+    else:
+        # is_host: torchrun would find out by comparing host names, and with "127.0.1.1 thishost" in /etc/hosts no node
+        # takes itself for the host. read_timeout bounds each question to it.
+        conf = f"is_host={place.is_head},join_timeout={wait},read_timeout=30"
+        rows += [
+            ("--rdzv-backend=c10d", "the nodes find each other, and are numbered by address"),
+            (f"--rdzv-endpoint={head}:{place.port}", "where node 0 listens"),
+            (f"--rdzv-conf={conf}", "whether this node listens; seconds to wait"),
+        ]
+    if not spec.program:
+        restarts = f"--max-restarts={spec.max_restarts} --monitor-interval=0.1"
+        rows += [
+            (f"--local-addr={_quote(place.address)}", "this node's own address, so that no host name has to resolve"),
+            (restarts, "restarts after a failure; seconds between two looks"),
+            ('--log-dir="$job/logs" --tee=3', "ranks print there, and to the screen; errors too (1 + 2)"),
+        ]
+    return "\n".join(f"  {option:<54}  # {comment}" for option, comment in rows)
 
 
-def _list_others(plan: Plan, place: Place) -> list[tuple[str, str]]:
-    return [
-        (f"--nnodes={plan.nodes}", "nodes that take part"),
-        (f"--node-rank={place.node}", "this node's place among them"),
-        (f"--nproc-per-node={plan.nproc_per_node}", "processes on each, one per device"),
-        (f"--master-addr={place.head}", "node 0: MASTER_ADDR of every process"),
-        (f"--master-port={place.port}", "a port that is free there: MASTER_PORT"),
-    ]
-
-
-def _write_torchrun(plan: Plan, place: Place, script: str) -> str:
-    kind = "module" if plan.module else "training script"
+def _write_command(spec: JobSpec, python: str, around: str) -> str:
+    """Writes the last command, which the node's processes come from."""
+    script = f'"$work/"{_quote(spec.script_path)}' if spec.root else f'"$code/script/"{_quote(spec.script_path)}'
+    script = f"-m {_quote(spec.module)}" if spec.module else script
+    if spec.program:
+        program = " ".join(python if word in ("python", "python3") else _quote(word) for word in spec.program)
+        return f"""\
+# nodelaunch.node.starter starts that many processes, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and the
+# like), and ends all when one has failed.
+exec {around}{python} -m nodelaunch.node.starter "${{options[@]}}" -- \\
+  {program} {script} "${{arguments[@]}}"
+"""
+    what = "module" if spec.module else "training script"
     return f"""\
 # nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
-# only. nodelaunch.node.worker runs the {kind} unchanged; around it, it keeps the error, shows where a hanging
+# only. nodelaunch.node.worker runs the {what} unchanged; around it, it keeps the error, shows where a hanging
 # rank stands, compares the nodes, and dies with torchrun.
-exec {place.around}{shlex.quote(plan.python)} -m nodelaunch.node.agent "${{options[@]}}" \\
+exec {around}{python} -m nodelaunch.node.agent "${{options[@]}}" \\
   -m nodelaunch.node.worker {script} "${{arguments[@]}}"
 """
-
-
-def _write_program(plan: Plan, place: Place, script: str) -> str:
-    program = [plan.python if word in ("python", "python3") else word for word in plan.program]
-    return f"""\
-# nodelaunch.node.starter starts the command so many times, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and
-# the like), and ends all when one has failed.
-exec {place.around}{shlex.quote(plan.python)} -m nodelaunch.node.starter "${{options[@]}}" -- \\
-  {shlex.join(program)} {script} "${{arguments[@]}}"
-"""
-
-
-def _comment(text: str) -> str:
-    return json.dumps(text)
-
-
-def _check_address(text: str | None) -> None:
-    try:
-        ipaddress.IPv4Address(text or "")
-    except ValueError as error:
-        fix = "give the node's IPv4 address, for example 10.0.0.11 (ip -4 addr shows it)"
-        raise LabError(f"{_comment(text)[:60]} is not an IPv4 address.", where="address of a node", fix=fix) from error

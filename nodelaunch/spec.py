@@ -1,43 +1,200 @@
-"""What runs, and on which nodes: the values that a job was given, checked once; and the names of one launch of it."""
+"""A job as its user describes it: what runs, on which nodes, and with which data. Its values are checked once, here."""
 
 from __future__ import annotations
 
+import numbers
 import re
 import secrets
 import shlex
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePath
+from types import MappingProxyType
+from typing import Any
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
-from nodelaunch import kinds, values
+from nodelaunch import values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.data import DataFolder
 from nodelaunch.packages import find_module
+from nodelaunch.values import NAME, InvalidValue, checked, optional, rule
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# What the script itself sets, and what bash does not let anyone set, or changes by itself.
+TAKEN = re.compile(
+    r"code|job|work|options|arguments|supervise|names|peer|route|own|head|known|interface|is_host|PYTHONSAFEPATH|PET_\w+"
+    r"|LAB_(JOB_\w+|LEASE|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
+    r"|_|E?UID|PPID|PWD"
+    r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
+)
+MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
+
+
+def check_script(value: Any) -> Path:
+    """Takes the path of a script; a function of the notebook exists on no node."""
+    if callable(value):
+        cause = "the nodes start a new Python, in which nothing of this session exists"
+        fix = "put it into a file (%%writefile train.py on a cell's first line) and give the file's name"
+        raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
+    if not isinstance(value, str | PurePath):
+        raise InvalidValue("the path of a file", "'train.py'")
+    return Path(NAME(str(value)))
+
+
+def check_module(value: Any) -> str:
+    """Takes the name of a module."""
+    if not isinstance(value, str):
+        raise InvalidValue("the name of a module", "'package.train'")
+    if not MODULE.fullmatch(value) or value.endswith(".py") or len(value) > 255:
+        name = ".".join(part for part in value.removesuffix(".py").split("/") if part not in ("", "."))
+        cause = "a module is named by dots, without .py; script= takes the path of a file"
+        raise InvalidValue("the name of a module", repr(name if MODULE.fullmatch(name) else "package.train"), cause)
+    return value
+
+
+def check_argument(value: Any) -> str:
+    """Takes a text, a number or a path, and returns it as a text."""
+    if not isinstance(value, str | numbers.Number | PurePath):
+        raise InvalidValue("a text or a number", "'text'")
+    return values.check_text(str(value))
+
+
+def check_arguments(value: Any) -> tuple[str, ...]:
+    """Takes a list of them."""
+    wanted = "a list of texts and numbers"
+    if isinstance(value, str):
+        raise InvalidValue(wanted, repr(value.split()), "one text is one argument; a list has one text for each")
+    return values.list_of(check_argument, wanted, "['--lr', 0.1]")(value)
+
+
+def check_nodes(value: Any) -> list[Node]:
+    """Takes a list of nodes that can run one job together."""
+    wanted, example = "a list of nodes", "launch.local_nodes(2)"
+    if not isinstance(value, Sequence) or not all(hasattr(node, "popen") for node in value):
+        raise InvalidValue(wanted, "[node]" if hasattr(value, "popen") else example)
+    fix = "TorchrunJob('train.py', nodes=launch.local_nodes(2))"
+    if not value:
+        raise LabError("A job needs at least one node.", where="TorchrunJob", fix=fix)
+    names = [node.name for node in value]
+    if len(set(names)) < len(names):
+        fix = "name each node once; several processes on one node are nproc_per_node"
+        raise LabError("A node of this job is in the list twice.", where=names[0], fix=fix)
+    if len({hasattr(node, "request") for node in value}) > 1:  # a node of Slurm says what is asked of it
+        where = clean(", ".join(names), 200)
+        raise LabError("A job runs on nodes of Slurm or on others, not on both.", where=where, fix=fix)
+    return list(value)
+
+
+def check_env(value: Any) -> Mapping[str, str]:
+    """Takes a dictionary of variables that a script can set."""
+    if not isinstance(value, Mapping):
+        raise InvalidValue("a dictionary of texts", "{'LAB_SCALE': 'small'}")
+    env = {}
+    for name, content in value.items():
+        if not isinstance(name, str) or not VARIABLE.fullmatch(name):
+            fix = "letters, digits and _ only, for example LAB_DATA"
+            raise LabError(f"No variable can be called {clean(repr(name), 60)}.", where="env", fix=fix)
+        if TAKEN.fullmatch(name):
+            cause = "the script of the node, or bash itself, uses a variable of this name"
+            raise LabError(f"{name[:60]} cannot be set for a job.", where="env", cause=cause, fix="choose another name")
+        env[name] = values.check_value("TorchrunJob", f"env[{name!r}]", content, check_argument)
+        if name == "OMP_NUM_THREADS":
+            read_threads(env[name], where="env")
+    return MappingProxyType(env)  # what was checked does not change
+
+
+def read_threads(text: str, *, where: str) -> int | None:
+    """Returns the number of threads that OMP_NUM_THREADS names; None if it is empty.
+
+    Raises:
+        LabError: It names something else, such as OpenMP's list for nested threads, which torch does not use.
+    """
+    if not text.strip():
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", text.strip()):
+        shown, cause = clean(repr(text), 60), "a job takes one whole number from 1 to 9999"
+        fix = "export OMP_NUM_THREADS=4, then start Python (or JupyterLab) again" if where != "env" else "env={…: 4}"
+        raise LabError(f"OMP_NUM_THREADS={shown} is not a thread count.", where=where, cause=cause, fix=fix)
+    return int(text)
+
+
+@dataclass(frozen=True)
+class DataFolder:
+    """A folder of data that each node of a job needs: the preflight compares the copies, the job may make them.
+
+    A script finds its folder in the variable LAB_DATA_FOLDER: on a node of this machine ``path`` itself, and on another
+    node ``name`` below the node's data folder, which is in LAB_DATA.
+
+    Args:
+        path: The folder on this machine.
+        name: Its path below the data folder of a node.
+        identity: The name of the file in it that is compared by its SHA-256, such as a list of the other files. If it
+            is JSON with ``sha256``, an object by the names of files, those files have to be there too; if it has
+            ``classes`` besides, nothing else in it is compared.
+        copy_data: True to copy the folder to the nodes that lack it. One that is there is never changed.
+        fix: The command that makes the folder on a machine, which the messages name; "" if there is none.
+
+    Raises:
+        LabError: A field does not take its value.
+    """
+
+    path: str | Path = checked(values.check_path)
+    name: str = checked(NAME)
+    identity: str = checked(NAME)
+    copy_data: bool = checked(values.FLAG, default=False)
+    fix: str = checked(values.check_text, default="")
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        values.check_fields(self, "DataFolder")
+
+    @property
+    def identity_path(self) -> str:
+        """Path of the identity file below the data folder of a node."""
+        return f"{self.name}/{self.identity}"
+
+    @property
+    def is_here(self) -> bool:
+        """True if this machine has the folder."""
+        return (self.path / self.identity).is_file()
+
+    def find_on(self, node: Node) -> str:
+        """Returns the path of the folder on a node."""
+        # A node of this machine needs no copy, unless it was given a data folder of its own.
+        own = node.here and not node.data and self.is_here
+        return str(self.path) if own else f"{node.data_folder}/{self.name}"
+
+
+DATA = rule(
+    lambda value: isinstance(value, DataFolder),
+    "a DataFolder",
+    "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')",
+)
+RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'nodes'", "'address'")
 
 
 @dataclass(frozen=True)
 class JobSpec:
     """A training script or module that torchrun, or another program, runs on one or more nodes.
 
-    Without ``root`` the nodes get the script, ``files``, and the modules of one's own that these import; with ``root``
-    they get that whole folder. Nothing else has to be on a node but Python, and torch where torchrun runs.
+    Without ``root`` the nodes get the script, ``files``, and your own modules that these import; with ``root`` they
+    get that whole folder. Nothing else has to be on a node but Python, and torch if torchrun runs the script.
 
     Args:
         script: The training script, on this machine; with ``root``, relative to that. None if ``module`` is given.
         args: Its arguments.
         nodes: From ``local_nodes``, ``ssh_nodes`` or ``slurm_nodes``.
         nproc_per_node: Processes on each node, one per device.
-        env: More environment variables for it. No secrets: they stand in the scripts. PYTHONPATH is added to ours.
+        env: More environment variables for it. No secrets, because the scripts contain them. PYTHONPATH is added to
+            ours.
         port: Port of the rendezvous on the first node; None takes a free one.
         join_timeout: Seconds to wait until all nodes have joined.
         hang_timeout: Seconds after which the launcher looks at a rank that does not move. Once all ranks wait for each
             other, it ends the job and says where each one stands. A rank that does something else meanwhile (it loads,
             evaluates, waits for a program) is only named; then the process group's own timeout decides.
         limit: Seconds after which the job is ended in any case.
-        max_restarts: How often torchrun starts the workers anew after a failure.
+        max_restarts: How often torchrun restarts the workers after a failure.
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
             "nodes": on the first of the list (torchrun's static rendezvous).
         root: Folder of the project that the script is part of. Each node gets a copy of it, without what git ignores
@@ -47,54 +204,53 @@ class JobSpec:
             torchrun's other variables. Nobody looks whether such a process hangs; ``limit`` ends it.
         files: Other files that the script imports or reads beside itself; not with ``root``.
         data: A :class:`nodelaunch.DataFolder`: what data each node needs; the preflight compares them. None: no data.
-        needs_group: Whether torchrun's ranks have to form one process group; a job whose ranks formed none failed,
-            since each of them trained alone. False for a script that needs no group.
+        needs_group: True if torchrun's ranks have to form one process group: a job whose ranks form none fails, since
+            each of them trained alone. False for a script that needs no group.
         module: The name of a module, in place of ``script``. It starts as ``torchrun -m package.train`` does, so its
             relative imports work. With ``root`` it is found in that folder. A module that is installed on the nodes
             needs no ``root``, and nothing of it is copied.
 
     Raises:
-        LabError: A field cannot hold its value, which would stand in scripts that bash runs.
+        LabError: A field does not take its value.
     """
 
-    script: str | Path | None = None
-    args: Sequence[object] = ()
-    nodes: Sequence[Node] = ()
-    nproc_per_node: int = 1
-    env: Mapping[str, str] = field(default_factory=dict)
-    port: int | None = None
-    join_timeout: float = 60.0
-    hang_timeout: float = 60.0
-    limit: float = 3600.0
-    max_restarts: int = 0
-    rank_order: str = "address"
-    root: str | Path | None = None
-    program: Sequence[str] = ()
-    files: Sequence[str | Path] = ()
-    data: DataFolder | None = None
-    needs_group: bool = True
-    module: str | None = None
+    script: str | Path | None = checked(optional(check_script), default=None)
+    args: Sequence[object] = checked(check_arguments, default=())
+    nodes: Sequence[Node] = checked(check_nodes, default=())
+    nproc_per_node: int = checked(values.PROCESSES, default=1)
+    env: Mapping[str, str] = checked(check_env, default_factory=dict)
+    port: int | None = checked(values.PORT, default=None)
+    join_timeout: float = checked(values.SECONDS, default=60.0)
+    hang_timeout: float = checked(values.SECONDS, default=60.0)
+    limit: float = checked(values.SECONDS, default=3600.0)
+    max_restarts: int = checked(values.whole(0, 1000, 3), default=0)
+    rank_order: str = checked(RANK_ORDER, default="address")
+    root: str | Path | None = checked(optional(values.check_path), default=None)
+    program: Sequence[str] = checked(values.list_of(NAME, example="['python']"), default=())
+    files: Sequence[str | Path] = checked(values.list_of(values.check_path, "a list of paths"), default=())
+    data: DataFolder | None = checked(optional(DATA), default=None)
+    needs_group: bool = checked(values.FLAG, default=True)
+    module: str | None = checked(optional(check_module), default=None)
 
     def __post_init__(self) -> None:
-        """Checks every field."""
+        """Checks every field, and those that have to fit together."""
         if (self.script is None) == (self.module is None):
             cause = f"{'neither' if self.script is None else 'both'} of script= and module= are given"
             fix = "TorchrunJob('train.py', …) runs a file, TorchrunJob(module='package.train', …) a module"
             raise LabError("A job runs either a script or a module.", where="TorchrunJob", cause=cause, fix=fix)
-        if self.root is not None:
-            root = kinds.check_value("TorchrunJob", "root", self.root, values.JOB["root"]).resolve()
-            if isinstance(self.script, str | PurePath) and not str(self.script).startswith("~"):
-                object.__setattr__(self, "script", root / self.script)
-            object.__setattr__(self, "root", root)
-        kinds.settle(self, values.JOB, owner="TorchrunJob")
-        if self.root is not None:
-            self._check_root()
+        values.check_fields(self, "TorchrunJob")
+        if self.script is not None:
+            script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
+            script = values.check_value("TorchrunJob", "script", script, values.check_path)
+            object.__setattr__(self, "script", script)
+        self._check_root()
         if self.module is not None:
-            self._check_module()
+            find_module(self.module, self.root)
+        self._check_restarts()
 
     @property
     def name(self) -> str:
-        """What a launch is called after: the script's name without its ending, or the last part of the module's."""
+        """Name of the launch: the script's name without its ending, or the last part of the module's."""
         return self.module.rpartition(".")[2] if self.module else self.script.stem
 
     @property
@@ -119,46 +275,41 @@ class JobSpec:
         target = ["-m", self.module] if self.module else [self.script_path]
         if self.program:
             return shlex.join([*self.program, *target, *self.args])
-        head = self.nodes[0]
-        address = head.address or head.name.rpartition("@")[2]
-        port = self.port or 29500  # torchrun's own choice
-        options = ["--standalone"]
-        if len(self.nodes) > 1 and self.rank_order == "address":
-            options = [f"--nnodes={len(self.nodes)}", "--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
-        elif len(self.nodes) > 1:  # each node says which one it is: 0 on the first
-            options = [f"--nnodes={len(self.nodes)}", "--node-rank=0"]
-            options += [f"--master-addr={address}", f"--master-port={port}"]
-        options.append(f"--nproc-per-node={self.nproc_per_node}")
-        return shlex.join(["torchrun", *options, *target, *self.args])
+        head, count = self.nodes[0], len(self.nodes)
+        address, port = head.address or head.name.rpartition("@")[2], self.port or 29500  # torchrun's own choice
+        options = [f"--nnodes={count}"] if count > 1 else ["--standalone"]
+        if count > 1 and self.rank_order == "address":
+            options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
+        elif count > 1:  # each node says which one it is: 0 on the first
+            options += ["--node-rank=0", f"--master-addr={address}", f"--master-port={port}"]
+        return shlex.join(["torchrun", *options, f"--nproc-per-node={self.nproc_per_node}", *target, *self.args])
 
     def _check_root(self) -> None:
-        """Checks that the project is a folder that holds the script.
-
-        Raises:
-            LabError: It is none, it does not, or ``files`` are named besides.
-        """
+        """Checks that the project is a folder with the script in it, and that ``files`` lie beside a script."""
+        if self.files and (self.root or self.module):
+            other = "root" if self.root else "module"
+            cause = "a module has no files beside it, and root= copies the whole folder"
+            fix = "leave files= away: root='.' copies the current folder, and the job runs in the copy"
+            raise LabError(f"files= and {other}= do not go together.", where="TorchrunJob", cause=cause, fix=fix)
+        if self.root is None:
+            return
         shown, fix = clean(self.root, 300), "root='.' is the current folder"
         if not self.root.is_dir():
             raise LabError("The root of a project is a folder.", where=shown, cause="there is none", fix=fix)
         if self.script and self.root not in self.script.parents:
             where = clean(self.script, 300)
             raise LabError("The script is not within root=.", where=where, cause=f"root is {shown}", fix=fix)
-        if self.files:
-            fix = "leave files= away: the whole folder is copied"
-            cause = "root= copies the whole folder; files= names what is copied one by one"
-            raise LabError("A project has all of its files.", where="files=, root=", cause=cause, fix=fix)
 
-    def _check_module(self) -> None:
-        """Checks that the module is in the project, or may be installed on the nodes.
-
-        Raises:
-            LabError: It is not, or ``files`` are named besides.
-        """
-        find_module(self.module, self.root)
-        if self.files:
-            cause = "files= lie beside a script, and a module that is installed on the nodes has none"
-            fix = "root='.' copies the current folder, and the module runs in the copy"
-            raise LabError("A module has no files beside it.", where="files=, module=", cause=cause, fix=fix)
+    def _check_restarts(self) -> None:
+        """Checks that restarts are asked only of torchrun with a rendezvous that can meet again."""
+        cause = ""
+        if self.program:
+            cause = f"{clean(self.program[0], 40)} runs in its place, and each process is started once"
+        elif self.rank_order == "nodes":
+            cause = "torchrun's static rendezvous (rank_order='nodes') keeps the addresses of the workers that died"
+        if self.max_restarts and cause:
+            what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
+            raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
 
 
 @dataclass(frozen=True)
@@ -166,9 +317,9 @@ class Launch:
     """The names of one launch, new each time: what is left of an earlier one must not be joined.
 
     Attributes:
-        id: Of the job, as it stands in the names of folders and in the environment of every process.
+        id: The job's id, in the names of folders and in the environment of every process.
         rendezvous_id: torchrun's ``--rdzv-id``: a secret, so that no stranger guesses it.
-        folder: On this machine, with the scripts and ``output.log``.
+        folder: Folder on this machine, with the scripts and ``output.log``.
     """
 
     id: str

@@ -8,25 +8,15 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from lab_common import LabError
+from nodelaunch.backends.nodes import Node
 from nodelaunch.node import sampler
 from nodelaunch.program import make_command
 
 # How long the last line may take once a node was told to stop.
 PATIENCE = 3.0
-
-
-class Node(Protocol):
-    """What is needed of a node."""
-
-    name: str
-    python: str
-    folder: str
-
-    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there, with stdin, stdout and stderr as pipes of bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +42,15 @@ class Usage:
 
     Args:
         node: Its name.
-        time: Seconds since 1970, by the node's clock.
-        cores: Number of cores that a process may use there; of a container's share where there is a quota.
+        time: Seconds since 1970, by the node's own clock; a preflight tells how far those are apart.
+        cores: Number of cores that a process may use there, or a container's share if there is a quota.
         busy: Share of these cores, 0 to 1, that all programs of the machine used since the moment before.
-        job_busy: Share that the processes of this node's jobs used: where several nodes are on one machine, this tells
-            them apart. None where that cannot be read.
-        memory_bytes: Main memory in use on the machine; None where that cannot be read.
+        job_busy: Share that the processes of this node's jobs used, which tells several nodes on one machine apart.
+            None if that cannot be read.
+        memory_bytes: Main memory in use on the machine; None if that cannot be read.
         memory_total: Main memory that there is, in bytes; None likewise.
         gpus: The GPUs that the node's job may use; all of the machine while no job says otherwise.
-        how: Where ``busy`` comes from: ``/proc/stat``, or on macOS the load average, which is rough and late.
+        how: The source of ``busy``: ``/proc/stat``, or on macOS the load average, which is rough and late.
     """
 
     node: str
@@ -76,7 +66,7 @@ class Usage:
 
 @dataclass
 class Watch:
-    """What was seen so far.
+    """The samples so far.
 
     Attributes:
         samples: In the order in which they came.
@@ -91,12 +81,12 @@ class Watch:
 def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     """Watches nodes while the block runs: cores, memory and GPUs.
 
-    On each node runs a small program (about 1 % of a core, and an ``nvidia-smi`` where there is one) that ends when its
+    On each node runs a small program (about 1 % of a core, and an ``nvidia-smi`` if there is one) that ends when its
     standard input does, so that it does not outlive us. A node that cannot be watched is named in ``problems`` and
     disturbs nothing: a picture is not worth a job.
 
     Args:
-        nodes: In the order of the job, such as ``launch.local_nodes(2)``; anything with name, python, folder and popen.
+        nodes: In the order of the job, such as ``launch.local_nodes(2)``.
         every: Seconds between samples.
 
     Yields:
@@ -133,8 +123,7 @@ def _follow(name: str, process: subprocess.Popen, seen: Watch) -> None:
     """Turns the lines of one node's program into samples until they end."""
     with contextlib.suppress(ValueError, OSError):  # the pipe was closed under us
         for line in process.stdout:
-            # A login shell may greet on the same stream.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a login shell may greet on the same stream
                 seen.samples.append(_parse(name, json.loads(line)))
         if not any(sample.node == name for sample in seen.samples):
             last = process.stderr.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -142,20 +131,12 @@ def _follow(name: str, process: subprocess.Popen, seen: Watch) -> None:
 
 
 def _parse(name: str, line: dict[str, Any]) -> Usage:
-    devices = line.get("devices")
-    chosen = None if devices is None else {device.strip() for device in devices.split(",")}
-    gpus = [gpu for gpu in line["gpus"] if chosen is None or {str(gpu["index"]), gpu["uuid"]} & chosen]
-    return Usage(
-        node=name,
-        time=line["time"],
-        cores=line["cores"],
-        busy=line["busy"],
-        job_busy=line.get("job_busy"),
-        memory_bytes=line.get("memory"),
-        memory_total=line.get("memory_total"),
-        gpus=tuple(GpuUsage(gpu["index"], gpu["busy"], gpu["memory"], gpu["memory_total"]) for gpu in gpus),
-        how=line["how"],
-    )
+    same = {key: line[key] for key in ("time", "cores", "busy", "how")}
+    same |= {key: line.get(key) for key in ("job_busy", "memory_total")}
+    chosen = {device.strip() for device in (line.get("devices") or "").split(",")}
+    gpus = [gpu for gpu in line["gpus"] if line.get("devices") is None or {str(gpu["index"]), gpu["uuid"]} & chosen]
+    shown = tuple(GpuUsage(gpu["index"], gpu["busy"], gpu["memory"], gpu["memory_total"]) for gpu in gpus)
+    return Usage(node=name, memory_bytes=line.get("memory"), gpus=shown, **same)
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -1,280 +1,161 @@
-"""What each field of a job, a node, a request and a plan may hold: its type and its range, in one table each.
+"""Checks the values that a user gives a job or a node.
 
-The values stand in scripts that bash runs. So they are checked as they are set, and what is kept is of Python's own
-types: a text that was to be a number never comes as far as a script.
+They end up in scripts that bash runs. A text is quoted there by ``shlex``, whatever is in it. So it is enough that a
+number is a number, that a name is a name, and that no text has what no program can be given.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
-import json
 import numbers
-import operator
-import re
-import shlex
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Callable, Sequence
+from dataclasses import field, fields
 from pathlib import Path, PurePath
-from types import MappingProxyType
+from typing import Any
 
 from lab_common import LabError
 from lab_common.text import clean
-from nodelaunch.kinds import (
-    Kind,
-    UnfitError,
-    choice,
-    optional,
-    read_flag,
-    read_name,
-    read_path,
-    read_place,
-    read_seconds,
-    read_sequence,
-    read_text,
-    show,
-    whole,
-)
 
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What the script itself sets, and what bash does not let anyone set, or changes by itself.
-TAKEN = re.compile(
-    r"code|job|work|options|arguments|supervise|names|peer|route|own|head|known|interface|is_host|PYTHONSAFEPATH|PET_\w+"
-    r"|LAB_(JOB_\w+|LEASE|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
-    r"|_|E?UID|PPID|PWD"
-    r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
-)
-DATA_EXAMPLE = "DataFolder('/my/digits', 'digits', 'index.json')"
-MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
-THREADS = re.compile(r"[1-9][0-9]{0,3}")
+Check = Callable[[Any], Any]  # returns a value as it is kept, or raises InvalidValue
 
 
-def _read_inner(value: object) -> str:
-    """A path below a folder, which it cannot leave."""
-    read_path(value)
-    text = read_name(value)
-    if {"", ".", ".."} & {*text.split("/")}:
-        raise UnfitError("it is a path below another folder: no slash at its ends, and no . or .. in it")
-    return text
+class InvalidValue(ValueError):
+    """A value that a field does not take: what it takes, an example, and the cause if that is not the value's type."""
+
+    def __init__(self, wanted: str, example: str, cause: str = "") -> None:
+        super().__init__(wanted)
+        self.wanted, self.example, self.cause = wanted, example, cause
 
 
-def _read_file_name(value: object) -> str:
-    text = _read_inner(value)
-    if "/" in text:
-        raise UnfitError("it is the name of a file in the folder, and no path")
-    return text
+def checked(check: Check, **options: Any) -> Any:
+    """Makes a field of a frozen dataclass; :func:`check_fields` passes its value through ``check``."""
+    return field(metadata={"check": check}, **options)
 
 
-def _read_data(value: object) -> object:
-    if isinstance(value, type) or not all(hasattr(value, part) for part in ("path", "identity", "find_on")):
-        raise UnfitError(f"it is of the type {type(value).__name__}")
-    return value
-
-
-def _read_absolute(value: object) -> str:
-    text = read_name(value)
-    if not text.startswith("/"):
-        raise UnfitError("it does not begin with a slash")
-    return text
-
-
-def _read_script(value: object) -> Path | None:
-    if value is None:  # a module runs in its place
-        return None
-    if callable(value):
-        fix = "put it into a file (%%writefile train.py on a cell's first line) and give the file's name"
-        cause = "the nodes start Python anew, where nothing of this session exists"
-        raise LabError("A job runs a file, not a function.", where="TorchrunJob", cause=cause, fix=fix)
-    return read_place(value)
-
-
-def _read_module(value: object) -> str:
-    text = read_name(value)
-    if text.endswith(".py") or not MODULE.fullmatch(text) or len(text) > 255:
-        name = ".".join(part for part in text.removesuffix(".py").split("/") if part not in ("", "."))
-        cause = "a module is named by dots, without .py; script= takes the path of a file"
-        raise UnfitError(cause, f"module={name!r}" if MODULE.fullmatch(name) and len(name) <= 255 else "")
-    return text
-
-
-def _read_address(value: object) -> str:
-    return str(ipaddress.IPv4Address(read_name(value)))
-
-
-def _read_argument(value: object) -> str:
-    if isinstance(value, numbers.Number | PurePath) or type(value).__name__ == "bool":  # numpy's bool is no Number
-        # An exact number, whatever a subclass says of itself.
-        value = str(operator.index(value) if isinstance(value, int) and not isinstance(value, bool) else value)
-    elif not isinstance(value, str):
-        raise UnfitError(f"an element is of the type {type(value).__name__}, neither a text nor a number")
-    return read_text(value)
-
-
-def _read_arguments(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        text = read_text(value)
-        try:
-            parts = shlex.split(text)
-        except ValueError:  # a quote that is not closed
-            parts = [text]
-        raise UnfitError("one text is one argument; a list has one text for each", f"args={parts!r}")
-    return read_sequence(value, _read_argument)
-
-
-def _read_files(value: object) -> tuple[Path, ...]:
-    if isinstance(value, str | PurePath):
-        raise UnfitError("it is one path; several files are named in a list", f"files=[{show(str(value), 200)}]")
-    return read_sequence(value, read_place)
-
-
-def _read_names(value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise UnfitError("it is one text; a list has one text for each", f"[{show(value, 200)}]")
-    return read_sequence(value, read_name)
-
-
-def _read_node(value: object) -> object:
-    # Not its folder or interpreter: a host would be asked for them.
-    if isinstance(value, type) or not all(hasattr(value, part) for part in ("name", "popen", "explain")):
-        raise UnfitError(
-            f"an element is of the type {type(value).__name__}, and no node", "nodes=launch.local_nodes(2)"
-        )
-    return value
-
-
-def _read_nodes(value: object) -> list:
-    if hasattr(value, "popen") and not isinstance(value, type):
-        raise UnfitError("it is one node; a list has one or several", "nodes=[node]")
-    nodes, fix = list(read_sequence(value, _read_node)), "TorchrunJob('train.py', nodes=launch.local_nodes(2))"
-    if not nodes:
-        raise LabError("A job needs at least one node.", where="TorchrunJob", fix=fix)
-    names = [node.name for node in nodes]
-    if len(set(names)) < len(names):
-        fix = "name each node once; several processes on one node are nproc_per_node"
-        raise LabError("A node of this job is in the list twice.", where=nodes[0].name, fix=fix)
-    if len({hasattr(node, "request") for node in nodes}) > 1:  # a node of Slurm says what is asked of it
-        where = clean(", ".join(names), 200)
-        raise LabError("A job runs on nodes of Slurm or on others, not on both.", where=where, fix=fix)
-    return nodes
-
-
-def _read_env(value: object) -> Mapping[str, str]:
-    if not isinstance(value, Mapping):
-        raise UnfitError(f"it is of the type {type(value).__name__}, not a dictionary")
-    env = {}
-    for name, text in dict(value).items():
-        if not isinstance(name, str):
-            raise UnfitError(f"a name in it is of the type {type(name).__name__}, not a text")
-        name = str.__str__(name)
-        if not VARIABLE.fullmatch(name):
-            fix = "letters, digits and _ only, for example LAB_DATA"
-            raise LabError(f"No variable can be called {json.dumps(name[:60])[:60]}.", where="env", fix=fix)
-        if TAKEN.fullmatch(name):
-            cause = "the script of the node, or bash itself, uses a variable of this name"
-            raise LabError(f"{name[:60]} cannot be set for a job.", where="env", cause=cause, fix="choose another name")
-        env[name] = _read_argument(text)
-        if name == "OMP_NUM_THREADS":
-            read_threads(env[name], where="env")
-    return MappingProxyType(env)  # what was checked does not change
-
-
-def read_threads(text: str, *, where: str) -> int | None:
-    """Returns the number of threads that OMP_NUM_THREADS names; None where it is empty.
+def check_fields(instance: Any, owner: str) -> None:
+    """Checks all such fields of a frozen dataclass, from its ``__post_init__``.
 
     Raises:
-        LabError: It names something else, such as OpenMP's list for nested threads, which torch does not use.
+        LabError: A field does not take its value.
     """
-    if not text.strip():
-        return None
-    if not THREADS.fullmatch(text.strip()):
-        raise LabError(
-            f"OMP_NUM_THREADS={show(text, 60)} is no number of threads.",
-            where=where,
-            cause="a job takes one whole number from 1 to 9999",
-            fix="export OMP_NUM_THREADS=4, then start Python (or JupyterLab) again" if where != "env" else "env={…: 4}",
-        )
-    return int(text)
+    for each in fields(instance):
+        if check := each.metadata.get("check"):
+            value = check_value(owner, each.name, getattr(instance, each.name), check)
+            object.__setattr__(instance, each.name, value)
 
 
-TEXT = Kind("a text", "'text'", read_text)
-NAME = Kind("a text that is not empty", "'name'", read_name)
-PATH = Kind("a path", "'folder/file'", read_path)
-PLACE = Kind("a path", "'folder/file'", read_place)
-NAMES = Kind("a list of texts", "['one', 'two']", _read_names)
-ABSOLUTE = Kind("an absolute path", "'/home/me/labs'", _read_absolute)
-ADDRESS = Kind("an IPv4 address", "'10.0.0.11'", _read_address)
-PYTHON = Kind("the path of a Python", "'/home/me/labs/.venv/bin/python'", read_name)
-INTERFACE = Kind("the name of a network interface", "'eth0'", read_name)
-PORT = optional(whole(1, 65535, 29500))
-PROCESSES = whole(1, 256, 1)
-RESTARTS = whole(0, 1000, 3)
-SECONDS = Kind("a number of seconds from 0.1 to 1e+08", "60", lambda value: read_seconds(value, 0.1, 1e8))
-RANK_ORDER = choice("address", "nodes")
-FLAG = Kind("True or False", "True", read_flag)
-ENV = Kind("a dictionary of texts", "{'LAB_SCALE': 'small'}", _read_env)
-ARGUMENTS = Kind("a list of texts and numbers", "['--lr', 0.1]", _read_arguments)
-PROGRAM = Kind("a list of texts", "['python']", _read_names)
+def check_value(owner: str, name: str, value: object, check: Check) -> Any:
+    """Returns what a check makes of the value of a field or argument; ``owner`` is what was called.
 
-JOB = {
-    "script": Kind("the path of a file", "'train.py'", _read_script),
-    "args": ARGUMENTS,
-    "nodes": Kind("a list of nodes", "launch.local_nodes(2)", _read_nodes),
-    "nproc_per_node": PROCESSES,
-    "env": ENV,
-    "port": PORT,
-    "join_timeout": SECONDS,
-    "hang_timeout": SECONDS,
-    "limit": SECONDS,
-    "max_restarts": RESTARTS,
-    "rank_order": RANK_ORDER,
-    "root": optional(PLACE),
-    "program": PROGRAM,
-    "files": Kind("a list of paths", "['helper.py']", _read_files),
-    "data": optional(Kind("a DataFolder", f"nodelaunch.{DATA_EXAMPLE}", _read_data)),
-    "needs_group": FLAG,
-    "module": optional(Kind("the name of a module", "'package.train'", _read_module)),
-}
-DATA_FOLDER = {
-    "path": PLACE,
-    "name": Kind("a path below the data folder of a node", "'images/digits'", _read_inner),
-    "identity": Kind("the name of a file", "'index.json'", _read_file_name),
-    "copy_data": FLAG,
-    "fix": TEXT,
-}
-PLAN = {
-    "job_id": TEXT,
-    "rendezvous_id": TEXT,
-    "node": whole(0, 999, 0),
-    "node_name": TEXT,
-    "nodes": whole(1, 1000, 2),
-    "nproc_per_node": PROCESSES,
-    "python": TEXT,
-    "job_folder": TEXT,
-    "code_folder": TEXT,
-    "work_folder": TEXT,
-    "script": TEXT,
-    "args": ARGUMENTS,
-    "address": optional(TEXT),  # on Slurm the script finds it out; another script checks it
-    "head_address": optional(TEXT),
-    "port": whole(0, 65535, 29500),  # 0: as with the addresses
-    "interface": optional(TEXT),
-    "threads": optional(whole(1, 9999, 4)),
-    "join_timeout": SECONDS,
-    "hang_timeout": SECONDS,
-    "limit": SECONDS,
-    "max_restarts": RESTARTS,
-    "rank_order": RANK_ORDER,
-    "env": ENV,
-    "program": PROGRAM,
-    "project": FLAG,
-    "module": optional(TEXT),
-}
-NODE = {"address": optional(ADDRESS), "interface": optional(INTERFACE), "data": optional(NAME)}
-LOCAL_NODES = {"count": whole(1, 16, 2, "number of nodes"), "folder": optional(PLACE)}
-LOCAL_NODE = {**NODE, "name": NAME, "folder": ABSOLUTE, "python": PYTHON}
-LOCAL_NODE |= {"index": whole(0, 15, 0), "together": LOCAL_NODES["count"]}
-HOSTS = Kind("a list of hosts", "['n1', 'n2']", lambda value: read_sequence(value, read_text))
-SSH_NODES = {"python": optional(PYTHON), "folder": PATH, "config": optional(PLACE)}
-SSH_NODE = {**NODE, "name": NAME, "wanted_python": optional(PYTHON), "wanted_folder": NAME}
-SLURM_NODES = {"folder": optional(PLACE), "python": optional(PYTHON)}
-SLURM_NODE = {**NODE, "name": NAME, "folder": ABSOLUTE, "python": PYTHON}
-SLURM_REQUEST = {"count": whole(1, 1000, 2, "number of nodes"), "partition": optional(TEXT)}
-SLURM_REQUEST |= {"time_limit": TEXT, "extra": NAMES}
+    Raises:
+        LabError: The field does not take the value.
+    """
+    try:
+        return check(value)
+    except InvalidValue as error:
+        words = f"{name} is {error.wanted}, not "
+        shown = clean(" ".join(reprlib.repr(value).split()), 119 - len(words))
+        cause = clean(error.cause or f"the value is of the type {type(value).__name__}", 300)
+        fix = clean(f"{name}={error.example}", 300)
+        raise LabError(f"{words}{shown}.", where=owner, cause=cause, fix=fix) from None
+
+
+def rule(
+    holds: Check, wanted: str, example: str, *, cause: str = "", first: Check | None = None, kept: Check | None = None
+) -> Check:
+    """Makes a check out of a condition; ``wanted`` completes "<field> is …", and ``example`` is typed as in Python.
+
+    Another check may come ``first``, and ``kept`` converts the value at last. Without a ``cause`` the value's type is
+    named.
+    """
+
+    def check(value: Any) -> Any:
+        value = first(value) if first else value
+        if not holds(value):
+            raise InvalidValue(wanted, example, cause)
+        return kept(value) if kept else value
+
+    return check
+
+
+def whole(low: int, high: int, example: int) -> Check:
+    """Takes a whole number in a range, ends included; NumPy's, too."""
+    wanted, text = f"a whole number from {low} to {high}", str(example)
+    number = rule(lambda value: _is_a(value, numbers.Integral), wanted, text, kept=int)
+    return rule(lambda value: low <= value <= high, wanted, text, cause="it is out of that range", first=number)
+
+
+def optional(check: Check) -> Check:
+    """Takes the same, or None."""
+    return lambda value: None if value is None else check(value)
+
+
+def list_of(check: Check, wanted: str = "a list of texts", example: str = "['one', 'two']") -> Check:
+    """Takes a list, and returns a tuple; a text is not a list of its letters."""
+
+    def check_each(value: Any) -> tuple:
+        if isinstance(value, str | PurePath):
+            raise InvalidValue(wanted, f"[{str(value)!r}]", "it is one; several are named in a list")
+        if not isinstance(value, Sequence):
+            raise InvalidValue(wanted, example)
+        try:
+            return tuple(map(check, value))
+        except InvalidValue as error:
+            types = ", ".join(sorted({type(element).__name__ for element in value}))
+            raise InvalidValue(wanted, example, error.cause or f"its elements are of the types {types}") from None
+
+    return check_each
+
+
+def check_text(value: Any) -> str:
+    """Takes a text that can be an argument, a variable or a path."""
+    if not isinstance(value, str):
+        raise InvalidValue("a text", "'text'")
+    try:
+        broken = b"\0" in value.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        broken = True
+    if broken:
+        cause = "no program can be given a NUL byte or half a character: leave it out, or pass the data in a file"
+        raise InvalidValue("a text", "'text'", cause)
+    return value
+
+
+def check_path(value: Any) -> Path:
+    """Takes a path, and returns it absolute and without links; ``~`` is a home."""
+    if not isinstance(value, str | PurePath):
+        raise InvalidValue("a path", "'folder/file'")
+    try:
+        found = Path(NAME(str(value))).expanduser().resolve()
+        with contextlib.suppress(PermissionError):
+            found.exists()  # raises if it is longer than a path can be, as code in place of a file's name is
+        return found
+    except (OSError, RuntimeError) as error:
+        raise InvalidValue("a path", "'folder/file'", f"the path leads nowhere: {error}") from error
+
+
+def check_address(value: Any) -> str:
+    """Takes an IPv4 address."""
+    try:
+        return str(ipaddress.IPv4Address(check_text(value)))
+    except ipaddress.AddressValueError as error:
+        raise InvalidValue("an IPv4 address", "'10.0.0.11'", str(error)) from error
+
+
+def _is_a(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+NAME = rule(str.strip, "a text that is not empty", "'name'", cause="it is empty", first=check_text)
+SEPARATES = "PYTHONPATH separates folders by ':'; choose another folder=, or another LAB_RUNS"
+FOLDER = rule(lambda value: ":" not in value, "a path without ':'", "'/home/me/labs'", cause=SEPARATES, first=NAME)
+FLAG = rule(lambda value: isinstance(value, bool), "True or False", "True")  # a text such as "no" would count as true
+SECONDS = rule(
+    lambda value: _is_a(value, numbers.Real) and 0.1 <= value <= 1e8,  # which NaN is not
+    "a number of seconds from 0.1 to 1e+08",
+    "60",
+    kept=float,
+)
+PORT, PROCESSES = optional(whole(1, 65535, 29500)), whole(1, 256, 1)

@@ -19,6 +19,7 @@ from harness.jobs import (
     copy_code,
     find_processes,
     kill,
+    make_running,
     run_badly,
     wait_for,
     when_connected,
@@ -27,10 +28,9 @@ from harness.jobs import (
 import nodelaunch as launch
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
-from nodelaunch.failure import diagnose
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import BURST, TAIL, Lines, Log, Output
-from nodelaunch.run import FIRST, LAST, Kept, Run
+from nodelaunch.running import FIRST, LAST, OutputBuffer
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -160,7 +160,7 @@ def test_a_log_is_bounded_and_keeps_its_end(tmp_path):
 
 
 def test_a_result_keeps_the_first_and_last_lines_of_each_rank():
-    kept = Kept()
+    kept = OutputBuffer()
     for number in range(200_000):
         kept.add(f"[rank 0] line {number}")
         if number % 50_000 == 0:
@@ -221,20 +221,20 @@ class SilentLink:
 
 def test_a_log_that_cannot_be_opened_leaves_no_supervisor(tmp_path):
     link = SilentLink()
-    settings = {"join_timeout": 60, "limit": 60, "restarts": False, "say": print, "stop": threading.Event()}
+    running = make_running({"a": link}, JobState(["a"], ["127.0.0.1"]), tmp_path / "no folder")
+    running.follow()
     with pytest.raises(FileNotFoundError):
-        Run({"a": link}, JobState(["a"], ["127.0.0.1"]), log=tmp_path / "no folder" / "log", **settings).follow()
+        running.wait()
     assert link.let_go.is_set()
 
 
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
-    state, link, start = JobState(["a"], ["127.0.0.1"]), SilentLink(), time.monotonic()
-    say, stop = lambda line: None, threading.Event()
-    run = Run({"a": link}, state, log=tmp_path / "log", join_timeout=60, limit=1, restarts=False, say=say, stop=stop)
-    run.follow()
+    link, start = SilentLink(), time.monotonic()
+    running = make_running({"a": link}, JobState(["a"], ["127.0.0.1"]), tmp_path, limit=1)
+    running.follow()
     assert time.monotonic() - start < 1 + 2 + 5 + 2
-    assert run.reason == StopReason.LIMIT and link.let_go.is_set()
-    failure = diagnose(state, run.reason)
+    assert running.reason == StopReason.LIMIT and link.let_go.is_set()
+    failure = running.wait(check=False).failure
     assert failure.kind == "limit" and failure.what == "The job ran into its time limit of 1 s."
     assert "supervisor on a was stopped" in failure.cause
 

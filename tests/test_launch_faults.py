@@ -10,19 +10,16 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import PYTHON, Heard, assert_gone, wait_for
+from harness.jobs import PYTHON, Heard, assert_gone, make_running, wait_for
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends.local import LocalNode
-from nodelaunch.failure import diagnose
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.preflight import check_nodes
-from nodelaunch.run import Run
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -62,27 +59,28 @@ class FakeLink:
         return None
 
 
-def follow(link, log, show=lambda line: None):
+def follow(link, folder, show=lambda line: None):
     state = JobState(["a"], ["10.0.0.1"])
     state.read("a", say("worker", rank=0, pid=57, host="a", local_rank=0, node=0, processes=1))
-    run = Run({"a": link}, state, log=log, join_timeout=5, limit=60, restarts=False, say=show, stop=threading.Event())
-    run.follow()
-    return state, run
+    running = make_running({"a": link}, state, folder, show, join_timeout=5)
+    running.follow()
+    return state, running.wait(check=False)
 
 
 END = [say("result", rank=0, value=7), say("ended", returncode=0, reason=None, why="", killed=0, memory={})]
 
 
 def test_a_line_that_was_torn_ends_nothing(tmp_path):
-    state, _ = follow(FakeLink(b"[rank 0] hi\n", b'\x1e{"event": "result", "rank": 0, "val'), tmp_path / "log")
+    state, _ = follow(FakeLink(b"[rank 0] hi\n", b'\x1e{"event": "result", "rank": 0, "val'), tmp_path)
     assert state.nodes["a"].gone and not state.results
 
 
-def test_a_full_disk_costs_the_log_and_not_the_job():
+def test_a_full_disk_costs_the_log_and_not_the_job(tmp_path):
     said = []
-    state, run = follow(FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END), Path("/dev/full"), said.append)
-    assert state.results == {0: 7} and diagnose(state, run.reason) is None
-    assert run.lines == ["[rank 0] hi", "[rank 0] ho"]
+    (tmp_path / "output.log").symlink_to("/dev/full")
+    _, result = follow(FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END), tmp_path, said.append)
+    assert result.ok and result.results == (7,)
+    assert result.lines == ("[rank 0] hi", "[rank 0] ho")
     assert sum("the log is not complete" in line for line in said) == 1
 
 
@@ -92,9 +90,9 @@ def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
 
     link = FakeLink(b"[rank 0] hi\n", b"[rank 0] ho\n", *END)
     with pytest.raises(ValueError, match="no window"):
-        follow(link, tmp_path / "log", show)
+        follow(link, tmp_path, show)
     assert link.stopped and not link.killed
-    assert b"[rank 0] ho" in (tmp_path / "log").read_bytes(), "the rest is read to its end"
+    assert b"[rank 0] ho" in (tmp_path / "output.log").read_bytes(), "the rest is read to its end"
 
 
 # The supervisor, with nobody to read what it says, and with disks that are full.

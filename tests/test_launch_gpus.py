@@ -16,14 +16,12 @@ import pytest
 import torch
 from harness.jobs import TROUBLE, Heard, hear, run_badly
 
-from nodelaunch import TorchrunJob, local_nodes
+from nodelaunch import TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.backends.local import LocalNode
-from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
 from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.messages import look_up
 from nodelaunch.node import agreement
 from nodelaunch.node.watch import EARLIER, EARLIEST
-from nodelaunch.script import Plan, write_script
 
 pytestmark = pytest.mark.usefixtures("runs")
 HIDDEN = "export CUDA_VISIBLE_DEVICES=''"
@@ -362,13 +360,13 @@ def test_a_job_of_a_notebook_hangs_for_the_launcher_before_its_process_group_giv
         assert int(seconds) < told, f"{script}: the process group gives up after {timeout} s"
 
 
-def test_the_network_interface_is_named_exactly():
+def test_the_network_interface_is_named_exactly(write):
     """To NCCL eth1 is also the beginning of eth10; to Gloo "=eth1" is no interface."""
-    plan = Plan(
-        "j", "r", 0, "n", 2, 1, "/p/python", "/f/j", "/f/c", "/f/w", "t.py", (), "10.0.0.1", "10.0.0.1", 29500, "eth1"
-    )
+    nodes = [replace(ssh_nodes(["n"], folder="/f", python="/p", interface="eth1")[0], address="10.0.0.1")]
     own = 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'
-    for text in (write_script(plan), write_sbatch(replace(plan, interface=None), SlurmRequest(2))):
+    for each in (nodes, slurm_nodes(2)):
+        (path, *_) = TorchrunJob(write("t.py", ""), nodes=each, port=29500).write()
+        text = path.read_text()
         (line,) = re.findall(r"^export GLOO_SOCKET_IFNAME=.*$", text, re.MULTILINE)
         said = subprocess.run(["bash", "-c", f"interface=eth1; {line}; {own}"], capture_output=True, text=True)
         assert said.stdout == "eth1 =eth1\n"

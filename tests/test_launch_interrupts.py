@@ -103,14 +103,13 @@ while True:
 # line, as a function begins, or as it returns, also in the standard library. What starts its threads comes before these
 # places: there the standard library has the same fault, once for each. The supervisors are stand-ins.
 PLACES = """
-import faulthandler, itertools, sys, threading, time
+import faulthandler, itertools, sys, threading
 from pathlib import Path
-from types import SimpleNamespace
-import nodelaunch.run, nodelaunch.running
+from harness.jobs import make_running
+from nodelaunch.running import RunningJob
 from nodelaunch.state import JobState
 
-folder = Path(sys.argv[2])
-STARTS = nodelaunch.run.Run._follow_lines.__code__, nodelaunch.running.RunningJob.wait.__code__
+STARTS = RunningJob._follow_lines.__code__, RunningJob.wait.__code__
 
 class Supervisor:
     def __init__(self):
@@ -144,18 +143,16 @@ def interrupt_at(number):
     sys.settrace(look)
     return left
 
-spec = SimpleNamespace(join_timeout=60, limit=60, max_restarts=0, nproc_per_node=1, nodes=[])
 for number in itertools.count():
     faulthandler.dump_traceback_later(20, exit=True)
-    job = nodelaunch.running.RunningJob(
-        spec, SimpleNamespace(id="", folder=folder), links={"a": Supervisor()}, state=JobState(["a"], ["127.0.0.1"]),
-        seconds={}, started=time.monotonic(), say=lambda line: None, stop=threading.Event(), claim=None,
-    )
+    job = make_running({"a": Supervisor()}, JobState(["a"], ["127.0.0.1"]), Path(sys.argv[2]))
     if sys.argv[1] == "wait":
-        job.follow_in_background()
+        threading.Thread(target=job.follow, daemon=True).start()
     try:
         left = interrupt_at(number)
-        (job.wait if sys.argv[1] == "wait" else job.follow)(check=False)
+        if sys.argv[1] == "follow":
+            job.follow()
+        job.wait(check=False)
     except KeyboardInterrupt:
         assert not left
     finally:
@@ -301,13 +298,13 @@ def test_an_interrupt_while_nodes_are_started_leaves_no_zombie(late, runs, tmp_p
     (tmp_path / "train.py").write_text(PLAIN)
     start, begun = direct._start_node, []
 
-    def start_node(node, plan):
+    def start_node(spec, launch, place):
         if begun and not late:
             raise KeyboardInterrupt
         if begun:
             _thread.interrupt_main()
             time.sleep(0.5)
-        link = start(node, plan)
+        link = start(spec, launch, place)
         begun.append(link)  # held here: else Python itself may wait for it as it forgets the link
         return link
 

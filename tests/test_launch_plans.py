@@ -16,7 +16,8 @@ from nodelaunch import DataFolder, TorchrunJob, choose_nodes, local_nodes, slurm
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.backends.slurm import SlurmNode
 from nodelaunch.backends.ssh import SshNode
-from nodelaunch.plans import make_plans
+from nodelaunch.script import list_variables, place_nodes
+from nodelaunch.spec import make_launch
 
 SHOW = """
 import os
@@ -75,12 +76,19 @@ def far_nodes(*names):
     return [replace(node, address=f"10.0.0.{number}") for number, node in enumerate(nodes, start=1)]
 
 
-def plan_job(job):
-    return make_plans(job.spec, job._launch, "hash", None)
+def place(script, nodes, **options):
+    """The placements of a job, and the variables of each node's processes."""
+    spec = TorchrunJob(script, nodes=nodes, port=29555, **options).spec
+    places = place_nodes(spec, make_launch("train"), "hash", None)
+    return places, [list_variables(spec, each) for each in places]
 
 
-def plan(script, nodes, **options):
-    return plan_job(TorchrunJob(script, nodes=nodes, port=29555, **options))
+def threads(*arguments, **options):
+    return [each.threads for each in place(*arguments, **options)[0]]
+
+
+def devices(*arguments, **options):
+    return [each.get("CUDA_VISIBLE_DEVICES") for each in place(*arguments, **options)[1]]
 
 
 # LAB_NODES.
@@ -116,10 +124,12 @@ def test_options_of_sbatch_follow_the_number_of_nodes(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("local:2 --gpus-per-node=1", ["is no number of nodes", "LAB_NODES"]),
-        ("local:two", ["'two' is no number of nodes", "LAB_NODES", "local:2"]),
-        ("slurm:0", ["'0' is no number of nodes", "LAB_NODES"]),
-        ("local:-1", ["'-1' is no number of nodes"]),
+        ("local:2 --gpus-per-node=1", ["is not a number of nodes", "LAB_NODES"]),
+        ("local:two", ["'two' is not a number of nodes", "LAB_NODES", "local:2"]),
+        ("local:²", ["is not a number of nodes"]),
+        ("slurm:", ["is not a number of nodes"]),
+        ("slurm:0", ["'0' is not a number of nodes", "LAB_NODES"]),
+        ("local:-1", ["'-1' is not a number of nodes"]),
         ("local:17", ["from 1 to 16, not 17", "local_nodes"]),
         ("slurm:1001", ["from 1 to 1000, not 1001", "slurm_nodes"]),
         ("alice,alice", ["a host of its own", "alice"]),
@@ -154,36 +164,30 @@ def test_the_hosts_configuration_of_ssh_may_be_another(monkeypatch, tmp_path):
 # The share of each node.
 
 
-@pytest.mark.parametrize(("count", "processes", "threads"), [(1, 1, 8), (2, 1, 4), (2, 2, 2), (3, 1, 2), (2, 8, 1)])
-def test_the_nodes_of_this_machine_share_its_cores(script, count, processes, threads):
-    plans = plan(script, local_nodes(count), nproc_per_node=processes)
-    assert [each.threads for each in plans] == [threads] * count
+@pytest.mark.parametrize(("count", "processes", "share"), [(1, 1, 8), (2, 1, 4), (2, 2, 2), (3, 1, 2), (2, 8, 1)])
+def test_the_nodes_of_this_machine_share_its_cores(script, count, processes, share):
+    assert threads(script, local_nodes(count), nproc_per_node=processes) == [share] * count
 
 
 def test_one_node_of_two_keeps_its_share(script, tmp_path, monkeypatch):
     """Else one node would be compared with two that have half of it each."""
     set_gpus(tmp_path, monkeypatch, 2)
     for number, node in enumerate(local_nodes(2)):
-        (alone,) = plan(script, [node])
-        assert (alone.threads, alone.env["CUDA_VISIBLE_DEVICES"]) == (4, str(number))
+        assert (threads(script, [node]), devices(script, [node])) == ([4], [str(number)])
 
 
 def test_another_host_shares_its_own_cores(script):
-    plans = plan(script, [*far_nodes("alice"), *local_nodes(1)])
-    assert [each.threads for each in plans] == [None, 8], "of this machine's nodes there is but one"
+    nodes = [*far_nodes("alice"), *local_nodes(1)]
+    assert threads(script, nodes) == [None, 8], "of this machine's nodes there is but one"
 
 
 def test_a_number_of_threads_that_was_chosen_holds_on_every_node(script, monkeypatch):
     nodes = [*far_nodes("alice"), *local_nodes(1)]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert [each.threads for each in plan(script, nodes)] == [3, 3]
-    plans = plan(script, nodes, env={"OMP_NUM_THREADS": "5"})
-    assert [each.threads for each in plans] == [5, 5]
-    assert not any("OMP_NUM_THREADS" in each.env for each in plans), "said once, where the script has its comment"
-
-
-def devices(plans):
-    return [each.env.get("CUDA_VISIBLE_DEVICES") for each in plans]
+    assert threads(script, nodes) == [3, 3]
+    places, variables = place(script, nodes, env={"OMP_NUM_THREADS": "5"})
+    assert [each.threads for each in places] == [5, 5]
+    assert not any("OMP_NUM_THREADS" in each for each in variables), "said once, where the script has its comment"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +205,7 @@ def devices(plans):
 )
 def test_each_node_of_this_machine_has_gpus_of_its_own(script, tmp_path, monkeypatch, gpus, count, processes, expected):
     set_gpus(tmp_path, monkeypatch, gpus)
-    assert devices(plan(script, local_nodes(count), nproc_per_node=processes)) == expected
+    assert devices(script, local_nodes(count), nproc_per_node=processes) == expected
 
 
 @pytest.mark.parametrize(
@@ -211,15 +215,18 @@ def test_each_node_of_this_machine_has_gpus_of_its_own(script, tmp_path, monkeyp
 def test_only_gpus_that_are_visible_here_are_shared(script, tmp_path, monkeypatch, visible, expected):
     set_gpus(tmp_path, monkeypatch, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert devices(plan(script, local_nodes(2))) == expected
+    assert devices(script, local_nodes(2)) == expected
 
 
 def test_gpus_of_another_host_and_those_that_were_chosen_are_left_alone(script, tmp_path, monkeypatch):
     set_gpus(tmp_path, monkeypatch, 2)
-    assert devices(plan(script, [*far_nodes("alice", "bob"), *local_nodes(1)])) == [None, None, "0"]
-    assert devices(plan(script, local_nodes(2), env={"CUDA_VISIBLE_DEVICES": "7"})) == ["7", "7"]
+    assert devices(script, [*far_nodes("alice", "bob"), *local_nodes(1)]) == [None, None, "0"]
+    assert devices(script, local_nodes(2), env={"CUDA_VISIBLE_DEVICES": "7"}) == ["7", "7"]
+    with monkeypatch.context() as own:
+        own.setenv("CUDA_VISIBLE_DEVICES", "1")
+        assert devices(script, far_nodes("alice", "bob")) == [None, None]
     set_gpus(tmp_path, monkeypatch, 2, status=9)  # a driver that does not answer
-    assert devices(plan(script, local_nodes(2))) == [None, None]
+    assert devices(script, local_nodes(2)) == [None, None]
 
 
 # Settings and data.
@@ -228,22 +235,23 @@ def test_gpus_of_another_host_and_those_that_were_chosen_are_left_alone(script, 
 def test_settings_reach_every_node_and_nothing_else_does(script, monkeypatch):
     monkeypatch.setenv("LAB_SCALE", "full")
     monkeypatch.setenv("SECRET", "of the learner")
-    here, there, given = plan(script, [*local_nodes(1), *far_nodes("alice"), replace(far_nodes("bob")[0], data="/big")])
-    assert [each.env["LAB_SCALE"] for each in (here, there, given)] == ["full"] * 3
-    assert here.env["LAB_DATA"] == os.environ["LAB_DATA"]
-    assert [there.env["LAB_DATA"], given.env["LAB_DATA"]] == ["/f/data", "/big"]
-    assert [here.env["LAB_RUNS"], there.env["LAB_RUNS"]] == [f"{local_nodes(1)[0].folder}/runs", "/f/runs"]
-    assert set(there.env) == {"LAB_SCALE", "LAB_DATA", "LAB_RUNS"}
+    nodes = [*local_nodes(1), *far_nodes("alice"), replace(far_nodes("bob")[0], data="/big")]
+    _, (here, there, given) = place(script, nodes)
+    assert [each["LAB_SCALE"] for each in (here, there, given)] == ["full"] * 3
+    assert here["LAB_DATA"] == os.environ["LAB_DATA"]
+    assert [there["LAB_DATA"], given["LAB_DATA"]] == ["/f/data", "/big"]
+    assert [here["LAB_RUNS"], there["LAB_RUNS"]] == [f"{local_nodes(1)[0].folder}/runs", "/f/runs"]
+    assert set(there) == {"LAB_SCALE", "LAB_DATA", "LAB_RUNS"}
     monkeypatch.delenv("LAB_SCALE")
-    assert "LAB_SCALE" not in plan(script, local_nodes(1))[0].env
-    assert plan(script, local_nodes(1), env={"LAB_SCALE": "small"})[0].env["LAB_SCALE"] == "small"
+    assert "LAB_SCALE" not in place(script, local_nodes(1))[1][0]
+    assert place(script, local_nodes(1), env={"LAB_SCALE": "small"})[1][0]["LAB_SCALE"] == "small"
 
 
 def test_a_relative_lab_data_means_the_same_folder_in_the_job(script, monkeypatch, root):
     monkeypatch.setenv("LAB_DATA", "somewhere")
-    assert plan(script, local_nodes(1))[0].env["LAB_DATA"] == str(root / "somewhere")
-    slurm = plan_job(TorchrunJob(script, nodes=slurm_nodes(2)))
-    assert {each.env["LAB_DATA"] for each in slurm} == {f"{slurm_nodes(2)[0].folder}/data"}
+    assert place(script, local_nodes(1))[1][0]["LAB_DATA"] == str(root / "somewhere")
+    shared = place(script, slurm_nodes(2))[1]
+    assert {each["LAB_DATA"] for each in shared} == {f"{slurm_nodes(2)[0].folder}/data"}
 
 
 @pytest.mark.usefixtures("warm_torchrun")
@@ -308,16 +316,6 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_data_are_copied_to_where_the_job_looks_for_them(script, tmp_path):
-    make_pack(tmp_path / "data")
-    nodes = [replace(node, data=str(tmp_path / "big")) for node in local_nodes(1)]
-    job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True), env={"OMP_NUM_THREADS": 1})
-    script.write_text(LOAD)
-    assert job.run(show=False, force=True).results[0][0] == 20
-    assert (tmp_path / "big" / "packed" / "shapes10" / "manifest.json").exists()
-
-
-@pytest.mark.usefixtures("warm_ranks")
 def test_a_pack_of_a_folder_of_images_is_known_here_and_copied_to_where_it_is_looked_for(script, tmp_path):
     """Such a pack has the folder's name in its own; a node without the folder takes it for an imported one."""
     make_folder(tmp_path / "data" / "cinic10")
@@ -352,10 +350,9 @@ def test_a_script_is_told_where_its_data_are(script, tmp_path):
     make_pack(tmp_path / "data")
     folder = name_pack(tmp_path)
     own, other = local_nodes(1)[0], replace(local_nodes(2)[1], data=str(tmp_path / "big"))
-    plans = plan_job(TorchrunJob(script, nodes=[own, other], data=folder, port=29555))
-    told = [plan.env["LAB_DATA_FOLDER"] for plan in plans]
+    told = [variables["LAB_DATA_FOLDER"] for variables in place(script, [own, other], data=folder)[1]]
     assert told == [str(folder.path), str(tmp_path / "big" / "packed" / "shapes10")]
-    assert "LAB_DATA_FOLDER" not in plan_job(TorchrunJob(script, nodes=[own], port=29555))[0].env
+    assert "LAB_DATA_FOLDER" not in place(script, [own])[1][0]
 
 
 def test_data_are_copied_to_slurms_shared_folder(script, tmp_path):

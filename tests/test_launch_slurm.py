@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,8 @@ from nodelaunch.backends.slurm import (
     start,
     submit,
 )
-from nodelaunch.script import Plan
-from nodelaunch.spec import JobSpec
+from nodelaunch.script import place_nodes
+from nodelaunch.spec import JobSpec, Launch
 
 HOSTILE = [
     "two words",
@@ -52,39 +52,41 @@ dist.destroy_process_group()
 """
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A job as it is before it is launched, and its batch script."""
+
+    spec: JobSpec
+    launch: Launch
+
+    @property
+    def place(self):
+        return place_nodes(self.spec, self.launch, "abc", None)[0]
+
+    @property
+    def folder(self):
+        return Path(self.place.job_folder)
+
+    def change(self, **options):
+        return replace(self, spec=replace(self.spec, **options))
+
+    def write(self, **options):
+        return write_sbatch(self.spec, self.launch, self.place, **options)
+
+
 @pytest.fixture
 def plan(tmp_path, root):
     """A job of two nodes in folders with hostile names, which passes hostile arguments."""
     base = tmp_path / "it's $(touch injected) ü"
-    (base / "code" / "script").mkdir(parents=True)
+    code = base / "code" / "abc"
+    (code / "script").mkdir(parents=True)
     for name in ("lab_common", "nodelaunch"):
-        (base / "code" / name).symlink_to(root / name)
-    (base / "code" / "script" / "my train.py").write_text(SCRIPT)
-    return Plan(
-        job_id=f"slurm-test-{os.getpid()}",
-        rendezvous_id="5ec2e7",
-        node=0,
-        node_name="slurm0",
-        nodes=2,
-        nproc_per_node=1,
-        python=sys.executable,
-        job_folder=str(base / "job"),
-        code_folder=str(base / "code"),
-        work_folder=str(base / "work folder"),
-        script="my train.py",
-        args=tuple(HOSTILE),
-        address="",
-        head_address="",
-        port=0,
-        threads=1,
-        join_timeout=62.5,  # of which torchrun reads whole seconds
-        env={"ODD": "$HOME 'x'\n#SBATCH --nodes=99"},
-    )
-
-
-@pytest.fixture
-def request_two():
-    return slurm_nodes(2)[0].request
+        (code / name).symlink_to(root / name)
+    (code / "script" / "my train.py").write_text(SCRIPT)
+    env = {"ODD": "$HOME 'x'\n#SBATCH --nodes=99", "OMP_NUM_THREADS": 1}
+    # torchrun reads whole seconds of the time to join.
+    spec = JobSpec("my train.py", HOSTILE, slurm_nodes(2, folder=base), join_timeout=62.5, env=env)
+    return Planned(spec, Launch(f"slurm-test-{os.getpid()}", "5ec2e7", base))
 
 
 def write_trivial(folder, body, *options):
@@ -102,8 +104,8 @@ def wait_state(job, *states, seconds=30):
         time.sleep(0.1)
 
 
-def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, request_two, tmp_path):
-    text = write_sbatch(plan, request_two)
+def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, tmp_path):
+    text = plan.write()
     done = subprocess.run(["bash", "-n"], input=text.encode(), capture_output=True)
     assert (done.returncode, done.stderr) == (0, b"")
     requests = [line for line in text.splitlines() if line.startswith("#SBATCH")]
@@ -117,16 +119,15 @@ def test_the_script_is_bash_in_which_every_request_has_a_comment(plan, request_t
 
 
 def test_the_request_is_written(plan):
-    nodes = slurm_nodes(
-        3, partition="gpu", time_limit="1-02:00:00", extra=["--gpus-per-node=h100:2", "--account=course"]
-    )
-    text = write_sbatch(replace(plan, nodes=3, interface="ib0", port=29511, nproc_per_node=2), nodes[0].request)
+    extra = ["--gpus-per-node=h100:2", "--account=course"]
+    nodes = slurm_nodes(3, partition="gpu", time_limit="1-02:00:00", extra=extra, interface="ib0")
+    text = plan.change(nodes=nodes, port=29511, nproc_per_node=2).write()
     for option in ("nodes=3", "partition=gpu", "time=1-02:00:00", "gpus-per-node=h100:2", "account=course"):
         assert re.search(rf"^#SBATCH --{option} +# ", text, re.MULTILINE)
     for words in ("GLOO_SOCKET_IFNAME=ib0", ":29511", "--nproc-per-node=2", "LAB_WORLD_SIZE=6", "is_host="):
         assert words in text
     assert "--master-addr" not in text
-    static = write_sbatch(replace(plan, rank_order="nodes"), nodes[0].request)
+    static = plan.change(rank_order="nodes").write()
     assert "--master-addr" in static and "--rdzv-conf=is_host" not in static
 
 
@@ -190,13 +191,11 @@ def test_a_notebook_inside_a_job_submits_another_one(slurm, tmp_path, monkeypatc
     slurm.wait_empty()
 
 
-def submit_plan(plan, nodes, *, say):
-    """Starts a plan as a job does: the script lies in the job's folder already."""
-    folder = Path(plan.job_folder)
-    folder.mkdir(parents=True)
-    (folder / "job.sbatch").write_text(write_sbatch(replace(plan, limit=600), nodes[0].request, lease=LEASE_SECONDS))
-    spec = JobSpec("train.py", nodes=nodes)
-    return list(start(spec, [plan], say=say, stop=threading.Event()).values())
+def submit_plan(plan, *, say):
+    """Starts a job as its launcher does: the script lies in the job's folder already."""
+    plan.folder.mkdir(parents=True)
+    (plan.folder / "job.sbatch").write_text(plan.change(limit=600).write(lease=LEASE_SECONDS))
+    return list(start(plan.spec, plan.launch, [plan.place], say=say, stop=threading.Event()).values())
 
 
 def read_all(links):
@@ -211,9 +210,8 @@ def read_all(links):
 @pytest.mark.drill
 @pytest.mark.parametrize("order", ["address", "nodes"])
 def test_torchrun_runs_on_both_nodes_with_hostile_names_and_arguments(slurm, plan, order, survivors):
-    nodes = slurm_nodes(2, folder=Path(plan.job_folder).parent)
-    said = []
-    links = submit_plan(replace(plan, rank_order=order), nodes, say=said.append)
+    nodes, said = plan.spec.nodes, []
+    links = submit_plan(plan.change(rank_order=order), say=said.append)
     assert said[-1].endswith("RUNNING on c[1-2]")
     got, readers = read_all(links)
     end = time.monotonic() + 120
@@ -231,19 +229,19 @@ def test_torchrun_runs_on_both_nodes_with_hostile_names_and_arguments(slurm, pla
     for index, node in enumerate(nodes):
         value = values[node.name]
         assert value["args"] == HOSTILE
-        assert value["value"] == plan.env["ODD"]
-        assert (value["size"], value["node"], value["cwd"]) == (2, str(index), plan.work_folder)
+        assert value["value"] == plan.spec.env["ODD"]
+        assert (value["size"], value["node"], value["cwd"]) == (2, str(index), f"{node.folder}/work")
         assert value["interface"] == "lo"
         assert order == "address" or value["rank"] == index
-    assert not list(Path(plan.job_folder).parent.rglob("injected"))
+    assert not list(Path(nodes[0].folder).rglob("injected"))
     slurm.wait_empty()
-    assert survivors(plan.job_id) == []
+    assert survivors(plan.launch.id) == []
 
 
 def test_by_hand_the_same_script_needs_no_launcher(slurm, plan, tmp_path):
-    folder = Path(plan.job_folder)
-    folder.mkdir()
-    (folder / "job.sbatch").write_text(write_sbatch(plan, slurm_nodes(2)[0].request))
+    folder = plan.folder
+    folder.mkdir(parents=True)
+    (folder / "job.sbatch").write_text(plan.write())
     by_hand = subprocess.run(["sbatch", "--parsable", "job.sbatch"], cwd=folder, capture_output=True, text=True)
     job = int(by_hand.stdout)
     wait_state(job, *slurm_backend.OVER, seconds=120)
@@ -266,7 +264,8 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
     (tools / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{shown}' \"$@\"\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
-    text = write_sbatch(replace(plan, python=str(tools / "python"), rank_order=order), slurm_nodes(2)[0].request)
+    nodes = slurm_nodes(2, folder=plan.spec.nodes[0].folder, python=str(tools / "python"))
+    text = plan.change(nodes=nodes, rank_order=order).write()
     # In place of srun: the same command, on each host in turn.
     (tmp_path / "job.sbatch").write_text(
         text.partition("exec srun")[0] + 'bash -c "$(declare -f find_address find_place run_node); run_node"'

@@ -12,9 +12,8 @@ from harness.drawn import assert_explains
 from harness.forked import drop_root_rights, run_forked
 
 from lab_common import LabError
-from nodelaunch import DataFolder, TorchrunJob, choose_nodes, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.__main__ import main
-from nodelaunch.backends.slurm import SlurmNode
 from nodelaunch.backends.ssh import SshNode
 from nodelaunch.bundle import LARGEST, collect_files
 from nodelaunch.node.facts import hash_tree
@@ -32,37 +31,40 @@ def make_job(script, **options):
     return TorchrunJob(script, **{"nodes": local_nodes(1), "port": 29500, **options})
 
 
+def make_data(**options):
+    return DataFolder(**{"path": "digits", "name": "digits", "identity": "index.json", **options})
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"port": "29500 $(touch x)"}, ["port is a whole number", "'29500 $(touch x)'", "of the type str"]),
-        ({"port": 80000}, ["port", "80000", "port=29500, or None"]),
-        ({"port": 0}, ["port", "smaller"]),
-        ({"port": True}, ["port", "bool"]),
+        ({"port": 80000}, ["port", "80000", "out of that range", "port=29500"]),
+        ({"port": True}, ["port", "True"]),
         ({"max_restarts": "1; touch x"}, ["max_restarts", "touch x"]),
         ({"nproc_per_node": 2.0}, ["nproc_per_node", "2.0", "float"]),
-        ({"nproc_per_node": 10**400}, ["nproc_per_node", "larger"]),
         ({"args": "--lr 0.1"}, ["args", "one text is one argument", "fix: args=['--lr', '0.1']"]),
-        ({"args": "it's"}, ["args", """fix: args=["it's"]"""]),
         ({"args": ["a", b"b"]}, ["args", "bytes"]),
-        ({"args": ["x" * 200_000]}, ["args", "200,000 bytes"]),
-        ({"args": ["x"] * 20_000}, ["args", "20,000 elements"]),
-        ({"env": {"A": None}}, ["env", "NoneType"]),
-        ({"env": {1: "a"}}, ["env", "a name in it", "int"]),
+        ({"args": ["a\0"]}, ["args", "NUL"]),
+        ({"args": ["\ud800"]}, ["args", "half a character"]),
+        ({"env": {"A": None}}, ["env['A']", "NoneType"]),
+        ({"env": {"A": "\0"}}, ["NUL"]),
+        ({"env": {1: "a"}}, ["variable", "1"]),
+        ({"env": {"A=$(touch canary)": "x"}}, ["variable"]),
+        ({"env": {"job": "x"}}, ["job cannot be set"]),
         ({"env": ["A=1"]}, ["env", "list"]),
         ({"env": {"OMP_NUM_THREADS": "4,2"}}, ["OMP_NUM_THREADS", "4,2"]),
         ({"join_timeout": float("nan")}, ["join_timeout", "nan"]),
         ({"hang_timeout": "60"}, ["hang_timeout", "str"]),
-        ({"limit": float("inf")}, ["limit", "inf"]),
         ({"limit": -1}, ["limit", "-1"]),
         ({"files": "helper.py"}, ["files", "fix: files=['helper.py']"]),
-        ({"files": [3]}, ["files", "int"]),
         ({"nodes": "node0"}, ["nodes", "str"]),
-        ({"nodes": [None]}, ["nodes", "NoneType", "no node"]),
+        ({"nodes": [None]}, ["nodes is a list of nodes", "[None]"]),
+        ({"nodes": local_nodes(1)[0]}, ["nodes is a list of nodes", "fix: nodes=[node]"]),
+        ({"nodes": [*local_nodes(1), *slurm_nodes(1)]}, ["not on both"]),
         ({"rank_order": "size"}, ["rank_order is 'address' or 'nodes', not 'size'"]),
+        ({"rank_order": "nodes", "max_restarts": 1}, ["Only torchrun restarts", "static rendezvous"]),
         ({"data": "digits"}, ["data is a DataFolder", "'digits'", "of the type str", "DataFolder('/my/digits'"]),
-        ({"data": {"path": "digits"}}, ["data is a DataFolder", "of the type dict"]),
-        ({"data": DataFolder}, ["data is a DataFolder", "of the type type"]),
     ],
     ids=str,
 )
@@ -74,53 +76,21 @@ def test_a_value_of_another_type_is_refused(script, options, words):
         assert word in str(caught.value), str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"path": 3}, ["path is a path", "int"]),
-        ({"path": "~nobody-has-this-name/x"}, ["path", "home"]),
-        ({"name": "../digits"}, ["name is a path below the data folder", "no . or .."]),
-        ({"name": "/digits"}, ["name", "no slash at its ends"]),
-        ({"name": "a//b"}, ["name"]),
-        ({"name": "a/./b"}, ["name"]),
-        ({"name": ""}, ["name", "empty"]),
-        ({"name": "x" * 300}, ["name", "longer than a path"]),
-        ({"identity": "a/index.json"}, ["identity is the name of a file", "no path"]),
-        ({"identity": ".."}, ["identity"]),
-        ({"identity": "a\0"}, ["NUL"]),
-        ({"copy_data": "no"}, ["copy_data is True or False", "'no'"]),
-        ({"fix": None}, ["fix", "NoneType"]),
-    ],
-    ids=str,
-)
-def test_data_of_other_values_are_refused(options, words):
-    with pytest.raises(LabError) as caught:
-        DataFolder(**{"path": "digits", "name": "digits", "identity": "index.json", **options})
-    assert_explains(caught.value, *words)
-
-
-def test_a_data_folder_is_absolute_and_does_not_change(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "real").mkdir()
-    (tmp_path / "digits").symlink_to("real")
-    folder = DataFolder("digits", "images/digits", "index.json")
-    assert folder.path == tmp_path / "real", "a link would be copied as one"
-    with pytest.raises(FrozenInstanceError):
-        folder.name = "x"
-
-
-def test_what_was_checked_does_not_change(script):
+def test_what_was_checked_does_not_change(script, tmp_path, monkeypatch):
     job = make_job(script, args=["a"], env={"A": "1"})
     with pytest.raises(TypeError):
         job.env["A"] = "$(touch x)"
     with pytest.raises(AttributeError):
         job.args.append(b"")
-    for name in ("env", "limit", "script"):
-        with pytest.raises(LabError) as caught:
-            setattr(job, name, getattr(job, name))
-        assert_explains(caught.value, f"{name} of a job cannot be changed", f"TorchrunJob(…, {name}=…)")
+    with pytest.raises(LabError) as caught:
+        job.limit = 5
+    assert_explains(caught.value, "limit of a job cannot be changed", "TorchrunJob(…, limit=…)")
     with pytest.raises(FrozenInstanceError):
         job.spec.limit = 1.0
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "digits").symlink_to("real")
+    assert make_data().path == tmp_path / "real", "a link would be copied as one"
 
 
 def test_numbers_of_numpy_and_paths_are_taken(script, tmp_path):
@@ -130,69 +100,33 @@ def test_numbers_of_numpy_and_paths_are_taken(script, tmp_path):
     assert job.args == ("3", "0.5", "x", str(path), "True", "0.001")
     assert (type(job.port), type(job.nproc_per_node), type(job.limit)) == (int, int, float)
     assert len(local_nodes(np.int64(2))) == 2
-    job.by = 3  # what is no field of it is nobody's business
-
-
-def test_one_node_is_shown_how_it_is_put_into_a_list(script):
-    with pytest.raises(LabError) as caught:
-        make_job(script, nodes=local_nodes(1)[0])
-    assert_explains(caught.value, "nodes is a list of nodes", "fix: nodes=[node]")
-
-
-def test_nodes_of_slurm_and_others_do_not_go_together(script):
-    with pytest.raises(LabError) as caught:
-        make_job(script, nodes=[*local_nodes(1), *slurm_nodes(1)])
-    assert "not on both" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: local_nodes("2"), ["count is a number of nodes from 1 to 16, not '2'", "local_nodes"]),
-        (lambda: local_nodes(2.0), ["count", "2.0"]),
-        (lambda: local_nodes(True), ["count", "bool"]),
+        (lambda: make_data(path=3), ["path is a path", "int"]),
+        (lambda: make_data(path="~nobody-has-this-name/x"), ["path", "home"]),
+        (lambda: make_data(copy_data="no"), ["copy_data is True or False", "'no'"]),
+        (lambda: local_nodes("2"), ["count is a whole number from 1 to 16, not '2'", "local_nodes"]),
         (lambda: local_nodes(2, folder=b"x"), ["folder", "bytes"]),
-        (lambda: local_nodes(2, folder="~nobody-has-this-name/x"), ["folder", "home"]),
-        (lambda: ssh_nodes([b"n1"]), ["names is a list of hosts", "bytes"]),
+        (lambda: local_nodes(2, folder="/home/me/a:b"), ["':'", "PYTHONPATH"]),
         (lambda: ssh_nodes([None]), ["names", "NoneType"]),
-        (lambda: ssh_nodes(5), ["names", "int"]),
         (lambda: ssh_nodes(["n1"], python=3), ["python", "int"]),
         (lambda: ssh_nodes(["n1"], folder="a\0b"), ["NUL"]),
-        (lambda: ssh_nodes(["n1"], config="x" * 5000), ["config", "longer than a path"]),
         (lambda: ssh_nodes(["n1"], interface=1), ["interface", "int"]),
-        (lambda: ssh_nodes(["n1"], data=1), ["data", "int"]),
-        (lambda: replace(SshNode("n1"), address="node-with-a-name"), ["address is an IPv4 address"]),
-        (lambda: replace(local_nodes(1)[0], address=5), ["address", "int"]),
-        (lambda: replace(local_nodes(1)[0], folder="relative"), ["folder is an absolute path"]),
-        (lambda: replace(local_nodes(1)[0], python=Path("/usr/bin/python3")), ["python", "PosixPath"]),
-        (lambda: slurm_nodes("2"), ["count", "'2'", "slurm_nodes"]),
-        (lambda: slurm_nodes(0), ["count is a number of nodes from 1 to 1000, not 0"]),
-        (lambda: slurm_nodes(2, time_limit=30), ["time_limit", "int"]),
-        (lambda: slurm_nodes(2, time_limit="٣٠"), ["is no time limit"]),
-        (lambda: slurm_nodes(2, partition=1), ["partition", "int"]),
-        (lambda: slurm_nodes(2, extra="--gpus-per-node=1"), ["extra", "fix: ['--gpus-per-node=1']"]),
-        (lambda: SlurmNode("s", "relative", slurm_nodes(1)[0].request), ["folder is an absolute path"]),
+        (lambda: replace(SshNode("n1"), address="10.0.0.1; touch x"), ["address is an IPv4 address"]),
+        (lambda: slurm_nodes(0), ["count is a whole number from 1 to 1000, not 0"]),
+        (lambda: slurm_nodes(2, extra="--gpus-per-node=1"), ["extra", "fix: extra=['--gpus-per-node=1']"]),
     ],
 )
-def test_nodes_of_other_values_are_refused(make, words):
+def test_nodes_and_data_of_other_values_are_refused(make, words):
     with pytest.raises(LabError) as caught:
         make()
-    assert caught.value.where and caught.value.fix and len(caught.value.what) <= 120
-    for word in words:
-        assert word in str(caught.value), str(caught.value)
+    assert_explains(caught.value, *words)
 
 
-@pytest.mark.parametrize(
-    "text", ["local:²", "local:٣", "local:", "local: ", "slurm:", "slurm:" + "9" * 5000, "local:1_0"]
-)
-def test_a_number_of_nodes_has_the_digits_of_ascii(monkeypatch, text):
-    monkeypatch.setenv("LAB_NODES", text)
-    with pytest.raises(LabError) as caught:
-        choose_nodes()
-    assert "no number of nodes" in caught.value.what and "LAB_NODES" in str(caught.value)
-
-
-@pytest.mark.parametrize("option", ["--port=80000", "--port=0", "--nproc-per-node=-1"])
+@pytest.mark.parametrize("option", ["--port=80000", "--nproc-per-node=-1"])
 def test_the_command_line_refuses_what_no_port_and_no_number_is(option, capsys):
     assert main(["preflight", option]) == 1
     said = capsys.readouterr().err
@@ -208,20 +142,12 @@ def test_a_home_is_known_in_each_path_of_a_job(monkeypatch, script):
     assert DataFolder("~/images", name="images", identity="index.json").path == home / "images"
 
 
-@pytest.mark.parametrize("make", [lambda: local_nodes(1), lambda: slurm_nodes(1)])
-def test_a_home_that_is_not_known_is_named(monkeypatch, make):
-    monkeypatch.setenv("LAB_RUNS", "~nobody-has-this-name/runs")
-    with pytest.raises(LabError) as caught:
-        make()
-    assert_explains(caught.value, "LAB_RUNS leads nowhere", "home", "export LAB_RUNS")
-
-
-@pytest.mark.parametrize("text", ["4,2", "four", "0", "-1", "²", "9" * 5000])
+@pytest.mark.parametrize("text", ["4,2", "four", "0", "²"])
 def test_a_number_of_threads_that_is_none_is_refused(script, monkeypatch, text):
     monkeypatch.setenv("OMP_NUM_THREADS", text)
     with pytest.raises(LabError) as caught:
         make_job(script).write()
-    assert_explains(caught.value, "no number of threads", "the variable OMP_NUM_THREADS", "export OMP_NUM_THREADS=4")
+    assert_explains(caught.value, "not a thread count", "the variable OMP_NUM_THREADS", "export OMP_NUM_THREADS=4")
 
 
 # Scripts that cannot be read.
@@ -257,7 +183,7 @@ def make_unreadable(folder, kind):
         ("nothing", ["There is no file 'train.py' to run", "typo"]),
         ("below a file", ["There is no file 'train.py' to run"]),
         ("link to nowhere", ["There is no file", "link"]),
-        ("circle", ["script is the path of a file", "leads nowhere"]),
+        ("circle", ["leads nowhere"]),
         ("folder", ["'train.py' is no regular file", "folder"]),
         ("FIFO", ["no regular file", "pipe"]),
         ("socket", ["no regular file", "socket"]),
@@ -275,7 +201,7 @@ def test_a_file_that_cannot_be_a_script_is_named_at_once(tmp_path, write, monkey
         else:
             make_job(write("other.py", ""), files=[path]).write()
     assert time.monotonic() - begun < 2
-    assert_explains(caught.value, *(word for word in words if where == "script" or not word.startswith("script")))
+    assert_explains(caught.value, *words)
 
 
 def test_a_file_at_the_limit_is_taken(tmp_path):

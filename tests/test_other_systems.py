@@ -200,11 +200,12 @@ def test_a_rank_that_macos_ends_is_not_the_answer_s_fault(elsewhere, monkeypatch
         ranks._judge(outcomes, "two ranks")
 
 
-def test_threads_are_shared_where_there_is_no_nproc(tmp_path):
-    from test_launch_script import make_plan, write_script
+def test_threads_are_shared_where_there_is_no_nproc(tmp_path, monkeypatch):
+    from test_launch_script import write_texts
 
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (tmp_path / "getconf").symlink_to(shutil.which("getconf"))
-    lines = write_script(make_plan(threads=None, nproc_per_node=1)).splitlines()
+    lines = write_texts()[0].splitlines()
     (line,) = [line for line in lines if line.startswith("export OMP_NUM_THREADS")]
     command = [shutil.which("bash"), "-c", f'{line}\necho "$OMP_NUM_THREADS"']
     done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)

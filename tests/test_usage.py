@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -11,9 +10,10 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from harness.jobs import wait_for
 
 import nodelaunch as launch
-from lab_common import LabError, cores
+from lab_common import LabError
 from nodelaunch import usage
 from nodelaunch.node import sampler
 
@@ -85,35 +85,6 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
 
 
 @linux
-def test_a_process_that_was_seen_before_it_began_its_program_is_counted(tmp_path):
-    """A reading may fall between fork and exec, of which the second gives a process its environment."""
-    node = sampler.Linux("0", str(tmp_path))
-    ready, go = os.pipe(), os.pipe()
-    environment = {**os.environ, "LAB_NODE": "0", "LAB_JOB_FOLDER": f"{tmp_path}/jobs/a/node0"}
-    pid = os.fork()
-    if not pid:
-        try:
-            os.write(ready[1], b"!")
-            os.read(go[0], 1)
-            os.execve(sys.executable, [sys.executable, "-c", BURN, "60"], environment)
-        finally:
-            os._exit(1)
-    try:
-        os.read(ready[0], 1)
-        assert node.read()["job_busy"] == 0
-        os.write(go[1], b"!")
-        end = time.monotonic() + 30
-        while not (busy := node.read()["job_busy"]) and time.monotonic() < end:
-            time.sleep(0.2)
-        assert busy > 0
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        for descriptor in (*ready, *go):
-            os.close(descriptor)
-
-
-@linux
 def test_the_jobs_of_another_notebook_are_not_counted():
     """They have a node 0, too, whose folder is another one; one that begins with the same letters is another, too."""
     with launch.watch([Node("left")], every=0.1) as seen:
@@ -122,20 +93,6 @@ def test_the_jobs_of_another_notebook_are_not_counted():
             process.wait()
     assert max(sample.busy for sample in seen.samples) > 0.1, "somebody computed"
     assert {sample.job_busy for sample in seen.samples} == {0}
-
-
-def test_a_host_that_is_not_reached_disturbs_nothing():
-    class Far:
-        name, folder, popen = "far", "/nodes/far", None
-
-        @property
-        def python(self):
-            raise LabError("n1 does not answer.", where="n1", fix="ssh n1")
-
-    with launch.watch([Far(), Node("well")], every=0.1) as seen:
-        while not seen.samples:
-            time.sleep(0.02)
-    assert "does not answer" in seen.problems["far"]
 
 
 def test_nothing_runs_on_after_the_block_not_even_after_an_error():
@@ -148,31 +105,26 @@ def test_nothing_runs_on_after_the_block_not_even_after_an_error():
 
 
 @linux
-def test_the_sampler_ends_when_the_watching_process_is_killed(tmp_path):
-    code = (
-        "import subprocess, sys, time\n"
-        "import nodelaunch as launch\n"
-        "class Node:\n"
-        "    name, python, folder = 'n', sys.executable, '/nodes/own'\n"
-        "    def popen(self, argv):\n"
-        "        p = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True)\n"
-        "        print(p.pid, flush=True)\n"
-        "        return p\n"
-        "with launch.watch([Node()], every=0.1):\n"
-        "    time.sleep(60)\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pid = int(child.stdout.readline())
-    child.kill()
-    child.wait()
-    child.stdout.close()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and _is_alive(pid):
-        time.sleep(0.05)
-    assert not _is_alive(pid)
+def test_the_sampler_ends_when_the_watching_process_is_killed():
+    code = """
+import subprocess, sys, time
+import nodelaunch as launch
+class Node:
+    name, python, folder = 'n', sys.executable, '/nodes/own'
+    def popen(self, argv):
+        p = subprocess.Popen(argv, stdin=-1, stdout=-1, stderr=-1, start_new_session=True)
+        print(p.pid, flush=True)
+        return p
+with launch.watch([Node()], every=0.1):
+    time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        pid = int(child.stdout.readline())
+        child.kill()
+    wait_for(lambda: not is_alive(pid), seconds=10)
 
 
-def _is_alive(pid):
+def is_alive(pid):
     try:
         text = sampler.PROC.joinpath(str(pid), "stat").read_text()
     except OSError:
@@ -180,23 +132,28 @@ def _is_alive(pid):
     return text.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_node_that_cannot_be_watched_is_named_and_the_others_go_on():
-    nodes = [Node("gone", python="/nowhere/python"), Node("broken", python="/bin/false"), Node("well")]
-    with launch.watch(nodes, every=0.1) as seen:
-        while not seen.samples:
-            time.sleep(0.02)
-    assert set(seen.problems) == {"gone", "broken"}
-    assert {sample.node for sample in seen.samples} == {"well"}
+def test_a_node_that_cannot_be_watched_is_named_and_the_others_go_on(tmp_path):
+    class Far:
+        name, folder, popen = "far", "/nodes/far", None
 
+        @property
+        def python(self):
+            raise LabError("n1 does not answer.", where="n1", fix="ssh n1")
 
-def test_a_login_that_greets_does_no_harm(tmp_path):
     greeter = tmp_path / "python"
     greeter.write_text(f'#!/bin/sh\necho "Welcome to node1"\necho "{{}}"\nexec {sys.executable} "$@"\n')
     greeter.chmod(0o755)
-    with launch.watch([Node("one", python=str(greeter))], every=0.1) as seen:
+    nodes = [
+        Far(),
+        Node("gone", python="/nowhere/python"),
+        Node("broken", python="/bin/false"),
+        Node("well", str(greeter)),
+    ]
+    with launch.watch(nodes, every=0.1) as seen:
         while not seen.samples:
             time.sleep(0.02)
-    assert seen.problems == {}
+    assert set(seen.problems) == {"far", "gone", "broken"} and "does not answer" in seen.problems["far"]
+    assert {sample.node for sample in seen.samples} == {"well"}
 
 
 @linux
@@ -233,13 +190,6 @@ def test_without_proc_it_is_the_load_average_and_says_so(monkeypatch):
     seen = usage._parse("mac", json.loads(json.dumps(line)))
     assert (seen.busy, seen.job_busy, seen.memory_bytes) == (0.25, None, None)
     assert "load average" in seen.how
-
-
-@pytest.mark.parametrize(("text", "found"), [("200000 100000\n", 2.0), ("max 100000\n", None), ("", None)])
-def test_a_container_s_quota_counts(tmp_path, text, found):
-    (tmp_path / "cpu.max").write_text(text)
-    assert cores.read_cpu_quota(tmp_path, tmp_path / "none") == found
-    assert cores.read_cpu_quota(tmp_path / "none", tmp_path / "none") is None
 
 
 def test_an_interval_that_measures_nothing_is_refused():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nodelaunch.backends.nodes import Link, Node
     from nodelaunch.bundle import Bundle
     from nodelaunch.preflight import Preflight
-    from nodelaunch.script import Plan
+    from nodelaunch.script import Placement
     from nodelaunch.spec import JobSpec, Launch
 
 Say = Callable[[str], None]
@@ -35,12 +35,8 @@ class Backend(Protocol):
     def needs_preflight(self, spec: JobSpec) -> bool:
         """True if the scripts cannot be written before the nodes were asked."""
 
-    def write(self, plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
-        """Returns the scripts by file name, in the order of the nodes.
-
-        Raises:
-            LabError: A value cannot be in a script.
-        """
+    def write(self, spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
+        """Returns the scripts by their file's name, in the order of the nodes."""
 
     def copy(
         self, spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say
@@ -52,7 +48,14 @@ class Backend(Protocol):
         """
 
     def start(
-        self, spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Say, stop: threading.Event
+        self,
+        spec: JobSpec,
+        launch: Launch,
+        places: Sequence[Placement],
+        *,
+        by_hand: Sequence[str],
+        say: Say,
+        stop: threading.Event,
     ) -> Mapping[str, Link]:
         """Starts every node but those that are started by hand; returns the links by the node's name.
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nodelaunch.backends import Say
-from nodelaunch.backends.nodes import Link, Node, PipeLink
+from nodelaunch.backends.nodes import Link, PipeLink
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
 from nodelaunch.preflight import Preflight, check_nodes
-from nodelaunch.script import Plan, write_script
+from nodelaunch.script import Placement, write_script
 from nodelaunch.spec import JobSpec, Launch
 
 # Together less than the ten seconds within which nothing of a job may outlive its launcher.
@@ -39,9 +39,9 @@ def needs_preflight(spec: JobSpec) -> bool:
     return spec.port is None or any(node.address is None for node in spec.nodes)
 
 
-def write(plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
-    """One bash script for each node."""
-    return {f"node{plan.node}.sh": write_script(plan) for plan in plans}
+def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
+    """Writes one bash script for each node."""
+    return {f"node{place.index}.sh": write_script(spec, launch, place) for place in places}
 
 
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
@@ -52,17 +52,23 @@ def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None,
 
 
 def start(
-    spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str], say: Say, stop: threading.Event
+    spec: JobSpec,
+    launch: Launch,
+    places: Sequence[Placement],
+    *,
+    by_hand: Sequence[str],
+    say: Say,
+    stop: threading.Event,
 ) -> dict[str, Link]:
     """Starts a supervisor on each node, which runs the node's script."""
     pool, begun = ThreadPoolExecutor(1), {}
     try:
-        for node, plan in zip(spec.nodes, plans, strict=True):
-            if node.name in by_hand:
-                say(f"on {node.name}, start by hand: bash {plan.job_folder}.sh")
+        for place in places:
+            if place.node.name in by_hand:
+                say(f"on {place.node.name}, start by hand: bash {place.job_folder}.sh")
             else:
                 # Not in this thread: an interrupt could come before the new process is assigned.
-                begun[node.name] = pool.submit(_start_node, node, plan)
+                begun[place.node.name] = pool.submit(_start_node, spec, launch, place)
         return {name: started.result() for name, started in begun.items()}
     except BaseException:
         for started in begun.values():
@@ -81,10 +87,10 @@ def _stop_unfollowed(started: Future[Link]) -> None:
         threading.Thread(target=lambda: deque(link.lines(), maxlen=0), daemon=True).start()
 
 
-def _start_node(node: Node, plan: Plan) -> Link:
+def _start_node(spec: JobSpec, launch: Launch, place: Placement) -> Link:
     """Starts a node's script under a supervisor there, which ends it when this process is gone."""
-    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={plan.limit}"]
+    bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={spec.limit}"]
     # The id in the environment marks this job's processes, on every node.
-    identity = ["env", f"PYTHONPATH={plan.code_folder}", f"LAB_JOB_ID={plan.job_id}", f"LAB_NODE={plan.node}"]
-    program = [node.python, "-P", "-u", "-m", "nodelaunch.node.supervisor", f"--job-folder={plan.job_folder}", *bounds]
-    return PipeLink(node, [*identity, *program, "--", "bash", f"{plan.job_folder}.sh"])
+    identity = ["env", f"PYTHONPATH={place.code_folder}", f"LAB_JOB_ID={launch.id}", f"LAB_NODE={place.index}"]
+    program = [place.node.python, "-P", "-u", "-m", "nodelaunch.node.supervisor", f"--job-folder={place.job_folder}"]
+    return PipeLink(place.node, [*identity, *program, *bounds, "--", "bash", f"{place.job_folder}.sh"])

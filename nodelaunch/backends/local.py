@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from lab_common import env_folder
-from nodelaunch import kinds, values
+from nodelaunch import values
 from nodelaunch.backends.nodes import ThisMachine
+
+COUNT = values.whole(1, 16, 2)
 
 
 @dataclass(frozen=True)
@@ -22,20 +24,20 @@ class LocalNode(ThisMachine):
             that one node and two can be compared.
     """
 
-    name: str
-    folder: str
-    address: str
-    interface: str
-    python: str = sys.executable
-    data: str | None = None
-    index: int = 0
-    together: int = 1
+    name: str = values.checked(values.NAME)
+    folder: str = values.checked(values.FOLDER)
+    address: str | None = values.checked(values.optional(values.check_address))
+    interface: str | None = values.checked(values.optional(values.NAME))
+    python: str = values.checked(values.NAME, default=sys.executable)
+    data: str | None = values.checked(values.optional(values.NAME), default=None)
+    index: int = values.checked(values.whole(0, 15, 0), default=0)
+    together: int = values.checked(COUNT, default=1)
     backend: ClassVar[str] = "nodelaunch.backends.direct"
     here: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        kinds.settle(self, values.LOCAL_NODE, owner="local_nodes")
+        values.check_fields(self, "local_nodes")
 
     @property
     def data_folder(self) -> str:
@@ -60,9 +62,9 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
     Raises:
         LabError: ``count`` is not from 1 to 16, or ``folder`` is not a path.
     """
-    given = kinds.check_values("local_nodes", values.LOCAL_NODES, {"count": count, "folder": folder})
-    count = given["count"]
-    base = given["folder"] or env_folder("LAB_RUNS", "runs") / "nodes"
+    count = values.check_value("local_nodes", "count", count, COUNT)
+    base = values.check_value("local_nodes", "folder", folder, values.optional(values.check_path))
+    base = base or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")
     nodes = []
     for index in range(count):

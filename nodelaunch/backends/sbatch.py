@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lab_common import LabError
-from nodelaunch import kinds, values
-from nodelaunch.script import Place, Plan, check_plan, write_environment, write_interface, write_start, write_variables
+from nodelaunch import values
+from nodelaunch.script import Bash, Placement, write_environment, write_start
+from nodelaunch.spec import JobSpec, Launch
 
 PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
 TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}", re.ASCII)  # minutes, hours:minutes:seconds …
@@ -28,14 +29,14 @@ class SlurmRequest:
         extra: More options of sbatch, such as "--gpus-per-node=1" or "--account=course".
     """
 
-    count: int
-    partition: str | None = None
-    time_limit: str = "00:30:00"
-    extra: tuple[str, ...] = ()
+    count: int = values.checked(values.whole(1, 1000, 2))
+    partition: str | None = values.checked(values.optional(values.check_text), default=None)
+    time_limit: str = values.checked(values.check_text, default="00:30:00")
+    extra: tuple[str, ...] = values.checked(values.list_of(values.check_text), default=())
 
     def __post_init__(self) -> None:
         """Checks what stands in the lines of #SBATCH, which no quotes protect."""
-        kinds.settle(self, values.SLURM_REQUEST, owner="slurm_nodes")
+        values.check_fields(self, "slurm_nodes")
         if self.partition is not None and not PARTITION.fullmatch(self.partition):
             what = f"{json.dumps(self.partition)[:60]} is no name of a partition."
             raise LabError(what, where="slurm_nodes", fix="sinfo shows the partitions' names")
@@ -52,43 +53,40 @@ class SlurmRequest:
                 )
 
 
-def write_sbatch(plan: Plan, request: SlurmRequest, *, lease: float = 8.0, grace: float = 2.0) -> str:
+def write_sbatch(spec: JobSpec, launch: Launch, place: Placement, *, lease: float = 8.0, grace: float = 2.0) -> str:
     """Returns the text of a batch script, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
 
     Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
 
     Args:
-        plan: What is to run; ``job_folder`` and the other folders are on the shared file system, and ``node``,
-            ``address``, ``head_address`` and, where it is 0, ``port`` are found out by the script.
-        request: What is asked of Slurm.
+        spec: The job.
+        launch: Its names.
+        place: The first node, whose folders are on the shared file system. Which node it is, the addresses and, if it
+            is 0, the port are found out by the script.
         lease: Seconds without a touch of the launcher's file after which a node ends. More than on SSH: a shared file
             system may show a change seconds late.
         grace: Seconds between SIGTERM and SIGKILL.
-
-    Raises:
-        LabError: A value cannot be in a script at all.
     """
-    check_plan(plan)
-    quote = shlex.quote
-    # The number of the job makes a port that two jobs on one node will not share.
-    port = str(plan.port) if plan.port else "$((20000 + SLURM_JOB_ID % 10000))"
-    place = Place(
-        node='"$SLURM_NODEID"',
-        own='"$own"',
-        head='"$head"',
-        is_host="$is_host",
-        port=port,
-        job='"$LAB_JOB_ROOT/node$SLURM_NODEID"',
-        interface=write_interface(plan, quote(plan.interface) if plan.interface else "$interface"),
-        rendezvous_id=f'{quote(plan.rendezvous_id)}-"$SLURM_JOB_ID"',
-        around='"${supervise[@]}" ',
+    root, python = shlex.quote(place.job_folder), shlex.quote(place.node.python)
+    place = replace(
+        place,
+        index=Bash('"$SLURM_NODEID"'),
+        address=Bash('"$own"'),
+        head=Bash('"$head"'),
+        is_head=Bash("$is_host"),
+        # The number of the job makes a port that two jobs on one node will not share.
+        port=place.port or Bash("$((20000 + SLURM_JOB_ID % 10000))"),
+        job_folder=Bash('"$LAB_JOB_ROOT/node$SLURM_NODEID"'),
+        interface=place.interface or Bash("$interface"),
     )
+    around = '"${supervise[@]}" '
+    rendezvous_id = Bash(f'{launch.rendezvous_id}-"$SLURM_JOB_ID"')
     return f"""#!/usr/bin/env bash
-{_write_requests(plan, request)}
-# Job {plan.job_id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
+{_write_requests(spec, launch)}
+# Job {launch.id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
 
-export LAB_JOB_ROOT={quote(plan.job_folder)}
-{write_environment(plan, place)}{write_variables(plan)}
+export LAB_JOB_ROOT={root}
+{write_environment(spec, launch, rendezvous_id)}
 # The IPv4 address of a node by its name in Slurm, as it is seen from the node that asks.
 find_address() {{
   local known
@@ -118,12 +116,12 @@ if [ -n "${{LAB_LEASE:-}}" ]; then
   # everything goes to the file of the job, and to end it is for Slurm to do.
   exec > "$LAB_JOB_ROOT/node$SLURM_NODEID.out" 2>&1
   supervise=(
-    {quote(plan.python)} -P -u -m nodelaunch.node.supervisor --job-folder="$LAB_JOB_ROOT/node$SLURM_NODEID"
-    --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={plan.limit:g} --
+    {python} -P -u -m nodelaunch.node.supervisor --job-folder="$LAB_JOB_ROOT/node$SLURM_NODEID"
+    --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={spec.limit:g} --
   )
 fi
 find_place
-{write_start(plan, place)}}}
+{write_start(spec, place, around)}}}
 
 # One task per node; when one has failed, the others are ended. srun does not know by itself how many cores the job has
 # per task. `declare -f` prints the functions, since the other nodes do not have this file.
@@ -132,12 +130,13 @@ exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpu
 """
 
 
-def _write_requests(plan: Plan, request: SlurmRequest) -> str:
-    """The lines of #SBATCH, each with a comment."""
+def _write_requests(spec: JobSpec, launch: Launch) -> str:
+    """Writes the lines of #SBATCH, each with a comment."""
+    request = spec.nodes[0].request
     # Relative to the folder in which sbatch is called: a path here could not have every character.
     lines = [
-        (f"--job-name={re.sub(r'[^A-Za-z0-9_.-]+', '-', plan.job_id)}", "what squeue calls it"),
-        (f"--nodes={plan.nodes}", "nodes that take part"),
+        (f"--job-name={launch.id}", "what squeue calls it"),
+        (f"--nodes={len(spec.nodes)}", "nodes that take part"),
         ("--ntasks-per-node=1", "one on each, which starts the processes"),
         (f"--time={request.time_limit}", "after which Slurm ends it"),
         ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from lab_common import LabError, env_folder
-from nodelaunch import kinds, values
+from nodelaunch import values
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import ThisMachine
 from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
@@ -25,7 +25,7 @@ from nodelaunch.node.cleaning import mark_used
 from nodelaunch.node.facts import find_code
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code, judge_error
-from nodelaunch.script import Plan
+from nodelaunch.script import Placement
 from nodelaunch.spec import JobSpec, Launch
 
 SCRIPT = "job.sbatch"
@@ -48,19 +48,19 @@ class SlurmNode(ThisMachine):
         request: What is asked of Slurm, the same for all nodes of a list.
     """
 
-    name: str
-    folder: str
+    name: str = values.checked(values.NAME)
+    folder: str = values.checked(values.FOLDER)
     request: SlurmRequest
-    python: str = sys.executable
-    address: str | None = None
-    interface: str | None = None
-    data: str | None = None
+    python: str = values.checked(values.NAME, default=sys.executable)
+    address: str | None = values.checked(values.optional(values.check_address), default=None)
+    interface: str | None = values.checked(values.optional(values.NAME), default=None)
+    data: str | None = values.checked(values.optional(values.NAME), default=None)
     backend: ClassVar[str] = __name__
     here: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        kinds.settle(self, values.SLURM_NODE, owner="slurm_nodes")
+        values.check_fields(self, "slurm_nodes")
 
     @property
     def data_folder(self) -> str:
@@ -97,9 +97,9 @@ def slurm_nodes(
         LabError: A value cannot be in a batch script.
     """
     request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=extra)
-    given = kinds.check_values("slurm_nodes", values.SLURM_NODES, {"folder": folder, "python": python})
-    place = given["folder"] or env_folder("LAB_RUNS", "runs") / "slurm"
-    python = given["python"] or sys.executable
+    place = values.check_value("slurm_nodes", "folder", folder, values.optional(values.check_path))
+    place = place or env_folder("LAB_RUNS", "runs") / "slurm"
+    python = sys.executable if python is None else python
     return [
         SlurmNode(f"slurm{index}", str(place), request, python=python, interface=interface)
         for index in range(request.count)
@@ -126,9 +126,9 @@ def needs_preflight(spec: JobSpec) -> bool:
     return False
 
 
-def write(plans: Sequence[Plan], spec: JobSpec) -> dict[str, str]:
-    """One batch script for all nodes."""
-    return {SCRIPT: write_sbatch(plans[0], spec.nodes[0].request, lease=LEASE_SECONDS)}
+def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
+    """Writes one batch script for all nodes."""
+    return {SCRIPT: write_sbatch(spec, launch, places[0], lease=LEASE_SECONDS)}
 
 
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
@@ -139,7 +139,13 @@ def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None,
 
 
 def start(
-    spec: JobSpec, plans: Sequence[Plan], *, by_hand: Sequence[str] = (), say: Say, stop: threading.Event
+    spec: JobSpec,
+    launch: Launch,
+    places: Sequence[Placement],
+    *,
+    by_hand: Sequence[str] = (),
+    say: Say,
+    stop: threading.Event,
 ) -> dict[str, SlurmLink]:
     """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn.
 
@@ -147,7 +153,7 @@ def start(
         LabError: Slurm does not take the job.
         KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
     """
-    folder = Path(plans[0].job_folder)
+    folder = Path(places[0].job_folder)
     lease = folder / "lease"
     lease.touch()
     job = SlurmJob(submit(folder / SCRIPT, lease=lease), folder)
@@ -157,7 +163,7 @@ def start(
             if (queue := describe_queue(job.number)) != said:
                 say(said := queue)
             job.beat()
-            mark_used(folder, Path(plans[0].code_folder))  # it may wait for hours
+            mark_used(folder, Path(places[0].code_folder))  # it may wait for hours
             time.sleep(LOOK_SECONDS)
     except BaseException:
         job.end()

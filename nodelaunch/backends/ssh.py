@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from lab_common import LabError
 from lab_common.text import clean
-from nodelaunch import kinds, values
+from nodelaunch import values
 from nodelaunch.backends.refusals import explain_refusal
 
 # BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours.
@@ -96,19 +96,19 @@ class SshNode:
         connections: Shared by the nodes of one list.
     """
 
-    name: str
-    address: str | None = None
-    interface: str | None = None
-    data: str | None = None
-    wanted_python: str | None = None
-    wanted_folder: str = FOLDER
+    name: str = values.checked(values.NAME)
+    address: str | None = values.checked(values.optional(values.check_address), default=None)
+    interface: str | None = values.checked(values.optional(values.NAME), default=None)
+    data: str | None = values.checked(values.optional(values.NAME), default=None)
+    wanted_python: str | None = values.checked(values.optional(values.NAME), default=None)
+    wanted_folder: str = values.checked(values.FOLDER, default=FOLDER)
     connections: Connections = field(default_factory=lambda: Connections(None), repr=False, compare=False)
     backend: ClassVar[str] = "nodelaunch.backends.direct"
     here: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        kinds.settle(self, values.SSH_NODE, owner="ssh_nodes")
+        values.check_fields(self, "ssh_nodes")
 
     @property
     def python(self) -> str:
@@ -208,21 +208,33 @@ def ssh_nodes(
     Raises:
         LabError: A name is invalid, or appears twice; the configuration does not exist.
     """
-    names = [names] if isinstance(names, str) else kinds.check_value("ssh_nodes", "names", names, values.HOSTS)
-    given = kinds.check_values("ssh_nodes", values.SSH_NODES, {"python": python, "folder": folder, "config": config})
+    hosts = values.list_of(values.check_text, "a list of hosts", "['n1', 'n2']")
+    names = [names] if isinstance(names, str) else values.check_value("ssh_nodes", "names", names, hosts)
     for name in names:
         if not name or name.startswith("-") or not name.isprintable() or " " in name or len(name) > 255:
             cause = "a name is empty, begins with a dash, or contains spaces or control characters"
             fix = "give it as you would type it after `ssh`, for example ssh_nodes(['n1', 'n2'])"
             raise LabError(f"{name[:40]!r} is no host.", where="ssh_nodes", cause=cause, fix=fix)
     if not names or len(set(names)) != len(names):
-        where, cause = f"ssh_nodes({', '.join(names)[:80]})", "the list is empty, or a name is in it twice"
-        fix = "name each host once; several processes on one host are nproc_per_node"
-        raise LabError("Each node needs its own host.", where=where, cause=cause, fix=fix)
-    path = given["config"]
+        raise LabError(
+            "Each node needs its own host.",
+            where=f"ssh_nodes({', '.join(names)[:80]})",
+            cause="the list is empty, or a name is in it twice",
+            fix="name each host once; several processes on one host are nproc_per_node",
+        )
+    path = values.check_value("ssh_nodes", "config", config, values.optional(values.check_path))
     if path and not path.is_file():
         where = clean(path, 300)
         raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
     shared = Connections(path)
-    options = {"wanted_python": given["python"], "wanted_folder": str(given["folder"]), "connections": shared}
-    return [SshNode(name, interface=interface, data=data, **options) for name in names]
+    return [
+        SshNode(
+            name,
+            interface=interface,
+            data=data,
+            wanted_python=python,
+            wanted_folder=str(folder) if isinstance(folder, Path) else folder,
+            connections=shared,
+        )
+        for name in names
+    ]

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from lab_common import LabError
 from lab_common.markup import escape
 from lab_common.text import clean
-from nodelaunch import kinds, values
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import facts as own_facts
 from nodelaunch.node.probe import FREE_PORTS, claim
@@ -31,6 +30,7 @@ from nodelaunch.preflight.verdicts import (
     judge_jobs,
     stop_command,
 )
+from nodelaunch.values import PORT, PROCESSES, check_value
 
 # torchrun takes at most this long to end after its supervisor was killed.
 DYING_SECONDS = 3.0
@@ -124,8 +124,8 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
         LabError: The port or the number of processes is invalid.
     """
     start, wanted = time.monotonic(), Wanted(**needs)
-    given = {"port": port, "nproc_per_node": wanted.nproc_per_node}
-    kinds.check_values("preflight", {name: values.JOB[name] for name in given}, given)
+    port = check_value("preflight", "port", port, PORT)
+    check_value("preflight", "nproc_per_node", wanted.nproc_per_node, PROCESSES)
     by_name = {node.name: node for node in nodes}
     # Two thirds for the start: SSH gives up on a host after 5 s, and reports why.
     waits = {"facts": 0.7 * timeout, "listen": 0.1 * timeout, "connect": 0.2 * timeout}

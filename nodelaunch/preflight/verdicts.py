@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lab_common import LabError
-from nodelaunch.data import DataFolder
+from nodelaunch.spec import DataFolder
 
 # Per node, the answer of its probe, by the names in nodelaunch.node.facts.find_facts.
 Facts = Mapping[str, Mapping]

@@ -17,10 +17,7 @@ LAYERS = (("lab_common",), ("lab_utils", "nodelaunch.node"), ("nodelaunch",), ("
 # What a layer may not import although it lies below.
 APART = {("nodelaunch", "lab_utils")}
 # Circles that are still to be opened. To be deleted once nodelaunch.failure and the data sets are in one file each.
-KNOWN_CIRCLES = (
-    {"nodelaunch.disks", "nodelaunch.ends", "nodelaunch.state"},
-    {"lab_utils.data", "lab_utils.data.archive", "lab_utils.data.folder", "lab_utils.data.sources"},
-)
+KNOWN_CIRCLES = ({"lab_utils.data", "lab_utils.data.archive", "lab_utils.data.folder", "lab_utils.data.sources"},)
 
 
 def list_modules() -> dict[str, Path]:

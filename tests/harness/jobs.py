@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nodelaunch import JobError, TorchrunJob
+from nodelaunch.running import RunningJob
 from nodelaunch.state import JobState
 
 # Says "fault at <time>" and does what its first argument names; rank 1 is the one at fault. DDP only where it is tried,
@@ -309,6 +311,14 @@ def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], fl
     heard = Heard()
     heard.when = {"[rank 0] connected": count, "[rank 1] connected": count}
     return heard, lambda: times[0]
+
+
+def make_running(links: dict, state: JobState, folder: Path, say: Callable = lambda line: None, **spec) -> RunningJob:
+    """A job whose supervisors are stand-ins."""
+    given = {"join_timeout": 60, "limit": 60, "max_restarts": 0, "nproc_per_node": 1, "nodes": [], **spec}
+    launch = SimpleNamespace(id="none", folder=folder)
+    more = {"found": None, "started": time.monotonic(), "say": say, "stop": threading.Event()}
+    return RunningJob(SimpleNamespace(**given), launch, links=links, state=state, **more)
 
 
 def copy_code(job: TorchrunJob) -> None:
