@@ -1,4 +1,4 @@
-"""What a job may cost and how long it may stay: output without end, supervisors that are stopped or killed."""
+"""Bounds of a job: output without end, and supervisors that are stopped or killed."""
 
 import json
 import re

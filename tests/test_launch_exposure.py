@@ -1,4 +1,4 @@
-"""What a job of the launcher opens to others: looked at from another network namespace, and attacked."""
+"""The ports that a job opens to others: listed from another network namespace, and attacked."""
 
 import os
 import re

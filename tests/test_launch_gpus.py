@@ -72,7 +72,7 @@ def make_nodes(kind, *machines):
 
 
 def look(write, nodes, **options):
-    """What a preflight says of the GPUs, and the scripts of the nodes after it."""
+    """Returns the preflight's verdicts on the GPUs, and the scripts of the nodes after it."""
     job = TorchrunJob(write("train.py", "print(1)"), nodes=nodes, **options)
     found = job.preflight()
     return found, [v for v in found.verdicts if v.check == "GPUs"], [path.read_text() for path in job.write()]
@@ -248,7 +248,7 @@ def hear_exit(state, node, rank, code):
 
 
 def hear_abort(state, rank=0, *, first="said"):
-    """What is heard when NCCL's watchdog aborts a rank; torchrun's word of it may come first."""
+    """The events of a rank that NCCL's watchdog aborts; torchrun's own event may come first."""
     said = [f"[rank {rank}] {line}\n".encode() for line in [ABORT, *["frame #0: x"] * 70, *STACK.split("\n")]]
     for step in (first, "exit" if first == "said" else "said"):
         if step == "exit":

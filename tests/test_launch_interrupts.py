@@ -245,7 +245,7 @@ def check_checkpoint(folder):
 
 
 def list_children(pid):
-    """Of all its threads: Linux keeps a list for each."""
+    """Returns the children of all its threads: Linux keeps a list for each."""
     children = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # a thread that has ended meanwhile
@@ -294,7 +294,7 @@ def test_interrupts_at_random_moments(kernel, tmp_path, program):
 @pytest.mark.drill
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupt_while_nodes_are_started_leaves_no_zombie(late, runs, tmp_path, monkeypatch):
-    """Of the supervisor that had begun, nor of one whose start the interrupt could not stop."""
+    """Neither the supervisor that had begun, nor one whose start the interrupt could not stop, stays as a zombie."""
     (tmp_path / "train.py").write_text(PLAIN)
     start, begun = direct._start_node, []
 

@@ -1,4 +1,4 @@
-"""What each node is told: which nodes LAB_NODES means, their shares of cores and GPUs, settings, and the data set."""
+"""Settings of each node: the nodes that LAB_NODES names, their shares of cores and GPUs, and the data set."""
 
 import os
 import shlex

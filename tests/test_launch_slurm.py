@@ -199,7 +199,7 @@ def submit_plan(plan, *, say):
 
 
 def read_all(links):
-    """What the links yield until they end, by node."""
+    """Returns the lines that the links yield until they end, by node."""
     got = {link.node: [] for link in links}
     readers = [threading.Thread(target=lambda link=link: got[link.node].extend(link.lines())) for link in links]
     for reader in readers:

@@ -1,4 +1,4 @@
-"""What a job is given that it cannot use: values of other types, unreadable scripts, folders that cannot be written."""
+"""Values that a job cannot use: other types, unreadable scripts, folders that cannot be written."""
 
 import os
 import socket

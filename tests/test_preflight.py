@@ -559,7 +559,7 @@ def test_only_who_knows_the_token_is_the_node(start):
 
 @pytest.fixture
 def claims(monkeypatch):
-    """What a probe claims in this process; given up afterwards."""
+    """A probe's claims in this process, released afterwards."""
     monkeypatch.setattr(probe, "CLAIMS", made := [])
     yield made
     for holder in made:

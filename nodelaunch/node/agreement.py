@@ -77,7 +77,7 @@ def check_agreement(script: str) -> None:
 
 
 def find_device() -> str:
-    """Says "GPU" where torch will find one, else "CPU", without starting CUDA.
+    """Returns "GPU" if torch will find one, otherwise "CPU", without starting CUDA.
 
     ``torch.cuda.is_available()`` would start it, and a script could no longer choose its GPU by CUDA_VISIBLE_DEVICES.
     """

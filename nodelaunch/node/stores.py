@@ -22,7 +22,7 @@ STATE |= {(kind.__module__, kind.__name__) for kind in (datetime, timedelta, tim
 
 
 class StatePickle:
-    """What the rendezvous needs of the module ``pickle``, for its own classes alone."""
+    """The part of the module ``pickle`` that the rendezvous needs, for its own classes only."""
 
     PickleError = pickle.PickleError
     dumps = staticmethod(pickle.dumps)

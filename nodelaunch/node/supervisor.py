@@ -142,14 +142,14 @@ class Supervisor:
             self._stop(StopReason.LIMIT, f"time limit of {limit:g} s")
 
     def _live(self) -> None:
-        """Tells the guard that this process lives, from a thread that waits for nothing else."""
+        """Signals the guard that this process is alive, from a thread that does nothing else."""
         with contextlib.suppress(OSError):
             while True:
                 os.write(self._guard.stdin.fileno(), b".")
                 time.sleep(1.0)
 
     def _open_socket(self) -> socket.socket | None:
-        """Where ranks hand over what they print; None where the file system has no sockets."""
+        """Makes the socket at which ranks hand over their output; None if the file system has no sockets."""
         here = Path.cwd()
         try:
             listener = socket.socket(socket.AF_UNIX)

@@ -1,4 +1,4 @@
-"""What runs around a training script on every rank: keeps its error, shows where it hangs, compares the nodes.
+"""Runs around a training script on every rank: keeps its error, shows where it hangs, compares the nodes.
 
 ``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does,
 and ``torchrun … -m nodelaunch.node.worker -m package.train`` runs a module as ``torchrun … -m package.train`` does.
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def _finish(events: Events, groups: Groups, watch: Watch) -> NoReturn:
-    """Tells that the script has ended, and ends the process when its threads have."""
+    """Reports that the script has ended, and ends the process when its threads have."""
     events.write("done", believed=groups.close(), advice=groups.advise())
     if list_threads():
         watch.over = True
