@@ -480,7 +480,7 @@ def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
         ({"script": "train.py", "root": project / "nowhere"}, ("is a folder", "root='.'")),
         ({"script": tmp_path / "train.py", "root": project}, ("not within", str(project))),
         ({"script": "../train.py", "root": project}, ("not within", str(project))),
-        ({"script": "examples/train.py", "root": project, "files": ["a.py"]}, ("all of its files",)),
+        ({"script": "examples/train.py", "root": project, "files": ["a.py"]}, ("do not go together",)),
         ({"script": "examples/train.py", "root": 3}, ("root", "path")),
         ({"script": "examples/nothing.py", "root": project}, ("no file", "nothing.py")),
     ):
