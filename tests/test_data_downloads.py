@@ -9,7 +9,7 @@ from harness.drawn import assert_explains, list_all
 
 from lab_common import LabError
 from lab_utils import data
-from lab_utils.data import sources
+from lab_utils.data import packing
 
 RNG = np.random.default_rng(0)
 TRAIN, TEST = 5_020, 30  # the last 5,000 training images become the validation split
@@ -17,7 +17,7 @@ TRAIN, TEST = 5_020, 30  # the last 5,000 training images become the validation 
 
 @pytest.fixture(autouse=True)
 def spare(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "checkout", lambda: tmp_path / "checkout")
+    monkeypatch.setattr(packing, "checkout", lambda: tmp_path / "checkout")
 
 
 def test_fashion_mnist_is_padded_and_repeated(tmp_path):
@@ -107,4 +107,4 @@ def test_a_failed_download_is_explained(tmp_path, monkeypatch, answer):
             data.load("cifar10", tmp_path / "root")
         server.shutdown()
     assert_explains(caught.value, "cifar10 could not be downloaded", str(tmp_path / "root"), "shapes10")
-    assert "root/packed" not in list_all(tmp_path)
+    assert "root/packed/cifar10" not in list_all(tmp_path)

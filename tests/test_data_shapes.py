@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lab_utils import data
-from lab_utils.data import shapes, sources
+from lab_utils.data import packing, shapes
 
 
 def test_a_small_sample_is_pinned():
     # Stored outputs of the notebooks rest on these pictures. Whoever changes the drawing changes this sum, raises
-    # SHAPES_FINGERPRINT in sources.py, so that old packs are drawn anew, and re-executes the notebooks.
+    # FINGERPRINT in shapes.py, so that old packs are drawn anew, and re-executes the notebooks.
     digest = hashlib.sha256()
     for split in ("train", "valid", "test"):
         images, labels = shapes.draw_images(split, range(20))
@@ -43,13 +43,13 @@ def test_classes_are_balanced_and_named():
 @pytest.fixture(scope="module")
 def shapes10(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "checkout", lambda: tmp_path_factory.mktemp("checkout"))  # where a pack may lie already
+        patch.setattr(packing, "checkout", lambda: tmp_path_factory.mktemp("checkout"))  # where a pack may lie already
         return data.load(root=tmp_path_factory.mktemp("root"))
 
 
 def test_a_lab_data_that_is_not_there_is_named(tmp_path, monkeypatch, capsys):
     """It may be the mistyped path of CINIC-10."""
-    monkeypatch.setattr(data, "provide_pack", lambda *_, **__: pytest.fail("drawn"))
+    monkeypatch.setattr(data, "_provide", lambda *_, **__: pytest.fail("drawn"))
     for folder, words in {"nope": f"There is no folder {tmp_path / 'nope'}: ", ".": ""}.items():
         monkeypatch.setenv("LAB_DATA", str(tmp_path / folder))
         with pytest.raises(pytest.fail.Exception):

@@ -27,7 +27,6 @@ from course.exercises import ranks
 from course.race import records, sealed
 from lab_common import LabError, cores, files
 from lab_utils import machine
-from lab_utils.data import write
 from lab_utils.timing.memory import return_memory
 from nodelaunch import local_nodes
 from nodelaunch.node import children, facts, guard, probe, processes, sampler, supervisor, watch, worker
@@ -36,7 +35,6 @@ PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
 # Where a name of Linux's is used all the same: the tests below show each of these places without it.
 GUARDED = {
     ("lab_common/cores.py", "sched_getaffinity"),
-    ("lab_utils/data/write.py", "posix_fallocate"),
     ("nodelaunch/node/sampler.py", "sched_getaffinity"),
     ("nodelaunch/node/watch.py", "TCP_INFO"),
     ("nodelaunch/node/watch.py", "pthread_getcpuclockid"),
@@ -169,15 +167,6 @@ def test_a_rank_starts_and_is_watched(elsewhere):
     assert worker._die_with_agent() is None
     assert watch._count_bytes() == 0
     assert watch._read_clock(threading.get_ident()) == 0
-
-
-def test_room_is_kept_for_a_pack(elsewhere, tmp_path):
-    pack = tmp_path / "images.npy"
-    pack.write_bytes(b"head")
-    os.truncate(pack, 3 * 2**20)
-    write._reserve(pack, start=4)
-    assert pack.stat().st_size == 3 * 2**20 and pack.read_bytes().strip(b"\0") == b"head"
-    assert pack.stat().st_blocks * 512 >= 3 * 2**20
 
 
 def test_memory_is_not_limited_and_a_lap_not_sealed(elsewhere, monkeypatch):

@@ -16,7 +16,7 @@ from typing import Any
 
 from course.race import records, saved, sealed
 from lab_common import LabError
-from lab_utils.data.pack import MANIFEST
+from lab_utils.data.packing import MANIFEST
 from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, watch
 from nodelaunch.backends.nodes import Node
 from nodelaunch.program import make_command

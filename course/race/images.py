@@ -19,8 +19,7 @@ from course.report.pages import shorten
 from lab_common import LabError
 from lab_utils import data
 from lab_utils.data import shapes
-from lab_utils.data.sources import SHAPES_FINGERPRINT
-from lab_utils.data.write import write_pack
+from lab_utils.data.packing import write_pack
 
 # Of `train`; the script gets them as its `valid` and, the same ones, as its `test`.
 HELD_OUT = 0.1
@@ -50,7 +49,7 @@ def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], dict[str, in
     held = rng.permutation(np.concatenate([part[: round(HELD_OUT * len(part))] for part in each]))
     parts = {"train": order[~np.isin(order, held)], "valid": held, "test": held}
     counts = {split: len(part) for split, part in parts.items()}
-    fingerprint = SHAPES_FINGERPRINT if dataset.name == "shapes10" else "of a lap of the race"
+    fingerprint = shapes.FINGERPRINT if dataset.name == "shapes10" else "of a lap of the race"
     source = {"kind": "lap", "words": "one lap's share of the training images", "fingerprint": fingerprint}
     names = tuple(f"class {number}" for number in range(classes))
     statistics = dataset.mean, dataset.std

@@ -1,36 +1,36 @@
 """The data sets of the labs: found or drawn, packed once into memory-mapped arrays, handed out in batches.
 
-``data.load()`` gives CINIC-10 where it lies in ``LAB_DATA``, else shapes10, which is drawn on the spot;
+``data.load()`` gives CINIC-10 if it is in ``LAB_DATA``, else shapes10, which is drawn on the spot;
 ``dataset.batches("train", 128, device=device)`` its training images, shuffled and augmented; ``dataset.train`` is a
 torch ``Dataset``, for a ``DataLoader``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from lab_common import LabError
-from lab_common.text import clean
-from lab_utils.data.archive import import_archive
+from lab_common.files import read_bounded
+from lab_common.text import clean, clean_name
+from lab_utils.bars import open_bar
+from lab_utils.data import packing, shapes
 from lab_utils.data.batches import Batches
-from lab_utils.data.fetch import fetch_archive
-from lab_utils.data.folder import classic_loader, export
-from lab_utils.data.pack import MANIFEST
-from lab_utils.data.sources import find_cinic10, provide_pack
-from lab_utils.data.system import choose_root
+from lab_utils.data.download import fetch_archive, import_archive, pack_torchvision
+from lab_utils.data.packing import SPLITS, Pack, choose_root, list_homes, make_command, open_pack, quote
 
 __all__ = [
     "NAMES",
     "Batches",
     "Dataset",
     "Split",
-    "classic_loader",
-    "export",
     "fetch_archive",
     "import_archive",
     "load",
@@ -62,7 +62,7 @@ class Split(torch.utils.data.Dataset):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[torch.Tensor, int]]:
-        """What a ``DataLoader`` calls for a batch: one gather for all of its images."""
+        """Returns a batch for a ``DataLoader``: one gather for all of its images."""
         chosen = torch.as_tensor(indices)
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (self.mean, self.std))
         images = (self.images[chosen].to(torch.get_default_dtype()) / 255 - mean) / std
@@ -102,16 +102,16 @@ class Dataset:
     @property
     def summary(self) -> str:
         """One line, the same on every machine that has this data set: sizes, classes, source."""
-        sizes = ", ".join(f"{len(getattr(self, split)):,} {split}" for split in ("train", "valid", "test"))
+        sizes = ", ".join(f"{len(getattr(self, split)):,} {split}" for split in SPLITS)
         notes = [f"{self.skipped:,} unreadable images were left out"] if self.skipped else []
         words = "; ".join([self.source, *notes, *self.notes])
         return f"{self.name}: {sizes} images of {len(self.class_names)} classes, {words}"
 
     @property
     def for_nodes(self) -> dict[str, object]:
-        """Where it is, here and on a node, and what makes it there: the arguments of ``nodelaunch.DataFolder``."""
+        """The arguments of ``nodelaunch.DataFolder``: the pack here and on a node, and the command that makes it there."""
         fix = "python -m lab_utils.data prepare"
-        return {"path": self.pack, "name": f"packed/{self.name}", "identity": MANIFEST, "fix": fix}
+        return {"path": self.pack, "name": f"packed/{self.name}", "identity": packing.MANIFEST, "fix": fix}
 
     def batches(
         self,
@@ -145,7 +145,7 @@ class Dataset:
         Raises:
             LabError: There is no such split or rank, or no batch of this size.
         """
-        if split not in ("train", "valid", "test"):
+        if split not in SPLITS:
             raise LabError(
                 f"There is no split {split!r} in {self.name}.",
                 where=f"batches({split!r}, ...)",
@@ -153,58 +153,131 @@ class Dataset:
                 fix="take 'train', 'valid' or 'test'",
             )
         part: Split = getattr(self, split)
-        return Batches(
-            part.images,
-            part.labels,
-            batch_size,
-            mean=self.mean,
-            std=self.std,
-            device=device,
-            train=split == "train" if train is None else train,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            drop_last=drop_last,
-            pad=pad,
-        )
+        order = {"train": split == "train" if train is None else train, "seed": seed}
+        share = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "pad": pad}
+        look = {"mean": self.mean, "std": self.std, "device": device}
+        return Batches(part.images, part.labels, batch_size, **look, **order, **share)
 
 
 def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: bool = False) -> Dataset:
     """Loads a data set; the first time it is drawn, read or downloaded, and packed.
 
     Args:
-        name: One of :data:`NAMES`; by default ``cinic10`` where it is found under ``root``, else ``shapes10``.
+        name: One of :data:`NAMES`; by default ``cinic10`` if it is found under ``root``, else ``shapes10``.
         root: The folder that holds data sets, or a folder in CINIC-10's layout; by default the environment variable
-            ``LAB_DATA``, else the repository's ``data/``. Where that is not there, it is named, and made.
-        skip_bad: Go on without the images that cannot be read, instead of naming them and stopping.
+            ``LAB_DATA``, else the repository's ``data/``.
+        skip_bad: Leave out the images that cannot be read, instead of naming them and stopping.
 
     Raises:
         LabError: Unknown name, nothing there, a folder or images that cannot be read, a download that failed.
     """
-    root = choose_root(root)
-    note = ""
+    root, note = choose_root(root), ""
+    found = find_cinic10(root) if name in (None, "cinic10") else None
     if name is None:
-        name = "cinic10" if find_cinic10(root) else "shapes10"
-        note = " (no CINIC-10 was found in LAB_DATA)" if name == "shapes10" else ""
+        name = "cinic10" if found else "shapes10"
+        note = "" if found else " (no CINIC-10 was found in LAB_DATA)"
         if note and not root.exists():
             print(f"There is no folder {clean(root, 200)}: shapes10 is used.", file=sys.stderr)
     if name not in NAMES:
         where, fix = f"data.load({name!r})", f"choose one of {', '.join(NAMES)}"
         raise LabError(f"There is no data set {name!r}.", where=where, cause="a mistyped name", fix=fix)
-    pack, manifest, arrays = provide_pack(name, root, skip_bad=skip_bad)
-    mean, std = tuple(manifest["mean"]), tuple(manifest["std"])
+    if name == "cinic10":
+        pack = _provide_cinic10(found, root, skip_bad=skip_bad)
+    elif name == "shapes10":
+        pack = _provide(name, root, shapes.FINGERPRINT, pack_shapes)
+    else:
+        pack = _provide(name, root, f"{name}, packing 1", partial(pack_torchvision, name))
+    manifest, mean, std = pack.manifest, tuple(pack.manifest["mean"]), tuple(pack.manifest["std"])
     splits = {
         split: Split(torch.from_numpy(images), torch.from_numpy(labels), mean, std)
-        for split, (images, labels) in arrays.items()
+        for split, (images, labels) in pack.arrays.items()
     }
+    skipped, notes = sum(split["skipped"] for split in manifest["splits"].values()), tuple(manifest["source"]["notes"])
+    source = manifest["source"]["words"] + note
     return Dataset(
-        name,
-        tuple(manifest["classes"]),
-        mean,
-        std,
-        manifest["source"]["words"] + note,
-        pack,
-        **splits,
-        skipped=sum(split["skipped"] for split in manifest["splits"].values()),
-        notes=tuple(manifest["source"]["notes"]),
+        name, tuple(manifest["classes"]), mean, std, source, pack.folder, **splits, skipped=skipped, notes=notes
     )
+
+
+def find_cinic10(root: Path) -> Path | None:
+    """Returns what ``cinic10`` means under a root: a folder in CINIC-10's layout, an imported pack, or None.
+
+    Raises:
+        LabError: Several folders could be meant, or one cannot be read.
+    """
+    for deepest in (1, packing.DEEPEST):
+        tops = packing.find_data_sets(packing.list_folders(root, deepest)) if root.is_dir() else []
+        if len(tops) > 1:
+            raise LabError(
+                f"{len(tops)} folders could be CINIC-10.",
+                where=", ".join(clean_name(root / top) for top in tops),
+                cause="more than one folder here has the splits train, valid, test in it",
+                fix=f"name the one you mean: export LAB_DATA={quote(root / tops[0])}",
+            )
+        if tops:
+            return root / tops[0]
+        for home in list_homes(root):
+            if packing.read_manifest(home / "cinic10"):
+                return home / "cinic10"
+    return None
+
+
+def _provide_cinic10(found: Path | None, root: Path, *, skip_bad: bool) -> Pack:
+    """Opens the pack of what :func:`find_cinic10` found; that of a folder is made, or made again after a change."""
+    if found is None:
+        archives = sorted(f for f in root.glob("*[Cc][Ii][Nn][Ii][Cc]*.*") if f.is_file())
+        cause = "it was not downloaded yet, or LAB_DATA points elsewhere"
+        fix = f"{make_command('fetch cinic10')}   (or work with data.load('shapes10'))"
+        if archives:
+            cause, fix = "its archive is there, but was not imported", make_command(f"import {quote(archives[0])}")
+        raise LabError("CINIC-10 was not found.", where=root, cause=cause, fix=fix)
+    if packing.read_manifest(found):
+        if pack := open_pack(found):
+            return pack
+        cause = "a file was cut short or changed by hand"
+        fix = f"{make_command('import CINIC-10.tar.gz')}  (or fetch cinic10)"
+        raise LabError("The pack cinic10 is damaged.", where=clean_name(found), cause=cause, fix=fix)
+    images = packing.survey(packing.list_names(found), found)
+    fingerprint = packing.hash_folder(found, images)
+    source = {"kind": "folder", "words": "from a folder in CINIC-10's layout", "fingerprint": fingerprint}
+    option = "" if skip_bad else "prepare --skip-bad"
+
+    def read(image: str) -> bytes:
+        return read_bounded(found / image, packing.IMAGE_BYTES)
+
+    def pack_folder(pack: Path) -> None:
+        packing.pack_images(pack, images, read, source=source, where=found, option=option)
+
+    # The path is a part of the name, because two folders may have their packs in the same place.
+    name = f"cinic10-folder-{hashlib.sha256(os.fsencode(found)).hexdigest()[:8]}"
+    return _provide(name, root, fingerprint, pack_folder)
+
+
+def _provide(name: str, root: Path, fingerprint: str, make: Callable[[Path], None]) -> Pack:
+    """Opens the pack that was made from exactly this source, or makes it; several processes make it once."""
+    homes = list_homes(root)
+
+    def find() -> Pack | None:
+        packs = filter(None, (open_pack(home / name) for home in homes))
+        return next((pack for pack in packs if pack.manifest["source"]["fingerprint"] == fingerprint), None)
+
+    if pack := find():
+        return pack
+    with packing.lock_pack(homes[0] / name):
+        if not (pack := find()):
+            make(homes[0] / name)
+            pack = open_pack(homes[0] / name)
+    return pack
+
+
+def pack_shapes(pack: Path) -> None:
+    """Draws shapes10 into a pack."""
+    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": shapes.FINGERPRINT}
+    with (
+        packing.write_pack(pack, shapes.COUNTS, class_names=shapes.CLASS_NAMES, source=source) as draft,
+        open_bar(sum(shapes.COUNTS.values()), "drawing shapes10", unit=" images", delay=3) as bar,
+    ):
+        for split, count in shapes.COUNTS.items():
+            for index in range(count):
+                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
+                bar.update()

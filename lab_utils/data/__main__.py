@@ -11,12 +11,8 @@ from lab_common import LabError
 from lab_common.commandline import run_command
 from lab_common.text import clean_name
 from lab_utils import data
-from lab_utils.data.archive import refuse_data_set
-from lab_utils.data.fetch import SIZE
-from lab_utils.data.layout import explain_unreadable
-from lab_utils.data.pack import SPLITS, find_damage, read_manifest, restore_pack
-from lab_utils.data.sources import find_cinic10, list_packs, verify_pack
-from lab_utils.data.system import choose_root, make_command, quote
+from lab_utils.data.download import SIZE
+from lab_utils.data.packing import SPLITS, choose_root, find_damage, make_command, open_pack, quote, read_manifest
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,14 +57,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _fetch(arguments: argparse.Namespace, root: Path) -> None:
     if arguments.name == "cinic10":
-        refuse_data_set(root)  # now, not after the download
-        pack = root / "packed" / "cinic10"
-        with explain_unreadable(pack.parent):
-            restore_pack(pack)
-        if (manifest := read_manifest(pack)) and not find_damage(pack):
-            print(f"Nothing to fetch: CINIC-10 is here already, {manifest['source']['words']}.")
-            print(f"To fetch it all the same, remove it first: rm -r {quote(pack)}")
-            return
+        for home in data.list_homes(root):
+            if pack := open_pack(home / "cinic10"):
+                print(f"Nothing to fetch: CINIC-10 is here already, {pack.manifest['source']['words']}.")
+                print(f"To fetch it all the same, remove it first: rm -r {quote(pack.folder)}")
+                return
         archive = data.fetch_archive(root)
         data.import_archive(archive, root, skip_bad=arguments.skip_bad)
         print(f"{archive.name} is packed; the archive itself is no longer needed: {archive}")
@@ -79,7 +72,7 @@ def _import(arguments: argparse.Namespace, root: Path) -> None:
     pack = data.import_archive(arguments.file, root, skip_bad=arguments.skip_bad)
     dataset = data.load("cinic10", root)
     print(dataset.summary)
-    if (found := find_cinic10(root)) != pack:
+    if (found := data.find_cinic10(root)) != pack:
         print(f"Note: the labs use the folder {clean_name(found)}, which goes before the imported pack.")
 
 
@@ -87,22 +80,20 @@ def _prepare(arguments: argparse.Namespace, root: Path) -> None:
     dataset = data.load(root=root, skip_bad=arguments.skip_bad)
     print(dataset.summary)
     if dataset.name == "shapes10":
-        print(_explain_real_one())
+        print("To work with CINIC-10 itself, do one of these:")
+        print(f"  {make_command('fetch cinic10')}   downloads it ({SIZE / 1e6:,.0f} MB)")
+        print(f"  {make_command('import CINIC-10.tar.gz')}   takes a copy that you were given")
+        print("  export LAB_DATA=/a/folder   in which there is train|valid|test/<class>/*.png")
 
 
-def _explain_real_one() -> str:
-    ways = {
-        make_command("fetch cinic10"): f"downloads it ({SIZE / 1e6:,.0f} MB)",
-        make_command("import CINIC-10.tar.gz"): "takes a copy that you were given",
-        "export LAB_DATA=/a/folder": "in which there is train|valid|test/<class>/*.png",
-    }
-    width = max(map(len, ways))
-    lines = [f"  {way:{width}}   {words}" for way, words in ways.items()]
-    return "\n".join(["To work with CINIC-10 itself, do one of these:", *lines])
+def _list_packs(root: Path) -> dict[Path, dict]:
+    """Returns the packs that this root can use, with their manifests."""
+    folders = [folder for home in data.list_homes(root) if home.is_dir() for folder in sorted(home.glob("[!.]*"))]
+    return {folder: manifest for folder in folders if (manifest := read_manifest(folder))}
 
 
 def _verify(arguments: argparse.Namespace, root: Path) -> None:
-    packs = {f: m for f, m in list_packs(root).items() if arguments.name is None or f.name.startswith(arguments.name)}
+    packs = [folder for folder in _list_packs(root) if folder.name.startswith(arguments.name or "")]
     if not packs:
         raise LabError(
             f"There is no pack{f' of {arguments.name}' if arguments.name else ''} to verify.",
@@ -110,15 +101,24 @@ def _verify(arguments: argparse.Namespace, root: Path) -> None:
             cause="no data set was packed yet, or LAB_DATA points elsewhere",
             fix=make_command("prepare"),
         )
-    for folder, manifest in packs.items():
-        verify_pack(folder)
-        print(f"[ok] {clean_name(folder.name)}: {len(manifest['sha256'])} arrays are what was packed")
+    for folder in packs:
+        if damaged := find_damage(folder):
+            again = (
+                f"&& {make_command('import CINIC-10.tar.gz')}" if folder.name == "cinic10" else "  (and load it again)"
+            )
+            raise LabError(
+                f"{len(damaged)} file(s) of the pack {clean_name(folder.name, 40)} are not what was packed.",
+                where=f"{clean_name(folder)}: {', '.join(damaged)}",
+                cause="the disk is failing, or a program wrote into the pack",
+                fix=f"rm -r {quote(folder)} {again}",
+            )
+        print(f"[ok] {clean_name(folder.name)}: 6 arrays are what was packed")
 
 
 def _info(arguments: argparse.Namespace, root: Path) -> None:
     print(f"LAB_DATA: {root}")
-    print(f"cinic10:  {clean_name(find_cinic10(root) or 'not found; the labs draw shapes10 instead')}")
-    for folder, manifest in list_packs(root).items():
+    print(f"cinic10:  {clean_name(data.find_cinic10(root) or 'not found; the labs draw shapes10 instead')}")
+    for folder, manifest in _list_packs(root).items():
         sizes = ", ".join(f"{manifest['splits'][name]['images']:,} {name}" for name in SPLITS)
         megabytes = sum(file.lstat().st_size for file in folder.iterdir()) / 1e6
         print(f"packed:   {clean_name(folder.name)}: {sizes}; {megabytes:,.0f} MB; {manifest['source']['words']}")

@@ -10,9 +10,7 @@ from PIL import Image
 
 from lab_common import LabError
 from lab_utils.data import shapes
-from lab_utils.data.folder import CLASS_NAMES
-from lab_utils.data.sources import SHAPES_FINGERPRINT
-from lab_utils.data.write import write_pack
+from lab_utils.data.packing import CLASS_NAMES, write_pack
 
 PER_CLASS = {"train": 4, "valid": 2, "test": 3}
 
@@ -34,7 +32,7 @@ def make_folder(folder: Path, *, per_class: dict[str, int] | None = None) -> Pat
 def make_pack(home: Path, name: str = "shapes10") -> Path:
     """Packs twenty training images that count as a data set of that name, and returns the folder of data sets."""
     counts = {"train": 20, "valid": 10, "test": 10}
-    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": SHAPES_FINGERPRINT}
+    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": shapes.FINGERPRINT}
     with write_pack(home / "packed" / name, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
         for split, count in counts.items():
             for index in range(count):
