@@ -109,7 +109,7 @@ class Dataset:
 
     @property
     def for_nodes(self) -> dict[str, object]:
-        """The arguments of ``nodelaunch.DataFolder``: the pack here and on a node, and the command that makes it there."""
+        """The arguments of ``nodelaunch.DataFolder``: the pack here and on a node, and the command that makes it."""
         fix = "python -m lab_utils.data prepare"
         return {"path": self.pack, "name": f"packed/{self.name}", "identity": packing.MANIFEST, "fix": fix}
 
