@@ -66,7 +66,7 @@ def make_data(**options):
         ({"rank_order": "nodes", "max_restarts": 1}, ["Only torchrun restarts", "static rendezvous"]),
         ({"data": "digits"}, ["data is a DataFolder", "'digits'", "of the type str", "DataFolder('/my/digits'"]),
     ],
-    ids=str,
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else None,  # a value may show a folder
 )
 def test_a_value_of_another_type_is_refused(script, options, words):
     with pytest.raises(LabError) as caught:
