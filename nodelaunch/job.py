@@ -74,11 +74,6 @@ class TorchrunJob:
         """Folder of that launch on this machine, ``jobs/<id>`` in LAB_RUNS or ``runs``: the scripts and the log."""
         return self._launch.folder
 
-    @property
-    def rendezvous_id(self) -> str:
-        """The ``--rdzv-id`` of torchrun in that launch, which is a secret."""
-        return self._launch.rendezvous_id
-
     def preflight(self) -> Preflight:
         """Asks every node whether the job can run there, in seconds; changes nothing.
 
@@ -92,7 +87,7 @@ class TorchrunJob:
     def write(self) -> list[Path]:
         """Writes the bash script of every node into ``folder``, to be read, or run by hand on its node.
 
-        If an address is not known, the nodes are asked first.
+        If an address or the port is not known, the nodes are asked first.
 
         Returns:
             One path per node, in the order of ``nodes``; on Slurm one batch script.
@@ -126,7 +121,7 @@ class TorchrunJob:
         by_hand: Sequence[str] = (),
         show: bool | Say = True,
     ) -> JobResult:
-        """Runs the job to its end: checks the nodes, copies what they lack, starts torchrun on each, follows it.
+        """Runs the job to its end: checks the nodes, copies code and data, starts torchrun on each, follows it.
 
         Args:
             check: Raise if the job failed; otherwise ``JobResult.failure`` says it.

@@ -1,7 +1,8 @@
 """The messages of torch, Python and Linux that the launcher knows: what each means, and what to do about it.
 
-This table is the only place that knows messages of a failed rank. tests/test_launch_field.py takes a real text of each
-through the whole diagnosis. Texts are those of torch 2.14 and Python 3.11 unless a version is named.
+node/errors.py only classifies messages, and failure.py adds what the other ranks did. tests/test_launch_field.py takes
+a real text of each row through the whole diagnosis. Texts are those of torch 2.14 and Python 3.11 unless a version is
+named.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one file that travels to a node: a zipapp of lab_common and nodelaunch.node, started by a few lines of Python.
+"""Programs for a node that lacks our code: a zip of lab_common and nodelaunch.node, started by a few lines of Python.
 
 A program may have to run where nothing of ours is installed yet, on Python 3.9, so what it imports keeps to the
 standard library. The archive is an argument of ``python -c`` and not sent on standard input, which belongs to the

@@ -38,7 +38,7 @@ class Failure:
         what: One sentence with the rank and the node.
         rank: The rank that failed first; None if no rank did.
         node: Its node.
-        message: The last line of its traceback, or torchrun's message.
+        message: The error's own text, which ends its traceback, or torchrun's message.
         location: Where in the training script, for example "train.py, line 33".
         traceback: Its traceback, without the frames of the launcher.
         cause: The likely cause.

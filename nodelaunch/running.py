@@ -77,7 +77,7 @@ class RunningJob:
         # When all had joined, after that; since when something has failed; since when no rank can move any more.
         self._joined = self._failed = self._standing = None
         self._reported: set[object] = set()
-        self._over = threading.Event()
+        self._over = threading.Event()  # set once there is a result or an error
         self._result: JobResult | None = None
         self._error: BaseException | None = None
 
@@ -129,7 +129,7 @@ class RunningJob:
 
     def _follow_links(self) -> None:
         """Takes in what the supervisors say until all have ended, or have to; then ends what is left."""
-        over = threading.Event()
+        over = threading.Event()  # ends the threads that read and beat
         try:
             self._log = Log(self.folder / "output.log")
             for node, link in self._links.items():

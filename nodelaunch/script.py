@@ -1,4 +1,4 @@
-"""The bash script that one node runs: short, readable, and safe whatever is in its arguments and paths.
+"""The placement of each node, and the bash script that it runs: readable, and safe whatever is in its arguments.
 
 Every value is quoted by ``shlex.quote``, so that a space, a quote, ``;$( )`` or a newline in it is data; in comments it
 is JSON, which has no newline.

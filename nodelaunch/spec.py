@@ -61,7 +61,7 @@ def check_argument(value: Any) -> str:
 
 
 def check_arguments(value: Any) -> tuple[str, ...]:
-    """Takes a list of them."""
+    """Takes a list of arguments, and returns them as texts."""
     wanted = "a list of texts and numbers"
     if isinstance(value, str):
         raise InvalidValue(wanted, repr(value.split()), "one text is one argument; a list has one text for each")

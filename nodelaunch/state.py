@@ -75,7 +75,8 @@ class JobState:
         self.results: dict[int, object] = {}
         self._ports: list[str | None] = []  # where the ranks of each attempt meet, in the order in which we heard them
         self._last: dict[int, int] = {}  # rank -> number of the attempt in which it was last heard to start
-        self._errors: list[dict] = []  # of all attempts, each with its number and the node's name
+        # Of all attempts: the fields of the events "error" and "hang" (node/report.py), and `node`, `attempt`, `at`.
+        self._errors: list[dict] = []
         self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
         # By rank, in the present attempt: the watch's facts about a main thread that stands (nodelaunch.node.watch);
         # the sizes of the groups that it opened; what a script that opened none of all ranks believed, and advice.

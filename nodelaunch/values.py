@@ -88,7 +88,7 @@ def whole(low: int, high: int, example: int) -> Check:
 
 
 def optional(check: Check) -> Check:
-    """Takes the same, or None."""
+    """Takes what the given check takes, or None."""
     return lambda value: None if value is None else check(value)
 
 

@@ -157,7 +157,7 @@ def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(scrip
 
 def test_the_id_of_the_rendezvous_is_a_secret(script):
     job = TorchrunJob(script, ["loop"], nodes=local_nodes(2))
-    job_id, secret, folder = job.id, job.rendezvous_id, job.folder
+    job_id, secret, folder = job.id, job._launch.rendezvous_id, job.folder
     assert re.fullmatch(r"[0-9a-f]{32}", secret)
     shown = []
 

@@ -80,7 +80,7 @@ class Dataset:
         std: Standard deviation, likewise.
         source: Where it comes from, in words, without a path.
         pack: Folder of its arrays.
-        train: 10,000 images of shapes10; 90,000 of the full CINIC-10.
+        train: For training: 10,000 images of shapes10; 90,000 of the full CINIC-10.
         valid: For choosing among models.
         test: For the last number only.
         skipped: Images that could not be read and were left out because that was asked for.

@@ -25,7 +25,7 @@ class Batches:
 
     Attributes:
         batch_size: Images per batch.
-        images: Images that this rank's next pass hands out.
+        images: The number of images that this rank's next pass hands out.
         chosen: int64 (B,): which images of the split the batch handed out last consists of; None before the first.
     """
 

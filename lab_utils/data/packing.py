@@ -40,9 +40,10 @@ SPLITS = ("train", "valid", "test")
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Published with the data set: https://github.com/BayesWatch/cinic-10, "Normalization".
 MEAN_STD = ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835))
-FORMAT = 1
+FORMAT = 1  # of arrays and manifest: a pack of another format counts as none
 MANIFEST = "manifest.json"
-# Raise it if the same files would give different arrays or notes, so that old packs are made again.
+# In the fingerprint of a pack that was made from a folder. Raise it if the same files would give different arrays or
+# notes, so that such packs are made again.
 PACKING = b"packing 2\n"
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")

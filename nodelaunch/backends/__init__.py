@@ -1,6 +1,6 @@
-"""The kinds of nodes: of this machine, hosts that ssh reaches, or Slurm's.
+"""The kinds of nodes (local, ssh, slurm), and the modules that launch jobs on them: direct for the first two, slurm.
 
-A node's ``backend`` is the name of the module that launches on it, whose functions are those of :class:`Backend`.
+A node's ``backend`` is the name of that module, whose functions are those of :class:`Backend`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Backend(Protocol):
     def copy(
         self, spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say
     ) -> None:
-        """Copies to the nodes what they lack: code, scripts, and the data that the preflight did not find.
+        """Copies code and scripts to the nodes, and data to those that lack it; what is there already stays.
 
         Raises:
             LabError: A node was not reached, its disk is full, or code there was changed.

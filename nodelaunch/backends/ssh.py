@@ -199,7 +199,7 @@ def ssh_nodes(
 
     Args:
         names: Names or addresses as you would type them after ``ssh``.
-        python: The interpreter on the hosts, with the labs' packages; None takes this one's path if it exists.
+        python: The interpreter on the hosts; None takes this one's path if it exists there, otherwise python3.
         folder: The folder for all that is ours on the hosts; ``~`` is the home there.
         interface: The network interface between the hosts; None finds it by the route.
         data: ``LAB_DATA`` on the hosts.

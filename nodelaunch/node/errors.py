@@ -1,4 +1,4 @@
-"""Classifies error messages: a full disk, or a rank that failed only because another one did."""
+"""The reasons to stop a job, and classes of error messages: a full disk, or a failure that another rank caused."""
 
 from __future__ import annotations
 

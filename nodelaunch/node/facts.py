@@ -168,17 +168,17 @@ def find_code(request):
 
 
 def find_data(request):
-    """The data set of a job on this node, and its folder."""
+    """The folder of a job's data on this node, and its identity."""
     root = Path(request["data"]).expanduser()
     path = root / request["data_file"]
-    # The launcher's own pack may have another name, if it was made from a folder of images.
+    # A node of this machine uses the launcher's own folder, which may have another name.
     own = Path(request["pack"], path.name)
     used = own if request["pack"] and own.is_file() else path
     return {"folder": str(root), "path": str(used), **identify_data(used)}
 
 
 def identify_data(path):
-    """A packed data set's identity: its classes and the SHA-256 of its arrays, not when or where it was made."""
+    """The hash of a data folder's identity file, and the files it lists that are missing; see nodelaunch.DataFolder."""
     found = {"hash": None, "missing": []}
     if path.is_file():
         raw = path.read_bytes()
@@ -187,7 +187,7 @@ def identify_data(path):
             found["missing"] = [name for name in manifest["sha256"] if not (path.parent / name).is_file()]
             raw = json.dumps([manifest["classes"], manifest["sha256"]], sort_keys=True).encode()
         except (ValueError, KeyError, TypeError):
-            pass  # not a manifest of ours: its bytes count
+            pass  # not JSON with these two fields: its bytes count
         found["hash"] = hashlib.sha256(raw).hexdigest()
     return found
 

@@ -90,7 +90,7 @@ class Groups:
             self._events.write("elsewhere")
 
     def close(self) -> list[str]:
-        """Reports a framework that uses one process though a group is open; returns what the script believed."""
+        """Makes the last reports, once the script has ended; returns the beliefs of a script that joined no group."""
         if re.search(r"ProcessGroup(Gloo|NCCL)\(", self._source) or "torchft" in sys.modules:
             self._note_elsewhere()  # a backend that was made without torch's own function
         # accelerate on nodes without GPUs opens a group of all ranks, and then trains without it (1.15).

@@ -1,7 +1,7 @@
 """Unpacks on a node the tar file that the launcher sends on standard input: code, scripts, or data.
 
-It prints, after the byte 0x1e, a JSON list of the code that was there already and was changed, and then removes the
-oldest code and jobs that nothing uses. Also runs on Python 3.9 (:mod:`nodelaunch.program`).
+It then removes the oldest code and jobs that nothing uses, and prints, after the byte 0x1e, a JSON list of the code
+that was there already and was changed. Also runs on Python 3.9 (:mod:`nodelaunch.program`).
 """
 
 from __future__ import annotations

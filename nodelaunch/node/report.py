@@ -55,7 +55,13 @@ def report(value: Any) -> None:
 
 
 class Events:
-    """Lines of JSON in a file that all ranks of a node append to, each in one write."""
+    """Lines of JSON in a file that all ranks of a node append to, each in one write.
+
+    A rank has started (``worker``), failed (``error``), or waits until its group gives up (``hang``); its main thread
+    stands (``still``), or goes on (``moves``); it opened groups of some sizes (``groups``), or may join others unseen
+    (``elsewhere``); its script has ended (``done``), its threads have not (``lingers``), or have, too (``left``). The
+    supervisor passes these on, and adds ``started``, ``stopping``, ``halted``, ``stack``, ``result`` and ``ended``.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank, self._file = folder / "events.jsonl", rank, -1

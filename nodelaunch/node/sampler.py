@@ -45,8 +45,8 @@ def main() -> None:
 class Linux:
     """Reads /proc: the cores that this process may use, and what of them the jobs of one node take."""
 
-    def __init__(self, node: str, folder: str, proc: Path = PROC) -> None:
-        self._proc, self._node, self._folder = proc, node, f"{folder.rstrip('/')}/"
+    def __init__(self, node: str, folder: str) -> None:
+        self._node, self._folder = node, f"{folder.rstrip('/')}/"
         self._cores = sorted(os.sched_getaffinity(0))
         self._limit = count_cores()
         self._ticks = os.sysconf("SC_CLK_TCK")
@@ -62,7 +62,7 @@ class Linux:
         # A process that is new brings all its time: it began after the last reading.
         spent = sum(ticks - ours_then.get(pid, 0) for pid, ticks in ours.items())
         cores_seconds = max(now - then, 1e-3) * self._limit
-        memory = dict(line.split(":", 1) for line in (self._proc / "meminfo").read_text().splitlines())
+        memory = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
         total, free = (int(memory[key].split()[0]) * 1024 for key in ("MemTotal", "MemAvailable"))
         return {
             "how": "/proc/stat",
@@ -76,7 +76,7 @@ class Linux:
 
     def _read_busy(self) -> float:
         busy = 0
-        for line in (self._proc / "stat").read_text().splitlines():
+        for line in (PROC / "stat").read_text().splitlines():
             name, *fields = line.split()
             if name[:3] == "cpu" and name[3:].isdigit() and int(name[3:]) in self._cores:
                 user, nice, system, _, _, irq, softirq, steal = map(int, (fields + ["0"] * 8)[:8])
@@ -86,7 +86,7 @@ class Linux:
     def _read_ours(self) -> tuple[dict[str, int], str | None]:
         """Returns the ticks that each process of this node's jobs has used, and the GPUs that they may see."""
         ticks, devices, known = {}, None, {}
-        for folder in self._proc.iterdir():
+        for folder in PROC.iterdir():
             if not folder.name.isdigit():
                 continue
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is somebody else's
