@@ -25,8 +25,8 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 TAKEN = re.compile(
     r"code|job|work|options|arguments|supervise|names|peer|route|own|head|known|interface|is_host|PYTHONSAFEPATH|PET_\w+"
     r"|LAB_(JOB_\w+|LEASE|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
-    r"|_|E?UID|PPID|PWD"
-    r"|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
+    r"|_|E?UID|PPID|PWD|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO"
+    r"|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
 )
 MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
 
@@ -80,7 +80,7 @@ def check_nodes(value: Any) -> list[Node]:
     if len(set(names)) < len(names):
         fix = "name each node once; several processes on one node are nproc_per_node"
         raise LabError("A node of this job is in the list twice.", where=names[0], fix=fix)
-    if len({hasattr(node, "request") for node in value}) > 1:  # a node of Slurm says what is asked of it
+    if len({node.backend for node in value}) > 1:  # one module launches on all of them
         where = clean(", ".join(names), 200)
         raise LabError("A job runs on nodes of Slurm or on others, not on both.", where=where, fix=fix)
     return list(value)

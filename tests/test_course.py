@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import venv
 
@@ -126,3 +127,15 @@ def test_nbgrader_makes_the_assignment_and_grades_it(nbgrader, root, tmp_path, m
     nbgrader("autograde", "lab0", cwd=course, **more)
     scores = subprocess.run([nbgrader.python, "-c", SCORES], cwd=course, capture_output=True, text=True)
     assert json.loads(scores.stdout) == {"ada": [3.0, 3.0], "bob": [0.0, 3.0]}, scores.stderr
+
+
+def test_what_comes_before_jupyterlab_goes_on_if_a_check_fails(tmp_path, root):
+    command = [sys.executable, "-m", "course.prepare", "--workspace", str(tmp_path / "labs")]
+    environment = os.environ | {"LAB_SCALE": "odd", "LAB_DATA": str(tmp_path)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    assert "fix: export LAB_SCALE=small" in said and said.count("[ok]") == 9, said
+    parts = ["[fail] LAB_SCALE", "The labs may not work properly", "shapes10", "Your copy of the labs"]
+    assert sorted(parts, key=said.index) == parts, "the checks stand first"
+    assert (tmp_path / "labs" / "START.md").is_file()

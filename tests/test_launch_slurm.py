@@ -20,7 +20,6 @@ from nodelaunch import JobError, TorchrunJob, local_nodes
 from nodelaunch.backends import slurm as slurm_backend
 from nodelaunch.backends.sbatch import write_sbatch
 from nodelaunch.backends.slurm import (
-    LEASE_SECONDS,
     SlurmLink,
     describe_queue,
     slurm_nodes,
@@ -70,8 +69,8 @@ class Planned:
     def change(self, **options):
         return replace(self, spec=replace(self.spec, **options))
 
-    def write(self, **options):
-        return write_sbatch(self.spec, self.launch, self.place, **options)
+    def write(self):
+        return write_sbatch(self.spec, self.launch, self.place)
 
 
 @pytest.fixture
@@ -194,7 +193,7 @@ def test_a_notebook_inside_a_job_submits_another_one(slurm, tmp_path, monkeypatc
 def submit_plan(plan, *, say):
     """Starts a job as its launcher does: the script lies in the job's folder already."""
     plan.folder.mkdir(parents=True)
-    (plan.folder / "job.sbatch").write_text(plan.change(limit=600).write(lease=LEASE_SECONDS))
+    (plan.folder / "job.sbatch").write_text(plan.change(limit=600).write())
     return list(start(plan.spec, plan.launch, [plan.place], say=say, stop=threading.Event()).values())
 
 

@@ -65,5 +65,5 @@ class Backend(Protocol):
 
 
 def find_backend(nodes: Sequence[Node]) -> Backend:
-    """Returns the module that launches on these nodes, which are of one kind or of kinds that go together."""
+    """Returns the module that launches on these nodes; JobSpec has checked that they share it."""
     return import_module(nodes[0].backend)

@@ -12,6 +12,10 @@ from nodelaunch import values
 from nodelaunch.script import Bash, Placement, write_environment, write_start
 from nodelaunch.spec import JobSpec, Launch
 
+# Seconds without a touch of the launcher's file after which a node ends, and from SIGTERM to SIGKILL. The lease is
+# longer than on SSH: the supervisors open the file at each look, so that a shared file system asks for its true age,
+# but a change may still show seconds late.
+LEASE_SECONDS, GRACE_SECONDS = 7.0, 2.0
 PARTITION = re.compile(r"[A-Za-z0-9_.,-]+")
 TIME = re.compile(r"(\d{1,3}-)?\d{1,6}(:\d{1,2}){0,2}", re.ASCII)  # minutes, hours:minutes:seconds …
 # An option as it may stand in a line of #SBATCH, where a space or a quote would begin something else.
@@ -53,7 +57,7 @@ class SlurmRequest:
                 )
 
 
-def write_sbatch(spec: JobSpec, launch: Launch, place: Placement, *, lease: float = 8.0, grace: float = 2.0) -> str:
+def write_sbatch(spec: JobSpec, launch: Launch, place: Placement) -> str:
     """Returns the text of a batch script, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
 
     Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
@@ -63,9 +67,6 @@ def write_sbatch(spec: JobSpec, launch: Launch, place: Placement, *, lease: floa
         launch: Its names.
         place: The first node, whose folders are on the shared file system. Which node it is, the addresses and, if it
             is 0, the port are found out by the script.
-        lease: Seconds without a touch of the launcher's file after which a node ends. More than on SSH: a shared file
-            system may show a change seconds late.
-        grace: Seconds between SIGTERM and SIGKILL.
     """
     root, python = shlex.quote(place.job_folder), shlex.quote(place.node.python)
     place = replace(
@@ -117,7 +118,7 @@ if [ -n "${{LAB_LEASE:-}}" ]; then
   exec > "$LAB_JOB_ROOT/node$SLURM_NODEID.out" 2>&1
   supervise=(
     {python} -P -u -m nodelaunch.node.supervisor --job-folder="$LAB_JOB_ROOT/node$SLURM_NODEID"
-    --lease-file="$LAB_LEASE" --lease={lease:g} --grace={grace:g} --limit={spec.limit:g} --
+    --lease-file="$LAB_LEASE" --lease={LEASE_SECONDS:g} --grace={GRACE_SECONDS:g} --limit={spec.limit:g} --
   )
 fi
 find_place

@@ -29,8 +29,6 @@ from nodelaunch.script import Placement
 from nodelaunch.spec import JobSpec, Launch
 
 SCRIPT = "job.sbatch"
-# The supervisors open the launcher's file at each look: a shared file system then asks for its true age.
-LEASE_SECONDS = 7.0
 BY_HAND = False
 # Final states; GONE is ours, for a job that Slurm has forgotten.
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
@@ -128,7 +126,7 @@ def needs_preflight(spec: JobSpec) -> bool:
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
     """Writes one batch script for all nodes."""
-    return {SCRIPT: write_sbatch(spec, launch, places[0], lease=LEASE_SECONDS)}
+    return {SCRIPT: write_sbatch(spec, launch, places[0])}
 
 
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
