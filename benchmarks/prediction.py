@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Work:
-    """How much is measured: networks, caps of buckets in MiB, ranks, rates, rounds, bytes of the link's all-reduces."""
+    """Amounts to measure: networks, caps of buckets in MiB, ranks, rates, rounds, bytes of the link's all-reduces."""
 
     nets: tuple[str, ...] = ("mlp", "cnn", "deep")
     caps: tuple[float, ...] = (0.25, 1.0)

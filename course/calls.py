@@ -1,4 +1,4 @@
-"""How many collectives this rank has started: read from outside, whatever code has called them."""
+"""Counts the collectives that this rank has started, from outside, whatever code has called them."""
 
 from __future__ import annotations
 

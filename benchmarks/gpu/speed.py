@@ -72,7 +72,7 @@ LEAST = {"eager": 40.0, "compiled": 60.0, "rest": 40.0, "tuned": 90.0}
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured: steps of warm-up and of the curve, untimed steps of a turn, and seconds of a turn."""
+    """Amounts to measure: steps of warm-up and of the curve, untimed steps of a turn, and seconds of a turn."""
 
     warmup: int = 20
     curve: int = 30

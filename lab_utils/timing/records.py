@@ -67,7 +67,7 @@ class Records:
         """
         stored = None if again else self.newest(kind, **settings)
         if stored is not None and not find_noise(_list_timings(stored["result"])):
-            self.note = f"stored result of {stored['when']}, not measured again (again=True measures anew)"
+            self.note = f"stored result of {stored['when']}, not measured again (again=True measures again)"
             return stored["result"]
         record = self.add(kind, function(), **settings)
         self.note = f"measured now, {record['when']}"

@@ -181,7 +181,7 @@ def _check_loss(mean_loss: float, number: int) -> float:
         f"The loss is no longer a finite number at step {number}.",
         where=f"between step {max(1, number - CHECK_EVERY + 1)} and step {number} of this epoch",
         cause="the learning rate is too high, or fp16 gradients overflowed without a GradScaler",
-        fix="load the last checkpoint (or build the model anew) and lower the learning rate",
+        fix="load the last checkpoint (or build a new model) and lower the learning rate",
     )
 
 

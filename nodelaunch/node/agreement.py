@@ -95,7 +95,7 @@ def find_device() -> str:
 
 def _lead(store: TCPStore, prefix: str, mine: dict, world_size: int) -> list[str]:
     """Rank 0's part: waits for all, and gives the verdict."""
-    # torchrun keeps this store when it starts the workers anew: what is in it may be an earlier attempt's.
+    # torchrun keeps this store when it restarts the workers: its contents may be from an earlier attempt.
     place = f"{prefix}/{mine['attempt']}"
     store.set(f"{prefix}/place", place)
     ranks = [mine, *(json.loads(store.get(f"{place}/{rank}")) for rank in range(1, world_size))]

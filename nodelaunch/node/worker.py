@@ -58,7 +58,7 @@ def main() -> None:
         # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at each
         # step of the training, takes time and finds none.
         gc.disable()
-        guard_stores()  # also those that the script makes, and that of a job whose workers were started anew
+        guard_stores()  # also those that the script makes, and that of a job whose workers were restarted
         for found in find_files(module):
             script = found  # where an error is located that comes while the next one is looked for
         groups, watch = _prepare(script, events)

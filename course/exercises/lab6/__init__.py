@@ -160,7 +160,7 @@ def _find_hidden(card: Card, text: str) -> str:
 
 
 def _find_nap(text: str, job: str) -> float:
-    """How long a sleep that the learner has added may last, in seconds: no longer than the other ranks wait."""
+    """Returns the most seconds that a sleep which the learner has added may last: less than the other ranks wait."""
     return 12.0 if text.count("sleep(") > read_job(job).count("sleep(") else 0.0
 
 

@@ -36,7 +36,7 @@ class _CountFloats(TorchDispatchMode):
         return result
 
     def count_conversions(self, images: Sequence[torch.Tensor]) -> int:
-        """How many there were at least: NumPy's are not seen, but images of one conversion share their memory."""
+        """Returns the least there were: NumPy's are not seen, but images of one conversion share their memory."""
         parts = len({image.untyped_storage().data_ptr() for image in images})
         return self.count or max(self.stacked, parts)
 
