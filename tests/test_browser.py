@@ -114,6 +114,13 @@ FIGURE = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()"
 BAR = "import time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(4), leave={leave}):\n    time.sleep(0.2)"
 NO_IMAGE = "from IPython.display import HTML, display\nHTML('<img src=\"none.png\">')"
 NO_MODEL = f"display({{{PROGRESS!r}: {{'model_id': 'none'}}}}, raw=True)"
+# What JupyterLab shows for a widget without a model, until it gives up after some seconds, and from then on.
+NO_WIDGET = ("Loading widget...", "Error displaying widget")
+
+
+def find_planted_faults(page: Page, path: Path) -> list[str]:
+    """Returns what ``find_faults`` does, with one name for both of NO_WIDGET."""
+    return [fault.replace(*NO_WIDGET) for fault in find_faults(page, path)]
 
 
 def test_what_a_learner_would_miss_is_found(lab, open_notebook):
@@ -129,16 +136,16 @@ def test_what_a_learner_would_miss_is_found(lab, open_notebook):
     faults = [
         f"{no_image}: 0 figures are stored, visible are [False]",
         f"{no_model}: 1 progress bars are stored, 0 were seen, visible are []",
-        f"{no_model}: it shows 'Loading widget...'",
+        f"{no_model}: it shows {NO_WIDGET[1]!r}",
         f"{error}: it raised ZeroDivisionError",
         f"{unrun}: it was not run",
         f"{no_picture}: 1 pictures are named, visible are [False]",
     ]
-    assert find_faults(page, path) == faults
+    assert find_planted_faults(page, path) == faults
     image = "labs.cells[0].node.querySelector('.jp-RenderedImage img')"
     for harm, visible in (("style.width = 0", "[False]"), ("style.opacity = 0", "[False]"), ("remove()", "[]")):
         page.evaluate(f"void ({image}.{harm})")
-        assert find_faults(page, path) == [f"{figure}: 1 figures are stored, visible are {visible}", *faults]
+        assert find_planted_faults(page, path) == [f"{figure}: 1 figures are stored, visible are {visible}", *faults]
         page.evaluate(f"{image}?.removeAttribute('style')")
 
 
