@@ -7,7 +7,6 @@ since importing it takes seconds.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -45,25 +44,16 @@ def collect(tasks, seconds):
     return dict(found)
 
 
-def list_tasks(request):
-    """The functions that find out the facts that need no other node, for :func:`collect`."""
-    return {
-        "system": find_system,
-        "versions": find_versions,
-        "interfaces": find_interfaces,
-        "gpus": find_gpus,
-        "gpu_users": find_gpu_users,
-        "own": lambda: [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)],
-        "disk": functools.partial(find_disk, request),
-        "data": functools.partial(find_data, request),
-    }
-
-
 def find_system():
     """The host's name; ``machine`` is the same for processes that reach each other by the loopback interface."""
     host = socket.gethostname()
     boot, net = read("/proc/sys/kernel/random/boot_id").strip(), link("/proc/self/ns/net")
     return {"host": host, "machine": f"{boot} {net}" if boot and net else host}
+
+
+def find_own_addresses():
+    """The IPv4 addresses that the host's own name stands for."""
+    return [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
 
 
 def find_versions():

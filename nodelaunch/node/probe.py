@@ -17,8 +17,9 @@ import sys
 import threading
 import time
 
+from nodelaunch.node import facts
 from nodelaunch.node.cleaning import clean_folder
-from nodelaunch.node.facts import collect, list_tasks
+from nodelaunch.node.facts import collect
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
 MARK = "\x1e"  # before each answer, to tell it from what a login script prints
@@ -29,8 +30,17 @@ FREE_PORTS = (30000, 32767)
 
 def examine(request):
     """Finds out all that needs no other node, and begins to listen for the others; see :func:`collect`."""
-    tasks = {"jobs": functools.partial(find_jobs, request), "ports": functools.partial(listen, request)}
-    return {"time": time.time(), **collect({**list_tasks(request), **tasks}, request["seconds"])}
+    tasks = {
+        "system": facts.find_system,
+        "versions": facts.find_versions,
+        "interfaces": facts.find_interfaces,
+        "own": facts.find_own_addresses,
+        "gpus": facts.find_gpus,
+        "gpu_users": facts.find_gpu_users,
+    }
+    for name, find in {"disk": facts.find_disk, "data": facts.find_data, "jobs": find_jobs, "ports": listen}.items():
+        tasks[name] = functools.partial(find, request)
+    return {"time": time.time(), **collect(tasks, request["seconds"])}
 
 
 def listen(request):

@@ -60,15 +60,13 @@ def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
 
 def find_offers(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> dict[str, Offer | None]:
     """The GPUs of each node; None if it could not find them out."""
-    return {
-        name: _find_offer(nodes[name], found, wanted) if find_part(found, "gpus") else None
-        for name, found in facts.items()
-    }
+    return {name: _find_offer(nodes[name], found, wanted) for name, found in facts.items()}
 
 
-def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer:
-    rows = found["gpus"]["gpus"]
-    visible = found["gpus"].get("visible") if wanted.visible is None else wanted.visible
+def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
+    if not (gpus := find_part(found, "gpus")):
+        return None
+    rows, visible = gpus["gpus"], gpus.get("visible") if wanted.visible is None else wanted.visible
     count = len(list_visible([row[0] for row in rows], visible)) if rows else 0
     if not count:
         return Offer("no GPU" if not rows else "no GPU that CUDA_VISIBLE_DEVICES shows", here=node.here)
