@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import shlex
 import subprocess
 import tarfile
 import threading
@@ -18,7 +19,7 @@ from nodelaunch.bundle import Bundle
 from nodelaunch.node import receive
 from nodelaunch.node.probe import MARK
 from nodelaunch.preflight import Preflight
-from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code
+from nodelaunch.preflight.verdicts import Verdict
 from nodelaunch.program import make_command
 from nodelaunch.spec import JobSpec, Launch
 
@@ -59,8 +60,10 @@ def copy_to_nodes(
     def copy(node: Node) -> None:
         parts = {f"code/{bundle.hash}": bundle.files, f"jobs/{launch.id}": scripts}
         for name in send(node, node.folder, parts, started=started):
-            code = {"folder": f"{node.folder}/{name}", "hash": ""}
-            changed.extend(judge_code(node.name, {"code": code}, Wanted(bundle=bundle.hash)))
+            folder = f"{node.folder}/{name}"
+            cause = "a file was changed there by hand; the launcher's copy is the one to change"
+            fix = f"on that node: rm -r -- {shlex.quote(folder)}   (it is copied again)"
+            changed.append(Verdict(node.name, "code", "red", f"{folder} is not what its name says", cause, fix))
         if node.name in lacking:
             send(node, node.data_folder, {spec.data.name: spec.data.path}, started=started, timeout=None)
 

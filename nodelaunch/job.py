@@ -81,7 +81,8 @@ class TorchrunJob:
             The verdicts; a notebook shows them as a table.
         """
         self._checked = time.monotonic()
-        self._preflight = self._backend.check(self.spec, self._collect().hash, self._prepare().id)
+        self._collect()  # a file that is missing here is named before any node is asked
+        self._preflight = self._backend.check(self.spec, self._prepare().id)
         return self._preflight
 
     def write(self) -> list[Path]:

@@ -43,7 +43,7 @@ class RunningJob:
         launch: Its names.
         links: The running supervisors, by node.
         state: Takes in what they say.
-        found: The preflight, whose claim on the port has to stay until torchrun listens there.
+        found: The preflight, if there was one.
         started: When the launch began, by ``time.monotonic()``.
         say: Shows a line to the user.
         stop: Set from another thread to end the job.
@@ -119,7 +119,6 @@ class RunningJob:
         except BaseException as error:
             self._error = error
         finally:
-            self._found = None
             self._over.set()
 
     def _is_over_by(self, end: float) -> bool:

@@ -20,8 +20,6 @@ from harness.jobs import assert_gone, assert_port_free, find_port, wait_for
 from lab_utils.training import Checkpoints
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.backends import direct
-from nodelaunch.preflight import check_nodes
-from nodelaunch.preflight.client import ProbeClient
 
 # Of jobs with torchrun, and of jobs of plain Pythons, which start in a tenth of the time. `make drills` asks for more.
 MANY = int(os.environ.get("LAB_INTERRUPTS", "16"))
@@ -320,23 +318,6 @@ def test_an_interrupt_while_nodes_are_started_leaves_no_zombie(late, runs, tmp_p
     pids = {str(link._process.pid) for link in begun}
     wait_for(lambda: not pids & set(list_children(os.getpid())), seconds=20)
     assert_gone(job_id, 10)
-
-
-@pytest.mark.drill
-def test_an_interrupt_while_probes_end_leaves_none(monkeypatch):
-    end, ended = ProbeClient.end, []
-
-    def be_interrupted(probe, seconds):
-        ended.append(probe)
-        if len(ended) == 1:
-            raise KeyboardInterrupt
-        end(probe, seconds)
-
-    monkeypatch.setattr(ProbeClient, "end", be_interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        check_nodes(local_nodes(2))
-    assert len(set(ended)) == 2
-    assert [probe._process.returncode is None for probe in set(ended)] == [False, False], "each was waited for"
 
 
 @pytest.mark.parametrize("who, least", [("follow", 300), ("wait", 20)])

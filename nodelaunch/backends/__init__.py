@@ -29,8 +29,8 @@ class Backend(Protocol):
 
     BY_HAND: bool
 
-    def check(self, spec: JobSpec, code: str, job_id: str) -> Preflight:
-        """Checks in seconds if a job can run, and changes nothing; ``code`` is the hash of its files."""
+    def check(self, spec: JobSpec, job_id: str) -> Preflight:
+        """Checks in seconds if a job can run, and changes nothing."""
 
     def needs_preflight(self, spec: JobSpec) -> bool:
         """True if the scripts cannot be written before the nodes were asked."""

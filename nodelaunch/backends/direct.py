@@ -12,6 +12,7 @@ from nodelaunch.backends.nodes import Link, PipeLink
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
 from nodelaunch.preflight import Preflight, check_nodes
+from nodelaunch.preflight.verdicts import WILL_COPY
 from nodelaunch.script import Placement, write_script
 from nodelaunch.spec import JobSpec, Launch
 
@@ -20,13 +21,12 @@ LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
 BY_HAND = True
 
 
-def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
+def check(spec: JobSpec, job_id: str) -> Preflight:
     """Asks all nodes at once; see :class:`nodelaunch.backends.Backend`."""
     return check_nodes(
         spec.nodes,
         port=spec.port,
         nproc_per_node=spec.nproc_per_node,
-        bundle=code,
         data=spec.data,
         torchrun=not spec.program,
         job_id=job_id,
@@ -47,7 +47,7 @@ def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[st
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
     """Copies to all nodes at once."""
     verdicts = found.verdicts if found else ()
-    lacking = {verdict.node for verdict in verdicts if verdict.check == "data" and verdict.lacking}
+    lacking = {verdict.node for verdict in verdicts if verdict.found == WILL_COPY}
     copy_to_nodes(spec, launch, bundle, nodes=spec.nodes, lacking=lacking, force=force, say=say)
 
 

@@ -22,9 +22,8 @@ from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
 from nodelaunch.node.cleaning import mark_used
-from nodelaunch.node.facts import find_code
 from nodelaunch.preflight import Preflight
-from nodelaunch.preflight.verdicts import Verdict, Wanted, judge_code, judge_error
+from nodelaunch.preflight.verdicts import Verdict, judge_error
 from nodelaunch.script import Placement
 from nodelaunch.spec import JobSpec, Launch
 
@@ -104,8 +103,8 @@ def slurm_nodes(
     ]
 
 
-def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
-    """Judges the queue, and the code in the shared folder.
+def check(spec: JobSpec, job_id: str) -> Preflight:
+    """Judges the queue.
 
     Slurm chooses the nodes later, so the ranks compare their versions when they meet.
     """
@@ -114,9 +113,7 @@ def check(spec: JobSpec, code: str, job_id: str) -> Preflight:
         verdict = judge_queue(nodes[0].request, len(nodes))
     except LabError as error:
         verdict = judge_error("Slurm", error)
-    there = {"code": find_code({"folder": nodes[0].folder, "code": code})}
-    changed = [found for found in judge_code("Slurm", there, Wanted(bundle=code)) if found.state == "red"]
-    return Preflight((verdict, *changed), seconds=time.monotonic() - started)
+    return Preflight((verdict,), seconds=time.monotonic() - started)
 
 
 def needs_preflight(spec: JobSpec) -> bool:

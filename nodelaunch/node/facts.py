@@ -1,4 +1,4 @@
-"""Facts about a node, found out on that node: names, versions, interfaces, GPUs, disk, code and data.
+"""Facts about a node, found out on that node: names, versions, interfaces, GPUs, disk and data; hashes of files.
 
 Part of the probe (:mod:`nodelaunch.node.probe`), so it runs on Python 3.9. torch's version is read from its files,
 since importing it takes seconds.
@@ -7,7 +7,6 @@ since importing it takes seconds.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -45,29 +44,16 @@ def collect(tasks, seconds):
     return dict(found)
 
 
-def find_facts(request):
-    """All facts that need no other node."""
-    tasks = {"system": find_system, "versions": find_versions, "interfaces": find_interfaces, "gpus": find_gpus}
-    tasks["own"] = lambda: resolve(socket.gethostname())
-    for name, find in (("disk", find_disk), ("code", find_code), ("data", find_data)):
-        tasks[name] = functools.partial(find, request)
-    return collect(tasks, request["seconds"])
-
-
 def find_system():
     """The host's name; ``machine`` is the same for processes that reach each other by the loopback interface."""
     host = socket.gethostname()
     boot, net = read("/proc/sys/kernel/random/boot_id").strip(), link("/proc/self/ns/net")
-    ssh = [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2]  # the address that ssh came in by
-    return {"host": host, "machine": f"{boot} {net}" if boot and net else host, "ssh": ssh}
+    return {"host": host, "machine": f"{boot} {net}" if boot and net else host}
 
 
-def resolve(name):
-    """The IPv4 addresses that a host name stands for on this node."""
-    try:
-        return sorted({entry[4][0] for entry in socket.getaddrinfo(name, None, socket.AF_INET)})
-    except (OSError, UnicodeError):
-        return []
+def find_own_addresses():
+    """The IPv4 addresses that the host's own name stands for."""
+    return [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
 
 
 def find_versions():
@@ -115,20 +101,18 @@ def find_interfaces():
 
 
 def find_gpus():
-    """GPUs with their memory in MiB and their driver, and the processes that hold some, by nvidia-smi."""
-    if not find_smi():
-        return {"gpus": [], "apps": []}
-    tasks = {name: functools.partial(query_smi, query, seconds=2.5) for name, query in QUERIES.items()}
-    both = collect(tasks, 3.0)
-    if isinstance(both.get("gpus"), dict):
-        return both["gpus"]
-    return {"gpus": both["gpus"], "apps": both["apps"], "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    """GPUs with their memory in MiB and their driver, by nvidia-smi, without which there are none."""
+    try:
+        query = "gpu=index,name,memory.used,memory.total,driver_version"
+        rows = query_smi(query, seconds=2.5) if find_smi() else []
+    except OSError as error:
+        return {"error": str(error)}
+    return {"gpus": rows, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
-QUERIES = {
-    "gpus": "gpu=index,name,memory.used,memory.total,driver_version",
-    "apps": "compute-apps=pid,process_name,used_memory",
-}
+def find_gpu_users():
+    """Process id, program and MiB of each process that holds memory of a GPU."""
+    return {"rows": query_smi("compute-apps=pid,process_name,used_memory", seconds=2.5) if find_smi() else []}
 
 
 def find_disk(request):
@@ -140,7 +124,6 @@ def find_disk(request):
     return {
         "folder": str(there),
         "free": usage.f_bavail * usage.f_frsize,
-        "files": usage.f_favail if usage.f_files else None,  # some file systems do not count them
         "writable": there.is_dir() and os.access(str(there), os.W_OK | os.X_OK),
         "shm": shm and shm.f_blocks * shm.f_frsize,
     }
@@ -161,20 +144,10 @@ def hash_files(contents):
     return whole.hexdigest()
 
 
-def find_code(request):
-    """The hash of the copied code; None if it was not copied yet."""
-    folder = Path(request["folder"], "code", request["code"])
-    return {"folder": str(folder), "hash": hash_tree(folder) if request["code"] and folder.is_dir() else None}
-
-
 def find_data(request):
-    """The folder of a job's data on this node, and its identity."""
-    root = Path(request["data"]).expanduser()
-    path = root / request["data_file"]
-    # A node of this machine uses the launcher's own folder, which may have another name.
-    own = Path(request["pack"], path.name)
-    used = own if request["pack"] and own.is_file() else path
-    return {"folder": str(root), "path": str(used), **identify_data(used)}
+    """The identity of a job's data on this node."""
+    path = Path(request["data"]).expanduser()
+    return {"path": str(path), **identify_data(path)}
 
 
 def identify_data(path):

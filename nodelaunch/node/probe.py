@@ -17,76 +17,52 @@ import sys
 import threading
 import time
 
+from nodelaunch.node import facts
 from nodelaunch.node.cleaning import clean_folder
-from nodelaunch.node.facts import collect, find_facts, read
+from nodelaunch.node.facts import collect
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
 MARK = "\x1e"  # before each answer, to tell it from what a login script prints
 LIFETIME = 30.0
 # Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs (sbatch.py).
 FREE_PORTS = (30000, 32767)
-CLAIMS = []  # of this probe, until it ends
+
+
+def examine(request):
+    """Finds out all that needs no other node, and begins to listen for the others; see :func:`collect`."""
+    tasks = {
+        "system": facts.find_system,
+        "versions": facts.find_versions,
+        "interfaces": facts.find_interfaces,
+        "own": facts.find_own_addresses,
+        "gpus": facts.find_gpus,
+        "gpu_users": facts.find_gpu_users,
+    }
+    for name, find in {"disk": facts.find_disk, "data": facts.find_data, "jobs": find_jobs, "ports": listen}.items():
+        tasks[name] = functools.partial(find, request)
+    return {"time": time.time(), **collect(tasks, request["seconds"])}
 
 
 def listen(request):
-    """Listens at each of the node's addresses: on a random port, and on node 0 also on that of the rendezvous.
+    """Listens on a random port, and on node 0 also on that of the rendezvous.
 
     Returns:
-        ``any`` and ``port``: per address, the port at which a listener answers with the token. On node 0 also
-        ``chosen``, the rendezvous' port, and ``busy``, its owner.
+        ``any`` and ``port``: the ports at which a listener answers with the token. On node 0 also ``chosen``, the
+        rendezvous' port, and ``busy``, the reason why it cannot be listened on, or None.
     """
-    found = {"any": {}, "port": {}}
-    for address in request["addresses"]:
-        found["any"][address] = open_listener(address, 0, request["token"])
-    if request.get("port") is not None:
+    found = {"any": open_listener(request["address"], 0, request["token"])}
+    if request["port"] is not None:
         found["chosen"] = request["port"] or find_free_port()
         found["busy"] = find_trouble(found["chosen"])
-        for address in [] if found["busy"] else request["addresses"]:
-            found["port"][address] = open_listener(address, found["chosen"], request["token"])
+        if not found["busy"]:
+            found["port"] = open_listener(request["address"], found["chosen"], request["token"])
     return found
 
 
 def find_free_port():
-    """A port that nobody holds or claims, and that the system does not give to outgoing connections."""
-    low = int((read("/proc/sys/net/ipv4/ip_local_port_range").split() or [FREE_PORTS[1] + 1])[0])
-    last = min(FREE_PORTS[1], low - 1)
-    # The same number to choose from if this Linux gives lower ones.
-    first = max(1025, last - (FREE_PORTS[1] - FREE_PORTS[0]))
-    tries = [random.randint(min(first, last), last) for _ in range(100)]
-    claimed = []
-    for port in tries:
-        if find_trouble(port) is not None:
-            continue
-        # Two names, so that a launcher can claim its own before its probe ends and gives up the other.
-        asked = claim(port, "preflight")
-        job = asked and claim(port, "job")
-        if job:
-            job.close()
-            CLAIMS.append(asked)
-            return port
-        if asked:
-            asked.close()
-        claimed.append(port)
-    return [*claimed, *tries][0]
-
-
-def claim(port, part):
-    """Claims a port at which nothing listens yet: of several jobs that start at once on a machine, each needs its own.
-
-    The claim is a name in Linux's abstract namespace of sockets (unix(7)), of which each network namespace has one, as
-    with ports. It ends when the socket is closed, at the latest with the process. Other systems have no such names.
-
-    Returns:
-        The socket; None if another process claims the port.
-    """
-    holder = socket.socket(socket.AF_UNIX)
-    if sys.platform.startswith("linux"):
-        try:
-            holder.bind(f"\0nodelaunch-{part}-{port}")
-        except OSError:
-            holder.close()
-            return None
-    return holder
+    """A port that nobody holds, and that the system does not give to outgoing connections."""
+    tries = [random.randint(*FREE_PORTS) for _ in range(100)]
+    return next((port for port in tries if find_trouble(port) is None), tries[0])
 
 
 def find_trouble(port):
@@ -103,18 +79,11 @@ def find_trouble(port):
 
 
 def open_listener(address, port, token):
-    """Listens, and answers each connection with the token; returns the port, or None if that was not possible."""
+    """Listens at an address, "" for all, and answers each connection with the token; returns the port."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        try:
-            listener.bind((address, port))
-        except OSError:
-            listener.bind(("", port))  # the address of a router in front of this node
-        listener.listen(64)
-    except OSError:
-        listener.close()
-        return None
+    listener.bind((address, port))
+    listener.listen(64)
     threading.Thread(target=serve, args=(listener, token.encode()), daemon=True).start()
     return listener.getsockname()[1]
 
@@ -153,13 +122,7 @@ def reach(address, port, token, seconds):
         return "dropped" if silent else os.strerror(error.errno)
 
 
-def tell_time(request):
-    """The node's clock, in seconds since 1970."""
-    return {"time": time.time()}
-
-
-ANSWERS = {"facts": find_facts, "clock": tell_time, "listen": listen, "connect": connect}
-ANSWERS.update({"jobs": find_jobs, "stop_job": stop_job, "clean": clean_folder})
+ANSWERS = {"examine": examine, "connect": connect, "jobs": find_jobs, "stop_job": stop_job, "clean": clean_folder}
 
 
 def main():

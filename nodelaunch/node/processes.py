@@ -23,11 +23,11 @@ def find_jobs(request):
     """This user's processes that carry a job's id, or the given one: {"jobs": [{"id", "pid", "command", ...}, ...]}.
 
     ``supervisor`` is true for the process that ends its job when the launcher is gone. The ancestors of this program,
-    such as the launcher, are left out. Without a given id, so is every process with the same id as one of them, which
-    ``inherited`` names: somebody set the variable there, and it does not mean a job.
+    such as the launcher, are left out. Without a given id, so is every process with the same id as one of them:
+    somebody set the variable there, and it does not mean a job.
     """
     found, above = [], list_ancestors(os.getpid())
-    inherited = sorted({job_of(pid) for pid in above} - {""})
+    inherited = {job_of(pid) for pid in above}
     for pid, _, _ in list_processes():
         identity = job_of(pid)
         if not identity or pid in above or identity != request.get("id", identity):
@@ -38,7 +38,7 @@ def find_jobs(request):
         if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
             supervisor = "\0nodelaunch.node.supervisor\0" in read(f"/proc/{pid}/cmdline")
             found.append({"id": identity, "pid": pid, "command": command_of(pid), "supervisor": supervisor})
-    return {"jobs": found, "inherited": inherited} if inherited else {"jobs": found}
+    return {"jobs": found}
 
 
 def stop_job(request):

@@ -5,28 +5,24 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import probe
-from nodelaunch.node.output import CHUNK, EVENT, Lines
+from nodelaunch.node.output import EVENT
 from nodelaunch.program import make_command
 
 
 class ProbeClient:
-    """One probe on one node."""
+    """One probe on one node; :func:`ask_all` limits the time of all that waits here."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self._process: subprocess.Popen | None = None
-        self._closed, self._asking = False, threading.Lock()
-        self._lines, self._answers = Lines(EVENT), []
+        self._ended = False
 
     def open(self) -> None:
         """Starts the probe; returns before it answers.
@@ -38,75 +34,39 @@ class ProbeClient:
             self._process = self.node.popen(make_command(self.node.python, probe))
         except OSError as error:
             raise self.node.explain(127, str(error)) from error
-        if self._closed:  # it took so long that nobody waits any more
-            self.end(0.0)
+        if self._ended:  # it took so long that nobody waits any more
+            self.end()
 
-    def ask(self, request: Mapping, seconds: float) -> dict:
-        """Asks one question and waits for its answer.
+    def ask(self, request: Mapping) -> dict:
+        """Asks one question and returns its answer, which is an "error" if the probe could not find out.
 
         Raises:
-            LabError: The probe has ended, did not answer in time, or could not find out.
+            LabError: The probe has ended.
         """
-        end, pipe = time.monotonic() + seconds, self._process.stdout.raw
-        with self._asking:
-            with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._process.stdin.flush()
-            while not self._answers:
-                if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
-                    raise explain_silence(self.node.name, seconds)
-                if not (piece := pipe.read(CHUNK)):
-                    raise self._explain_end()
-                lines = self._lines.feed(piece)  # a login script may print, too
-                self._answers += [line[1:] for line in lines if line.startswith(probe.MARK.encode())]
-            answer = json.loads(self._answers.pop(0))
-        if "error" in answer:
-            raise explain_failure(self.node.name, answer["error"])
-        return answer
-
-    def _explain_end(self) -> LabError:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        pipe = self._process.stderr.raw
+        process = self._process
+        with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        while line := process.stdout.readline(EVENT):
+            if line.startswith(probe.MARK.encode()):  # a login script may print, too
+                return json.loads(line[1:])
+        status, pipe = process.wait(), process.stderr.raw
         os.set_blocking(pipe.fileno(), False)  # a shared connection of ssh may keep it open
-        return self.node.explain(self._process.returncode or 1, (pipe.read() or b"").decode(errors="replace"))
+        raise self.node.explain(status or 1, (pipe.read() or b"").decode(errors="replace"))
 
-    def close(self) -> None:
-        """Lets the probe end by itself; a moment later :meth:`end` makes sure of it."""
-        self._closed = True
-        if self._process:
-            with contextlib.suppress(OSError, ValueError):
-                self._process.stdin.close()
-
-    def end(self, seconds: float) -> None:
-        """Kills the probe's local process if it does not end by itself in time."""
+    def end(self) -> None:
+        """Lets the probe end by itself, and kills its local process if it does not."""
+        self._ended = True
         if not (process := self._process):
             return
+        with contextlib.suppress(OSError, ValueError):
+            process.stdin.close()
         try:
-            process.wait(max(seconds, 0.0))
+            process.wait(0.5)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, see Node.popen
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(1.0)
-        if self._asking.acquire(timeout=1.0):  # not while a thread still reads from them
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                with contextlib.suppress(OSError):
-                    pipe.close()
-            self._asking.release()
-
-
-def explain_silence(name: str, seconds: float) -> LabError:
-    """The error of a node that did not answer in time."""
-    cause = "the machine is off or overloaded, or a firewall drops what is sent to it"
-    fix = "log in there by hand; when that works at once, run the preflight again"
-    return LabError(f"{name} did not answer within {seconds:.1f} s.", where=name, cause=cause, fix=fix)
-
-
-def explain_failure(name: str, words: str) -> LabError:
-    """The error of a node that could not find out what it was asked."""
-    fix = "run the preflight again; if it says the same, use a newer Python on that node"
-    return LabError(f"{name} could not be examined.", where=name, cause=words, fix=fix)
+            process.wait()
 
 
 @contextlib.contextmanager
@@ -116,20 +76,11 @@ def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
     try:
         yield clients
     finally:
-        for client in clients.values():
-            client.close()
-        end = time.monotonic() + 0.5
-        try:
-            for client in clients.values():
-                client.end(end - time.monotonic())
-        except BaseException:  # an interrupt: end all of them at once
-            for client in clients.values():
-                client.end(0.0)
-            raise
+        probe.collect({name: client.end for name, client in clients.items()}, 2.0)
 
 
-def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> dict[str, dict | LabError]:
-    """Runs a task for each node, all at once; returns what each returned, or the LabError that came instead."""
+def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[dict[str, dict], dict[str, LabError]]:
+    """Runs a task for each node, all at once; returns what they returned, and the error of each of the other nodes."""
 
     def run(task: Callable[[], dict]) -> dict | LabError:
         try:
@@ -138,19 +89,34 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> dict[str
             return error
 
     found = probe.collect({name: lambda task=task: run(task) for name, task in tasks.items()}, seconds)
-    answers = {name: found.get(name) or explain_silence(name, seconds) for name in tasks}  # in the nodes' order
-    failed = {name: answer for name, answer in answers.items() if isinstance(answer, dict) and "error" in answer}
-    return answers | {name: explain_failure(name, answer["error"]) for name, answer in failed.items()}
+    answers, errors = {}, {}
+    for name in tasks:
+        answer = found.get(name)
+        if answer is None:
+            cause = "the machine is off or overloaded, or a firewall drops what is sent to it"
+            fix = "log in there by hand; when that works at once, run the preflight again"
+            what = f"{name} did not answer within {seconds:.1f} s."
+            errors[name] = LabError(what, where=name, cause=cause, fix=fix)
+        elif isinstance(answer, LabError):
+            errors[name] = answer
+        elif "error" in answer:
+            fix = "run the preflight again; if it says the same, use a newer Python on that node"
+            what = f"{name} could not be examined."
+            errors[name] = LabError(what, where=name, cause=answer["error"], fix=fix)
+        else:
+            answers[name] = answer
+    return answers, errors
 
 
 def ask_once(
     nodes: Sequence[Node], request: Mapping | Callable[[Node], Mapping], *, seconds: float = 10.0
 ) -> dict[str, dict | LabError]:
     """Asks every node one question, or the one that a function makes for it, in a probe of its own."""
+
+    def ask(client: ProbeClient) -> dict:
+        client.open()
+        return client.ask(request(client.node) if callable(request) else request)
+
     with open_clients(nodes) as clients:
-
-        def ask(client: ProbeClient) -> dict:
-            client.open()
-            return client.ask(request(client.node) if callable(request) else request, seconds)
-
-        return ask_all({name: lambda client=client: ask(client) for name, client in clients.items()}, seconds)
+        answers, errors = ask_all({name: lambda one=one: ask(one) for name, one in clients.items()}, seconds)
+    return {name: answers.get(name) or errors[name] for name in clients}  # in the nodes' order

@@ -7,12 +7,13 @@ job would wait for the other. So if one process has no GPU, the launcher hides t
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nodelaunch.backends.nodes import Node
-from nodelaunch.preflight.verdicts import Facts, Verdict, Wanted, is_there, judge_gap, list_per_node
+from nodelaunch.preflight.verdicts import Facts, Verdict, Wanted, find_part, list_per_node, split_facts
 
 GPU_IDLE = 600  # MiB: a GPU without any process has a little of its memory in use
 # The first driver that runs a CUDA of this major number:
@@ -63,15 +64,14 @@ def find_offers(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> dict
 
 
 def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
-    if not is_there(found, "gpus"):
+    if not (gpus := find_part(found, "gpus")):
         return None
-    rows = found["gpus"]["gpus"]
-    visible = found["gpus"].get("visible") if wanted.visible is None else wanted.visible
+    rows, visible = gpus["gpus"], gpus.get("visible") if wanted.visible is None else wanted.visible
     count = len(list_visible([row[0] for row in rows], visible)) if rows else 0
     if not count:
         return Offer("no GPU" if not rows else "no GPU that CUDA_VISIBLE_DEVICES shows", here=node.here)
     words = f"{count} × {rows[0][1]}"
-    cause, fix = _find_trouble(found, *rows[0][4:5])
+    cause, fix = _find_trouble(find_part(found, "versions"), rows[0][-1])
     if cause:
         return Offer(f"{words}, which torch cannot use", here=node.here, cause=cause, fix=fix)
     # If env= names the GPUs, every node takes the same ones.
@@ -80,15 +80,12 @@ def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
     return Offer(words, seen=count, room=count // sharing, here=node.here)
 
 
-def _find_trouble(found: Mapping, driver: str = "") -> tuple[str, str]:
+def _find_trouble(versions: Mapping, driver: str) -> tuple[str, str]:
     """The reason why the torch of a node cannot use its GPUs, and the fix; twice "" if it can."""
-    versions = found.get("versions", {})
-    if not versions.get("torch"):
-        return "", ""
-    cuda = versions.get("cuda") or ""
-    if not cuda:
+    cuda = versions.get("cuda")
+    if versions.get("torch") and not cuda:
         return "torch is a build without CUDA", "install a build of torch with CUDA there, as on the other nodes"
-    number, first = driver.partition(".")[0], FIRST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    number, first = driver.partition(".")[0], FIRST_DRIVERS.get(int(cuda.partition(".")[0]), 0) if cuda else 0
     if number.isdigit() and int(number) < first:
         cause = f"the driver {driver} is too old for the CUDA {cuda} of torch, which needs {first} or newer"
         return cause, "install a newer driver there, or on all nodes a build of torch for an older CUDA"
@@ -103,25 +100,22 @@ def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
     """
     if wanted.visible is not None or None in offers.values():
         return False
-    return any(offer.seen for offer in offers.values()) and not _suffice(offers, wanted)
-
-
-def _suffice(offers: Mapping[str, Offer], wanted: Wanted) -> bool:
-    return all(offer.room >= wanted.nproc_per_node for offer in offers.values())
+    enough = all(offer.room >= wanted.nproc_per_node for offer in offers.values())
+    return any(offer.seen for offer in offers.values()) and not enough
 
 
 def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted) -> list[Verdict]:
     """Judges if all processes have a GPU, or none, and names the processes that hold their memory."""
-    verdicts = [judge_gap(name, facts[name], "gpus") for name, offer in offers.items() if offer is None]
-    have = {name: offer for name, offer in offers.items() if offer}
-    table = list_per_node({name: offer.words for name, offer in have.items()}) if have else ""
+    have, verdicts = {name: offer for name, offer in offers.items() if offer}, split_facts(facts, "gpus")[1]
+    table = list_per_node({name: offer.words for name, offer in have.items()})
+    causes = "".join(f"; {name}: {offer.cause}" for name, offer in have.items() if offer.cause)
     if must_hide(offers, wanted):
         what = f"not every process has a GPU: all of them will use the CPU and gloo{table}"
-        cause, fix = CAUSE + _list_causes(have), _advise(have, wanted)
-        return [*verdicts, Verdict(", ".join(have), "GPUs", "note", what, cause, fix)]
+        fix = f"{_advise(have, wanted)}; or run it as it is, on the CPU"
+        return [*verdicts, Verdict(", ".join(have), "GPUs", "note", what, CAUSE + causes, fix)]
     if wanted.visible is not None and {bool(offer.seen) for offer in have.values()} == {True, False}:
         what = f"some nodes see a GPU and others none: nccl there and gloo here would wait for each other{table}"
-        cause = f"env= sets CUDA_VISIBLE_DEVICES={wanted.visible} on all nodes" + _list_causes(have)
+        cause = f"env= sets CUDA_VISIBLE_DEVICES={wanted.visible} on all nodes{causes}"
         fix = "leave CUDA_VISIBLE_DEVICES out of env=, or env={'CUDA_VISIBLE_DEVICES': ''} for the CPU"
         return [*verdicts, Verdict(", ".join(have), "GPUs", "red", what, cause, fix)]
     for name, offer in have.items():
@@ -129,22 +123,15 @@ def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted)
     return verdicts
 
 
-def _list_causes(offers: Mapping[str, Offer]) -> str:
-    return "".join(f"; {name}: {offer.cause}" for name, offer in offers.items() if offer.cause)
-
-
 def _advise(offers: Mapping[str, Offer], wanted: Wanted) -> str:
     """The setting with which a job that has too few GPUs could use them."""
-    least, without = min(offer.room for offer in offers.values()), [n for n, offer in offers.items() if not offer.room]
+    if least := min(offer.room for offer in offers.values()):
+        return f"nproc_per_node={least}"
     fixes = [f"on {name}: {offer.fix}" for name, offer in offers.items() if offer.fix]
-    if least:
-        way = f"nproc_per_node={least}"
-    elif all(offer.here for offer in offers.values()) and not fixes:
+    if all(offer.here for offer in offers.values()) and not fixes:
         count = min(offer.seen for offer in offers.values())
-        way = f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.nproc_per_node > 1 else "")
-    else:
-        way = fixes[0] if fixes else f"leave {', '.join(without)} out of nodes="
-    return f"{way}; or run it as it is, on the CPU"
+        return f"nodes=local_nodes({count})" + (", nproc_per_node=1" if wanted.nproc_per_node > 1 else "")
+    return fixes[0] if fixes else f"leave {', '.join(n for n, offer in offers.items() if not offer.room)} out of nodes="
 
 
 def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list[Verdict]:
@@ -157,16 +144,14 @@ def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list
     if offer.room < wanted.nproc_per_node:
         what = f"{offer.words} for {wanted.nproc_per_node} process(es) of a node"
         verdicts.append(Verdict(name, "GPUs", "note", what, CAUSE, f"nproc_per_node={max(1, offer.room)}"))
-    gpus, apps = found["gpus"]["gpus"], found["gpus"]["apps"]
-    for pid, program, used in apps:
-        local = wanted.machine and found.get("system", {}).get("machine") == wanted.machine
-        if local and pid == str(wanted.pid):
+    users, shared = find_part(found, "gpu_users").get("rows", []), "a GPU that is shared is slower and may run full"
+    for pid, program, used in users:
+        what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
+        if offer.here and pid == str(os.getpid()):
             what = f"the launcher's own process (pid {pid}) holds {used} MiB"
             fix = "start the launcher again before the job; in a notebook: restart the kernel"
-        else:
-            what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
-        verdicts.append(Verdict(name, "GPUs", "note", what, "a GPU that is shared is slower and may run full", fix))
-    for index, title, used, total, *_ in [] if apps else gpus:
+        verdicts.append(Verdict(name, "GPUs", "note", what, shared, fix))
+    for index, title, used, total, _ in [] if users else found["gpus"]["gpus"]:
         if used.isdigit() and int(used) > GPU_IDLE:
             what, cause = f"GPU {index} ({title}): {used} of {total} MiB in use", "a process in another container"
             verdicts.append(Verdict(name, "GPUs", "note", what, cause, "wait for it to end; on that node: nvidia-smi"))

@@ -1,16 +1,21 @@
-"""Judges what each node reports about itself, and if the nodes agree; asks the network nothing."""
+"""Judges what each node reports about itself, and if the nodes agree; sets the verdicts as a table."""
 
 from __future__ import annotations
 
-import os
+import functools
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from lab_common import LabError
+from lab_common.markup import COLOURS, TAG, escape
+from lab_common.text import clean
+from nodelaunch.backends.nodes import Node
 from nodelaunch.spec import DataFolder
 
-# Per node, the answer of its probe, by the names in nodelaunch.node.facts.find_facts.
+# Per node, the answer of its probe, by the names in nodelaunch.node.probe.examine.
 Facts = Mapping[str, Mapping]
 MIB = 2**20
 DISK_NEEDED = 200 * MIB
@@ -18,6 +23,8 @@ DISK_NEEDED = 200 * MIB
 SHARED_NEEDED = 64 * MIB
 CLOCK_ALLOWED = 2.0  # seconds; beyond it, logs and timelines of several nodes side by side mislead
 WILL_COPY = "not there yet: will be copied"
+ORDER = ("red", "note", "ok")
+WIDTH = 118
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,6 @@ class Verdict:
         found: The fact; further lines are a table.
         cause: The likely cause.
         fix: The command or action that fixes it.
-        lacking: True for what the launcher will copy there.
     """
 
     node: str
@@ -40,7 +46,6 @@ class Verdict:
     found: str
     cause: str = ""
     fix: str = ""
-    lacking: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,17 @@ class Wanted:
 
     Attributes:
         nproc_per_node: Processes on each node.
-        bundle: Hash of the code; "" skips the check.
         data: The data that each node needs, if any.
         data_hash: Hash of the data that the launcher copies; "" if it has no whole folder or copies none.
         job_id: The job that asks, whose own processes are not leftovers.
-        machine: The launcher's machine, as :func:`nodelaunch.node.facts.find_system` names it.
-        pid: The launcher's process.
         torchrun: False if another program runs the script, which may do without torch.
         visible: CUDA_VISIBLE_DEVICES as env= sets it; None if it does not.
     """
 
     nproc_per_node: int = 1
-    bundle: str = ""
     data: DataFolder | None = None
     data_hash: str = ""
     job_id: str = ""
-    machine: str = ""
-    pid: int = field(default_factory=os.getpid)
     torchrun: bool = True
     visible: str | None = None
 
@@ -76,44 +75,34 @@ def judge_error(name: str, error: LabError) -> Verdict:
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
 
-def judge_facts(facts: Facts, wanted: Wanted, gpus: Sequence[Verdict] = ()) -> list[Verdict]:
-    """Judges everything but the network, the clocks and other jobs; ``gpus`` are the verdicts on the GPUs."""
-
-    def judge_each(part: str, judge: Callable) -> list[Verdict]:
-        each = [
-            judge(name, found, wanted) if is_there(found, part) else [judge_gap(name, found, part)]
-            for name, found in facts.items()
-        ]
-        return [verdict for verdicts in each for verdict in verdicts]
-
-    verdicts = [*judge_versions(facts, torchrun=wanted.torchrun), *judge_each("disk", judge_disk), *gpus]
-    verdicts += judge_each("code", judge_code) if wanted.bundle else []
-    return verdicts + (judge_data(facts, wanted) if wanted.data else [])
+def find_part(found: Mapping, part: str) -> Any:
+    """A part of a node's facts; {} if the node could not find it out."""
+    own = found.get(part, {})
+    return {} if "error" in own else own
 
 
-def is_there(found: Mapping, part: str) -> bool:
-    """True if a node could find out this part."""
-    return part in found and not (isinstance(found[part], Mapping) and "error" in found[part])
-
-
-def judge_gap(name: str, found: Mapping, part: str) -> Verdict:
-    """Returns the verdict for a part that a node could not find out in time."""
-    cause = found.get(part, {}).get("error", "it took too long; a hanging disk, driver or name server does that")
-    return Verdict(name, part, "note", "could not be found out", cause, "look by hand on that node, or go on without")
+def split_facts(facts: Facts, part: str) -> tuple[dict[str, Any], list[Verdict]]:
+    """A part of the facts per node, and the notes on the nodes that could not find it out in time."""
+    have, gaps = {}, []
+    for name, found in facts.items():
+        if own := find_part(found, part):
+            have[name] = own
+        else:
+            slow = "it took too long; a hanging disk, driver or name server does that"
+            cause, fix = found.get(part, {}).get("error", slow), "look by hand on that node, or go on without"
+            gaps.append(Verdict(name, part, "note", "could not be found out", cause, fix))
+    return have, gaps
 
 
 def list_per_node(values: Mapping[str, str]) -> str:
     """Returns one line per node, aligned."""
-    width = max(map(len, values))
+    width = max(map(len, values), default=0)
     return "".join(f"\n  {name:{width}}  {value}" for name, value in values.items())
 
 
 def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
     """Compares Python's minor version, torch, NCCL and CUDA over the nodes; torchrun needs torch."""
-    verdicts = [judge_gap(name, found, "versions") for name, found in facts.items() if not is_there(found, "versions")]
-    have = {name: found["versions"] for name, found in facts.items() if is_there(found, "versions")}
-    if not have:
-        return verdicts
+    have, verdicts = split_facts(facts, "versions")
     for name, own in have.items():
         if tuple(map(int, own["python"].split(".")[:2])) < (3, 11):
             what = f"Python {own['python']}: 3.11 or newer is needed"
@@ -129,12 +118,13 @@ def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
         name: ", ".join(f"{title} {own[key]}" if own[key] else f"no {title}" for key, title in titles.items())
         for name, own in have.items()
     }
-    with_gpus = any(found.get("gpus", {}).get("gpus") for found in facts.values())
+    torches = [own for own in have.values() if own["torch"]]
+    with_gpus = any(find_part(found, "gpus").get("gpus") for found in facts.values())
     kinds = {
         "Python": ("red", {own["python"].rpartition(".")[0] for own in have.values()}),
-        "torch": ("red", {own["torch"].partition("+")[0] for own in have.values() if own["torch"]}),
-        "NCCL": ("red" if with_gpus else "note", {own["nccl"] for own in have.values() if own["torch"]}),
-        "CUDA": ("note", {own["cuda"] for own in have.values() if own["torch"]}),
+        "torch": ("red", {own["torch"].partition("+")[0] for own in torches}),
+        "NCCL": ("red" if with_gpus else "note", {own["nccl"] for own in torches}),
+        "CUDA": ("note", {own["cuda"] for own in torches}),
     }
     differing = {kind: state for kind, (state, values) in kinds.items() if len(values) > 1}
     for kind, state in differing.items():
@@ -145,132 +135,144 @@ def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
     return verdicts + [Verdict(name, "versions", "ok", text) for name, text in texts.items() if not differing]
 
 
-def judge_disk(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges if the node's folder can be written and has room, and the size of its shared memory."""
-    disk = found["disk"]
-    free, folder = disk["free"], disk["folder"]
-    elsewhere = "name a folder of yours on a larger disk: folder=…"
-    if not disk["writable"]:
-        cause = "the folder is another user's, or the disk is mounted read-only"
-        verdicts = [Verdict(name, "disk", "red", f"{folder} cannot be written", cause, elsewhere)]
-    elif free < DISK_NEEDED or disk["files"] == 0:
-        what = f"{free / MIB:,.0f} MiB free at {folder}" if free < DISK_NEEDED else f"no file can be added at {folder}"
-        cause = f"the disk is full (wanted: {DISK_NEEDED / MIB:.0f} MiB)"
-        verdicts = [Verdict(name, "disk", "red", what, cause, f"free some space there, or {elsewhere}")]
-    else:
-        verdicts = [Verdict(name, "disk", "ok", f"{free / 2**30:,.1f} GiB free at {folder}")]
-    if disk["shm"] is not None and disk["shm"] < SHARED_NEEDED:
-        what = f"{disk['shm'] / MIB:,.0f} MiB of shared memory (/dev/shm)"
-        cause = "a container's default; DataLoader workers die of it with a bus error"
-        fix = "num_workers=0, or start the container with --shm-size=2g"
-        verdicts.append(Verdict(name, "memory", "note", what, cause, fix))
+def judge_disks(facts: Facts) -> list[Verdict]:
+    """Judges if each node's folder can be written and has room, and the size of its shared memory."""
+    have, verdicts = split_facts(facts, "disk")
+    for name, disk in have.items():
+        free, folder, shared = disk["free"], disk["folder"], disk["shm"]
+        elsewhere = "name a folder of yours on a larger disk: folder=…"
+        if not disk["writable"]:
+            cause = "the folder is another user's, or the disk is mounted read-only"
+            verdicts.append(Verdict(name, "disk", "red", f"{folder} cannot be written", cause, elsewhere))
+        elif free < DISK_NEEDED:
+            what, fix = f"{free / MIB:,.0f} MiB free at {folder}", f"free some space there, or {elsewhere}"
+            cause = f"the disk is full (wanted: {DISK_NEEDED / MIB:.0f} MiB)"
+            verdicts.append(Verdict(name, "disk", "red", what, cause, fix))
+        else:
+            verdicts.append(Verdict(name, "disk", "ok", f"{free / 2**30:,.1f} GiB free at {folder}"))
+        if shared is not None and shared < SHARED_NEEDED:
+            what = f"{shared / MIB:,.0f} MiB of shared memory (/dev/shm)"
+            cause = "a container's default; DataLoader workers die of it with a bus error"
+            fix = "num_workers=0, or start the container with --shm-size=2g"
+            verdicts.append(Verdict(name, "memory", "note", what, cause, fix))
     return verdicts
-
-
-def judge_code(name: str, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges if code that was copied before still has the hash that is its name."""
-    folder, digest = found["code"]["folder"], found["code"]["hash"]
-    if digest is None:
-        return [Verdict(name, "code", "ok", WILL_COPY, lacking=True)]
-    if digest.startswith(wanted.bundle):
-        return [Verdict(name, "code", "ok", f"the launcher's script and package ({wanted.bundle[:12]})")]
-    cause = "a file was changed there by hand; the launcher's copy is the one to change"
-    fix = f"on that node: rm -r -- {shlex.quote(folder)}   (it is copied again)"
-    return [Verdict(name, "code", "red", f"{folder} is not what its name says", cause, fix)]
 
 
 def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
     """Judges if every node has the data that the launcher copies, or those of the first node that has them."""
-    verdicts = [judge_gap(name, found, "data") for name, found in facts.items() if not is_there(found, "data")]
-    have = {name: found["data"] for name, found in facts.items() if is_there(found, "data")}
+    have, verdicts = split_facts(facts, "data")
     hashes = {"the launcher": wanted.data_hash} if wanted.data_hash else {}
     hashes |= {name: own["hash"] for name, own in have.items() if own["hash"] and not own["missing"]}
-    first = next(iter(hashes.values()), None)
     for name, own in have.items():
-        place = own.get("path") or f"{own['folder']}/{wanted.data.identity_path}"
+        path = own["path"]
         fix = f"copy_data=True, or on that node: {wanted.data.fix or 'copy the folder there by hand'}"
         if own["hash"] and wanted.data_hash:  # existing data are never overwritten
-            fix = f"on that node: rm -r -- {shlex.quote(place.rpartition('/')[0])}   (it is copied again)"
-        state, what = "red", f"{place} is missing"
-        cause = "the folder was not made or copied there, or LAB_DATA points elsewhere"
-        if own["missing"]:
-            what, cause = f"{place}: {', '.join(own['missing'])} is missing", "a copy was cut short"
-        elif own["hash"] and own["hash"] != first:
+            fix = f"on that node: rm -r -- {shlex.quote(path.rpartition('/')[0])}   (it is copied again)"
+        judge = functools.partial(Verdict, name, "data", "red", fix=fix)
+        if not own["hash"] and wanted.data.copy_data:
+            verdict = Verdict(name, "data", "ok", WILL_COPY)
+        elif not own["hash"]:
+            cause = "the folder was not made or copied there, or LAB_DATA points elsewhere"
+            verdict = judge(f"{path} is missing", cause)
+        elif own["missing"]:
+            verdict = judge(f"{path}: {', '.join(own['missing'])} is missing", "a copy was cut short")
+        elif own["hash"] != next(iter(hashes.values())):
             lines = list_per_node({other: digest[:12] for other, digest in hashes.items()})
             what = f"the folder is not that of {'the launcher' if wanted.data_hash else 'the other nodes'}{lines}"
-            cause = f"it was made from other files, or by another version ({place})"
-        elif own["hash"] or wanted.data.copy_data:
-            found = f"the same on the nodes that have it ({own['hash'][:12]})" if own["hash"] else WILL_COPY
-            state, what, cause, fix = "ok", found, "", ""
-        lacking = state == "ok" and not own["hash"]
-        verdicts.append(Verdict(name, "data", state, what, cause, fix, lacking))
+            verdict = judge(what, f"it was made from other files, or by another version ({path})")
+        else:
+            verdict = Verdict(name, "data", "ok", f"the same on the nodes that have it ({own['hash'][:12]})")
+        verdicts.append(verdict)
     return verdicts
 
 
-def judge_clocks(readings: Mapping[str, tuple[float, float]]) -> list[Verdict]:
-    """Judges the nodes' clocks by (offset, round trip) in seconds against the launcher's."""
-    verdicts = []
-    for name, (offset, delay) in readings.items():
-        if abs(offset) - delay / 2 > CLOCK_ALLOWED:
-            what = f"the clock is {abs(offset):,.1f} s {'ahead of' if offset > 0 else 'behind'} the launcher's"
-            cause, fix = "nobody sets it; times in logs cannot be compared", "sudo timedatectl set-ntp true  (there)"
-            verdicts.append(Verdict(name, "clock", "note", what, cause, fix))
-    within = f"within {CLOCK_ALLOWED:.0f} s of the launcher's"
-    return verdicts or [Verdict(name, "clock", "ok", within) for name in readings]
+def judge_clock(name: str, offset: float) -> Verdict:
+    """Judges a node's clock by the seconds that it is off the launcher's, at least."""
+    if abs(offset) <= CLOCK_ALLOWED:
+        return Verdict(name, "clock", "ok", f"within {CLOCK_ALLOWED:.0f} s of the launcher's")
+    what = f"the clock is {abs(offset):,.1f} s {'ahead of' if offset > 0 else 'behind'} the launcher's"
+    cause, fix = "nobody sets it; times in logs cannot be compared", "sudo timedatectl set-ntp true  (there)"
+    return Verdict(name, "clock", "note", what, cause, fix)
 
 
-def judge_jobs(facts: Facts, wanted: Wanted, answers: Mapping[str, Mapping]) -> list[Verdict]:
-    """Names the processes of other jobs, each once if several nodes are one machine.
+def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[Verdict]:
+    """Names the processes of other jobs, each job once if several nodes are one machine.
 
-    Red are those that hold the memory of a GPU that this job will use; a held port is judged with the port. A note
-    names a job's id that was set by somebody other than the launcher.
-
-    Args:
-        facts: Per node, what its probe found.
-        wanted: The needs of the job.
-        answers: Per node, the answer of :func:`nodelaunch.node.processes.find_jobs`.
+    Red are those that hold the memory of a GPU that this job will use; a held port is judged with the port.
     """
     verdicts, seen = [], set()
-    for name, answer in answers.items():
-        system, gpus = facts.get(name, {}).get("system", {}), facts.get(name, {}).get("gpus", {})
-        place = system.get("machine")
-        holders = {int(row[0]) for row in gpus.get("apps", []) if row[0].isdigit()}
+    for name, found in facts.items():
+        gpu_users = {int(row[0]) for row in find_part(found, "gpu_users").get("rows", []) if row[0].isdigit()}
         by_job: dict[str, list[Mapping]] = {}
-        watched = {process["id"] for process in answer["jobs"] if process["supervisor"]}
-        for process in answer["jobs"]:
-            if process["id"] != wanted.job_id and (place, process["pid"]) not in seen:
-                seen.add((place, process["pid"]))
-                by_job.setdefault(process["id"], []).append(process)
+        for process in find_part(found, "jobs").get("jobs", []):
+            by_job.setdefault(process["id"], []).append(process)
         for job, own in by_job.items():
+            place = found["system"]["machine"], job
+            if job == wanted.job_id or place in seen:
+                continue
+            seen.add(place)
             pids = ", ".join(str(process["pid"]) for process in own[:8])
             what = f"job {job} still runs here: {len(own)} process{'es' if len(own) > 1 else ''} (pid {pids})"
             state, cause = "note", f"a leftover, or a node that was started by hand: {own[0]['command']}"
-            fix = stop_command(job, name, system, wanted)
-            if job in watched:
+            fix = stop_command(job, nodes[name])
+            if any(process["supervisor"] for process in own):
                 cause = "another notebook or script runs it; the two share the machine"
                 fix = "none is needed; to measure without it, wait until it has ended"
-            elif holders & {process["pid"] for process in own}:
+            elif gpu_users & {process["pid"] for process in own}:
                 state, what = "red", f"{what}, and holds GPU memory"
             verdicts.append(Verdict(name, "jobs", state, what, cause, fix))
-        for job in answer.get("inherited", ()):
-            if (place, job) not in seen:
-                seen.add((place, job))
-                verdicts.append(judge_inherited(name, job, here=place == wanted.machine))
     return verdicts
 
 
-def judge_inherited(name: str, job: str, *, here: bool) -> Verdict:
-    """Returns the note on a LAB_JOB_ID that was set where the launcher, or the login on a node, was started."""
-    where, cause = "in every login there", "a profile exports it, such as ~/.profile or ~/.bashrc"
-    fix = "on that node, remove the line that exports LAB_JOB_ID"
-    if here:
-        where, cause = "in the environment of the launcher", "it was exported in the shell that started Python"
-        fix = "unset LAB_JOB_ID in that shell, then start Python (or JupyterLab) from it again"
-    what = f"LAB_JOB_ID={job} is set {where}: all that is started from it looks like a part of that job"
-    return Verdict(name, "jobs", "note", what, cause, fix)
-
-
-def stop_command(job: str, name: str, system: Mapping, wanted: Wanted) -> str:
+def stop_command(job: str, node: Node) -> str:
     """Returns the command that stops a job on a node."""
-    here = wanted.machine and system.get("machine") == wanted.machine
-    return f"python -m nodelaunch stop {shlex.quote(job)}{'' if here else f' {shlex.quote(name)}'}"
+    return f"python -m nodelaunch stop {shlex.quote(job)}{'' if node.here else f' {shlex.quote(node.name)}'}"
+
+
+def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """Returns the lines of an aligned table, what is red first, with cause and fix under each that is not green."""
+    rows = [((f"[{v.state}]", clean(v.node), clean(v.check)), v) for v in _arrange(verdicts)]
+    widths = [min(30, max((len(cells[i]) for cells, _ in rows), default=0)) for i in range(3)]
+    lines = []
+    for cells, verdict in rows:
+        start = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)) + "  "
+        lines += _wrap(verdict.found, start, sum(widths) + 6)
+        lines += [line for label, text in _list_hints(verdict) for line in _wrap(text, f"{'':8}{label}: ", 13)]
+    return lines
+
+
+def write_html(verdicts: Sequence[Verdict]) -> str:
+    """Returns the same as an HTML table."""
+    rows = []
+    for verdict in _arrange(verdicts):
+        hints = "".join(f"<br><i>{label}:</i> {escape(text)}" for label, text in _list_hints(verdict))
+        mark = f'<span style="{TAG};background-color:{COLOURS[verdict.state]}">{verdict.state}</span>'
+        texts = (mark, escape(verdict.node), escape(verdict.check), escape(verdict.found) + hints)
+        # JupyterLab would set them to the right.
+        cells = "".join(f'<td style="text-align:left">{text}</td>' for text in texts)
+        rows.append(f'<tr style="vertical-align:top">{cells}</tr>')
+    head = "".join(f'<th style="text-align:left">{title}</th>' for title in ("", "node", "check", "found"))
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _list_hints(verdict: Verdict) -> list[tuple[str, str]]:
+    hints = (("likely", verdict.cause), ("fix", verdict.fix)) if verdict.state != "ok" else ()
+    return [(label, text) for label, text in hints if text]
+
+
+def _arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Puts what is red first, and joins green verdicts that say the same of several nodes."""
+    joined: dict[tuple, Verdict] = {}
+    for number, verdict in enumerate(verdicts):
+        key = (verdict.check, verdict.found) if verdict.state == "ok" else (number,)
+        node = f"{joined[key].node}, {verdict.node}" if key in joined else verdict.node
+        joined[key] = replace(verdict, node=node)
+    checks = list(dict.fromkeys(verdict.check for verdict in verdicts))
+    return sorted(joined.values(), key=lambda verdict: (ORDER.index(verdict.state), checks.index(verdict.check)))
+
+
+def _wrap(text: str, start: str, indent: int) -> list[str]:
+    first, *more = clean(text).split("\n")
+    # Commands are copied from here: their words stay whole.
+    wrapper = textwrap.TextWrapper(WIDTH, start, " " * indent, break_long_words=False, break_on_hyphens=False)
+    return (wrapper.wrap(first) or [start.rstrip()]) + [" " * indent + line for line in more]
