@@ -3,9 +3,7 @@
 import contextlib
 import io
 import json
-import shutil
 import sys
-import tempfile
 import time
 import zipfile
 from importlib import metadata
@@ -20,7 +18,7 @@ from harness.drawn import list_all, make_folder
 from course import race
 from course.exercises.scripts import draw_shapes
 from course.race import __main__ as command
-from course.race import baseline, drive, evaluate, images, judge, leagues, records, sealed
+from course.race import baseline, evaluate, images, judge, leagues, records
 from course.race.board import read_entries
 from lab_common import LabError, checkout
 from lab_common.commandline import find_user, run_command
@@ -28,9 +26,6 @@ from lab_utils import data, models
 from nodelaunch import JobError, local_nodes, ssh_nodes
 
 BASELINE = checkout() / "notebooks/scripts/race_baseline.py"
-needs_landlock = pytest.mark.skipif(
-    not sealed.find_version(), reason="NOT TESTED HERE: this kernel, or the container's profile, has no Landlock"
-)
 COUNTS = {"train": 300, "valid": 60, "test": 20}
 SHORT = ["--epochs", 1, "--batch-size", 90]
 # Saves weights that nobody trained: argv[-1] is what --checkpoint names.
@@ -58,13 +53,7 @@ def home(runs, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def quick(warm_python, warm_ranks, monkeypatch):
-    """Neither the ranks nor the evaluation have torch to import."""
-    monkeypatch.setattr(evaluate, "PROGRAM", (*warm_python, evaluate.__file__))
-
-
-@pytest.fixture
-def run(home, quick, write):
+def run(home, warm_ranks, write):
     """Runs a script's text as a lap of 20 seconds."""
     return lambda text, **more: race.run_lap(write("race.py", UNTRAINED + text), **{"within": 20, **more}, show=False)
 
@@ -75,7 +64,7 @@ def test_a_lap_is_run_evaluated_and_recorded(home, warm_ranks, monkeypatch):
     )
     lap = race.run_lap(BASELINE, ["--epochs", 2, "--batch-size", 90], name="me", show=False)
     folder = home / lap["lap"]
-    assert json.loads((folder / "record.json").read_text()) == lap and lap["sha256"] == records.hash_record(lap)
+    assert json.loads((folder / "record.json").read_text()) == lap
     assert {path.name for path in folder.iterdir()} == {"record.json", "weights.pt", "code"}
     assert (folder / "code/race_baseline.py").read_bytes() == BASELINE.read_bytes()
     assert lap["reached"] and lap["threshold"] == 0.0 and lap["net"] == "tiny" and lap["data"]["train"] == 270
@@ -90,7 +79,7 @@ def test_a_lap_is_run_evaluated_and_recorded(home, warm_ranks, monkeypatch):
         3, 1, 1
     )
     hits = (net.eval()(normal).argmax(1) == torch.tensor(shown.labels)).sum().item()
-    assert lap["top1"] == pytest.approx(hits / 60, abs=0.02) and images.hash_images(shown) == lap["data"]["sha256"]
+    assert lap["top1"] == pytest.approx(hits / 60, abs=0.02)
 
 
 def test_each_lap_has_its_own_order_and_numbers_of_classes(home, tmp_path):
@@ -120,62 +109,6 @@ def test_each_lap_has_its_own_order_and_numbers_of_classes(home, tmp_path):
     assert found[0][0] != found[1][0] and found[0][1] != found[1][1]
 
 
-CHEATS = {
-    "weights from before": "torch.save(torch.load(OLD), sys.argv[-1])",
-    "linked": "os.link(OLD, sys.argv[-1])",
-    "a symbolic link": "os.symlink(OLD, sys.argv[-1])",
-    "a linked folder": "saved = Path(sys.argv[-1]).parent; saved.rename(saved.with_name('x'))\n"
-    "saved.symlink_to(Path(OLD).parent)",
-    "another judge": "open(JUDGE, 'a').write('#')",
-    "renamed": "os.rename(OLD, sys.argv[-1])",
-    "copied by a program": "import subprocess; subprocess.run(['cp', OLD, sys.argv[-1]], check=True)",
-    "training on valid": "open(OLD.replace('old.pt', 'data/packed/shapes10/valid-images.npy')); save()",
-    "the whole data set": "from lab_utils import data; data.load(root=OLD.replace('old.pt', 'data')); save()",
-}
-DOWNLOADS = {
-    "sent": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'give', ('192.0.2.1', 80)); save()",
-    "sent as a message": "import socket\n"
-    "socket.socket(type=socket.SOCK_DGRAM).sendmsg([b'give'], [], 0, ('192.0.2.1', 80)); save()",
-    "downloaded": "import socket; socket.create_connection(('192.0.2.1', 80), timeout=1); save()",
-}
-
-
-@needs_landlock
-@pytest.mark.parametrize("cheat", CHEATS.values(), ids=CHEATS)
-def test_what_the_judge_did_not_give_cannot_be_had(cheat, home, run, tmp_path):
-    torch.save(models.build("tiny").state_dict(), old := tmp_path / "old.pt")
-    shutil.copy(old, tmp_path / "weights.pt")
-    with pytest.raises(LabError, match=r"PermissionError|cross-device|status 1|saved no weights"):
-        run(f"OLD, JUDGE = {str(old)!r}, {evaluate.__file__!r}\n{cheat}")
-    (lap,) = records.read_laps(home)
-    assert lap["failed"] and list_all(home / lap["lap"]) == ["code", "code/race.py", "record.json"]
-    assert old.exists()
-
-
-@needs_landlock
-@pytest.mark.parametrize("left", ["saved/weights.pt", "../data/weights.pt"])
-def test_the_run_on_both_nodes_cannot_use_what_the_run_on_one_left(left, run):
-    text = f"""
-alone = os.environ["WORLD_SIZE"] == "1"
-kept = os.path.normpath(sys.argv[-1].partition("/run/")[0] + "/run/1/{left}")
-if alone:
-    save(1)
-    if kept != sys.argv[-1]:
-        import shutil; shutil.copy(sys.argv[-1], kept)
-elif os.environ["RANK"] == "0":
-    torch.save(torch.load(kept), sys.argv[-1])
-"""
-    with pytest.raises(LabError, match="PermissionError"):
-        run(text, nodes=local_nodes(2), compare=True, within=60)
-
-
-@pytest.mark.parametrize("cheat", DOWNLOADS.values(), ids=DOWNLOADS)
-def test_pythons_sockets_reach_no_other_machine(cheat, home, run):
-    with pytest.raises(LabError, match="a lap has no network"):
-        run(cheat)
-    assert len(records.read_laps(home)) == 1
-
-
 def test_the_judges_clock_is_the_only_one(run):
     """Clocks that stand still, a saved file of last year, and a search for a seed before "the start" win nothing."""
     lap = run(
@@ -186,7 +119,6 @@ def test_the_judges_clock_is_the_only_one(run):
         "os.utime(sys.argv[-1], (1, 1))\n"
     )
     assert lap["seconds"] > 2.1
-    assert not list(Path(tempfile.gettempdir()).glob(f"lap-{lap['lap']}*")), "no scratch folder stays"
 
 
 def test_nobody_reports_an_accuracy_of_his_own(run):
@@ -235,7 +167,7 @@ def test_a_lap_that_fails_or_is_interrupted_counts_as_endless(home, run, monkeyp
     text = "save(time.time_ns() % 10**6)"
     good = run(text)
     with monkeypatch.context() as patch:
-        patch.setattr(images, "hash_images", interrupt)
+        patch.setattr(images, "find_images", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(text)
     assert "did not end; it counts" in capsys.readouterr().out
@@ -244,7 +176,6 @@ def test_a_lap_that_fails_or_is_interrupted_counts_as_endless(home, run, monkeyp
     other = run(text)
     laps = records.read_laps(home)
     assert [lap["failed"] == "" for lap in laps] == [True, False, False, True] and laps[1]["failed"] == "interrupted"
-    assert [lap["previous"] for lap in laps[1:]] == [lap["sha256"] for lap in laps[:-1]]
     assert "ZeroDivisionError" in laps[2]["failed"] and laps[2]["top1"] is None
     for lap in laps[1:3]:
         assert lap["class"] == good["class"] and lap["data"]["valid"] == good["data"]["valid"]
@@ -256,27 +187,25 @@ def test_a_lap_that_fails_or_is_interrupted_counts_as_endless(home, run, monkeyp
 def test_a_judge_who_is_killed_leaves_a_lap_that_counts(home, run, write, monkeypatch):
     """As by `kill -9` on the judge just after the launch: nothing of the judge's own ending runs."""
     with monkeypatch.context() as patch:
-        patch.setattr(drive, "watch", interrupt)
+        patch.setattr(judge, "watch", interrupt)
         for name in ("_count_failure", "_sweep"):
             patch.setattr(judge, name, lambda *arguments: contextlib.nullcontext())
         with pytest.raises(KeyboardInterrupt):
             run("save()")
     (left,) = home.glob("1*")
-    assert {path.name for path in left.iterdir()} == {"record.json", "code", "run", "versions", "hidden"}
-    lap = run("save()")
+    assert {path.name for path in left.iterdir()} == {"record.json", "code", "run", "versions"}
+    run("save()")
     (first,) = (one for one in records.read_laps(home) if one["lap"] == left.name)
-    assert first["failed"] == "the judge was ended before the lap" and lap["previous"] == first["sha256"]
+    assert first["failed"] == "the judge was ended before the lap"
     assert list_all(left) == ["code", "code/race.py", "record.json"]
     assert len(read_entries([home])[0][0].laps) == 2
 
 
 def test_what_is_wrong_before_the_launch_is_no_lap(home, run, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(drive.TorchrunJob, "preflight", interrupt)
+        patch.setattr(judge.TorchrunJob, "preflight", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run("save()")
-    with pytest.raises(LabError, match="no place on a board"):
-        run("save()", args=["x" * 1500])
     assert list_all(home) == [".lock"]
 
 
@@ -288,13 +217,6 @@ def test_code_is_text_and_short(home, write):
             race.run_lap(path, within=5)
 
 
-def test_what_a_killed_judge_left_is_taken_away(home, run):
-    (home / "1127-000000-abcdef" / "run" / "data").mkdir(parents=True)
-    (home / "mine" / "run").mkdir(parents=True)
-    lap = run("save()")
-    assert {path.name for path in home.iterdir()} == {".lock", "mine", lap["lap"]}
-
-
 def test_what_no_record_could_hold_is_refused_before_it_runs(home, write):
     script = write("race.py", "")
     for words, arguments, options in (
@@ -304,25 +226,14 @@ def test_what_no_record_could_hold_is_refused_before_it_runs(home, write):
         ("must be above 0 and at most 3600 s, not nan", [], {"within": float("nan")}),
         ("cannot race.*No such file", [], {"files": [home / "no.py"]}),
         ("cannot race.*directory", [], {"files": [home.parent]}),
-        ("cannot race.*other characters", [], {"files": [write("a b.py", "")]}),
     ):
         with pytest.raises(LabError, match=f"(?s){words}"):
             race.run_lap(script, arguments, **{"within": 5, **options})
     assert not home.exists()
 
 
-@needs_landlock
-def test_a_name_that_torch_imports_is_not_imported_before_the_seal(home, runs, write):
-    """torchrun itself, which is not sealed, has the folder of the script before all that is installed."""
-    text = "from pathlib import Path\nPath(MARK).write_text('unsealed')\n".replace("MARK", repr(str(runs / "mark")))
-    script = write("typing_extensions.py", text)
-    with pytest.raises(LabError, match="PermissionError"):
-        race.run_lap(script, within=30, show=False)
-    assert not (runs / "mark").exists()
-
-
-def test_weights_that_were_lost_or_changed_on_the_way_are_no_result(home, run, monkeypatch):
-    write = drive.Path.write_bytes
+def test_weights_that_were_lost_on_the_way_are_no_result(home, run, monkeypatch):
+    write = judge.Path.write_bytes
 
     def fail(path, content):
         if path.name == "000001.pt":
@@ -330,17 +241,11 @@ def test_weights_that_were_lost_or_changed_on_the_way_are_no_result(home, run, m
         return write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(drive.Path, "write_bytes", fail)
+        patch.setattr(judge.Path, "write_bytes", fail)
         with pytest.raises(LabError, match=r"(?s)Saved weights were lost.*No space left"):
             run("save(); time.sleep(0.5); save(1)")
-    with monkeypatch.context() as patch:
-        turn = {".pt": -1}
-        patch.setattr(
-            drive.Path, "write_bytes", lambda path, content: write(path, content[:: turn.get(path.suffix, 1)])
-        )
-        with pytest.raises(LabError, match="changed after the judge saw them"):
-            run("save()")
-    assert [bool(lap["failed"]) for lap in records.read_laps(home)] == [True, True]
+    (lap,) = records.read_laps(home)
+    assert lap["failed"]
 
 
 def test_two_laps_at_once_would_slow_each_other(home, run):
@@ -358,7 +263,7 @@ def test_a_league_without_a_threshold_and_one_node_to_compare_are_refused(home):
 
 
 def test_without_a_threshold_for_its_data_set_lab_15_races_on_shapes10(
-    home, quick, tmp_path, monkeypatch, capsys, run_cells_of
+    home, warm_ranks, tmp_path, monkeypatch, capsys, run_cells_of
 ):
     make_folder(tmp_path / "data/cinic-drawn")
     known = [{"data": "shapes10", "train": 300, "league": "sprint", "top1": 0.5}]
@@ -372,28 +277,7 @@ def test_without_a_threshold_for_its_data_set_lab_15_races_on_shapes10(
         race.run_lap(BASELINE, SHORT, show=False)
 
 
-def test_a_name_is_no_address_of_this_machine():
-    found = [sealed.is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "::1", "127.example.org", "192.0.2.1")]
-    assert found == [True, True, True, False, False]
-
-
-def test_a_script_cannot_hide_the_folder_of_a_bad_lap(home, run):
-    first = run("save()")
-    hidden = home / first["lap"]
-    (hidden / "record.json").chmod(0)
-    hidden.chmod(0)
-    lap = run("save()")
-    assert hidden.stat().st_mode & 0o777 == 0o755 and (hidden / "record.json").stat().st_mode & 0o777 == 0o644
-    assert lap["previous"] == first["sha256"]
-
-
-def test_each_record_names_the_one_before(home, run):
-    laps = [run("save()") for _ in range(3)]
-    assert [lap["previous"] for lap in laps] == ["", laps[0]["sha256"], laps[1]["sha256"]]
-    assert [lap["sha256"] for lap in records.read_laps(home)] == [lap["sha256"] for lap in laps]
-
-
-def test_laps_that_are_there_are_not_run_again(home, quick, write):
+def test_laps_that_are_there_are_not_run_again(home, warm_ranks, write):
     script = write("race.py", UNTRAINED + "save()")
     first = race.run_laps(script, count=2, within=20, show=False)
     assert race.run_laps(script, count=2, within=20, show=False) == first == records.read_laps(home)
@@ -405,7 +289,7 @@ def test_laps_that_are_there_are_not_run_again(home, quick, write):
 
 
 def sign(home, lap, **changes):
-    """Rewrites a record, with the right hash."""
+    """Rewrites a record."""
     records.write_record(home / lap["lap"], {**lap, **changes})
 
 
@@ -415,7 +299,7 @@ def test_the_board_evaluates_again_what_a_record_claims(home, run):
     told = lap["data"]
     forged = {
         "top-1, the record says otherwise": {"top1": 0.9, "curve": [[lap["seconds"], 0.9]]},
-        "other images": {"data": {**told, "seed": 5}},
+        "numbered by the judge": {"data": {**told, "mapping": [0] * 10}},
         "not chosen by the judge": {"data": {**told, "seed": None}},
         "nobody races on": {"data": {**told, "name": "cifar10"}},
         "another one than here": {"data": {**told, "valid": 50}},
@@ -423,69 +307,34 @@ def test_the_board_evaluates_again_what_a_record_claims(home, run):
     }
     for words, changes in forged.items():
         sign(home, lap, **changes)
-        assert read_entries([home])[1] == [], "its hash is right"
+        assert read_entries([home])[1] == []
         entries, (line,) = read_entries([home], evaluate=True)
         assert entries == [] and words in line
-
-
-def test_a_lap_that_cannot_be_evaluated_again_stops_no_other_one(home, run, monkeypatch):
-    first, second = run("save()"), run("save(1)")
-
-    def fail(versions, on):
-        if first["lap"] in versions[0].parts:
-            raise LabError("The saved weights could not be evaluated.", cause="\x1b it did not end in 900 s")
-        return [(second["net"], second["top1"])]
-
-    monkeypatch.setattr(images, "evaluate", fail)
-    (entry,), (line,) = read_entries([home], evaluate=True)
-    assert entry.record == second
-    assert line.endswith(
-        f"{first['lap']}: its weights cannot be evaluated: \N{REPLACEMENT CHARACTER} it did not end in 900 s"
-    )
-
-
-def test_an_evaluation_that_does_not_end_is_told_in_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluate, "PROGRAM", (sys.executable, "-S", "-c", "import time; time.sleep(60)"))
-    monkeypatch.setattr(evaluate, "SECONDS", 0.2)
-    with pytest.raises(LabError, match=r"likely: it did not end within 0\.2 s"):
-        evaluate.evaluate([tmp_path], NO_IMAGES)
 
 
 NO_IMAGES = evaluate.Images(np.zeros((1, 3, 32, 32), np.uint8), np.zeros(1, np.int64), [0.5] * 3, [0.5] * 3, 10)
 
 
-def repack(path, kind, **members):
+def repack(path, **members):
     """Rewrites a file of weights, with other members."""
     with zipfile.ZipFile(path) as file:
         whole = {name: file.read(name) for name in file.namelist()}
-    with zipfile.ZipFile(path, "w", kind) as file:
+    with zipfile.ZipFile(path, "w") as file:
         for name, content in whole.items():
             file.writestr(name, members.get(Path(name).stem, content))
 
 
-def test_of_hostile_weights_one_clean_line_is_told_and_nothing_is_unpacked(quick, tmp_path):
-    evil, packed, code = (tmp_path / name for name in ("evil.pt", "packed.pt", "code.pt"))
-    for path in (evil, packed, code):
+def test_of_hostile_weights_one_clean_line_is_told_and_no_code_runs(tmp_path):
+    evil, code = (tmp_path / name for name in ("evil.pt", "code.pt"))
+    for path in (evil, code):
         torch.save(models.build("tiny").state_dict(), path)
     text = b"\x1b[2J\x1b]0;owned\x07\nentries: 3"
     device = b"\x80\x02ctorch\ndevice\nX" + len(text).to_bytes(4, "little") + text + b"\x85R."
-    repack(evil, zipfile.ZIP_STORED, data=device)
-    repack(packed, zipfile.ZIP_DEFLATED)
-    repack(code, zipfile.ZIP_STORED, data=b"\x80\x02ccollections\nChainMap\n.")
-    found = evaluate.evaluate([evil, packed, code], NO_IMAGES)
-    assert found[1] == "ValueError: its records are compressed"
+    repack(evil, data=device)
+    repack(code, data=b"\x80\x02ccollections\nChainMap\n.")
+    found = evaluate.evaluate([evil, code], NO_IMAGES)
     assert all(line.isprintable() and len(line) <= 300 for line in found) and "entries: 3" in found[0]
-    assert found[2].endswith("GLOBAL collections.ChainMap was not an allowed global by default.")
-
-
-@pytest.mark.parametrize(("nodes", "most"), [(1, 200), (2, 200), (40, 80)])
-def test_a_record_keeps_as_many_samples_as_the_board_takes(nodes, most):
-    named = [SimpleNamespace(name=str(number), here=False) for number in range(nodes)]
-    one = {"gpus": [], "job_busy": 0.5, "cores": 2.0}
-    samples = [SimpleNamespace(node=node.name, time=float(time), **one) for node in named for time in range(399)]
-    lap = SimpleNamespace(facts=[{"gpus": []}] * nodes, nproc_per_node=1)
-    found = drive._list_usage(SimpleNamespace(samples=samples), named, lap)
-    assert 0 < len(found) <= nodes * most and {number for _, number, _ in found} == set(range(nodes))
+    assert found[1].endswith("GLOBAL collections.ChainMap was not an allowed global by default.")
 
 
 def test_a_node_names_its_gpus(tmp_path, monkeypatch):
@@ -498,34 +347,27 @@ def test_a_node_names_its_gpus(tmp_path, monkeypatch):
     assert told["gpus"] == ["Tensor 3000"] * 2 and told["versions"]["torch"] == metadata.version("torch")
 
 
-def test_cores_are_counted_whole():
-    here = local_nodes(2)[0]
-    there = SimpleNamespace(here=False)
-    assert [drive.share_cores(here, cores) for cores in (1, 3, 8.0)] == [1, 1, 4]
-    assert [drive.share_cores(there, cores) for cores in (0.5, 1.5, 2.0)] == [1, 1, 2]
-
-
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_what_ddp_and_compile_put_before_names_is_taken_away(prefix, tmp_path):
     torch.save({prefix + key: one for key, one in models.build("tiny").state_dict().items()}, tmp_path / "a.pt")
-    assert evaluate._read(tmp_path / "a.pt", 10)[0] == "tiny"
+    assert evaluate.read_weights(tmp_path / "a.pt", 10)[0] == "tiny"
 
 
-def test_two_nodes_are_compared_with_one(home, quick):
+def test_two_nodes_are_compared_with_one(home, warm_ranks):
     lap = race.run_lap(BASELINE, SHORT, nodes=local_nodes(2), within=60, compare=True, show=False)
     assert lap["nodes"] == lap["processes"] == 2 and lap["class"].startswith("2 nodes on one machine, ")
     assert lap["speed_up"] == lap["one_node"]["seconds"] / lap["seconds"] and lap["efficiency"] == lap["speed_up"] / 2
-    assert {node for _, node, _ in lap["usage"]} == {0, 1}
+    assert 0 < lap["busy"] <= 1
 
 
 def test_of_many_versions_some_are_kept_and_the_last(tmp_path, monkeypatch):
-    monkeypatch.setattr(drive, "MOST_VERSIONS", 4)
+    monkeypatch.setattr(judge, "MOST_VERSIONS", 4)
     stream = io.BytesIO(b"".join(b"1\n%d" % number for number in range(10)))
-    follower = drive._Follower(tmp_path)
+    follower = judge._Follower(tmp_path)
     follower.follow(SimpleNamespace(stdout=stream))
-    kept = [path.read_bytes() for _, path, _ in follower.versions]
+    kept = [path.read_bytes() for _, path in follower.versions]
     assert kept[-1] == b"9" and len(kept) <= 4 and sorted(kept) == kept
-    assert sorted(tmp_path.iterdir()) == [path for _, path, _ in follower.versions]
+    assert sorted(tmp_path.iterdir()) == [path for _, path in follower.versions]
 
 
 @pytest.mark.parametrize(
@@ -544,20 +386,13 @@ def test_a_lap_on_two_hosts_copies_its_data_and_leaves_nothing(hosts, home):
     """Torchrun itself, over SSH."""
     nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
     lap = race.run_lap(BASELINE, SHORT, nodes=nodes, within=300, compare=True, show=False)
-    assert lap["class"].startswith("2 nodes, ") and lap["speed_up"] and lap["sealed"] == bool(sealed.find_version())
-    assert {node for _, node, _ in lap["usage"]} == {0, 1} and 0 < lap["busy"] <= 1
+    assert lap["class"].startswith("2 nodes, ") and lap["speed_up"]
+    assert 0 < lap["busy"] <= 1
     for node in nodes:
         assert node.popen(["ls", "/node/labs/race"]).communicate()[0] == b""
-    old = "/node/home/old.pt"
-    hosts.run_on("n1", ["sh", "-c", f"mkdir -p /node/home && echo weights > {old}"])
-    script = home.parent / "race_baseline.py"
-    script.write_text(f"open({old!r})")
-    if lap["sealed"]:
-        with pytest.raises(LabError, match="PermissionError"):
-            race.run_lap(script, nodes=nodes[:1], within=60, show=False)
 
 
-def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, write, monkeypatch, capsys):
+def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, warm_ranks, write, monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["race", *map(str, arguments)])
         command.main()
@@ -568,7 +403,7 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, quick, 
     assert "entries: 1, refused: 0" in call("board", home, "--to", home.parent / "board.html", "--evaluate")
     page = (home.parent / "board.html").read_text()
     assert "<bdi>me</bdi>" in page and "Changes in" in page
-    next(home.glob("*/weights.pt")).write_bytes(b"others")
+    next(home.glob("*/code/race.py")).unlink()
     with pytest.raises(SystemExit) as ended:
         call("board", home, "--to", home.parent / "board.html")
     assert ended.value.code == 1 and "refused: race/" in capsys.readouterr().out
@@ -603,7 +438,7 @@ def test_thresholds_are_what_the_worst_of_five_laps_reached():
         assert max(lap["seconds"] for lap in one["laps"]) < 600
 
 
-def test_a_threshold_is_measured_by_laps_of_the_baseline(home, quick, tmp_path, monkeypatch):
+def test_a_threshold_is_measured_by_laps_of_the_baseline(home, warm_ranks, tmp_path, monkeypatch):
     monkeypatch.setattr(baseline, "THRESHOLDS", tmp_path / "thresholds.json")
     monkeypatch.setattr(baseline, "SEEDS", 2)
     monkeypatch.setitem(baseline.PASSES, "sprint", 500)

@@ -7,9 +7,8 @@ import math
 import time
 from pathlib import Path
 
-from course.race.drive import LIMIT
 from course.race.images import HELD_OUT
-from course.race.judge import run_lap
+from course.race.judge import LIMIT, run_lap
 from course.race.leagues import THRESHOLDS, read_thresholds
 from lab_common import checkout
 from lab_common.files import write_atomically

@@ -2,7 +2,7 @@
 
 Nothing that the script reports counts. The clock runs in the judge's process, which ends a lap when it sees the last
 saved weights. Only then does the judge draw or choose the images for their evaluation. The record is written before the
-launch, as of an unfinished lap: a lap counts even if somebody ends it, or kills the judge.
+launch, as of an unfinished lap: a lap counts even if somebody interrupts it, or kills the judge.
 """
 
 from __future__ import annotations
@@ -16,27 +16,32 @@ import secrets
 import shutil
 import statistics
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from course.race import images, records, sealed
-from course.race.board_record import check_numbers, read_record
-from course.race.drive import HIDDEN, LIMIT, PATIENCE, RUN, VERSIONS, Drive, Lap, drive, share_cores
+from course.race import images, on_node, records
 from course.race.evaluate import evaluate
 from course.race.leagues import find_threshold
 from lab_common import LabError, read_path
 from lab_common.files import read_bounded
 from lab_common.text import clean
 from lab_utils import data
-from nodelaunch import JobError, local_nodes
+from lab_utils.data.packing import MANIFEST
+from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, local_nodes, watch
 from nodelaunch.backends.nodes import Node
 from nodelaunch.program import make_command
+from nodelaunch.running import RunningJob
 
-ARGUMENTS = 2000  # characters of all of them
+LIMIT = 3600.0  # seconds of a lap in any case
+PATIENCE = 20.0  # seconds for a program on a node that is asked to end or to answer
+ARGUMENTS = 2000  # characters of all arguments together
+# Subfolders of a lap's folder: the lap's images and what the script saves there; what the judge has received.
+RUN, VERSIONS = "run", "versions"
+MOST_VERSIONS = 40  # that are kept for the curve
 
 
 def run_lap(
@@ -70,7 +75,7 @@ def run_lap(
         show: True to print the ranks' output.
 
     Returns:
-        The stored record; ``board_record.PROPERTIES`` has its keys.
+        The stored record; ``records.PROPERTIES`` has its keys.
 
     Raises:
         JobError: The script failed. Its record says so under ``failed``.
@@ -79,35 +84,43 @@ def run_lap(
     """
     nodes = list(nodes or local_nodes(1))
     _check(nodes, args, within=within, compare=compare)
-    texts, whole = _read_code(script, files), data.load(dataset)
+    code, whole = _read_code(script, files), data.load(dataset)
     threshold = None if within else find_threshold(whole, league)
-    rules = {"league": "" if within else league, "threshold": threshold, "within": within}
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
     with records.hold_race(records.find_home()) as home, _open_folder(home, nodes) as folder:
-        code = _copy_code(texts, folder / records.CODE)
         mapping, counts = images.draw_lap(whole, folder / RUN / "data")
+        (folder / records.CODE).mkdir()
+        for file, content in code.items():
+            (folder / records.CODE / file).write_bytes(content)
         placed, facts = [_place(node, folder) for node in nodes], [_ask(node) for node in nodes]
-        given = [str(one) for one in args]
-        lap = Lap(folder, Path(script).name, given, whole.name, facts, nproc_per_node, within, show)
         record = {
             "format": records.FORMAT,
             "lap": folder.name,
             "name": str(name)[:60],
             "began": began,
-            "script": lap.script,
-            "args": lap.args,
-            **rules,
-            "code": code,
+            "script": Path(script).name,
+            "args": [str(one) for one in args],
+            "league": "" if within else league,
+            "threshold": threshold,
+            "within": within,
+            "code": _hash_code(code),
             "failed": "the judge was ended before the lap",
             **records.NOTHING,
-            "data": _describe_data(whole, mapping, counts),
+            "data": {
+                "name": whole.name,
+                "source": whole.source,
+                "train": counts["train"],
+                "valid": len(whole.valid),
+                "classes": len(whole.class_names),
+                "seed": None,
+                "mapping": mapping,
+            },
             **_describe(nodes, facts, nproc_per_node),
-            "previous": records.find_newest(home),
         }
-        parts = [placed[:1], placed] if compare else [placed]
+        lap = Lap(folder, record, facts, whole.name, nproc_per_node, show)
         with _count_failure(folder, record):
-            drives = [drive(lap, part, partial(_keep, folder, record)) for part in parts]
-            return _keep(folder, record | _judge(record, folder, drives, whole) | {"failed": ""})
+            drives = [lap.drive(part) for part in ([placed[:1], placed] if compare else [placed])]
+            return records.write_record(folder, record | _judge(record, folder, drives, whole) | {"failed": ""})
 
 
 @contextlib.contextmanager
@@ -121,23 +134,7 @@ def _count_failure(folder: Path, record: dict[str, Any]) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the disk is full: the record from before the launch stays
                 records.write_record(folder, record | {"failed": clean(why, 300)})
             print(f"lap {folder.name} did not end; it counts")
-        if isinstance(error, JobError):
-            _explain(error)
         raise
-
-
-def _keep(folder: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """Writes the record and reads it as the board will: a refused record would invalidate all later laps."""
-    before = (folder / records.RECORD).exists()
-    whole = records.write_record(folder, record)
-    try:
-        check_numbers(read_record(folder))
-    except (OSError, ValueError) as error:
-        if not before:
-            (folder / records.RECORD).unlink()
-        what, fix = "This lap has no place on a board.", "look at the arguments and at the names of files"
-        raise LabError(what, where=record["script"], cause=str(error), fix=fix) from error
-    return whole
 
 
 def run_laps(
@@ -155,24 +152,26 @@ def run_laps(
     Raises:
         LabError: As for :func:`run_lap`.
     """
+    nodes = len(options.get("nodes") or [None])
+    whole, within = data.load(options.get("dataset")), options.get("within")
+    league = "" if within else options.get("league", "sprint")
     wanted = {
         "name": str(options.get("name", ""))[:60],
+        "script": Path(script).name,
         "args": [str(one) for one in args],
-        "league": "" if options.get("within") else options.get("league", "sprint"),
-        "within": options.get("within"),
-        "nodes": (nodes := len(options.get("nodes") or [None])),
+        "league": league,
+        "within": within,
+        "threshold": find_threshold(whole, league) if league else None,
+        "nodes": nodes,
         "processes": nodes * options.get("nproc_per_node", 1),
-        "code": {
-            path.name: hashlib.sha256(text).hexdigest() for path, text in _read_code(script, options.get("files"))
-        },
+        "code": _hash_code(_read_code(script, options.get("files"))),
+        "failed": "",
     }
-    whole, compare = data.load(options.get("dataset")), bool(options.get("compare"))
-    wanted["threshold"] = find_threshold(whole, wanted["league"]) if wanted["league"] else None
 
     def suits(lap: dict[str, Any]) -> bool:
-        same = all(lap.get(key) == value for key, value in wanted.items()) and bool(lap["one_node"]) == compare
-        same = same and not lap["failed"]
-        return same and (lap["data"]["name"], lap["data"]["valid"]) == (whole.name, len(whole.valid))
+        same = all(lap[key] == value for key, value in wanted.items())
+        same = same and (lap["data"]["name"], lap["data"]["valid"]) == (whole.name, len(whole.valid))
+        return same and bool(lap["one_node"]) == bool(options.get("compare"))
 
     while True:
         found = [lap for lap in records.read_laps(records.find_home()) if suits(lap)]
@@ -197,15 +196,39 @@ def _check(nodes: list[Node], args: Sequence[object], *, within: float | None, c
         raise LabError("These arguments cannot race.", where=where, cause=cause, fix='["--epochs", 4]')
 
 
+def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> dict[str, bytes]:
+    """Reads the script and its files; returns their contents by name.
+
+    Raises:
+        LabError: One is missing or is not text, or they are too large in total.
+    """
+    found, left = {}, records.CODE_BYTES
+    for path in map(read_path, (script, *(files or ()))):
+        cause = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all"
+        try:
+            content = read_bounded(path, left)
+            content.decode()
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno != errno.EFBIG:
+                cause = error.strerror
+            what, where = f"{clean(path.name, 60)} cannot race.", clean(path, 300)
+            raise LabError(what, where=where, cause=cause, fix="leave other data out of it") from error
+        left -= len(content)
+        found[path.name] = content
+    return found
+
+
+def _hash_code(code: dict[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in code.items()}
+
+
 @contextlib.contextmanager
 def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
-    """Makes a lap's folder; removes it if there is no record, and always the images and the versions."""
+    """Makes a lap's folder; afterwards removes its images, and the folder if no record was written."""
     for lap in home.iterdir():
-        if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", lap.name):
-            _open(lap)
-            # No other lap runs: a folder of a lap with images was left by a judge who was killed.
-            if (lap / RUN).exists():
-                _sweep(lap)
+        # No other lap runs: a folder of a lap with images was left by a judge who was killed.
+        if re.fullmatch(r"\d{4}-\d{6}-[0-9a-f]{6}", lap.name) and (lap / RUN).exists():
+            _sweep(lap)
     folder = home / f"{time.strftime('%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     folder.mkdir()
     try:
@@ -216,64 +239,10 @@ def _open_folder(home: Path, nodes: list[Node]) -> Iterator[Path]:
             _clean(node, folder.name)
 
 
-def _open(lap: Path) -> None:
-    """Makes a lap's folder readable again: Landlock does not stop a script from changing its mode."""
-    with contextlib.suppress(OSError):
-        lap.chmod(0o755)
-        (lap / records.RECORD).chmod(0o644)
-
-
 def _sweep(folder: Path) -> None:
-    _open(folder)
     whole = (folder / records.RECORD).exists()
-    for path in [folder / part for part in (RUN, VERSIONS, HIDDEN)] if whole else [folder]:
+    for path in [folder / RUN, folder / VERSIONS] if whole else [folder]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _explain(error: JobError) -> None:
-    """Raises an explanation if a script was refused a file or a connection; ignores any other error."""
-    failure = error.result.failure
-    if "PermissionError" in failure.message:
-        raise LabError(
-            f"The lap was stopped: {clean(failure.message, 300)}.",
-            where=failure.location,
-            cause="a lap reads its images, its code, and files of the system and Python; it reaches no other machine",
-            fix="train with data.load() alone, and bring files of code by files=",
-            log=error.result.log,
-        ) from error
-
-
-def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> list[tuple[Path, bytes]]:
-    """Reads the script and its files.
-
-    Raises:
-        LabError: One is missing, is not text, or has a name that no record can hold; or they are too large in total.
-    """
-    found, left = [], records.CODE_BYTES
-    for path in map(read_path, (script, *(files or ()))):
-        cause, fix = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all", "leave other data out of it"
-        try:
-            if not re.fullmatch(r"[\w.-]{1,60}", path.name, re.ASCII):
-                cause, fix = "its name has other characters than letters, digits and _.-", "rename it"
-                raise ValueError(cause)
-            content = read_bounded(path, left)
-            content.decode()
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno != errno.EFBIG:
-                cause = error.strerror
-            what, where = f"{clean(path.name, 60)} cannot race.", clean(path, 300)
-            raise LabError(what, where=where, cause=cause, fix=fix) from error
-        left -= len(content)
-        found.append((path, content))
-    return found
-
-
-def _copy_code(code: list[tuple[Path, bytes]], folder: Path) -> dict[str, str]:
-    """Copies the script and its files into one folder, so that the stored code is what runs; returns their hashes."""
-    folder.mkdir()
-    for path, content in code:
-        (folder / path.name).write_bytes(content)
-    return {path.name: hashlib.sha256(content).hexdigest() for path, content in code}
 
 
 def _place(node: Node, folder: Path) -> Node:
@@ -286,9 +255,22 @@ def _find_folder(node: Node, lap: str) -> str:
     return f"{node.folder}/race/{lap}"
 
 
+def _find_cache(lap: str) -> str:
+    """Returns the folder on a node for compiled kernels: those of an earlier lap would save time."""
+    return f"/tmp/lap-{lap}"
+
+
+def _clean(node: Node, lap: str) -> None:
+    """Removes a lap's files from a node: compiled kernels, and on another machine the lap's folder."""
+    paths = [_find_cache(lap), *([] if node.here else [_find_folder(node, lap)])]
+    remove = "import shutil, sys\nfor path in sys.argv[1:]: shutil.rmtree(path, ignore_errors=True)"
+    with contextlib.suppress(OSError, LabError, subprocess.SubprocessError):
+        node.popen([node.python, "-c", remove, *paths]).communicate(timeout=PATIENCE)
+
+
 def _ask(node: Node) -> dict[str, Any]:
-    """Describes a node: the result of ``sealed.describe`` there."""
-    process = node.popen(make_command(node.python, sealed, "--describe"))
+    """Describes a node: the result of ``on_node.describe`` there."""
+    process = node.popen(make_command(node.python, on_node, "describe"))
     try:
         out, _ = process.communicate(timeout=PATIENCE)
         return json.loads(out.splitlines()[-1])
@@ -298,78 +280,8 @@ def _ask(node: Node) -> dict[str, Any]:
         raise LabError(f"{node.name} did not describe itself.", where=node.name, fix="job.preflight()") from error
 
 
-def _clean(node: Node, lap: str) -> None:
-    """Removes a lap's files from a node: the ranks' scratch folders, and on another machine the lap's folder."""
-    mine = [] if node.here else [_find_folder(node, lap)]
-    remove = "import glob, shutil, sys, tempfile\n"
-    remove += "for path in [*glob.glob(f'{tempfile.gettempdir()}/lap-{sys.argv[1]}-*'), *sys.argv[2:]]:\n"
-    remove += "    shutil.rmtree(path, ignore_errors=True)"
-    with contextlib.suppress(OSError, LabError, subprocess.SubprocessError):
-        node.popen([node.python, "-c", remove, lap, *mine]).communicate(timeout=PATIENCE)
-
-
-def _describe_data(dataset: data.Dataset, mapping: list[int], counts: dict[str, int]) -> dict[str, Any]:
-    """Describes the images of a lap, before the judge has chosen its own."""
-    return {
-        "name": dataset.name,
-        "source": dataset.source,
-        "train": counts["train"],
-        "valid": len(dataset.valid),
-        "classes": len(dataset.class_names),
-        "sha256": None,
-        "seed": None,
-        "mapping": mapping,
-    }
-
-
-def _judge(record: dict[str, Any], folder: Path, drives: list[Drive], dataset: data.Dataset) -> dict[str, Any]:
-    """Evaluates the saved weights, keeps the last ones, and returns their part of the lap's record."""
-    seed = images.choose_seed(dataset)
-    on = images.find_images(dataset, record["data"]["mapping"], seed)
-    for _, path, digest in (version for one in drives for version in one.versions):
-        if records.hash_file(path) != digest:
-            fix = "run the lap again"
-            raise LabError("Saved weights were changed after the judge saw them.", where=path, fix=fix)
-    found = [evaluate([path for _, path, _ in drive.versions], on) for drive in drives]
-    ends = [answers[-1] for answers in found]
-    for end in ends:
-        if isinstance(end, str):
-            fix = "torch.save(model.state_dict(), …), of a network of lab_utils.models"
-            raise LabError("The last saved weights cannot be evaluated.", where=records.WEIGHTS, cause=end, fix=fix)
-    seconds, last, digest = drives[-1].versions[-1]
-    last.replace(folder / records.WEIGHTS)
-    net, top1 = ends[-1]
-    curve = [(when, answer[1]) for (when, *_), answer in zip(drives[-1].versions, found[-1], strict=True) if answer[1:]]
-    alone = {"seconds": drives[0].versions[-1][0], "top1": ends[0][1]} if len(drives) > 1 else None
-    speed_up = alone["seconds"] / seconds if alone else None
-    return {
-        "data": record["data"] | {"sha256": images.hash_images(on), "seed": seed},
-        "weights": digest,
-        "net": net,
-        "seconds": seconds,
-        "device_seconds": seconds * record["devices"],
-        "top1": top1,
-        "reached": record["threshold"] is None or top1 >= record["threshold"],
-        "curve": [one for one in curve if not isinstance(one[1], str)],
-        "one_node": alone,
-        "speed_up": speed_up,
-        "efficiency": speed_up and speed_up / record["nodes"],
-        **_measure_busy(drives[-1]),
-    }
-
-
-def _measure_busy(drive: Drive) -> dict[str, Any]:
-    """Returns how busy the devices were, on average while the script trained and over time."""
-    begin, end = drive.span
-    busy = [share for when, _, share in drive.usage if begin <= when <= end]
-    return {
-        "busy": statistics.mean(busy) if busy else None,
-        "usage": [(round(when, 2), node, round(share, 3)) for when, node, share in drive.usage if when <= end],
-    }
-
-
 def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) -> dict[str, Any]:
-    """Describes hardware and its class, versions, and the seal."""
+    """Describes hardware, its class, and versions."""
     count, first = len(nodes), facts[0]
     shares = [share_cores(node, fact["cores"]) for node, fact in zip(nodes, facts, strict=True)]
     used = [gpu for fact in facts for gpu in fact["gpus"][:processes]]
@@ -382,12 +294,194 @@ def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) ->
     return {
         "nodes": count,
         "processes": count * processes,
-        "device": "cuda" if used else "cpu",
         "hardware": ", ".join(used) if used else f"{sum(shares)} cores of {first['cpu']}",
         "class": what,
         "devices": len(used) or sum(shares),
         "versions": first["versions"],
-        "sealed": all(fact["landlock"] for fact in facts),
+    }
+
+
+def share_cores(node: Node, cores: float) -> int:
+    """Returns the cores of a node's job: nodes on the same machine have a share of it each."""
+    # A container may have one and a half; devices are counted whole.
+    return max(1, int(cores) // (node.together if node.here else 1))
+
+
+@dataclass
+class _Follower:
+    """Collects the versions of the saved weights: the seconds at which each was seen, and its file."""
+
+    folder: Path
+    begin: float = 0.0
+    versions: list[tuple[float, Path]] = field(default_factory=list)
+    count: int = 0
+    error: Exception | None = None
+
+    def follow(self, process: subprocess.Popen) -> None:
+        """Reads until the program on the node ends."""
+        try:
+            while line := process.stdout.readline():
+                seconds, path = time.monotonic() - self.begin, self.folder / f"{self.count:06d}.pt"
+                path.write_bytes(process.stdout.read(int(line)))
+                self.versions.append((seconds, path))
+                self.count += 1
+                if len(self.versions) > MOST_VERSIONS:  # every second one goes; the newest stays
+                    for _, old in self.versions[-2::-2]:
+                        old.unlink()
+                    self.versions = self.versions[::-2][::-1]
+        except (OSError, ValueError) as error:  # the disk is full, or the connection broke
+            self.error = error
+
+
+@dataclass(frozen=True)
+class Drive:
+    """The result of one run of the script.
+
+    Attributes:
+        versions: Versions of the weights: seconds since the launch, and the file.
+        busy: Mean busy share of the devices, from when all ranks had started to the last weights.
+    """
+
+    versions: list[tuple[float, Path]]
+    busy: float | None
+
+
+@dataclass(frozen=True)
+class Lap:
+    """A lap to run.
+
+    Attributes:
+        folder: The lap's folder on this machine: it has ``code``, and ``run/data`` with the images.
+        record: The record as of an unfinished lap.
+        facts: The result of ``on_node.describe`` on each node.
+        pack: The name of the pack with the images.
+        nproc_per_node: Processes on each node.
+        show: True to print the ranks' output.
+    """
+
+    folder: Path
+    record: dict[str, Any]
+    facts: list[dict[str, Any]]
+    pack: str
+    nproc_per_node: int
+    show: bool
+
+    def drive(self, nodes: list[Node]) -> Drive:
+        """Runs the script once, on nodes that have the lap's images, and follows the weights that it saves.
+
+        Raises:
+            JobError: The script failed.
+            LabError: It saved no weights.
+        """
+        head, versions, within = nodes[0], self.folder / VERSIONS / str(len(nodes)), self.record["within"]
+        target = f"{Path(head.data).parent}/{len(nodes)}/saved/weights.pt"
+        versions.mkdir(parents=True)
+        job = self._prepare(nodes, target)
+        follower, process = _Follower(versions), head.popen(make_command(head.python, on_node, "follow", target))
+        try:
+            if process.stdout.readline() != b"ready\n":
+                fix = "see that the disk has room there, then run the lap again"
+                raise LabError("The saved weights cannot be followed.", where=f"{head.name}: {target}", fix=fix)
+            records.write_record(self.folder, self.record)
+            with watch(nodes) as seen:
+                follower.begin = time.monotonic()
+                thread = threading.Thread(target=follower.follow, args=(process,), daemon=True)
+                thread.start()
+                joined = _wait(job.start(show=self.show), within and follower.begin + within)
+                process.stdin.close()
+                thread.join(PATIENCE)
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                pipe.close()
+        if follower.error or thread.is_alive():
+            cause, fix = str(follower.error or "they did not come in time"), "free some space, then run the lap again"
+            raise LabError("Saved weights were lost.", where=versions, cause=cause, fix=fix)
+        kept = [one for one in follower.versions if within is None or one[0] <= within]
+        if not kept:
+            fix = "save the weights to the file that --checkpoint names, with torch.save(…)"
+            when = "" if within is None else f" within {within:g} s"
+            where, cause = self.record["script"], "a lap ends with them"
+            raise LabError(f"The script saved no weights{when}.", where=where, cause=cause, fix=fix)
+        return Drive(kept, self._measure_busy(seen, nodes, joined, kept[-1][0]))
+
+    def _prepare(self, nodes: list[Node], target: str) -> TorchrunJob:
+        """Makes the job, whose nodes have its data already: a lap's time includes no copying."""
+        pack = f"packed/{self.pack}"
+        where = DataFolder(self.folder / RUN / "data" / pack, pack, MANIFEST, copy_data=True)
+        options = {"nodes": nodes, "data": where, "limit": LIMIT, "rank_order": "nodes"}
+        script = self.folder / records.CODE / self.record["script"]
+        if not all(node.here for node in nodes):
+            TorchrunJob(on_node.__file__, ["describe"], **options, program=["python"]).run(show=False)
+        files = [path for path in script.parent.iterdir() if path != script]
+        cache = _find_cache(self.folder.name)
+        options |= {"env": {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}, "files": files}
+        args = [*self.record["args"], "--checkpoint", target]
+        job = TorchrunJob(script, args, **options, nproc_per_node=self.nproc_per_node)
+        job.preflight().raise_if_red()
+        return job
+
+    def _measure_busy(self, seen: Watch, nodes: list[Node], begin: float, end: float) -> float | None:
+        """Returns how busy the devices of the job were on average between two times since the launch."""
+        shares = []
+        for node, fact in zip(nodes, self.facts, strict=False):
+            samples = [one for one in seen.samples if one.node == node.name]
+            # By the node's own clock, which may be wrong: only differences count. The watch begins at the launch.
+            inside = [one for one in samples if begin <= one.time - samples[0].time <= end]
+            shares += [_measure(one, node, fact, self.nproc_per_node) for one in inside]
+        known = [share for share in shares if share is not None]
+        return statistics.mean(known) if known else None
+
+
+def _measure(sample: Usage, node: Node, fact: dict[str, Any], processes: int) -> float | None:
+    if fact["gpus"]:
+        busy = sorted((gpu.busy for gpu in sample.gpus), reverse=True)[:processes]
+        return statistics.mean(busy) if busy else None
+    if sample.job_busy is None:
+        return None
+    # Nodes of one machine have a share of its cores each.
+    return min(1.0, sample.job_busy * sample.cores / share_cores(node, sample.cores))
+
+
+def _wait(running: RunningJob, end: float | None) -> float:
+    """Waits for the end of a job, or ends it in time; returns the seconds until all ranks had started."""
+    try:
+        result = running.wait(None if end is None else max(0.0, end - time.monotonic()))
+    except TimeoutError:
+        running.stop()
+        result = running.wait(check=False)
+    return result.seconds["joined"] or 0.0
+
+
+def _judge(record: dict[str, Any], folder: Path, drives: list[Drive], dataset: data.Dataset) -> dict[str, Any]:
+    """Evaluates the saved weights, keeps the last ones, and returns their part of the lap's record."""
+    seed = images.choose_seed(dataset)
+    on = images.find_images(dataset, record["data"]["mapping"], seed)
+    found = [evaluate([path for _, path in drive.versions], on) for drive in drives]
+    ends = [answers[-1] for answers in found]
+    for end in ends:
+        if isinstance(end, str):
+            fix = "torch.save(model.state_dict(), …), of a network of lab_utils.models"
+            raise LabError("The last saved weights cannot be evaluated.", where=records.WEIGHTS, cause=end, fix=fix)
+    (seconds, last), (net, top1) = drives[-1].versions[-1], ends[-1]
+    last.replace(folder / records.WEIGHTS)
+    points = zip(drives[-1].versions, found[-1], strict=True)
+    alone = {"seconds": drives[0].versions[-1][0], "top1": ends[0][1]} if len(drives) > 1 else None
+    speed_up = alone["seconds"] / seconds if alone else None
+    return {
+        "data": record["data"] | {"seed": seed},
+        "weights": records.hash_file(folder / records.WEIGHTS),
+        "net": net,
+        "seconds": seconds,
+        "device_seconds": seconds * record["devices"],
+        "top1": top1,
+        "reached": record["threshold"] is None or top1 >= record["threshold"],
+        "curve": [(when, answer[1]) for (when, _), answer in points if not isinstance(answer, str)],
+        "one_node": alone,
+        "speed_up": speed_up,
+        "efficiency": speed_up and speed_up / record["nodes"],
+        "busy": drives[-1].busy,
     }
 
 
@@ -398,10 +492,9 @@ def tell(record: dict[str, Any]) -> str:
     )
     end = "" if record["within"] else (", reached" if record["reached"] else ", NOT reached")
     busy = "" if record["busy"] is None else f", {record['busy']:.0%} busy"
-    seal = "sealed" if record["sealed"] else "NOT sealed: there is no Landlock here"
     lines = [
         f"{goal}{end}: {record['top1']:.1%} on {record['data']['valid']:,} images after {record['seconds']:.1f} s",
-        f"{record['class']}, {record['device_seconds']:.0f} device-seconds{busy}, {seal}; lap {record['lap']}",
+        f"{record['class']}, {record['device_seconds']:.0f} device-seconds{busy}; lap {record['lap']}",
     ]
     if record["speed_up"]:
         part = record["speed_up"] / record["nodes"]

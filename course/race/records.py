@@ -1,4 +1,4 @@
-"""The records of laps: each has a folder with record, code and weights, and names the record before it."""
+"""The records of laps. Each lap has a folder with its record, its code and its weights."""
 
 from __future__ import annotations
 
@@ -8,21 +8,54 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import jsonschema
+
+from course.race.leagues import LEAGUES
 from lab_common import LabError, env_folder
 from lab_common.files import hold_lock, read_bounded, write_atomically
 from lab_common.text import clean
 
-FORMAT = 2
+FORMAT = 3
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
-# What a lap has that did not end.
+RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
+# The results of a lap that did not end.
 NOTHING = dict.fromkeys(
     ("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up", "efficiency")
-) | {"reached": False, "curve": [], "usage": []}
-# Of the devices' usage: what a record keeps of each node, and in all.
-SAMPLES, MOST_SAMPLES = 200, 3200
-RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
+) | {"reached": False, "curve": []}
+
+COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
+SHARE = {"type": ["number", "null"], "minimum": 0, "maximum": 1}
+POSITIVE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1e9}
+TEXT = {"type": ["string", "null"], "maxLength": 2000}
+LONG = {"type": "string", "maxLength": 2000}
+FILE = {"type": "string", "maxLength": 100, "pattern": r"^(?!\.\.?$)[^/\\\x00\n]+$"}  # a name, not a path
+PROPERTIES = {
+    "format": {"const": FORMAT},
+    "lap": FILE,
+    "script": FILE,
+    "args": {"type": "array", "items": {"type": "string"}, "maxItems": 200},
+    "league": {"enum": [*LEAGUES, ""]},
+    "data": {
+        "type": "object",
+        "required": ["name", "source", "train", "valid", "classes", "seed", "mapping"],
+        "properties": {"name": {"type": "string"}, "source": {"type": "string"}, "mapping": {"type": "array"}}
+        | dict.fromkeys(("train", "valid", "classes"), COUNT)
+        | {"seed": {"type": ["integer", "null"], "minimum": 0}},
+    },
+    "code": {"type": "object", "propertyNames": FILE, "additionalProperties": {"type": "string"}, "maxProperties": 50},
+    "curve": {"type": "array", "items": {"type": "array", "prefixItems": [POSITIVE, SHARE], "minItems": 2}},
+    "one_node": {"type": ["object", "null"], "properties": {"seconds": POSITIVE, "top1": SHARE}},
+    "versions": {"type": "object", "required": ["python", "torch"]},
+    "reached": {"type": "boolean"},
+    **dict.fromkeys(("name", "began", "failed", "class", "hardware"), LONG),
+    **dict.fromkeys(("weights", "net"), TEXT),
+    **dict.fromkeys(("threshold", "top1", "busy"), SHARE),
+    **dict.fromkeys(("within", "seconds", "device_seconds", "speed_up", "efficiency"), POSITIVE),
+    **dict.fromkeys(("nodes", "processes", "devices"), COUNT),
+}
+VALIDATOR = jsonschema.Draft202012Validator({"type": "object", "required": [*PROPERTIES], "properties": PROPERTIES})
 
 
 def find_home() -> Path:
@@ -30,19 +63,10 @@ def find_home() -> Path:
     return env_folder("LAB_RUNS", "runs") / "race"
 
 
-def hash_record(record: Mapping[str, Any]) -> str:
-    """Returns the SHA-256 over a record without its own hash."""
-    rest = {key: value for key, value in record.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def hash_file(path: Path, most: int = WEIGHTS_BYTES) -> str:
-    """Returns the SHA-256 of a regular file of at most ``most`` bytes.
-
-    Raises:
-        OSError: It is not a regular file, or larger.
-    """
-    return hashlib.sha256(read_bounded(path, most)).hexdigest()
+def hash_file(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
@@ -69,28 +93,45 @@ def hold_race(home: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes the record of a lap, and returns it as it will be read."""
+    text = json.dumps(record, indent=1)
+    with write_atomically(folder / RECORD) as file:
+        file.write(text.encode())
+    return json.loads(text)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """Reads the record of a lap that somebody else may have written.
+
+    Raises:
+        OSError: There is no such file, or it is not a regular one, or too large.
+        ValueError: It is not a record; the message says why.
+    """
+    text = read_bounded(folder / RECORD, RECORD_BYTES, follow=False)
+    try:
+        record = json.loads(text.decode(), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("its record is not valid JSON") from error
+    if error := next(VALIDATOR.iter_errors(record), None):
+        keys = " in ".join(repr(str(part)) for part in reversed(error.absolute_path))
+        raise ValueError(f"{keys or 'a key'} in its record is missing or not valid (format {FORMAT})")
+    if record["lap"] != folder.name:
+        raise ValueError("its record is that of another lap")
+    if not record["failed"] and None in (record["seconds"], record["top1"], record["device_seconds"]):
+        raise ValueError("its record has no result")
+    return record
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Refuses NaN and Infinity, which Python reads although JSON has neither."""
+    raise ValueError(name)
+
+
 def read_laps(home: Path) -> list[dict[str, Any]]:
     """Returns all records of a race folder, oldest first, except unreadable ones."""
     found = []
     for path in home.glob(f"*/{RECORD}"):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            record = json.loads(read_bounded(path, RECORD_BYTES))
-            if isinstance(record, dict) and record.get("sha256") == hash_record(record):
-                found.append(record)
-    return sorted(found, key=lambda record: (str(record.get("began")), str(record.get("lap"))))
-
-
-def find_newest(home: Path) -> str:
-    """Returns the hash of the record that no other one names; "" in a folder without laps."""
-    laps = read_laps(home)
-    named = {str(record.get("previous")) for record in laps}
-    ends = [record["sha256"] for record in laps if record["sha256"] not in named]
-    return ends[-1] if ends else ""
-
-
-def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the record of a lap, with its hash, and returns it."""
-    text = json.dumps({**record, "sha256": hash_record(record)}, indent=1)
-    with write_atomically(folder / RECORD) as file:
-        file.write(text.encode())
-    return json.loads(text)
+        with contextlib.suppress(OSError, ValueError):
+            found.append(read_record(path.parent))
+    return sorted(found, key=lambda record: (record["began"], record["lap"]))
