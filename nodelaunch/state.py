@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lab_common import LabError
 from lab_common.text import clean_message
-from nodelaunch.node.errors import FULL, StopReason
+from nodelaunch.node.errors import FULL
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.result import Rank
 
@@ -22,10 +22,9 @@ SILENT = ("exit", "signal")  # kinds of errors that are known from torchrun alon
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
-# Its report at its own end, line by line, of each worker that failed; and of the signal that ended torchrun.
+# Its report at its own end, line by line, of each worker that failed.
 FAILED_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)$")
 FAILED_EXIT = re.compile(r"^\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
-SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d+)")
 # The last words of NCCL's watchdog before it aborts the process: a rank that waited, and not the one it waited for.
 WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")
 
@@ -44,7 +43,6 @@ class NodeState:
     gone: bool = False  # the link has ended
     refusal: LabError | None = None  # why the link ended, if the supervisor had not reported its end
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))  # the last lines of torchrun itself
-    told: tuple[str, int, float] | None = None  # the first program that a signal told to end, the signal, and when
     full: str = ""  # a line of its ranks or of torchrun about a full disk
     failed_rank: int | None = None  # the rank that torchrun's report at its end is about
 
@@ -181,8 +179,6 @@ class JobState:
         elif (found := FAILED_EXIT.search(text)) and part.failed_rank is not None:
             # For a rank that ended before it had introduced itself, this is all that is heard.
             self._read_exit(part, code=int(found[1]), pid=int(found[2]), rank=part.failed_rank)
-        elif found := SIGNALLED.search(text):
-            self._note_signal(part, "torchrun", int(found[1]))
         return None
 
     def _note_watchdog(self, rank: int, message: str) -> None:
@@ -191,13 +187,8 @@ class JobState:
             if error["rank"] == rank and error.get("code") == -signal.SIGABRT:
                 error["message"] = self.waited[rank]
 
-    def _note_signal(self, part: NodeState, program: str, number: int) -> None:
-        if part.told is None and self.asked is None:  # otherwise it is the launcher that ends the job
-            part.told = program, number, time.monotonic()
-
     def _read_exit(self, part: NodeState, *, code: int, pid: int, rank: int | None = None) -> None:
         """Notes a worker that ended without reporting an error itself: killed, or by os._exit."""
-        silent = (part.name, pid) not in self.pids
         # If lines wait on their node, this may come when the rank has long been restarted.
         rank, attempt = self.pids.get((part.name, pid), (rank, self._present))
         if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
@@ -211,7 +202,7 @@ class JobState:
         message = self.waited.get(rank, message) if code == -signal.SIGABRT else message
         kind = "exit" if code >= 0 else "signal"
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
-        self._add_error(part, facts, attempt, silent=silent)
+        self._add_error(part, facts, attempt)
 
     def _add_error(self, part: NodeState, facts: dict, attempt: int, **more: object) -> None:
         self._errors.append({**facts, "node": part.name, "attempt": attempt, "at": time.monotonic(), **more})
@@ -221,8 +212,6 @@ class JobState:
         match event["event"]:
             case "started":
                 part.started = True
-            case "stopping" if event["reason"] == StopReason.SIGNAL:
-                self._note_signal(part, "the supervisor", event["signal"])
             case "worker":
                 self._read_worker(part, event)
             case "error" | "hang":

@@ -5,11 +5,11 @@ import multiprocessing
 import os
 import re
 import select
-import subprocess
 import sys
 import time
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +18,6 @@ from harness.jobs import Heard, hear
 from torch.distributed import distributed_c10d, rpc
 from torch.utils.data import DataLoader
 
-from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.failure import diagnose
 from nodelaunch.messages import KNOWN
@@ -59,10 +58,10 @@ def explain(message, code=0):
     return diagnose(state)
 
 
-# Real messages: the text, how the rank ended (0 by an exception, above 0 with this status, below 0 by a signal), a part
-# of the cause and a part of the fix.
+# Real messages of each rule: the text, how the rank ended (0 by an exception, above 0 with this status, below 0 by a
+# signal), a part of the cause and a part of the fix.
 MESSAGES = [
-    # A full /dev/shm, which is no full disk.
+    # A full /dev/shm, which is no full disk; and a full disk.
     ("RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)", 0,
      "/dev/shm", "num_workers=0"),
     ("RuntimeError: DataLoader worker (pid 1045) is killed by signal: Bus error. It is possible that dataloader's "
@@ -71,151 +70,104 @@ MESSAGES = [
     ('Traceback (most recent call last):\n  File "/v/multiprocessing/synchronize.py", line 57, in __init__\n'
      "    sl = self._semlock = _multiprocessing.SemLock(\nOSError: [Errno 28] No space left on device", 0,
      "/dev/shm", "--shm-size"),
-    # A full disk, which is none of the others.
+    ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error\nError "
+     "while creating shared memory segment /dev/shm/nccl-y1kJvH", 0, "NCCL uses it", "--shm-size"),
     ("OSError: [Errno 28] No space left on device: '/data/out.pt'", 0, "the disk is full at /data/out.pt", "df -h"),
-    # What saves or copies an object, and sends it nowhere.
-    ('Traceback (most recent call last):\n  File "/v/torch/serialization.py", line 1003, in save\n    _save(\n'
-     "AttributeError: Can't pickle local object 'f.<locals>.Head'", 0, "torch.save cannot write", "state_dict()"),
-    ('Traceback (most recent call last):\n  File "/usr/lib/python3.11/copy.py", line 161, in deepcopy\n'
-     "TypeError: cannot pickle '_io.TextIOWrapper' object", 0, "copy.deepcopy cannot copy", "load_state_dict"),
-    # A compiler, a server, an address.
-    ("RuntimeError: Error building extension 'x': /c/main.cpp:1:10: fatal error: Python.h: No such file or directory",
-     0, "the header Python.h", "python3-dev"),
-    ("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", 0, "nothing listens", "start it"),
-    ("OSError: [Errno 99] Cannot assign requested address", 0, "an address that this node does not have", "alone"),
-    ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Aborted. ", 0, "crashed in C code (Aborted)",
-     "PYTHONFAULTHANDLER"),
     # Open files, threads, memory.
     ("RuntimeError: unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)", 0,
      "open files", "ulimit -n"),
     ('Traceback (most recent call last):\n  File "/v/subprocess.py", line 1885, in _execute_child\n'
      "BlockingIOError: [Errno 11] Resource temporarily unavailable", 0, "no more processes", "num_workers"),
-    ('Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    pid = os.fork()\n'
-     "BlockingIOError: [Errno 11] Resource temporarily unavailable", 0, "no more processes", "num_workers"),
     ('Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    fcntl.lockf(file, flags)\n'
-     "BlockingIOError: [Errno 11] Resource temporarily unavailable", 0, "another rank holds the lock", "LOCK_NB"),
+     "BlockingIOError: [Errno 11] Resource temporarily unavailable", 0, "does not know this message", "line 9"),
     ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an array with shape (10, 10)", 0,
      "memory is full", "memory"),
     ("torch.AcceleratorError: CUDA error: out of memory", 0, "the GPU's memory", "--batch-size"),
-    ("concurrent.futures.process.BrokenProcessPool: A process in the process pool was terminated abruptly while the "
-     "future was running or pending.", 0, "was killed: most often by Linux", "more memory"),
-    ("subprocess.CalledProcessError: Command '['convert']' died with <Signals.SIGKILL: 9>.", 0, "killed", "memory"),
-    # Labels and tokens that the model does not have.
-    ("RuntimeError: Class values must be non-negative.", 0, "below 0", "ignore_index="),
-    ("IndexError: Target 10 is out of bounds.", 0, "larger than", "num_classes="),
-    # Weights of a wrapper, both ways.
+    ("torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL", 0,
+     "ended without a word", "fewer processes"),
+    ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Aborted. ", 0, "crashed in C code (Aborted)",
+     "PYTHONFAULTHANDLER"),
+    # DistributedDataParallel, weights, labels.
+    ("RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one.", 0,
+     "took no part in the loss", "find_unused_parameters"),
+    ("RuntimeError: DDP expects same model across all ranks, but Rank 1 has 3 params", 0, "different models", "same"),
+    ("AttributeError: 'DistributedDataParallel' object has no attribute 'fc'", 0, "wraps the model", "model.module.fc"),
+    ("ValueError: DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
+     "modules", 0, "device_ids", "DDP(model)"),
     ('RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "fc.weight".\n'
      '\tUnexpected key(s) in state_dict: "_orig_mod.fc.weight".', 0, '"_orig_mod."', "consume_prefix"),
-    # GPUs that are not there.
+    ("RuntimeError: Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: copying a param", 0,
+     "another model", "as it was"),
+    ("RuntimeError: PytorchStreamReader failed reading zip archive", 0, "cut short", "dist.barrier()"),
+    ("IndexError: Target 10 is out of bounds.", 0, "larger than", "num_classes="),
+    ("RuntimeError: Trying to backward through the graph a second time", 0, "earlier step", "detach()"),
+    ("ValueError: sampler option is mutually exclusive with shuffle", 0, "shuffles already", "set_epoch"),
+    ("ValueError: Expected more than 1 value per channel when training", 0, "a single image", "drop_last=True"),
+    # Devices.
+    ("torch.AcceleratorError: CUDA error: invalid device ordinal", 0, "fewer GPUs than processes", "LOCAL_RANK"),
+    ("torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version 2.27.5\n"
+     "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+     "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 6000", 0, "the same GPU", "nproc_per_node="),
+    ("RuntimeError: No backend type associated with device type cpu", 0, "tensors of this device", "cpu:gloo"),
     ("AssertionError: Torch not compiled with CUDA enabled", 0, "torch finds none", "torch.cuda.is_available()"),
-    ("RuntimeError: No CUDA GPUs are available", 0, "torch finds none", "nvidia-smi"),
-    # The commonest slips of a launch.
+    ("RuntimeError: Expected all tensors to be on the same device, but", 0, "different devices", "images.to(device)"),
+    ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", 0, "copied by fork", "'spawn'"),
+    ("RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor", 0, "a sharded parameter", "fully_shard"),
+    # The group.
+    ("RuntimeError: Detected mismatch between collectives on ranks.", 0, "different collectives", "same collective"),
+    ("ValueError: Default process group has not been initialized, please", 0, "before it had joined", "init_process"),
+    ("KeyError: 'SLURM_PROCID'", 0, "asks for SLURM_PROCID", "torchrun sets RANK"),
+    ("ValueError: Error initializing torch.distributed using tcp:// rendezvous: rank parameter missing", 0,
+     "asks for rank", "without init_method="),
+    ("RuntimeError: the name 'gpu-node-01' of the meeting point is not known on this node, and the script set it", 0,
+     "no address belongs to the name gpu-node-01 here, and the script set it", "leave MASTER_ADDR"),
+    ("OSError: [Errno 99] Cannot assign requested address", 0, "does not belong to this node", "preflight"),
+    ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: "
+     "29500, useIpv6: false, code: -98, name: EADDRINUSE", 0, "has this port", "another port"),
+    ("RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair", 0, "a rank is gone",
+     "interface="),
+    ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL", 0, "gave up", "NCCL_DEBUG"),
+    # How the script was started.
     ("train.py: error: unrecognized arguments: --local-rank=0", 2, "--local_rank", "LOCAL_RANK"),
     ("train.py: error: argument --lr: invalid float value: 'fast'", 2, "argument --lr", "args=[…]"),
-    ("KeyError: 'SLURM_PROCID'", 0, "SLURM_PROCID", "torchrun sets RANK"),
     ("EOFError: EOF when reading a line", 0, "keyboard", "pdb"),
-    # What a node lacks: a library, a program, a repository, the internet, a file.
+    # What a node lacks: a server, a program, a package, a file.
     ("requests.exceptions.ConnectionError: HTTPSConnectionPool(host='x'): Max retries exceeded with url: /", 0,
      "internet", "beforehand"),
-    ("socket.gaierror: [Errno -3] Temporary failure in name resolution", 0, "no address belongs", "/etc/hosts"),
-    ('Traceback (most recent call last):\n  File "/v/site-packages/aiohttp/connector.py", line 1, in _create\n'
-     "socket.gaierror: [Errno -2] Name or service not known", 0, "internet", "beforehand"),
+    ("socket.gaierror: [Errno -3] Temporary failure in name resolution", 0, "by a name", "/etc/hosts"),
+    ("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", 0, "a server", "its address"),
+    ("ImportError: /usr/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.30' not found", 0, "GLIBCXX_3.4.30",
+     "libstdcxx-ng"),
+    ("ImportError: /a/fused.so: undefined symbol: _ZN3c105Error", 0, "another version of torch", "in pairs"),
+    ("ImportError: cannot import name 'Mapping' from 'collections' (/usr/lib/python3.11/collections/__init__.py)", 0,
+     "Mapping is not in the version", "newer version"),
+    ("ModuleNotFoundError: No module named 'torchvision.transforms.functional_tensor'", 0,
+     "functional_tensor is not in", "newer version"),
+    ("ModuleNotFoundError: No module named 'apex'", 0, "does not have: apex", "pip install"),
+    ("ImportError: cannot import name 'build' from partially initialized module 'model'", 0,
+     "does not know this message", "train.py"),
+    ("PermissionError: [Errno 13] Permission denied: '/data/train'", 0, "'/data/train'", "ls -ld"),
+    ("mkdir: cannot create directory 'exp': File exists", 1, "from an earlier run", "exist_ok=True"),
+    ("RuntimeError: Error building extension 'x': /c/main.cpp:1:10: fatal error: Python.h: No such file or directory",
+     0, "the header Python.h", "python3-dev"),
     ("FileNotFoundError: [Errno 2] No such file or directory: 'data/x.npy'", 0, "a path that is not on this node",
      "root='.'"),
-    ("FileNotFoundError: [Errno 2] No such file or directory: '/scratch/best.pt'", 0,
-     "/scratch/best.pt (or its folder) is not on this node, or not there yet", "dist.barrier() after the save"),
-    (f"FileNotFoundError: [Errno 2] No such file or directory: '/n/code/{'0' * 64}/script/data/x.npy'", 0,
-     "a path that is not on this node", "root='.'"),
-    ("FileNotFoundError: [Errno 2] No such file or directory: '/n/work/my.project-0a1b2c/data/x.npy'", 0,
-     "a path that is not on this node", "root='.'"),
-    ("mkdir: cannot create directory 'exp': File exists", 1, "from an earlier run", "exist_ok=True"),
+    ("RuntimeError: Parent directory checkpoints does not exist.", 0, "a path that is not on this node", "barrier"),
     # What a script printed or wrote that has nothing to do with its end.
     ("UserWarning: GradScaler is enabled, but CUDA is not available. Disabling.\n  super().__init__(\nloss is nan", 3,
-     "the script ended itself with this status", "last lines"),
-    ("UserWarning: GradScaler is enabled, but CUDA is not available. Disabling.", -11, "C code", ""),
+     "ended itself with this status", "last lines"),
     ("Traceback (most recent call last):\nModuleNotFoundError: No module named 'apex'\nbelow the threshold", 1,
-     "the script ended itself with this status", "last lines"),
+     "ended itself with this status", "last lines"),
     ('Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    int("64x")  # out of memory\n'
      "ValueError: invalid literal for int() with base 10: '64x'", 0, "does not know this message", "train.py, line 9"),
-    ("ImportError: cannot import name 'Mapping' from 'collections' (/usr/lib/python3.11/collections/__init__.py)", 0,
-     "older versions", "newer version"),
     ("ValueError: checkpoint: best.pt: not found", 0, "does not know this message", "train.py"),
+    # Signals, with the rank's own last words.
     ("Fatal Python error: none_dealloc: deallocating None\n" + "Thread 0x1 (most recent call first):\n" * 20
      + "Extension modules: numpy._core", -6, "none_dealloc", "last lines"),
-    # Signals, with the rank's own last words.
-    ("", -10, "Slurm's --signal", "signal.SIGUSR1"),
-    ("", -4, "this processor lacks", "ordinary build"),
+    ("UserWarning: GradScaler is enabled, but CUDA is not available. Disabling.", -11, "C code", ""),
     ("reading shard 7", -11, "the last that it printed: reading shard 7", "one by one"),
-    ("", -24, "ulimit -t", "unlimited"),
-]  # fmt: skip
-
-
-# For each other rule of nodelaunch/messages.py a real message; most end by an exception.
-SEEN = [
-    "BlockingIOError: [Errno 11] Unable to synchronously open file (unable to lock file",
-    "RuntimeError: Expected to have finished reduction in the prior iteration",
-    "RuntimeError: DDP expects same model across all ranks, but Rank",
-    "RuntimeError: DistributedDataParallel is not needed when a module doesn't have any parameter",
-    "AttributeError: 'DistributedDataParallel' object has no attribute 'fc'",
-    "ValueError: DistributedDataParallel device_ids and output_device arguments only work with",
-    "RuntimeError: Error(s) in loading state_dict for DistributedDataParallel:\n\tMissing key(s) in state_dict: "
-    '"module.weight"',
-    "RuntimeError: Error(s) in loading state_dict for Linear:\n\tsize mismatch for weight: copying a param",
-    "RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing",
-    "RuntimeError: PytorchStreamReader failed reading zip archive",
-    "RuntimeError: Attempting to deserialize object on a CUDA device",
-    "torch.AcceleratorError: CUDA error: invalid device ordinal",
-    "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:94, invalid usage, NCCL version "
-    "2.27.5\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
-    "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 6000",
-    "RuntimeError: No backend type associated with device type cpu",
-    "torch.AcceleratorError: CUDA error: no kernel image is available for execution on the device",
-    "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
-    "IndexError: index out of range in self",
-    "RuntimeError: Expected all tensors to be on the same device, but",
-    "RuntimeError: Cannot re-initialize CUDA in forked subprocess.",
-    "ValueError: SyncBatchNorm expected input tensor to be on cuda or hpu or xpu or privateuse1",
-    "RuntimeError: aten.mm.default: got mixed torch.Tensor and DTensor",
-    ("OMP: Error #15: Initializing libiomp5.so, but found libgomp.so already initialized.", -6),
-    ("free(): invalid pointer", -6),
-    "RuntimeError: Trying to backward through the graph a second time",
-    "ValueError: sampler option is mutually exclusive with shuffle",
-    "ValueError: Expected more than 1 value per channel when training",
-    ("terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at "
-     "../third_party/gloo/gloo/transport/tcp/pair.cc:456]", -6),
-    "ValueError: Default process group has not been initialized, please",
-    "ValueError: trying to initialize the default process group twice!",
-    "ValueError: Error initializing torch.distributed using tcp:// rendezvous: rank parameter missing",
-    "RuntimeError: the name 'gpu-node-01' of the meeting point is not known on this node, and the script set it",
-    "RuntimeError: [enforce fail at ../third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to "
-    "find address for",
-    "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: "
-    "29500, useIpv6: false, code: -98, name: EADDRINUSE",
-    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error\nError "
-    "while creating shared memory segment /dev/shm/nccl-y1kJvH",
-    "RuntimeError: Detected mismatch between collectives on ranks.",
-    "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL",
-    ("usage: train.py [-h] --lr LR\ntrain.py: error: the following arguments are required: --lr", 2),
-    "RuntimeError: \n        An attempt has been made to start a new process before the\n        current process has "
-    "finished its bootstrapping phase",
-    "urllib.error.URLError: <urlopen error [SSL: CERTIFICATE_VERIFY_FAILED]",
-    "OSError: You are trying to access a gated repo.",
-    "ImportError: /usr/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_3.4.30' not found",
-    "ImportError: /a/fused.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationESs",
-    "ImportError: cannot import name 'build' from partially initialized module 'model'",
-    "ImportError: cannot import name 'FSDPModule' from 'torch.distributed.fsdp'",
-    "AttributeError: module 'numpy' has no attribute 'array' (consider renaming '/w/numpy.py'",
-    'Traceback (most recent call last):\n  File "/v/torch/serialization.py", line 2100, in '
-    "find_class\nModuleNotFoundError: No module named 'models'",
-    "ModuleNotFoundError: No module named 'utils.datasets'; 'utils' is not a package",
-    "ModuleNotFoundError: No module named 'torchvision.transforms.functional_tensor'",
-    "PermissionError: [Errno 13] Permission denied: '/data/train'",
-    "RuntimeError: Parent directory checkpoints does not exist.",
-    "OSError: [Errno 30] Read-only file system: '/data/out.pt'",
-    "FileNotFoundError: Couldn't find any class folder in /data/images.",
-    "RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair",
-    "ModuleNotFoundError: No module named 'apex'",
-    "RecursionError: maximum recursion depth exceeded",
+    ("", -10, "Slurm's --signal", "checkpoint"),
+    ("", -24, "man 7 signal", "last lines"),
 ]  # fmt: skip
 
 
@@ -273,8 +225,7 @@ def test_other_words_of_a_kind_get_its_answer(message, code, cause, fix):
 
 
 def test_each_known_message_gets_its_own_answer():
-    rows = [*MESSAGES, *CASES.values(), *(row if isinstance(row, tuple) else (row, 0) for row in SEEN)]
-    given = [explain(message, code) for message, code, *_ in rows]
+    given = [explain(message, code) for message, code, *_ in [*MESSAGES, *CASES.values()]]
     for _, cause, fix in KNOWN:
         words = [".*".join(map(re.escape, re.split(r"\\g<\w+>", text))) for text in (cause, fix)]
         assert any(re.match(words[0], one.cause) and re.fullmatch(words[1], one.fix) for one in given), cause
@@ -284,8 +235,6 @@ def test_each_known_message_gets_its_own_answer():
     ("message", "code", "headline"),
     [
         ("\x1b[1;91mValueError: \x1b[0mbad \x1b[32m'shard 7'\x1b[0m", 1, "SystemExit: 1: ValueError: bad 'shard 7'"),
-        ("torch.multiprocessing.spawn.ProcessExitedException: process 123456 terminated with signal SIGKILL", 0,
-         "first: ProcessExitedException: process 123456 terminated with signal SIGKILL"),
         (f"ValueError: {'seven ' * 30}", 0, "seven…"),
         ("Traceback (most recent call last):\nModuleNotFoundError: No module named 'apex'\n\n"
          "During handling of the above exception, another exception occurred:\n\n"
@@ -296,7 +245,7 @@ def test_each_known_message_gets_its_own_answer():
          "Rank 1 on b failed first: ValueError: bad shard (in a process that the script started)"),
         ("ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
          '  File "/n/train.py", line 39, in __getitem__\nValueError: bad item', 0,
-         "Rank 1 on b failed first: ValueError: bad item (in a DataLoader worker)"),
+         "Rank 1 on b failed first: ValueError: bad item (in a process that the script started)"),
     ],
 )  # fmt: skip
 def test_a_headline_quotes_the_error_itself(message, code, headline):
@@ -353,20 +302,11 @@ def test_ranks_that_formed_no_group_trained_alone():
     assert diagnose(state) is None
 
 
-def test_of_ranks_that_did_not_say_what_they_opened_nothing_is_claimed():
-    state = make_state(group=2)
-    hear(state, "a", "groups", rank=0, sizes=[])
-    for node in "ab":
-        hear(state, node, "ended", returncode=0, reason=None, why="", killed=0, memory={})
-    assert diagnose(state) is None
-
-
 @pytest.mark.parametrize(
     ("source", "env", "words"),
     [
         ("", {"WORLD_SIZE": "1", "SLURM_NTASKS": "1"}, ["it set WORLD_SIZE to 1 (torchrun: 2)", "SLURM_NTASKS=1"]),
         ("parser.add_argument('--local_rank', default=-1)\nargs.local_rank", {}, ["it waits for --local_rank"]),
-        ("parser.add_argument('--local-rank', default=-1)", {}, ["it did not call init_process_group"]),
         ("if torch.cuda.device_count() < 2: sys.exit()", {}, ["of GPUs; it looks for GPUs, and torch sees none"]),
         ("import lightning as L", {}, ["lightning goes by its own settings"]),
     ],
@@ -402,32 +342,21 @@ def test_a_group_that_accelerate_leaves_alone_is_none(write, monkeypatch):
 @pytest.mark.parametrize(
     ("act", "claimed"),
     [
-        (lambda: subprocess.run(["true"]), True),
-        (lambda: subprocess.run([sys.executable, "-c", ""]), False),
-        (lambda: os.system("true # python train.py"), False),
-        (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), False),
         (lambda: list(DataLoader([1], num_workers=1)), True),
-        (lambda: multiprocessing.get_context("fork").Pool(1).terminate(), True),
+        (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), False),
         (lambda: rpc.init_rpc("x"), False),
+        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("python", ["python", "-c", ""])), False),
+        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("gcc", ["gcc", "python.c"])), True),
     ],
 )
 def test_of_a_script_whose_own_processes_may_meet_nothing_is_claimed(act, claimed, write, monkeypatch):
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", lambda size: size)
     monkeypatch.setattr(rpc, "init_rpc", lambda name: None)
     monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)
-    hooks = []
-    monkeypatch.setattr(sys, "addaudithook", hooks.append)  # a real one stays in the process for ever
+    monkeypatch.setattr(sys, "addaudithook", Mock())  # a real one stays in the process for ever
     said = []
     groups = Groups(SimpleNamespace(write=lambda event, **facts: said.append((event, facts))), write("train.py", ""))
     groups.watch()
-    real = subprocess.Popen.__init__
-
-    def start(self, args, *rest, **more):
-        hooks[0]("subprocess.Popen", (args[0], args, None, None))
-        real(self, args, *rest, **more)
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", start)
-    monkeypatch.setattr(os, "system", lambda text: hooks[0]("os.system", (text,)))
     act()
     assert said == [("groups", {"sizes": []}), *[("elsewhere", {})] * (not claimed)]
     assert [distributed_c10d._new_process_group_helper(1) for _ in range(2)] == [1, 1]
@@ -474,18 +403,18 @@ def watch(write, source, *, over=False, seconds=30.0):
 
 
 TOOLS = """
-import os, queue, subprocess, threading, time, torch
+import os, subprocess, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
-done, lock, pipe = threading.Event(), threading.Lock(), queue.SimpleQueue()
+done, lock = threading.Event(), threading.Lock()
 lock.acquire()
 # Functions in C, as torch's are: Python has no frame of them.
 Work = type("Work", (), {"__module__": "torch._C._distributed_c10d", "wait": time.sleep})
 Tensor = type("Tensor", (), {"__module__": "torch", "item": time.sleep, "__gt__": time.sleep})
-work, slow, handles, loss = Work(), SimpleNamespace(wait=time.sleep), [SimpleNamespace(wait=time.sleep)], Tensor()
+work, slow, loss = Work(), SimpleNamespace(wait=time.sleep), Tensor()
 dist = SimpleNamespace(irecv=lambda *rest: slow)
-other, rank = SimpleNamespace(item=time.sleep), SimpleNamespace(losses={"train": loss}, loss=loss, lock=lock)
+other, rank = SimpleNamespace(item=time.sleep), SimpleNamespace(losses={"train": loss}, lock=lock)
 def serve(wait):
     wait()  # a line of the script
 def beside(wait, daemon=True):
@@ -494,85 +423,51 @@ def run_in(name, file, wait):
     places = {"__name__": name, "wait": wait}
     exec(compile("def run():\\n    wait()\\n", file, "exec"), places)
     return places["run"]
-collective = torch.futures.Future().wait
+collective, nap = torch.futures.Future().wait, partial(time.sleep, 9)
 """
 
 
 @pytest.mark.parametrize(
-    ("source", "inside"),
+    ("kind", "source", "waits"),
     [
         # What is torch's is waited for; work of the script's own is not.
-        ("work.wait(60)", True),
-        ("handles[0].wait(60)", True),  # by its name, if nothing else is known
-        ("dist.irecv(torch.ones(1), 0).wait(60)", True),
-        ("slow.wait(60)", False),
-        ("time.sleep(60)", False),
-        ("run_in('torch.distributed', '/v/torch/distributed/api.py', collective)()", True),
-        ("run_in('torch.distributed', '/v/torch/distributed/rpc/api.py', collective)()", False),
+        ("alone", "work.wait(60)", True),
+        ("alone", "dist.irecv(torch.ones(1), 0).wait(60)", True),
+        ("alone", "slow.wait(60)", False),
+        ("alone", "run_in('torch.distributed', '/v/torch/distributed/rpc/api.py', collective)()", False),
         # Beside a collective, another thread of the script may be what the others wait for.
-        ("beside(lambda: subprocess.run(['sleep', '3']))", False),
-        ("beside(lambda: time.sleep(3))", False),
-        ("beside(lambda: done.wait(30))", False),
-        ("beside(lambda: done.wait(0.2) or done.wait())", True),
-        ("beside(lambda: lock.acquire())", True),
-        ("beside(lambda: pipe.get())", True),
-        ("beside(queue.Queue().get)", True),
-        ("threading.Timer(60, print).start()", False),
-        ("pool = ThreadPoolExecutor(1); pool.submit(print).result()", True),
-        ("threading.Thread(target=run_in('tqdm', '/v/site-packages/tqdm/_monitor.py', partial(time.sleep, 9))).start()",
-         True),
+        ("beside", "beside(lambda: subprocess.run(['sleep', '3']))", False),
+        ("beside", "beside(lambda: done.wait(0.2) or done.wait())", True),
+        ("beside", "beside(lambda: lock.acquire())", True),
+        ("beside", "pool = ThreadPoolExecutor(1); pool.submit(print).result()", True),
+        ("beside", "threading.Thread(target=run_in('tqdm', '/v/site-packages/tqdm/_monitor.py', nap)).start()", True),
+        # A collective that is open counts only where a call may wait for it.
+        ("open", "loss.item(60)", True),
+        ("open", "rank.losses['train'].item(60)", True),
+        ("open", "loss > 60", True),
+        ("open", "time.sleep(60 + 0 * len([loss]))", False),
+        ("open", "other.item(60)", False),
+        ("open", "rank.lock.acquire()", False),
+        # A thread that outlives the script is idle only if it waits without a limit.
+        ("over", "beside(done.wait, daemon=False)", True),
+        ("over", "beside(lambda: done.wait(60), daemon=False)", False),
+        ("over", "beside(lambda: time.sleep(60), daemon=False)", False),
     ],
 )  # fmt: skip
-def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(source, inside, write):
-    wait = "" if "wait(60)" in source or "sleep(60)" in source or "collective" in source else "\ncollective()"
-    event, _ = watch(write, f"{TOOLS}{source}{wait}")
-    assert (event["event"], event["inside"]) == ("still", inside), event
-    assert event["where"].endswith(" (serve)'") is ("beside" in source and not inside)
-
-
-@pytest.mark.parametrize(
-    ("source", "inside"),
-    [
-        ("loss.item(60)", True),
-        ("rank.losses['train'].item(60)", True),
-        ("rank.loss.item(\n    60,\n)", True),
-        ("(lambda: rank)().loss.item(60)", True),
-        ("loss > 60", True),
-        ("time.sleep(60)", False),
-        ("time.sleep(60 + 0 * len([loss]))", False),
-        ("other.item(60)", False),
-        ("os.read(os.pipe()[0], 1)", False),
-        ("rank.lock.acquire()", False),
-        ("queue.SimpleQueue().get()", False),
-    ],
-)
-def test_an_open_collective_counts_only_where_a_call_may_wait_for_it(source, inside, write, monkeypatch):
-    monkeypatch.setattr(node_watch, "has_open_work", lambda: True)
-    assert watch(write, f"{TOOLS}{source}")[0]["inside"] is inside
-
-
-@pytest.mark.parametrize(
-    ("source", "idle"),
-    [
-        ("done.wait", True),
-        ("queue.Queue().get", True),
-        ("lambda: done.wait(60)", False),
-        ("threading.Timer(60, print).run", False),
-        ("lambda: time.sleep(60)", False),
-    ],
-)
-def test_a_thread_that_outlives_the_script_is_idle_only_if_it_waits_without_a_limit(source, idle, write):
-    event, _ = watch(write, f"{TOOLS}beside({source}, daemon=False)", over=True)
-    assert event["thread"].endswith(" (serve)") and event["idle"] is idle
+def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(kind, source, waits, write, monkeypatch):
+    if kind == "open":
+        monkeypatch.setattr(node_watch, "has_open_work", lambda: True)
+    wait = "\ncollective()" if kind == "beside" else ""
+    event, _ = watch(write, f"{TOOLS}{source}{wait}", over=kind == "over")
+    assert event["event"] == "still" and event["idle" if kind == "over" else "inside"] is waits, event
+    if kind == "beside" and not waits:
+        assert event["where"].endswith(" (serve)'"), "the thread is named"
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "sum(range(10**8))",  # one long call at one place
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "beside(lambda: [(dist.all_reduce(torch.ones(1)), time.sleep(0.1)) for _ in range(20)])",
         "import socket\n"
         "server = socket.create_server(('127.0.0.1', 0))\n"
         "def send():\n"
@@ -582,7 +477,7 @@ def test_a_thread_that_outlives_the_script_is_idle_only_if_it_waits_without_a_li
         "beside(send)\n"
         "server.accept()[0].recv(10**8, socket.MSG_WAITALL)",
     ],
-    ids=["computes", "collectives", "bytes"],
+    ids=["computes", "bytes"],
 )
 def test_a_rank_that_computes_or_exchanges_data_moves(source, write):
     _, took = watch(write, f"{TOOLS}{source}\ntime.sleep(60)")
@@ -609,23 +504,6 @@ if mode in ("busy", "late") and dist.get_rank() == 0:
     subprocess.run(["sleep", "5" if mode == "busy" else "60"])
 if mode in ("busy", "late"):
     dist.barrier()
-if mode == "open" and dist.get_rank() == 0:  # a collective that it has begun, and then something else
-    begun = dist.all_reduce(torch.ones(1), async_op=True)
-    time.sleep(8)
-    dist.send(torch.ones(4), 1)
-if mode == "open" and dist.get_rank():
-    dist.recv(torch.zeros(4), 0)
-    dist.all_reduce(torch.ones(1))
-if mode == "died" and dist.get_rank() == 0:  # the other thread fails, and nothing is sent
-    threading.Thread(target=lambda: (time.sleep(4), 1 / 0)).start()
-if mode == "died":
-    dist.recv(torch.zeros(4), 1 - dist.get_rank())
-if mode == "feed" and dist.get_rank() == 0:  # another thread makes what the other rank waits for
-    threading.Thread(target=lambda: (subprocess.run(["sleep", "8"]), dist.send(torch.ones(4), 1, tag=1))).start()
-    dist.recv(torch.zeros(4), 1, tag=2)
-if mode == "feed" and dist.get_rank():
-    dist.recv(torch.zeros(4), 0, tag=1)
-    dist.send(torch.zeros(4), 0, tag=2)
 if mode == "work" and dist.get_rank() == 0:
     time.sleep(1)
     dist.send(torch.ones(1), 1)
@@ -634,11 +512,6 @@ if mode == "work":
     work.wait()
     if dist.get_rank():
         dist.irecv(torch.ones(1), 0).wait()
-if mode == "fork" and dist.get_rank() == 0 and os.fork() == 0:
-    raise ValueError("of the child")
-if mode == "fork":
-    time.sleep(1)
-    dist.barrier()
 if mode == "thread":
     threading.Thread(target=threading.Event().wait).start()
 if mode == "poll" and dist.get_rank() == 0:  # it prepares something, in many short steps
@@ -674,7 +547,6 @@ WRONG = {
     "old": ("The ranks did not meet: 2 of them stand in init_process_group.", "MASTER_PORT to 1"),
     "late": ("Rank 0 on node0 was in subprocess.run (train.py, line 16)", "something else"),
     "work": ("The ranks wait for each other.", "rank 1 in dist.irecv(torch.ones(1), 0).wait()"),
-    "died": ("The ranks wait for each other.", "every rank waits to receive"),
     "thread": ("The script has ended on every rank, but thread 'Thread-", "not a daemon"),
     "unused": ("RuntimeError: Expected to have finished reduction", "in the loss: aux.weight, aux.bias"),
 }
@@ -684,7 +556,7 @@ WRONG = {
 @pytest.mark.parametrize("mode", WRONG)
 def test_a_job_that_goes_wrong_is_told_why(write, mode):
     what, cause = WRONG[mode]
-    result, _ = start(write, mode, **({"hang_timeout": 1} if mode in ("old", "late", "work", "died", "thread") else {}))
+    result, _ = start(write, mode, **({"hang_timeout": 1} if mode in ("old", "late", "work", "thread") else {}))
     assert what in result.failure.what and cause in result.failure.cause, result.failure
 
 
@@ -706,28 +578,5 @@ def test_ranks_that_poll_for_a_file_train_to_the_end(write):
 
 
 @pytest.mark.usefixtures("warm_torchrun")
-@pytest.mark.parametrize(
-    ("mode", "place"),
-    [
-        ("open", r"time\.sleep\(8\) \(train\.py, line 21\)"),
-        ("feed", r"subprocess\.run \(train\.py, line 31\), in its thread 'Thread-\d+ \(<lambda>\)'"),
-    ],
-)
-def test_a_rank_that_begins_or_shares_its_communication_is_left_alone(write, mode, place):
-    result, said = start(write, mode, hang_timeout=1)
-    assert result.ok and said.count("trained") == 2, result.failure
-    assert re.search(f"rank 0 has been in {place} for \\d+ s while 1 rank waits for it", said)
-
-
-@pytest.mark.usefixtures("warm_torchrun")
-def test_what_a_child_of_a_rank_says_is_not_the_ranks(write):
-    result, said = start(write, "fork")
-    assert result.ok and "ValueError: of the child" in said
-
-
-@pytest.mark.usefixtures("warm_torchrun")
 def test_a_script_that_needs_no_group_says_so(write):
-    result, _ = start(write, "none", needs_group=False)
-    assert result.ok
-    with pytest.raises(LabError, match="needs_group is True or False"):
-        TorchrunJob("train.py", nodes=local_nodes(1), needs_group="no")
+    assert start(write, "none", needs_group=False)[0].ok

@@ -624,8 +624,11 @@ def test_18_parts_of_such_a_job_that_are_killed(plain, part):
 
     heard.when["[rank 1] connected"] = act
     error = run_badly(job, heard, seconds=10, since=lambda: times[0])
-    who = {"node.supervisor": "The supervisor", "node.starter": "The starter of python", "plain.py": "Rank 1"}[part]
-    assert error.what.startswith(f"{who} on node1 was "), str(error)
+    said = {
+        "node.supervisor": "The connection to node1 was lost",
+        "node.starter": "The starter of python ended on node1",
+    }
+    assert error.what.startswith(said.get(part, "Rank 1 on node1 was ")), str(error)
 
 
 @pytest.mark.drill

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from lab_common import LabError
-from nodelaunch.failure import explain_end
+from nodelaunch.failure import explain_full_disk
 from nodelaunch.node.output import read_lines
 
 
@@ -66,8 +66,8 @@ class ThisMachine:
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that could not be run here."""
-        if end := explain_end(self.name, self.folder, returncode, stderr):
-            return end
+        if full := explain_full_disk(self.name, self.folder, stderr):
+            return full
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
         fix = "see that the folder can be written to and that the disk has room, then run the job again"
         return LabError(f"A program could not be run on {self.name}.", where=self.folder, cause=last[:300], fix=fix)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lab_common import LabError
 from lab_common.text import clean
-from nodelaunch.failure import explain_end
+from nodelaunch.failure import explain_full_disk
 
 # By a pattern of ssh's words: the first line, where, the likely cause, and the fix.
 REFUSALS = {
@@ -87,9 +87,8 @@ def explain_refusal(name: str, returncode: int, stderr: str, *, python: str, con
         facts |= {"copy_key": ssh.replace("ssh ", "ssh-copy-id ", 1)}
         what, where, cause, fix = (words.format_map(facts) for words in REFUSALS[pattern])
         return LabError(what, where=where, cause=cause, fix=fix)
-    # A signal ended ssh here; what that means for the program there is not known.
-    if end := explain_end(name, "its folder there", max(returncode, 0), stderr):
-        return end
+    if full := explain_full_disk(name, "its folder there", stderr):
+        return full
     if returncode in (126, 127):  # a shell's status if the program does not exist or cannot be run
         fix = f"install Python and torch there ({ssh}), or name the one to use: ssh_nodes(…, python='/its/path')"
         what, cause = f"The Python for the job is not on {host}.", last or "no such program"

@@ -24,6 +24,7 @@ DEVICES = (
     "a node has no GPU, or its driver is too old for its torch: nccl there and gloo here would wait for each other",
     "env={'CUDA_VISIBLE_DEVICES': ''} hides the GPUs on all nodes, which then use the CPU",
 )
+STARTED = ("a script was changed or started by hand with other arguments", "start all nodes with job.run()")
 
 
 class MismatchError(RuntimeError):
@@ -32,7 +33,7 @@ class MismatchError(RuntimeError):
     def __init__(self, differences: list[str]) -> None:
         super().__init__("; ".join(differences))
         only_devices = all(text.startswith("device: ") for text in differences)
-        self.cause, self.fix = DEVICES if only_devices else ("", "")
+        self.cause, self.fix = DEVICES if only_devices else STARTED
 
 
 def check_agreement(script: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
+import shutil
 import traceback
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path, PurePath
 
@@ -25,14 +25,13 @@ class StopReason(StrEnum):
 # Messages about a full disk: of Python and the shell's tools, and of torch.save, which leaves the reason out.
 FULL = re.compile(
     r"No space left on device|Disk quota exceeded|ENOSPC|EDQUOT|PytorchStreamWriter failed writing|file write failed"
-    r"|tar: .*: Wrote only \d+ of \d+ bytes|enforce fail at inline_container\.cc:\d+\] \. unexpected pos"
+    r"|enforce fail at inline_container\.cc:\d+\] \. unexpected pos"
 )
-# Where such a message names a path: "…: '/path'" (Python), "… '/path': …" (coreutils), "/path: …" (tar, bash).
+# Where such a message names a path: "…: '/path'" (Python), "… '/path': …" (coreutils), "/path: …" (bash).
 NAMED = (
     re.compile(r"(?:No space left on device|Disk quota exceeded): [b]?['\"](?P<path>[^'\"\n]+)['\"]"),
     re.compile(r"[‘'`](?P<path>[^‘’'`\n]*/[^‘’'`\n]*)[’']: (?:No space left on device|Disk quota exceeded)"),
-    re.compile(r"(?P<path>/[^\s:]+): (?:Cannot \w+: )?(?:No space left on device|Disk quota exceeded)"),
-    re.compile(r"tar: (?P<path>.+): Wrote only \d+ of \d+ bytes"),
+    re.compile(r"(?P<path>/[^\s:]+): (?:No space left on device|Disk quota exceeded)"),
 )
 # What a rank prints when another one is gone or does not answer (Gloo, NCCL, and torch's store): never the first cause
 # while any rank has another error.
@@ -63,30 +62,22 @@ def find_full_disk(error: BaseException) -> str:
     their variables, the one whose disk has the least room.
     """
     text = "".join(traceback.format_exception_only(error))
-    if not FULL.search(text):
-        return ""
-    rooms = {str(path): room for path in _list_paths(error) if (room := measure_room(path)) is not None}
-    return name_full_disk(text) or min(rooms, key=rooms.get, default="")
-
-
-def _list_paths(error: BaseException) -> Iterator[Path]:
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        for value in list(frame.f_locals.values()):
-            name = getattr(value, "name", None) if hasattr(value, "fileno") else value
-            if isinstance(name, str | PurePath) and "/" in str(name) and len(str(name)) < 4096:
-                yield Path(name)
-    yield Path.cwd()
+    if not FULL.search(text) or name_full_disk(text):
+        return name_full_disk(text)
+    paths = [Path.cwd()]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = [getattr(value, "name", value) for value in list(frame.f_locals.values())]
+        names = [value for value in values if isinstance(value, str | PurePath) and len(str(value)) < 4096]
+        paths += [Path(name) for name in names if "/" in str(name)]
+    rooms = {str(path): room for path in paths if (room := measure_room(path)) is not None}
+    return min(rooms, key=rooms.get, default="")
 
 
 def measure_room(path: Path) -> int | None:
     """The free bytes of the disk on which a path lies, or will lie; None if that is not known."""
     for folder in (path, *path.parents):
-        try:
-            usage = os.statvfs(folder)
-        except (OSError, ValueError):
-            continue
-        return usage.f_bavail * usage.f_frsize if usage.f_favail or not usage.f_files else 0
+        with contextlib.suppress(OSError, ValueError):
+            return shutil.disk_usage(folder).free
     return None
 
 

@@ -63,7 +63,7 @@ class Supervisor:
         """Runs the command to its end, or to a reason to stop; returns the exit status."""
         set_process(PR_SET_CHILD_SUBREAPER, 1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda number, _: self._stop(StopReason.SIGNAL, f"signal {number}", signal=number))
+            signal.signal(number, lambda number, _: self._stop(StopReason.SIGNAL, f"signal {number}"))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self._guard = _start_guard()
         ranks = self._open_socket()
@@ -120,8 +120,8 @@ class Supervisor:
             self._beat = time.monotonic()
         self._stop(StopReason.RELEASE, "the launcher let go")
 
-    def _stop(self, reason: StopReason, why: str, **facts: int) -> None:
-        self._stops.append({"reason": reason, "why": why, **facts})
+    def _stop(self, reason: StopReason, why: str) -> None:
+        self._stops.append({"reason": reason, "why": why})
 
     def _check_bounds(self, started: float) -> None:
         lease, limit = self._options.lease, self._options.limit
@@ -253,7 +253,6 @@ class Supervisor:
         if not sys.platform.startswith("linux"):  # orphans do not return to this process there
             self._family = self._find_own()
         if process.poll() is None:
-            self._say("stopping", **self._stops[0])
             process.terminate()
         deadline = time.monotonic() + (self._options.grace if self._stops else 1.0)
         while (process.poll() is None or self._find_own()) and time.monotonic() < deadline:
