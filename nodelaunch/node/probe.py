@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 
-from nodelaunch.node.cleaning import clean_folder
 from nodelaunch.node.facts import collect, find_facts, read
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
@@ -159,7 +158,7 @@ def tell_time(request):
 
 
 ANSWERS = {"facts": find_facts, "clock": tell_time, "listen": listen, "connect": connect}
-ANSWERS.update({"jobs": find_jobs, "stop_job": stop_job, "clean": clean_folder})
+ANSWERS.update({"jobs": find_jobs, "stop_job": stop_job})
 
 
 def main():
