@@ -76,9 +76,9 @@ class Watch:
 def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     """Watches nodes while the block runs: cores, memory and GPUs.
 
-    On each node runs a small program (about 1 % of a core, and an ``nvidia-smi`` if there is one) that ends when its
-    standard input does, so that it does not outlive us. A node that cannot be watched has no samples, and disturbs
-    nothing: a picture is not worth a job.
+    On each node runs a small program, and an ``nvidia-smi`` if there is one. It takes a few per cent of a core. It ends
+    when its standard input does, so that it does not outlive us. A node that cannot be watched has no samples, and
+    disturbs nothing: a picture is not worth a job.
 
     Args:
         nodes: In the order of the job, such as ``launch.local_nodes(2)``.
