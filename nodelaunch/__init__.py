@@ -19,7 +19,7 @@ to ``runs/jobs`` in the current folder, or below the folder that the variable LA
 
 Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
 copies of code and the newest 100 jobs; it removes older ones, unless they are in use or were changed within the last
-hour. ``python -m nodelaunch clean`` removes more. Neither touches ``work``, or data.
+hour. It does not touch ``work``, or data.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m nodelaunch``: look at nodes before a job, list the jobs on them, stop one, remove what old ones left."""
+"""``python -m nodelaunch``: look at nodes before a job, list the jobs on them, stop one."""
 
 from __future__ import annotations
 
@@ -6,23 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from lab_common import LabError
 from lab_common.commandline import run_command
 from lab_common.text import clean
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.nodes import Node
-from nodelaunch.backends.slurm import slurm_nodes
 from nodelaunch.backends.ssh import FOLDER, ssh_nodes
 from nodelaunch.preflight import check_nodes
 from nodelaunch.preflight.client import ask_once
-
-CLEAN = """Removes from each node the copies of code and the folders of jobs that no job has used for some days. It
-keeps what was used within the last hour. It does not touch `work`, data, or any folder whose name is not ours. It also
-leaves LAB_RUNS/jobs on this machine alone: that is your record of the jobs. Without hosts it cleans all nodes of this
-machine, and the folder of its Slurm jobs."""
-CLEAN_SECONDS = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,12 +34,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     stop = commands.add_parser("stop", help="end the processes of one job, and of no other")
     stop.add_argument("job", help="the job's id, as `jobs` and the preflight print it")
     jobs = commands.add_parser("jobs", help="list the processes of jobs")
-    tidy = commands.add_parser("clean", help="remove what old jobs left on nodes", description=CLEAN)
-    help_days = "days since the last use (default: %(default)g); 0: all that is not in use"
-    tidy.add_argument("--days", type=float, default=14.0, metavar="D", help=help_days)
-    tidy.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
 
-    for command, run in {look: _preflight, stop: _stop, jobs: _list, tidy: _clean}.items():
+    for command, run in {look: _preflight, stop: _stop, jobs: _list}.items():
         command.set_defaults(run=run)
         command.add_argument("hosts", nargs="*", help="hosts as you would type them after ssh; none: this machine")
         command.add_argument("--local", type=int, metavar="N", help="N nodes on this machine in place of hosts")
@@ -63,11 +51,7 @@ def _make_nodes(arguments: argparse.Namespace) -> list[Node]:
         return ssh_nodes(arguments.hosts, interface=getattr(arguments, "interface", None), **options)
     if arguments.hosts:
         raise LabError("Hosts and --local do not go together.", where="--local", fix="leave one of them away")
-    if arguments.local is None and arguments.run is _clean:
-        # All that lie on this machine, however many nodes its jobs had.
-        nodes = [node for node in (*local_nodes(16), *slurm_nodes(1)) if Path(node.folder).is_dir()]
-    else:
-        nodes = local_nodes(1 if arguments.local is None else arguments.local)
+    nodes = local_nodes(1 if arguments.local is None else arguments.local)
     given = {name: value for name in ("interface", "python") if (value := getattr(arguments, name, None))}
     return [replace(node, **given) for node in nodes]
 
@@ -95,25 +79,6 @@ def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
         return [f"{job['id']}  pid {job['pid']}  {job['command']}" for job in answer["jobs"]] or ["no job runs"]
 
     return _print_answers(ask_once(nodes, {"do": "jobs"}), describe)
-
-
-def _clean(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
-    def describe(answer: Mapping) -> list[str]:
-        kinds = {"code": "code folder(s)", "jobs": "job folder(s)", "copies": "leftover(s) of copying"}
-        counts = [f"{answer[kind]} {words}" for kind, words in kinds.items() if answer[kind] or kind != "copies"]
-        removed = f"{'would be ' if arguments.dry_run else ''}removed, {answer['bytes'] / 2**20:,.1f} MiB"
-        lines = [f"{', '.join(counts)} {removed}"]
-        lines += [f"{path} could not be removed: {cause}" for path, cause in answer["failed"].items()]
-        more = f"there is more to remove than {CLEAN_SECONDS:g} s allow: run it again"
-        return [*lines, more] if answer["more"] else lines
-
-    if not arguments.days >= 0:
-        raise LabError("The days cannot be negative.", where=f"--days {arguments.days:g}", fix="--days 14")
-    if not nodes:
-        print("this machine: no job has left anything")
-    question = {"do": "clean", "days": arguments.days, "dry_run": arguments.dry_run, "seconds": CLEAN_SECONDS}
-    answers = ask_once(nodes, lambda node: {**question, "folder": node.folder}, seconds=CLEAN_SECONDS + 10)
-    return _print_answers(answers, describe, failed="failed")
 
 
 def _print_answers(answers: Mapping, describe: Callable[[Mapping], list[str]], failed: str = "") -> int:

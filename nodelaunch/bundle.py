@@ -1,29 +1,36 @@
-"""Collects what a job copies to its nodes: the script or the project, and what it imports, named by their hash."""
+"""Collects what a job copies to its nodes: the script or the project, and what it imports, named by their hash.
+
+Of a project these are the files that are neither data, nor ignored by git, nor made by tools.
+"""
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
+import re
 import shlex
 import stat
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lab_common import LabError
+from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch.node.facts import hash_files
-from nodelaunch.node.place import PROGRAMS
 from nodelaunch.packages import find_packages, list_modules
 from nodelaunch.program import list_files
-from nodelaunch.project import find_project
 
 OWN = {"lab_common", "nodelaunch"}
 # Python finds a file beside the script before what is installed; torchrun would import it, too.
 TAKEN = sys.stdlib_module_names | OWN | {"numpy", "torch", "torchvision"}
-# All files of a job are kept in memory, and sent to each node.
-LARGEST = 64 * 2**20
+# All files of a job are kept in memory, and sent to each node at each launch. In a project, a large file is data.
+TOTAL, LARGEST, MOST = 64 * 2**20, 8 * 2**20, 5000
+# Tools make these again. A virtual environment is recognised by its pyvenv.cfg.
+MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
+MADE |= {"__pycache__", "node_modules", "wandb"}
 
 
 @dataclass(frozen=True)
@@ -50,23 +57,19 @@ def collect_files(script: Path | None, extra: tuple[Path, ...] = (), root: Path 
     Raises:
         LabError: A file does not exist, cannot be read, is not a regular file or too large, or has the name of another.
     """
-    note, contents = "", {name: read_file(path) for name, path in list_files().items()}
+    files, note = list_files(), ""
     beside = () if root or script is None else (script, *extra)
     if root:
-        project = find_project(root)
-        note = project.describe()
+        project, note = find_project(root)
         if script:  # even if git ignores it
-            project.files[script.relative_to(root).as_posix()] = script
-        contents |= {f"project/{Path(name).as_posix()}": read_file(path) for name, path in project.files.items()}
-        programs = sorted(name for name, path in project.files.items() if path.stat().st_mode & stat.S_IXUSR)
-        if programs:  # in a file, so that the hash, which is over names and contents, changes with the modes
-            contents[PROGRAMS] = json.dumps(programs).encode()
+            project[script.relative_to(root).as_posix()] = script
+        files |= {f"project/{name}": path for name, path in project.items()}
     for path in beside:
-        name = f"script/{path.name}"
-        if name in contents:
+        if f"script/{path.name}" in files:
             what = f"Two files of the job are called {clean(repr(path.name), 60)}."
             raise LabError(what, where=clean(path, 300), fix="rename one of them")
-        contents[name] = read_file(path)
+        files[f"script/{path.name}"] = path
+    contents = {name: read_file(path) for name, path in files.items()}
     scripts = [name for name in contents if name.startswith(("project/", "script/")) and name.endswith(".py")]
     packages = find_packages([contents[name] for name in scripts])
     for path in beside:
@@ -76,9 +79,7 @@ def collect_files(script: Path | None, extra: tuple[Path, ...] = (), root: Path 
             raise LabError(what, where=clean(path, 300), cause=cause, fix="rename it")
     for package, folder in packages.items():
         if package not in OWN and not (root and root in folder.parents):  # a project has its own packages
-            for path in list_modules(folder):
-                name = Path(package, path.relative_to(folder)) if folder.is_dir() else Path(path.name)
-                contents[name.as_posix()] = read_file(path)
+            contents |= {path.relative_to(folder.parent).as_posix(): read_file(path) for path in list_modules(folder)}
     return Bundle(contents, hash_files(contents), note)
 
 
@@ -90,17 +91,9 @@ def read_file(path: Path) -> bytes:
     """
     shown, where = clean(repr(path.name), 60), clean(path, 300)
     try:
-        # Opening a FIFO would wait for a writer, and a device may act on being opened.
-        kind = path.stat().st_mode
-        if stat.S_ISREG(kind):
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123
-                content = file.read(LARGEST + 1)
-                size = os.fstat(file.fileno()).st_size
-            if len(content) <= LARGEST:
-                return content
-            what = f"The file {shown} is too large for a job: {size / 2**20:,.0f} MiB of {LARGEST >> 20}."
-            cause = "the files of a job are copied to each node at each launch"
-            raise LabError(what, where=where, cause=cause, fix="name data by data=DataFolder(…), or by a path in args=")
+        facts = path.stat()
+        if stat.S_ISREG(facts.st_mode) and facts.st_size <= TOTAL:
+            return path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         fix = "give its path, relative to the current folder or absolute"
         cause = "a typo in the path, or a link whose target is gone"
@@ -108,5 +101,75 @@ def read_file(path: Path) -> bytes:
     except OSError as error:
         fix = f"chmod u+r {shlex.quote(where)}, or copy it to a folder of yours"
         raise LabError(f"The file {shown} cannot be read.", where=where, cause=str(error.strerror), fix=fix) from error
-    cause = "it is a folder" if stat.S_ISDIR(kind) else "it is a pipe, a socket or a device"
+    if stat.S_ISREG(facts.st_mode):
+        what = f"The file {shown} is too large for a job: {facts.st_size / 2**20:,.0f} MiB of {TOTAL >> 20}."
+        cause = "the files of a job are copied to each node at each launch"
+        raise LabError(what, where=where, cause=cause, fix="name data by data=DataFolder(…), or by a path in args=")
+    cause = "it is a folder, a pipe, a socket or a device"
     raise LabError(f"{shown} is no regular file.", where=where, cause=cause, fix="give the path of the script itself")
+
+
+def find_project(root: Path) -> tuple[dict[str, Path], str]:
+    """Looks through a folder.
+
+    Returns:
+        The files that are copied, by their path within it, and a line on how much that is and what is left out.
+
+    Raises:
+        LabError: It has more files, or more bytes, than a job can carry.
+    """
+    files, sizes, left_out = {}, Counter(), []
+    for path in _walk(root, left_out):
+        name, target = path.relative_to(root), path.resolve()
+        if not target.is_file() or root not in target.parents:
+            left_out.append(f"{clean(name, 60)} (leads elsewhere)")
+        elif (size := target.stat().st_size) > LARGEST:
+            left_out.append(f"{clean(name, 60)} ({size / 2**20:,.0f} MiB)")
+        else:
+            files[name.as_posix()] = path
+            sizes[name.parts[0]] += size
+        if len(files) > MOST or sizes.total() > TOTAL:
+            raise LabError(
+                f"The project is too large for a job: more than {TOTAL >> 20} MiB or {MOST:,} files.",
+                where=clean(root, 300),
+                cause="a project is copied to each node at each launch; most of it is in "
+                + ", ".join(clean(name, 40) for name, _ in sizes.most_common(3)),
+                fix="name data in a .gitignore, or give a smaller folder as root=",
+            )
+    if len(left_out) > 6:
+        left_out[5:] = [f"and {len(left_out) - 5} more"]
+    out = f"; left out: {', '.join(left_out)}" if left_out else ""
+    return files, f"project {clean(root.name, 60)}: {len(files)} files, {sizes.total() / 2**20:.1f} MiB{out}"
+
+
+def name_work(root: Path) -> str:
+    """The name of a project's folder on a node: readable, and different for another folder of the same name."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.name)[:40].strip("-.") or "project"
+    return f"{name}-{hashlib.sha256(os.fsencode(root)).hexdigest()[:6]}"
+
+
+def _walk(root: Path, left_out: list[str]) -> Iterator[Path]:
+    """The files below a folder that git does not ignore; adds the folders that it skips to ``left_out``."""
+    own, ignored = {env_folder("LAB_RUNS", "runs").resolve()}, _list_ignored(root)
+    if os.environ.get("LAB_DATA"):  # otherwise `data` may be any folder of the project, such as a package
+        own.add(env_folder("LAB_DATA", "data").resolve())
+    for place, folders, names in os.walk(root):
+        here = Path(place)
+        if here != root and ".git" in (*folders, *names):  # a repository within this one
+            ignored |= _list_ignored(here)
+        folders[:] = sorted(name for name in folders if name not in MADE and here / name not in ignored)
+        for path in [here / name for name in folders]:
+            if path.is_symlink() or path.resolve() in own or os.path.exists(path / "pyvenv.cfg"):  # noqa: PTH110 - no right
+                folders.remove(path.name)
+                left_out.append(clean(path.relative_to(root), 60))
+        yield from (here / name for name in sorted(names) if name not in MADE and here / name not in ignored)
+
+
+def _list_ignored(folder: Path) -> set[Path]:
+    """The files and folders below a folder that git ignores; none without git or a repository."""
+    command = ["git", "-C", str(folder), "ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return set()
+    return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}

@@ -51,24 +51,18 @@ def make_command(python: str, module: ModuleType, *arguments: str) -> list[str]:
 
 @functools.lru_cache(maxsize=8)
 def _pack(extra: str | None) -> str:
-    contents = {name: path.read_bytes() for name, path in list_files().items()}
+    files, stream = list_files(), io.BytesIO()
     if extra:
-        contents[Path(extra).name] = Path(extra).read_bytes()
-    return base64.b64encode(zlib.compress(pack_files(contents), 9)).decode()
-
-
-def pack_files(contents: dict[str, bytes]) -> bytes:
-    """Returns a zip file that is the same for the same contents: no times, and the names in order."""
-    stream = io.BytesIO()
+        files[Path(extra).name] = Path(extra)
     with zipfile.ZipFile(stream, "w") as archive:
-        for name in sorted(contents):
-            archive.writestr(zipfile.ZipInfo(name), contents[name])
-    return stream.getvalue()
+        for name, path in files.items():
+            archive.writestr(zipfile.ZipInfo(name), path.read_bytes())
+    return base64.b64encode(zlib.compress(stream.getvalue(), 9)).decode()
 
 
 def list_files() -> dict[str, Path]:
     """The files that run around a script on a node, lab_common and nodelaunch.node, by their path in the archive."""
     launcher, common = Path(nodelaunch.__file__).parent, Path(lab_common.__file__).parent
-    paths = [*common.glob("*.py"), launcher / "__init__.py", *launcher.glob("node/*.py")]
-    found = {f"{path.relative_to(path.parents[1 + (path.parent.name == 'node')])}": path for path in paths}
-    return {name: found[name] for name in sorted(found) if not Path(name).name.startswith(".")}
+    found = {f"lab_common/{path.name}": path for path in common.glob("[!.]*.py")}
+    found |= {f"nodelaunch/node/{path.name}": path for path in launcher.glob("node/[!.]*.py")}
+    return found | {"nodelaunch/__init__.py": launcher / "__init__.py"}

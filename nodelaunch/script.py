@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from lab_common.cores import count_cores
 from nodelaunch.backends.nodes import Node
+from nodelaunch.bundle import name_work
 from nodelaunch.node.facts import find_gpus
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.gpus import list_visible
-from nodelaunch.project import name_work
 from nodelaunch.spec import JobSpec, Launch, read_threads
 
 # Variables of the launcher that every node gets too.
@@ -168,7 +168,7 @@ def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
     python, work = _quote(node.python), f"/{name_work(spec.root)}" if spec.root else ""
     copy = f"""\
 # The project as it was when the job was launched, over what earlier jobs left here.
-PYTHONPATH="$code" {python} -P -m nodelaunch.node.place "$code" "$work" || exit 1
+PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" || exit 1
 """
     return f"""\
 # The code as it was when the job was launched, and what this job leaves behind.

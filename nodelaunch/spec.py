@@ -244,8 +244,6 @@ class JobSpec:
             script = values.check_value("TorchrunJob", "script", script, values.check_path)
             object.__setattr__(self, "script", script)
         self._check_root()
-        if self.module is not None:
-            find_module(self.module, self.root)
         self._check_restarts()
 
     @property

@@ -69,7 +69,6 @@ COMMANDS = {
     "report, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.report", "LAB_RUNS leads nowhere"),
     "report, too long a name": (f"{{}} -m course.report --workspace {LONG}", "File name too long"),
     "race, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.race board x", "LAB_RUNS leads nowhere"),
-    "clean, too long a name": (f"LAB_RUNS={LONG} {{}} -m nodelaunch clean", "File name too long"),
     "preflight, a locale without letters": (
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {} -m nodelaunch preflight --local 2",
         "Preflight: ",

@@ -202,8 +202,8 @@ def test_the_lab_trains_three_times_for_as_many_steps_and_notes_each_device(run_
     @contextlib.contextmanager
     def watch(nodes, every):
         samples = [
-            Usage("node0", 10.0, 2, 0.96, 0.6, None, None, GPU_USAGE[: 2 * gpus], ""),
-            Usage("node0", 11.0, 2, 0.5, None, None, None, GPU_USAGE[: 2 * gpus], ""),
+            Usage("node0", 10.0, 2, 0.96, GPU_USAGE[: 2 * gpus], 0.6),
+            Usage("node0", 11.0, 2, 0.5, GPU_USAGE[: 2 * gpus]),
         ]
         yield types.SimpleNamespace(samples=samples)
 

@@ -345,7 +345,7 @@ def test_a_module_stands_behind_its_option(project, tmp_path):
     for nodes in (far_nodes(), slurm_nodes(2, folder=tmp_path)):
         text = write_texts(nodes, args=arguments, **job)[0]
         assert f"  {torchrun} {end}" in text and "runs the module unchanged" in text
-        assert ('nodelaunch.node.place "$code" "$work"' in text) == project
+        assert ('nodelaunch.node.copy_project "$code" "$work"' in text) == project
         assert f"  accelerate launch -m {name} {end}" in write_texts(nodes, program=["accelerate", "launch"], **job)[0]
     run = pytest.importorskip("torch.distributed.run")
     parsed = run.get_args_parser().parse_args([*torchrun.split(), *arguments])

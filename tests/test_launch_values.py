@@ -15,7 +15,7 @@ from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.__main__ import main
 from nodelaunch.backends.ssh import SshNode
-from nodelaunch.bundle import LARGEST, collect_files
+from nodelaunch.bundle import TOTAL, collect_files
 from nodelaunch.node.facts import hash_tree
 from nodelaunch.packages import find_packages
 
@@ -205,10 +205,10 @@ def test_a_file_that_cannot_be_a_script_is_named_at_once(tmp_path, write, monkey
 
 
 def test_a_file_at_the_limit_is_taken(tmp_path):
-    for size in (LARGEST, LARGEST + 1):
+    for size in (TOTAL, TOTAL + 1):
         with (tmp_path / "train.py").open("wb") as file:
             file.truncate(size)
-        if size == LARGEST:
+        if size == TOTAL:
             assert len(collect_files(tmp_path / "train.py").files["script/train.py"]) == size
     with pytest.raises(LabError, match="too large"):
         collect_files(tmp_path / "train.py")

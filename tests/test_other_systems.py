@@ -29,13 +29,12 @@ from lab_common import LabError, cores, files
 from lab_utils import machine
 from lab_utils.timing.memory import return_memory
 from nodelaunch import local_nodes
-from nodelaunch.node import children, facts, guard, probe, processes, sampler, supervisor, watch, worker
+from nodelaunch.node import children, facts, guard, probe, processes, supervisor, watch, worker
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
 # Where a name of Linux's is used all the same: the tests below show each of these places without it.
 GUARDED = {
     ("lab_common/cores.py", "sched_getaffinity"),
-    ("nodelaunch/node/sampler.py", "sched_getaffinity"),
     ("nodelaunch/node/watch.py", "TCP_INFO"),
     ("nodelaunch/node/watch.py", "pthread_getcpuclockid"),
     ("course/links.py", "TCP_INFO"),
@@ -108,11 +107,6 @@ def test_cores_and_the_machine_are_described(elsewhere):
     assert machine.describe().cores >= 1
     assert environment.check_shared_memory().ok
     assert math.isnan(loading.sum_pss(["self"]))
-
-
-def test_usage_is_the_load_average(elsewhere):
-    assert not (sampler.PROC / "stat").exists(), "main() takes read_load then"
-    assert 0 <= sampler.read_load()["busy"] <= 1
 
 
 def test_a_node_s_facts_are_found(elsewhere, tmp_path):

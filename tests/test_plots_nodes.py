@@ -37,7 +37,7 @@ def make_rows(start):
 
 def make_usage(node, moment, **facts):
     usual = {"cores": 2, "busy": 0.9, "job_busy": 0.4, "memory_bytes": 3 * GIB, "memory_total": 8 * GIB, "gpus": ()}
-    return Usage(**{"node": node, "time": 1000.0 + moment, "how": "/proc/stat", **usual, **facts})
+    return Usage(**{"node": node, "time": 1000.0 + moment, **usual, **facts})
 
 
 def labels_of(ax):
@@ -136,7 +136,7 @@ def test_utilisation_takes_the_gpus_where_there_are_some_and_else_says_what_it_t
     ax = plots.utilisation([make_usage("a", 0, gpus=gpus), make_usage("a", 1, gpus=gpus)])
     assert list(ax.lines[0].get_ydata()) == pytest.approx([75, 75])
     assert labels_of(ax) == ["a: 2 GPUs, memory up to 30.0 of 160 GiB"]
-    rough = {"job_busy": None, "memory_bytes": None, "memory_total": None, "how": "load average"}
+    rough = {"job_busy": None, "memory_bytes": None, "memory_total": None}
     ax = plots.utilisation([make_usage("mac", 0, **rough), make_usage("mac", 1, **rough)])
     assert list(ax.lines[0].get_ydata()) == pytest.approx([90, 90])
     assert labels_of(ax) == ["mac: 2 cores, all programs (load average)"]

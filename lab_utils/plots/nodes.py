@@ -109,7 +109,7 @@ def _describe(seen: Sequence[Any]) -> str:
     whose = "all programs" if last.job_busy is None else "the job's share"
     what = f"{last.cores:g} cores, {whose}"
     if last.memory_bytes is None:
-        return f"{what} ({last.how})"
+        return f"{what} (load average)"
     used = max(sample.memory_bytes for sample in seen) / GIB
     return f"{what}; the machine's memory up to {used:.1f} of {last.memory_total / GIB:.0f} GiB"
 

@@ -18,7 +18,6 @@ import threading
 import time
 
 from nodelaunch.node import facts
-from nodelaunch.node.cleaning import clean_folder
 from nodelaunch.node.facts import collect
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
@@ -122,7 +121,7 @@ def reach(address, port, token, seconds):
         return "dropped" if silent else os.strerror(error.errno)
 
 
-ANSWERS = {"examine": examine, "connect": connect, "jobs": find_jobs, "stop_job": stop_job, "clean": clean_folder}
+ANSWERS = {"examine": examine, "connect": connect, "jobs": find_jobs, "stop_job": stop_job}
 
 
 def main():

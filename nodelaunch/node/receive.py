@@ -1,48 +1,44 @@
 """Unpacks on a node the tar file that the launcher sends on standard input: code, scripts, or data.
 
-It then removes the oldest code and jobs that nothing uses, and prints, after the byte 0x1e, a JSON list of the code
-that was there already and was changed. Also runs on Python 3.9 (:mod:`nodelaunch.program`).
+``receive FOLDER TARGET…`` puts each target, a folder within FOLDER, there whole or not at all. What is there already
+stays. The exit status is CHANGED if that is code and has been changed. Also runs on Python 3.9
+(:mod:`nodelaunch.program`).
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
 
-from nodelaunch.node.cleaning import KEPT, STAGING, TRIM_SECONDS, clean_folder, mark_used
+from nodelaunch.node.cleaning import STAGING, mark_used, trim
 from nodelaunch.node.facts import hash_tree
+
+CHANGED = 75
 
 
 def unpack(stream, folder, targets):
-    """Unpacks a tar file, so that each of the ``targets``, folders within ``folder``, is there whole or not at all.
-
-    Returns:
-        The code that was there already and is not what its name, a hash, says.
-    """
-    changed = []
+    """Unpacks a tar file; returns True if code that was there already is not what its name, a hash, says."""
     folder.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
-            safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-            archive.extractall(staging, **safe)
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)
+            archive.extractall(staging)
         for target in targets:
             put(staging / target, folder / target)
-            if target.startswith("code/") and hash_tree(folder / target) != Path(target).name:
-                changed.append(target)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    if any(target.startswith("code/") for target in targets):
-        clean_folder({"folder": folder, "days": 0, "keep": KEPT, "seconds": TRIM_SECONDS})
-    return changed
+    code = [folder / target for target in targets if target.startswith("code/")]
+    if code:
+        trim(folder)
+    return any(hash_tree(path) != path.name for path in code)
 
 
 def put(source, place):
-    """Moves a folder to its place; what has this name already remains, since the name says what is in it."""
+    """Moves a folder to its place, unless it is there already."""
     place.parent.mkdir(parents=True, exist_ok=True)
     mark_used(place)
     try:
@@ -52,9 +48,8 @@ def put(source, place):
             raise
         if place.parent.name == "jobs":  # a script that was started by hand has made the job's folder already
             for path in source.iterdir():
-                if not (place / path.name).exists():
-                    path.rename(place / path.name)
+                path.replace(place / path.name)
 
 
 if __name__ == "__main__":
-    print("\x1e" + json.dumps(unpack(sys.stdin.buffer, Path(sys.argv[1]), sys.argv[2:])))
+    sys.exit(CHANGED if unpack(sys.stdin.buffer, Path(sys.argv[1]), sys.argv[2:]) else 0)

@@ -162,7 +162,11 @@ PATHS = (
         "nodelaunch/preflight/gpus.py: judge_gpus",
         "launch: a_gpu_is_enough_for_one_process_and_not_for_more",
     ),
-    GpuPath("how busy the GPU is", "nodelaunch/node/sampler.py: Gpus", "launch: the_sampler_reads_how_busy_the_gpu_is"),
+    GpuPath(
+        "how busy the GPU is",
+        "nodelaunch/node/sampler.py: follow_gpus",
+        "launch: the_sampler_reads_how_busy_the_gpu_is",
+    ),
     GpuPath(
         "a rank that waits for its GPU",
         "nodelaunch/node/watch.py: _read_clock",

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+import nodelaunch
 from lab_utils import models
 from nodelaunch import local_nodes
 from nodelaunch.messages import look_up
 from nodelaunch.node import watch, worker
 from nodelaunch.node.errors import failed_as_consequence
 from nodelaunch.node.facts import find_gpus, find_versions
-from nodelaunch.node.sampler import Gpus
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.verdicts import Wanted
 
@@ -65,16 +65,13 @@ def test_a_gpu_is_enough_for_one_process_and_not_for_more(gpu, smi):
 
 
 def test_the_sampler_reads_how_busy_the_gpu_is(gpu, smi):
-    gpus = Gpus(0.1)
-    try:
+    with nodelaunch.watch(local_nodes(1), every=0.1) as seen:
         end = time.monotonic() + 20
-        while not gpus.latest and time.monotonic() < end:
+        while not (seen.samples and seen.samples[-1].gpus) and time.monotonic() < end:
             time.sleep(0.02)
-        first = gpus.latest[0]
-        assert first["index"] == 0 and 0 <= first["busy"] <= 1
-        assert 0 <= first["memory"] <= first["memory_total"]
-    finally:
-        gpus.close()
+    first = seen.samples[-1].gpus[0]
+    assert first.index == 0 and 0 <= first.busy <= 1
+    assert 0 <= first.memory_bytes <= first.memory_total
 
 
 def test_a_rank_that_waits_for_its_gpu_does_not_look_busy(gpu, monkeypatch):
