@@ -392,7 +392,6 @@ def test_hosts_are_cleaned_each_in_its_own_folder(hosts, capsys):
     with node.popen(["sh", "-c", 'mkdir -p "$1" && touch -d "20 days ago" "$1"', "sh", old]) as made:
         made.communicate()
     assert made.returncode == 0
-    node.close()
     assert main(["clean", "n1", "n2", *options, "--folder", "~/labs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(",")[0] for line in lines] == ["n1: 1 code folder(s)", "n2: 0 code folder(s)"]

@@ -152,7 +152,6 @@ def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(scrip
     assert nodes[0].name == "n1"
     run_attacked(job, attack, lambda endpoint: None)
     assert not mark.exists()
-    nodes[0].close()
 
 
 def test_the_id_of_the_rendezvous_is_a_secret(script):

@@ -506,7 +506,7 @@ def make_network(**changes) -> routes.Network:
     for source, target, address in (("n1", "n2", "10.0.0.2"), ("n2", "n1", "10.0.0.1")):
         reached[source] = {routes.name_target(target, address, kind): "ok" for kind in ("any", "port")}
         reached[source] |= {routes.name_target(target, "172.17.0.1", kind): "stranger" for kind in ("any", "port")}
-    node = LocalNode("n1", "/f", None, None)
+    node = LocalNode(name="n1", folder="/f")
     base = {"facts": facts, "one_machine": False, "listening": listening, "reached": reached}
     return routes.Network(**{"nodes": {"n1": node, "n2": replace(node, name="n2")}, **base, **changes})
 
@@ -654,9 +654,7 @@ def test_python_m_works_anywhere(tmp_path, root):
 @pytest.fixture
 def remote(hosts, tmp_path):
     """n1 and n2 over SSH."""
-    made = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
-    yield made
-    made[0].close()
+    return ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
 
 
 def time_check(nodes, **options) -> Preflight:
@@ -744,7 +742,6 @@ def test_a_host_that_is_off_and_one_without_a_name(remote, hosts, monkeypatch):
     monkeypatch.setenv("PATH", f"{hosts.tools}:{os.environ['PATH']}")
     unknown = ssh_nodes(["n1", "n7"], config=hosts.inner_config, python=sys.executable, folder="/node/labs")
     (verdict,) = time_check(unknown).reds
-    unknown[0].close()
     assert verdict.node == "n7"
     assert "n7 is not known on this machine" in verdict.found
     assert "/etc/hosts" in verdict.found
