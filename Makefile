@@ -109,7 +109,7 @@ engines: setup
 slurm: setup
 	@$(PY) -m course.pocket_slurm up
 
-## slurm-down: cancel the jobs of that Slurm, and end it
+## slurm-down: end that Slurm and its jobs
 .PHONY: slurm-down
 slurm-down: setup
 	@$(PY) -m course.pocket_slurm down

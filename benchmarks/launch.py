@@ -6,14 +6,13 @@ and only the differences of the pairs count, so that a busy machine slows both.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -158,37 +157,25 @@ def check_host_preflights() -> list[Claim]:
         bounds = {healthy: 2, cut: 10, off: 10}
         return [Claim(text, f"no hosts here: {missing}", f"at most {bounds[text]} s", None) for text in bounds]
     with Hosts() as hosts:
-        with connect(hosts) as nodes:
-            time_preflight(nodes)
+        time_fresh(hosts)
         claims = [judge(healthy, [time_fresh(hosts) for _ in range(5)], bound=2)]
         hosts.drop("n1", "n2")
         one_way = time_fresh(hosts, red=True)
         hosts.drop("n2", "n1")
         claims.append(judge(cut, [one_way, time_fresh(hosts, red=True)], bound=10, pick=max))
         hosts.mend()
-        with connect(hosts) as nodes:
-            time_preflight(nodes)
-            hosts.crash("n2")
-            # Over a connection that is there already, and then over one that cannot be made.
-            connected = time_preflight(nodes, red=True)
+        nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config)
+        time_preflight(nodes)
+        hosts.crash("n2")
+        # Over a connection that is there already, and then over one that cannot be made.
+        connected = time_preflight(nodes, red=True)
         claims.append(judge(off, [connected, time_fresh(hosts, red=True)], bound=10, pick=max))
     return claims
 
 
-@contextlib.contextmanager
-def connect(hosts: Hosts) -> Iterator[list[Node]]:
-    """Nodes as a learner makes them, with their own connections."""
-    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config)
-    try:
-        yield nodes
-    finally:
-        nodes[0].close()
-
-
 def time_fresh(hosts: Hosts, *, red: bool = False) -> float:
     """The seconds of a preflight that has to connect first."""
-    with connect(hosts) as nodes:
-        return time_preflight(nodes, red=red)
+    return time_preflight(ssh_nodes(["n1", "n2"], config=hosts.ssh_config), red=red)
 
 
 def time_preflight(nodes: Sequence[Node], *, red: bool = False) -> float:

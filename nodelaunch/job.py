@@ -6,6 +6,7 @@ import inspect
 import threading
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lab_common import LabError
 from lab_common.files import write_atomically
 from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.backends import Say, find_backend
+from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
 from nodelaunch.failure import explain_folder
@@ -42,7 +43,7 @@ class TorchrunJob:
         self, script: str | Path | None = None, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
     ) -> None:
         self.spec = JobSpec(script, args, nodes, **options)
-        self._backend = find_backend(self.spec.nodes)
+        self._backend = import_module(self.spec.nodes[0].backend)
         self._preflight: Preflight | None = None
         self._checked, self._stop = 0.0, threading.Event()
         self._launch, self._started = make_launch(self.spec.name), False
@@ -154,7 +155,8 @@ class TorchrunJob:
 
     def _place(self, bundle: Bundle) -> list[Placement]:
         """Finds out what each node's script says; asks the nodes first if an address or the port is not known."""
-        if self._preflight is None and self._backend.needs_preflight(self.spec):
+        known = self.spec.port is not None and all(node.address for node in self.spec.nodes)
+        if self._preflight is None and self._backend.ONE_BY_ONE and not known:
             self.preflight()
         return place_nodes(self.spec, self._launch, bundle.hash, self._preflight)
 
@@ -205,7 +207,7 @@ class TorchrunJob:
     def _check_by_hand(self, by_hand: Sequence[str]) -> Sequence[str]:
         names = [node.name for node in self.spec.nodes]
         by_hand = values.check_value("TorchrunJob.run", "by_hand", by_hand, values.list_of(values.NAME))
-        if by_hand and not (self._backend.BY_HAND and set(by_hand) < set(names)):
+        if by_hand and not (self._backend.ONE_BY_ONE and set(by_hand) < set(names)):
             what = f"by_hand names some nodes of the job, not {clean(', '.join(by_hand), 60)}."
             cause = "the launcher starts at least one node, which it follows; Slurm starts all or none"
             fix = f"some of {clean(', '.join(names), 80)}, or start all that job.write() wrote"

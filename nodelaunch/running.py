@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from lab_common.text import clean
-from nodelaunch.backends.nodes import Link
+from nodelaunch.backends.nodes import PipeLink
+from nodelaunch.backends.slurm import SlurmLink
 from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import Log, read_lines
@@ -59,7 +60,7 @@ class RunningJob:
         spec: JobSpec,
         launch: Launch,
         *,
-        links: Mapping[str, Link],
+        links: Mapping[str, PipeLink | SlurmLink],
         state: JobState,
         found: Preflight | None,
         started: float,
@@ -177,7 +178,7 @@ class RunningJob:
             lines=tuple(self._output.list_lines()),
         )
 
-    def _read(self, node: str, link: Link, over: threading.Event) -> None:
+    def _read(self, node: str, link: PipeLink | SlurmLink, over: threading.Event) -> None:
         """Passes on the lines of one node, in a thread of its own."""
 
         def put(line: bytes | None) -> None:

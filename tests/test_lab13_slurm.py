@@ -4,11 +4,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from harness.jobs import wait_for
 from harness.quick_ranks import keep_warm, run_job
 from test_check_lab13 import BATCH
 
@@ -48,12 +48,12 @@ def submit(slurm, root, tmp_path, monkeypatch):
         return done.stdout.strip()
 
     yield submit
-    slurm.wait_empty()
+    wait_for(lambda: not slurm.list_jobs(), 20)
 
 
 @pytest.fixture
 def cluster(slurm):
-    found = pocket_slurm.find(slurm.folder, needs=pocket_slurm.PARTITIONS)
+    found = pocket_slurm.find(needs=pocket_slurm.PARTITIONS)
     assert found and found.pocket
     return found
 
@@ -90,10 +90,7 @@ def test_the_batch_script_trains_on_two_nodes_as_one_node_does(submit, cluster, 
 
 def test_a_preempted_job_goes_on_where_it_was(submit, cluster, slurm, train_alone, tmp_path):
     job, output = submit(SPOT), Path("spot.out")
-    end = time.monotonic() + 60
-    while not (output.exists() and " step 4" in output.read_text()):
-        assert time.monotonic() < end, output.read_text() if output.exists() else "no output"
-        time.sleep(0.1)
+    wait_for(lambda: output.exists() and " step 4" in output.read_text(), 60)
     urgent = submit("#!/bin/sh\nsleep 1\n", "--partition=urgent", "--nodes=2", "--exclusive", "--output=urgent.out")
     pocket_slurm.wait(cluster, urgent, seconds=30)
     facts = slurm.run("scontrol", "show", "job", job)

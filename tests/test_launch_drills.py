@@ -59,10 +59,8 @@ def script(tmp_path):
 
 @pytest.fixture
 def remote(hosts):
-    """The two hosts as nodes; their connections end with the test."""
-    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
-    yield nodes
-    nodes[0].close()
+    """The two hosts as nodes."""
+    return ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
 
 
 @pytest.fixture
@@ -378,7 +376,7 @@ def test_a_connection_that_is_dropped(make, remote, hosts):
     job = make("loop", where="hosts", plain=True)
 
     def drop():
-        folder = str(remote[0].connections._folder)
+        folder = remote[0].connections.folder
         found = subprocess.run(["pgrep", "-f", folder], capture_output=True, text=True).stdout.split()
         # By the process ids of what uses this test's own folder of connections, and this host.
         kill([int(pid) for pid in found if b"n2" in read_command(pid).split(b"\0")])
@@ -509,7 +507,6 @@ def test_36_the_job_of_the_lab_on_two_hosts_goes_on_with_another_world_size(root
     assert [len(rank["images"]) for rank in half.results] == [5, 5]
     _, rest = train(remote[:1], "--checkpoint", "run.pt", epochs=2, batch_size=16)
     _, whole = train(local_nodes(1), epochs=2, batch_size=16)
-    remote[0].close()
     rest, expected = rest.results[0], whole.results[0]
     assert rest["images"] == expected["images"][5:]
     assert sorted(image for step in rest["images"] for image in step) == list(range(80)), "each image once per epoch"

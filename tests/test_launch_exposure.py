@@ -113,7 +113,6 @@ def test_hosts_listen_on_their_own_interface_and_run_nothing_of_a_stranger(scrip
         running.wait()
     assert_gone(job_id, 5)
     assert not mark.exists()
-    nodes[0].close()
 
 
 def test_the_id_of_the_rendezvous_is_a_secret(script):

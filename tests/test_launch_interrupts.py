@@ -1,6 +1,5 @@
 """Interrupts at random moments of a job: the prompt is back at once, nothing is left, and the last checkpoint loads."""
 
-import _thread
 import contextlib
 import json
 import os
@@ -18,8 +17,6 @@ import torch
 from harness.jobs import assert_gone, assert_port_free, find_port, wait_for
 
 from lab_utils.training import Checkpoints
-from nodelaunch import TorchrunJob, local_nodes
-from nodelaunch.backends import direct
 
 # Of jobs with torchrun, and of jobs of plain Pythons, which start in a tenth of the time. `make drills` asks for more.
 MANY = int(os.environ.get("LAB_INTERRUPTS", "16"))
@@ -287,37 +284,6 @@ def test_interrupts_at_random_moments(kernel, tmp_path, program):
     wait_for(lambda: not list_children(kernel.process.pid), seconds=5)
     assert len(list(Path(f"/proc/{kernel.process.pid}/task").iterdir())) <= 8
     assert len(list(Path(f"/proc/{kernel.process.pid}/fd").iterdir())) <= 40
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("late", [False, True])
-def test_an_interrupt_while_nodes_are_started_leaves_no_zombie(late, runs, tmp_path, monkeypatch):
-    """Neither the supervisor that had begun, nor one whose start the interrupt could not stop, stays as a zombie."""
-    (tmp_path / "train.py").write_text(PLAIN)
-    start, begun = direct._start_node, []
-
-    def start_node(spec, launch, place):
-        if begun and not late:
-            raise KeyboardInterrupt
-        if begun:
-            _thread.interrupt_main()
-            time.sleep(0.5)
-        link = start(spec, launch, place)
-        begun.append(link)  # held here: else Python itself may wait for it as it forgets the link
-        return link
-
-    monkeypatch.setattr(direct, "_start_node", start_node)
-    job = TorchrunJob(tmp_path / "train.py", [str(tmp_path / "saved")], nodes=local_nodes(2), program=["python"])
-    job_id, before = job.id, signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            job.run(show=False)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    wait_for(lambda: len(begun) == 1 + late, seconds=10)
-    pids = {str(link._process.pid) for link in begun}
-    wait_for(lambda: not pids & set(list_children(os.getpid())), seconds=20)
-    assert_gone(job_id, 10)
 
 
 @pytest.mark.parametrize("who, least", [("follow", 300), ("wait", 20)])

@@ -117,8 +117,7 @@ def test_lab_nodes_names_the_nodes(monkeypatch, text, kind, names):
 def test_options_of_sbatch_follow_the_number_of_nodes(monkeypatch):
     monkeypatch.setenv("LAB_NODES", "slurm:2 --gpus-per-node=1 --account=course")
     first, second = choose_nodes()
-    assert first.request == second.request
-    assert (first.request.count, first.request.extra) == (2, ("--gpus-per-node=1", "--account=course"))
+    assert first.options == second.options == ("--time=00:30:00", "--gpus-per-node=1", "--account=course")
 
 
 @pytest.mark.parametrize(
@@ -132,9 +131,7 @@ def test_options_of_sbatch_follow_the_number_of_nodes(monkeypatch):
         ("local:-1", ["'-1' is not a number of nodes"]),
         ("local:17", ["from 1 to 16, not 17", "local_nodes"]),
         ("slurm:1001", ["from 1 to 1000, not 1001", "slurm_nodes"]),
-        ("alice,alice", ["its own host", "alice"]),
-        ("-oProxyCommand=touch canary", ["is no host"]),
-        (",", ["its own host"]),
+        ("-oProxyCommand=touch canary", ["names is a list of hosts"]),
     ],
 )
 def test_lab_nodes_that_says_something_else_is_refused(monkeypatch, text, words):
@@ -154,9 +151,9 @@ def test_the_hosts_configuration_of_ssh_may_be_another(monkeypatch, tmp_path):
         choose_nodes()
     assert str(config) in str(caught.value)
     config.write_text("Host *\n")
-    assert {node.connections.config for node in choose_nodes()} == {config}
+    assert {node.config for node in choose_nodes()} == {config}
     monkeypatch.setenv("LAB_SSH_CONFIG", "")
-    assert {(node.connections.config, node.data) for node in choose_nodes()} == {(None, None)}
+    assert {(node.config, node.data) for node in choose_nodes()} == {(None, None)}
     monkeypatch.setenv("LAB_NODES_DATA", "/big/data")
     assert {node.data for node in choose_nodes()} == {"/big/data"}
 
@@ -286,33 +283,30 @@ def test_data_are_copied_to_hosts_when_asked_and_only_then(hosts, script, tmp_pa
     nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder=folder)
     script.write_text(LOAD)
     job = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path), program=["python"])
-    try:
-        red = job.preflight()
-        assert not red.ok
-        missing = f"{folder}/data/packed/shapes10/manifest.json is missing"
-        assert say_data(red) == {"n1": ("red", missing), "n2": ("red", missing)}
-        with pytest.raises(LabError) as caught:
-            job.run(show=False)
-        assert_explains(caught.value, "data", "copy_data=True")
-        assert not hosts.run_on("n1", ["ls", f"{folder}/data"], check=False)
+    red = job.preflight()
+    assert not red.ok
+    missing = f"{folder}/data/packed/shapes10/manifest.json is missing"
+    assert say_data(red) == {"n1": ("red", missing), "n2": ("red", missing)}
+    with pytest.raises(LabError) as caught:
+        job.run(show=False)
+    assert_explains(caught.value, "data", "copy_data=True")
+    assert not hosts.run_on("n1", ["ls", f"{folder}/data"], check=False)
 
-        copying = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True), program=["python"])
-        assert copying.preflight().ok
-        results = copying.run(show=False).results
-        assert results[0] == results[1]
-        assert results[0][0] == 20, "drawn anew on the host, not copied"
-        own = {path.name: path.read_bytes() for path in (tmp_path / "data" / "packed" / "shapes10").iterdir()}
-        for node in ("n1", "n2"):
-            far = hosts.disk(node) / Path(folder).relative_to("/node") / "data" / "packed" / "shapes10"
-            assert {path.name: path.read_bytes() for path in far.iterdir()} == own
-            assert not list(far.parents[2].glob(".receiving-*"))
+    copying = TorchrunJob(script, nodes=nodes, data=name_pack(tmp_path, copy_data=True), program=["python"])
+    assert copying.preflight().ok
+    results = copying.run(show=False).results
+    assert results[0] == results[1]
+    assert results[0][0] == 20, "drawn anew on the host, not copied"
+    own = {path.name: path.read_bytes() for path in (tmp_path / "data" / "packed" / "shapes10").iterdir()}
+    for node in ("n1", "n2"):
+        far = hosts.disk(node) / Path(folder).relative_to("/node") / "data" / "packed" / "shapes10"
+        assert {path.name: path.read_bytes() for path in far.iterdir()} == own
+        assert not list(far.parents[2].glob(".receiving-*"))
 
-        green = job.preflight()
-        assert green.ok and {state for state, _ in say_data(green).values()} == {"ok"}
-        hosts.run_on("n2", ["rm", f"{folder}/data/packed/shapes10/train-images.npy"])
-        assert say_data(job.preflight())["n2"][0] == "red"
-    finally:
-        nodes[0].close()
+    green = job.preflight()
+    assert green.ok and {state for state, _ in say_data(green).values()} == {"ok"}
+    hosts.run_on("n2", ["rm", f"{folder}/data/packed/shapes10/train-images.npy"])
+    assert say_data(job.preflight())["n2"][0] == "red"
 
 
 @pytest.mark.usefixtures("warm_ranks")

@@ -459,18 +459,15 @@ def test_18_parts_of_such_a_job_that_are_killed(plain, part):
 @pytest.mark.drill
 def test_such_a_job_on_two_hosts_is_stopped(plain, hosts):
     nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
-    try:
-        job = plain("stubborn", nodes=nodes)
-        running = job.start(show=(heard := Heard()))
-        wait_for(lambda: sum("connected" in line for line in heard.lines) == 2)
-        assert {rank for line in heard.lines for rank in ("[rank 0]", "[rank 1]") if rank in line}
-        start = time.monotonic()
-        running.stop()
-        assert running.wait(check=False).failure.kind == "stopped"
-        assert time.monotonic() - start < 5
-        assert_gone(job.id, 5)
-    finally:
-        nodes[0].close()
+    job = plain("stubborn", nodes=nodes)
+    running = job.start(show=(heard := Heard()))
+    wait_for(lambda: sum("connected" in line for line in heard.lines) == 2)
+    assert {rank for line in heard.lines for rank in ("[rank 0]", "[rank 1]") if rank in line}
+    start = time.monotonic()
+    running.stop()
+    assert running.wait(check=False).failure.kind == "stopped"
+    assert time.monotonic() - start < 5
+    assert_gone(job.id, 5)
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError\n"], ids=["well", "error"])

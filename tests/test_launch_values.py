@@ -115,7 +115,7 @@ def test_numbers_of_numpy_and_paths_are_taken(script, tmp_path):
         (lambda: ssh_nodes(["n1"], python=3), ["python", "int"]),
         (lambda: ssh_nodes(["n1"], folder="a\0b"), ["NUL"]),
         (lambda: ssh_nodes(["n1"], interface=1), ["interface", "int"]),
-        (lambda: replace(SshNode("n1"), address="10.0.0.1; touch x"), ["address is an IPv4 address"]),
+        (lambda: replace(SshNode(name="n1"), address="10.0.0.1; touch x"), ["address is an IPv4 address"]),
         (lambda: slurm_nodes(0), ["count is a whole number from 1 to 1000, not 0"]),
         (lambda: slurm_nodes(2, extra="--gpus-per-node=1"), ["extra", "fix: extra=['--gpus-per-node=1']"]),
     ],

@@ -208,7 +208,7 @@ LONG = {
     ("course.exercises.lab6.cards.ddp_job", "main"): "a training script as learners write it, with a fault in it",
     ("hosting.__main__", "parse_arguments"): "a table of options",
     ("hosting.settings", "check_settings"): "a table of rules",
-    ("nodelaunch.backends.sbatch", "write_sbatch"): "a script as it is written, which is read as a whole",
+    ("nodelaunch.backends.slurm", "write"): "a script as it is written, which is read as a whole",
 }
 
 

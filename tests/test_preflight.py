@@ -402,7 +402,7 @@ def make_network(*, connected: bool = True) -> routes.Network:
     for source, target, address in (("n1", "n2", "10.0.0.2"), ("n2", "n1", "10.0.0.1")):
         reached[source] = {routes.name_target(target, address, kind): "ok" for kind in routes.KINDS}
         reached[source] |= {routes.name_target(target, "172.17.0.1", kind): "stranger" for kind in routes.KINDS}
-    node = LocalNode("n1", "/f", None, None)
+    node = LocalNode(name="n1", folder="/f")
     nodes = {"n1": node, "n2": replace(node, name="n2")}
     return routes.Network(nodes, facts, reached if connected else {})
 
@@ -493,9 +493,7 @@ def test_the_command_line(capsys, start, monkeypatch):
 @pytest.fixture
 def remote(hosts):
     """n1 and n2 over SSH."""
-    made = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
-    yield made
-    made[0].close()
+    return ssh_nodes(["n1", "n2"], config=hosts.ssh_config, python=sys.executable, folder="/node/labs")
 
 
 def time_check(nodes, **options) -> Preflight:

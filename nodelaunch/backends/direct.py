@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 from nodelaunch.backends import Say
-from nodelaunch.backends.nodes import Link, PipeLink
+from nodelaunch.backends.nodes import PipeLink
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
 from nodelaunch.preflight import Preflight, check_nodes
@@ -18,11 +16,11 @@ from nodelaunch.spec import JobSpec, Launch
 
 # Together less than the ten seconds within which nothing of a job may outlive its launcher.
 LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
-BY_HAND = True
+ONE_BY_ONE = True
 
 
 def check(spec: JobSpec, job_id: str) -> Preflight:
-    """Asks all nodes at once; see :class:`nodelaunch.backends.Backend`."""
+    """Checks in seconds if a job can run, and changes nothing."""
     return check_nodes(
         spec.nodes,
         port=spec.port,
@@ -34,18 +32,17 @@ def check(spec: JobSpec, job_id: str) -> Preflight:
     )
 
 
-def needs_preflight(spec: JobSpec) -> bool:
-    """True if an address or the port is not known yet."""
-    return spec.port is None or any(node.address is None for node in spec.nodes)
-
-
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
-    """Writes one bash script for each node."""
+    """Returns one bash script for each node by its file's name, in the order of the nodes."""
     return {f"node{place.index}.sh": write_script(spec, launch, place) for place in places}
 
 
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
-    """Copies to all nodes at once."""
+    """Copies code and scripts to all nodes, and data to those that lack it; what is there already stays.
+
+    Raises:
+        LabError: A node was not reached, its disk is full, or code there was changed.
+    """
     verdicts = found.verdicts if found else ()
     lacking = {verdict.node for verdict in verdicts if verdict.found == WILL_COPY}
     copy_to_nodes(spec, launch, bundle, nodes=spec.nodes, lacking=lacking, force=force, say=say)
@@ -59,35 +56,27 @@ def start(
     by_hand: Sequence[str],
     say: Say,
     stop: threading.Event,
-) -> dict[str, Link]:
-    """Starts a supervisor on each node, which runs the node's script."""
-    pool, begun = ThreadPoolExecutor(1), {}
+) -> dict[str, PipeLink]:
+    """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name.
+
+    Raises:
+        LabError: A node could not be started; the others are ended.
+    """
+    links: dict[str, PipeLink] = {}
     try:
         for place in places:
             if place.node.name in by_hand:
                 say(f"on {place.node.name}, start by hand: bash {place.job_folder}.sh")
             else:
-                # Not in this thread: an interrupt could come before the new process is assigned.
-                begun[place.node.name] = pool.submit(_start_node, spec, launch, place)
-        return {name: started.result() for name, started in begun.items()}
+                links[place.node.name] = _start_node(spec, launch, place)
+        return links
     except BaseException:
-        for started in begun.values():
-            started.cancel()
-            started.add_done_callback(_stop_unfollowed)
+        for link in links.values():
+            link.stop()
         raise
-    finally:
-        pool.shutdown(wait=False)
 
 
-def _stop_unfollowed(started: Future[Link]) -> None:
-    """Ends a supervisor that nobody will follow; a thread waits for its end, so that it does not stay as a zombie."""
-    if not started.cancelled() and not started.exception():
-        link = started.result()
-        link.stop()
-        threading.Thread(target=lambda: deque(link.lines(), maxlen=0), daemon=True).start()
-
-
-def _start_node(spec: JobSpec, launch: Launch, place: Placement) -> Link:
+def _start_node(spec: JobSpec, launch: Launch, place: Placement) -> PipeLink:
     """Starts a node's script under a supervisor there, which ends it when this process is gone."""
     bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={spec.limit}"]
     # The id in the environment marks this job's processes, on every node.

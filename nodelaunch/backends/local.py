@@ -14,7 +14,7 @@ from nodelaunch.backends.nodes import ThisMachine
 COUNT = values.whole(1, 16, 2)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LocalNode(ThisMachine):
     """A node on this machine; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
@@ -24,29 +24,15 @@ class LocalNode(ThisMachine):
             that one node and two can be compared.
     """
 
-    name: str = values.checked(values.NAME)
-    folder: str = values.checked(values.FOLDER)
-    address: str | None = values.checked(values.optional(values.check_address))
-    interface: str | None = values.checked(values.optional(values.NAME))
-    python: str = values.checked(values.NAME, default=sys.executable)
-    data: str | None = values.checked(values.optional(values.NAME), default=None)
     index: int = values.checked(values.whole(0, 15, 0), default=0)
     together: int = values.checked(COUNT, default=1)
-    backend: ClassVar[str] = "nodelaunch.backends.direct"
     here: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, "local_nodes")
+    maker: ClassVar[str] = "local_nodes"
 
     @property
     def data_folder(self) -> str:
         """LAB_DATA of a job: this machine's own."""
         return self.data or str(env_folder("LAB_DATA", "data"))
-
-    def name_job_folder(self, job_id: str, index: int) -> str:
-        """The folder of a job's files: each node has its own."""
-        return f"{self.folder}/jobs/{job_id}/node{index}"
 
 
 def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNode]:
@@ -66,9 +52,14 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
     base = values.check_value("local_nodes", "folder", folder, values.optional(values.check_path))
     base = base or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")
-    nodes = []
-    for index in range(count):
-        name, address = f"node{index}", f"127.0.0.{1 + index}" if linux else "127.0.0.1"
-        interface = "lo" if linux else "lo0"
-        nodes.append(LocalNode(name, str(base / name), address, interface, index=index, together=count))
-    return nodes
+    return [
+        LocalNode(
+            name=f"node{index}",
+            folder=str(base / f"node{index}"),
+            address=f"127.0.0.{1 + index}" if linux else "127.0.0.1",
+            interface="lo" if linux else "lo0",
+            index=index,
+            together=count,
+        )
+        for index in range(count)
+    ]

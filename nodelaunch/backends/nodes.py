@@ -1,63 +1,71 @@
-"""The two protocols behind local, SSH and Slurm nodes: a node, and the link to a supervisor that runs on one."""
+"""The base of local, SSH and Slurm nodes, and the link to a supervisor that runs on one."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import ClassVar
 
 from lab_common import LabError
+from nodelaunch import values
 from nodelaunch.failure import explain_full_disk
 from nodelaunch.node.output import read_lines
 
 
-class Node(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Node:
     """A machine, or a part of one, on which one torchrun of a job runs.
+
+    Besides these attributes a node has ``python``, the interpreter there; ``folder``, the absolute folder there for all
+    that is ours (``jobs/<id>``, ``code/<hash>``, ``work``); ``popen(argv)``, which starts a program there with three
+    pipes of bytes, argv being data and never code; and ``explain(returncode, stderr)``, which returns the LabError of a
+    program that could not be run there.
 
     Attributes:
         name: Unique in a job.
-        python: The interpreter on that node.
-        folder: Absolute folder on that node for all that is ours: ``jobs/<id>``, ``code/<hash>`` and ``work``.
         address: IPv4 address by which the other nodes reach it; None if the preflight has to find it.
         interface: The network interface, if the user chose one; None follows the route.
         data: ``LAB_DATA`` on that node, as the user gave it.
-        backend: Name of the module that launches there; see :class:`nodelaunch.backends.Backend`.
+        backend: Name of the module that launches there; see :mod:`nodelaunch.backends`.
         here: True for this machine, whose cores and GPUs its nodes share. Such a node also needs ``index`` and
             ``together``, its share; see :class:`nodelaunch.backends.local.LocalNode`.
+        maker: Name of the function that makes such nodes, for errors.
     """
 
-    name: str
-    python: str
-    folder: str
-    address: str | None
-    interface: str | None
-    data: str | None
-    backend: str
-    here: bool
+    name: str = values.checked(values.NAME)
+    address: str | None = values.checked(values.optional(values.check_address), default=None)
+    interface: str | None = values.checked(values.optional(values.NAME), default=None)
+    data: str | None = values.checked(values.optional(values.NAME), default=None)
+    backend: ClassVar[str] = "nodelaunch.backends.direct"
+    here: ClassVar[bool] = False
+    maker: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        values.check_fields(self, self.maker)
 
     @property
     def data_folder(self) -> str:
         """``LAB_DATA`` of a job there."""
+        return self.data or f"{self.folder}/data"
 
     def name_job_folder(self, job_id: str, index: int) -> str:
-        """The folder of a job there, for the node of this index."""
-
-    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there, with stdin, stdout and stderr as pipes of bytes; argv are data, never code."""
-
-    def explain(self, returncode: int, stderr: str) -> LabError:
-        """The error of a program that could not be run there."""
+        """The folder of a job there: each node has its own, since several may share a home."""
+        return f"{self.folder}/jobs/{job_id}/node{index}"
 
 
-class ThisMachine:
-    """Runs a node's programs on this machine, which is the node, or shares its folder."""
+@dataclass(frozen=True, kw_only=True)
+class ThisMachine(Node):
+    """A node whose programs run on this machine, which is the node, or shares its folder."""
 
-    name: str
-    folder: str
+    folder: str = values.checked(values.FOLDER)
+    python: str = values.checked(values.NAME, default=sys.executable)
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program in a session of its own, so that an interrupt in the terminal reaches only the launcher."""
@@ -71,30 +79,6 @@ class ThisMachine:
         last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
         fix = "see that the folder can be written to and that the disk has room, then run the job again"
         return LabError(f"A program could not be run on {self.name}.", where=self.folder, cause=last[:300], fix=fix)
-
-
-class Link(Protocol):
-    """A supervisor that runs on a node."""
-
-    node: str
-
-    def lines(self) -> Iterator[bytes]:
-        """Yields what the supervisor prints, line by line, until it has ended."""
-
-    def beat(self) -> None:
-        """Sends a heartbeat of the launcher."""
-
-    def stop(self) -> None:
-        """Asks the supervisor to end everything."""
-
-    def kill(self) -> None:
-        """Cuts the connection; without heartbeats the supervisor then ends by itself."""
-
-    def poll(self) -> int | None:
-        """Returns the exit status, or None while it runs."""
-
-    def explain(self) -> LabError | None:
-        """The reason why the node was not reached; None if it was."""
 
 
 class PipeLink:
@@ -120,7 +104,7 @@ class PipeLink:
         self._process.wait()
 
     def beat(self) -> None:
-        """Sends a heartbeat."""
+        """Sends a heartbeat of the launcher."""
         # A full pipe (the node is stuck, or the link is down) must not stop the launcher; its lease then runs out.
         with contextlib.suppress(OSError, ValueError):
             os.write(self._process.stdin.fileno(), b".")
@@ -131,7 +115,7 @@ class PipeLink:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Ends this end of the pipe."""
+        """Cuts the connection; without heartbeats the supervisor then ends by itself."""
         # First by SIGTERM: a supervisor on this machine then still ends what it has started.
         self._process.terminate()
         killer = threading.Timer(3.0, self._process.kill)

@@ -1,16 +1,17 @@
-"""Nodes that Slurm chooses: one batch job, its place in the queue, and a link to each of its nodes."""
+"""Nodes that Slurm chooses: one batch script, one job in the queue, and a link to each of its nodes."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shlex
 import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,51 +19,43 @@ from lab_common import LabError, env_folder
 from nodelaunch import values
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import ThisMachine
-from nodelaunch.backends.sbatch import SlurmRequest, write_sbatch
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
 from nodelaunch.node.cleaning import mark_used
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, judge_error
-from nodelaunch.script import Placement
+from nodelaunch.script import Bash, Placement, write_environment, write_start
 from nodelaunch.spec import JobSpec, Launch
 
 SCRIPT = "job.sbatch"
-BY_HAND = False
-# Final states; GONE is ours, for a job that Slurm has forgotten.
+ONE_BY_ONE = False
+# An option as it may stand in a line of #SBATCH, where a space or a quote would begin something else.
+OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
+# Seconds without a touch of the launcher's file after which a node ends, and from SIGTERM to SIGKILL. The lease is
+# longer than on SSH: the supervisors open the file at each look, so that a shared file system asks for its true age,
+# but a change may still show seconds late.
+LEASE_SECONDS, GRACE_SECONDS = 7.0, 2.0
+LOOK_SECONDS = 0.5
+# States of a job before its turn, and final ones. UNKNOWN and GONE are ours: the controller does not answer, and Slurm
+# has forgotten the job.
+WAITING = {"PENDING", "CONFIGURING", "UNKNOWN"}
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
 OVER |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
-LOOK_SECONDS, STOP_SECONDS = 0.5, 5.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SlurmNode(ThisMachine):
     """One of the nodes that Slurm will choose; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
     Its folder is on a file system that this machine and all nodes share, so that files are copied here.
 
     Attributes:
-        request: What is asked of Slurm, the same for all nodes of a list.
+        options: Options of sbatch, the same for all nodes of a list.
     """
 
-    name: str = values.checked(values.NAME)
-    folder: str = values.checked(values.FOLDER)
-    request: SlurmRequest
-    python: str = values.checked(values.NAME, default=sys.executable)
-    address: str | None = values.checked(values.optional(values.check_address), default=None)
-    interface: str | None = values.checked(values.optional(values.NAME), default=None)
-    data: str | None = values.checked(values.optional(values.NAME), default=None)
+    options: tuple[str, ...]
     backend: ClassVar[str] = __name__
-    here: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, "slurm_nodes")
-
-    @property
-    def data_folder(self) -> str:
-        """LAB_DATA of a job there."""
-        return self.data or f"{self.folder}/data"
+    maker: ClassVar[str] = "slurm_nodes"
 
     def name_job_folder(self, job_id: str, index: int) -> str:
         """The folder of a job's files: one for all nodes, in which the batch script makes one for each."""
@@ -93,37 +86,140 @@ def slurm_nodes(
     Raises:
         LabError: A value cannot be in a batch script.
     """
-    request = SlurmRequest(count, partition=partition, time_limit=time_limit, extra=extra)
+    count = values.check_value("slurm_nodes", "count", count, values.whole(1, 1000, 2))
+    extra = values.check_value("slurm_nodes", "extra", extra, values.list_of(values.check_text))
+    options = [f"--time={time_limit}", *([] if partition is None else [f"--partition={partition}"]), *extra]
+    for option in options:
+        if not OPTION.fullmatch(option):
+            raise LabError(
+                f"{json.dumps(option)[:60]} is not one option of sbatch.",
+                where="slurm_nodes",
+                cause="each begins with --, has its value behind =, and neither spaces nor quotes",
+                fix="slurm_nodes(2, partition='gpu', time_limit='00:30:00', extra=['--gpus-per-node=1'])",
+            )
     place = values.check_value("slurm_nodes", "folder", folder, values.optional(values.check_path))
     place = place or env_folder("LAB_RUNS", "runs") / "slurm"
-    python = sys.executable if python is None else python
-    return [
-        SlurmNode(f"slurm{index}", str(place), request, python=python, interface=interface)
-        for index in range(request.count)
-    ]
+    own = {"folder": str(place), "interface": interface, "options": tuple(options)}
+    own |= {} if python is None else {"python": python}
+    return [SlurmNode(name=f"slurm{index}", **own) for index in range(count)]
 
 
 def check(spec: JobSpec, job_id: str) -> Preflight:
-    """Judges the queue.
-
-    Slurm chooses the nodes later, so the ranks compare their versions when they meet.
-    """
-    started, nodes = time.monotonic(), spec.nodes
+    """Judges the queue. Slurm chooses the nodes later, so the ranks compare their versions when they meet."""
+    started = time.monotonic()
     try:
-        verdict = judge_queue(nodes[0].request, len(nodes))
+        verdict = judge_queue(spec.nodes[0].options, len(spec.nodes))
     except LabError as error:
         verdict = judge_error("Slurm", error)
     return Preflight((verdict,), seconds=time.monotonic() - started)
 
 
-def needs_preflight(spec: JobSpec) -> bool:
-    """Never: the batch script finds out addresses and port."""
-    return False
+def judge_queue(options: Sequence[str], count: int) -> Verdict:
+    """Judges if Slurm has ``count`` nodes in service: "ok", "note" if the job will wait for some of them, or "red".
+
+    Raises:
+        LabError: Slurm is not here, or does not answer.
+    """
+    only = [option for option in options if option.startswith("--partition=")]
+    done = _ask("sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%t", *only)
+    if done.returncode:
+        fix = "ask who runs the cluster; sinfo shows when it is back"
+        raise LabError("Slurm does not answer.", where="sinfo", cause=done.stderr.strip()[-300:], fix=fix)
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
+    # A node may be in several partitions. States with another last character, such as *, are not in service.
+    usable = {node: state for _, up, node, state in rows if up == "up" and state in ("idle", "mix", "alloc", "comp")}
+    there, idle = len(usable), list(usable.values()).count("idle")
+    names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
+    found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
+    if there >= count:
+        return Verdict("Slurm", "queue", "note" if idle < count else "ok", found)
+    fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses"
+    return Verdict("Slurm", "queue", "red", found, "another partition was meant", fix)
 
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
-    """Writes one batch script for all nodes."""
-    return {SCRIPT: write_sbatch(spec, launch, places[0])}
+    """Returns one batch script for all nodes, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
+
+    Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
+    """
+    place = places[0]
+    root, python = shlex.quote(place.job_folder), shlex.quote(place.node.python)
+    place = replace(
+        place,
+        index=Bash('"$SLURM_NODEID"'),
+        address=Bash('"$own"'),
+        head=Bash('"$head"'),
+        is_head=Bash("$is_host"),
+        # The number of the job makes a port that two jobs on one node will not share.
+        port=place.port or Bash("$((20000 + SLURM_JOB_ID % 10000))"),
+        job_folder=Bash('"$LAB_JOB_ROOT/node$SLURM_NODEID"'),
+        interface=place.interface or Bash("$interface"),
+    )
+    around = '"${supervise[@]}" '
+    rendezvous_id = Bash(f'{launch.rendezvous_id}-"$SLURM_JOB_ID"')
+    text = f"""#!/usr/bin/env bash
+{_write_requests(spec, launch)}
+# Job {launch.id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
+
+export LAB_JOB_ROOT={root}
+{write_environment(spec, launch, rendezvous_id)}
+# The IPv4 address of a node by its name in Slurm, as it is seen from the node that asks.
+find_address() {{
+  local known
+  known=$(scontrol show node "$1" | sed -n 's/.*NodeAddr=\\([^ ]*\\).*/\\1/p')
+  getent ahostsv4 "$known" | sed -n '1s/ .*//p'
+}}
+
+# Who this node is: its own address and interface, that of node 0, and whether it is that one.
+find_place() {{
+  local names peer route
+  names=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+  # The way to another node tells the own address and interface. The own name would not: on Debian and Ubuntu it stands
+  # for the loopback. Node 0 looks to node 1, and all others to node 0, where the rendezvous listens.
+  peer=$(find_address "${{names[$((SLURM_NODEID == 0 ? SLURM_NNODES > 1 : 0))]}}")
+  route=$(ip -4 route get "$peer")
+  own=$(sed -n 's/.* src \\([^ ]*\\).*/\\1/p' <<< "$route")
+  [ -n "$own" ] || {{ echo "No way to $peer, which is the other node: $route"; exit 1; }}
+  interface=$(sed -n 's/.* dev \\([^ ]*\\).*/\\1/p' <<< "$route")
+  head=$([ "$SLURM_NODEID" = 0 ] && echo "$own" || echo "$peer") is_host=$((SLURM_NODEID == 0))
+}}
+
+# What runs on each node.
+run_node() {{
+supervise=()
+if [ -n "${{LAB_LEASE:-}}" ]; then
+  # A launcher reads one file per node, and ends its job by taking the lease away, and by dying. Without a launcher
+  # everything goes to the file of the job, and to end it is for Slurm to do.
+  exec > "$LAB_JOB_ROOT/node$SLURM_NODEID.out" 2>&1
+  supervise=(
+    {python} -P -u -m nodelaunch.node.supervisor --job-folder="$LAB_JOB_ROOT/node$SLURM_NODEID"
+    --lease-file="$LAB_LEASE" --lease={LEASE_SECONDS:g} --grace={GRACE_SECONDS:g} --limit={spec.limit:g} --
+  )
+fi
+find_place
+{write_start(spec, place, around)}}}
+
+# One task per node; when one has failed, the others are ended. srun does not know by itself how many cores the job has
+# per task. `declare -f` prints the functions, since the other nodes do not have this file.
+exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} \\
+  bash -c "$(declare -f find_address find_place run_node); run_node"
+"""
+    return {SCRIPT: text}
+
+
+def _write_requests(spec: JobSpec, launch: Launch) -> str:
+    """Writes the lines of #SBATCH, each with a comment."""
+    # Relative to the folder in which sbatch is called: a path here could not have every character.
+    lines = [
+        (f"--job-name={launch.id}", "what squeue calls it"),
+        (f"--nodes={len(spec.nodes)}", "nodes that take part"),
+        ("--ntasks-per-node=1", "one on each, which starts the processes"),
+        ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
+        ("--no-requeue", "a job that runs twice would join its own past"),
+        *((option, "as asked for") for option in spec.nodes[0].options),
+    ]
+    width = max(len(option) for option, _ in lines)
+    return "\n".join(f"#SBATCH {option:<{width}}  # {comment}" for option, comment in lines)
 
 
 def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
@@ -148,32 +244,96 @@ def start(
         LabError: Slurm does not take the job.
         KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
     """
-    folder = Path(places[0].job_folder)
-    lease = folder / "lease"
-    lease.touch()
-    job = SlurmJob(submit(folder / SCRIPT, lease=lease), folder)
-    said = ""
+    job, said = submit(Path(places[0].job_folder)), ""
     try:
-        while job.state in ("PENDING", "CONFIGURING", "UNKNOWN") and not stop.is_set():
-            if (queue := describe_queue(job.number)) != said:
+        while True:
+            facts = job.facts
+            if (queue := describe_queue(job.number, facts)) != said:
                 say(said := queue)
+            if facts["JobState"] not in WAITING or stop.is_set():
+                break
             job.beat()
-            mark_used(folder, Path(places[0].code_folder))  # it may wait for hours
+            mark_used(job.folder, Path(places[0].code_folder))  # it may wait for hours
             time.sleep(LOOK_SECONDS)
     except BaseException:
         job.end()
         raise
-    if (queue := describe_queue(job.number)) != said:
-        say(queue)
     return {node.name: SlurmLink(node.name, index, job) for index, node in enumerate(spec.nodes)}
 
 
+def submit(folder: Path) -> SlurmJob:
+    """Hands the batch script in a job's folder to Slurm, with the lease that the launcher keeps renewing.
+
+    Raises:
+        LabError: Slurm is not here, or refuses.
+    """
+    (folder / "lease").touch()
+    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    done = _ask("sbatch", "--parsable", SCRIPT, cwd=folder, env=env | {"LAB_LEASE": str(folder / "lease")})
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
+        cause = said[-1].rpartition("error: ")[2][:300]
+        fix = f"sinfo shows what there is; by hand: cd {folder}; sbatch {SCRIPT}"
+        raise LabError("Slurm does not take the job.", where=folder / SCRIPT, cause=cause, fix=fix)
+    return SlurmJob(int(done.stdout.strip().split(";")[0]), folder)  # "12;cluster" if there are several clusters
+
+
+def describe_queue(job: int, facts: Mapping[str, str]) -> str:
+    """Returns the state of a job, its reason and its nodes, in words."""
+    on = f" on {nodes}" if (nodes := facts.get("NodeList", "")) not in ("", "(null)") else ""
+    why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
+    return f"Slurm job {job}: {facts['JobState']}{on}{why}"
+
+
+class SlurmJob:
+    """A submitted job, which its links share: its state, looked up at most twice a second, and its lease."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.folder = number, folder
+        self._lock, self._looked, self._facts = threading.Lock(), 0.0, {"JobState": "UNKNOWN"}
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """Slurm's facts of it, such as its ``JobState``."""
+        with self._lock:
+            if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
+                done = _ask("scontrol", "show", "job", "--oneliner", str(self.number))
+                self._facts, self._looked = dict(re.findall(r"(\w+)=(\S*)", done.stdout)), time.monotonic()
+                if done.returncode:
+                    # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
+                    self._facts = {"JobState": "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"}
+            return self._facts
+
+    @property
+    def state(self) -> str:
+        """Its state now."""
+        return self.facts["JobState"]
+
+    def beat(self) -> None:
+        """Sends a heartbeat: touches the lease."""
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / "lease")
+
+    def stop(self) -> None:
+        """Asks the supervisors to end everything."""
+        (self.folder / "lease").unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """Cancels it."""
+        self.stop()
+        if self.state not in OVER:
+            _ask("scancel", str(self.number))
+
+
 class SlurmLink:
-    """The link to one node of a Slurm job; see :class:`nodelaunch.backends.nodes.Link`."""
+    """The link to one node of a Slurm job, with the methods of :class:`nodelaunch.backends.nodes.PipeLink`."""
 
     def __init__(self, node: str, index: int, job: SlurmJob) -> None:
         self.node, self.job = node, job
         self._path = job.folder / f"node{index}.out"
+        # One lease and one cancellation are for all nodes.
+        self.beat, self.stop, self.kill = job.beat, job.stop, job.end
 
     def lines(self) -> Iterator[bytes]:
         """Yields what the node printed, until the job is over."""
@@ -193,24 +353,12 @@ class SlurmLink:
         if rest:
             yield rest + b"\n"
 
-    def beat(self) -> None:
-        """Sends a heartbeat."""
-        self.job.beat()
-
-    def stop(self) -> None:
-        """Asks the supervisors of the whole job to end everything."""
-        self.job.stop()
-
-    def kill(self) -> None:
-        """Cancels the whole job."""
-        self.job.end()
-
     def poll(self) -> int | None:
         """Returns the exit status of the job, or None while it is not over."""
         if self.job.state not in OVER:
             return None
-        status, _, number = self.job.facts.get("ExitCode", "0:0").partition(":")
-        code = int(status) or (128 + int(number or 0) if int(number or 0) else 0)
+        status, number = map(int, self.job.facts.get("ExitCode", "0:0").split(":"))
+        code = status or (128 + number if number else 0)
         return code or int(self.job.state not in ("COMPLETED", "GONE"))
 
     def explain(self) -> LabError | None:
@@ -219,122 +367,11 @@ class SlurmLink:
             return None
         facts, number = self.job.facts, self.job.number
         log = self.job.folder / f"slurm-{number}.out"
-        last = ""
-        with contextlib.suppress(OSError):
-            last = ([line for line in log.read_text(errors="replace").splitlines() if line.strip()] or [""])[-1]
+        lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
+        last = next((line for line in reversed(lines) if line.strip()), f"Slurm's reason: {facts.get('Reason')}")
         what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
-        where, cause = (
-            facts.get("NodeList") or "no node",
-            last[:300] or f"Slurm's reason: {facts.get('Reason', 'none')}",
-        )
-        return LabError(what, where=where, cause=cause, fix=f"scontrol show job {number}", log=log)
-
-
-def submit(path: Path, *, lease: Path | None = None) -> int:
-    """Hands a batch script to Slurm from the script's own folder, and returns the job's number.
-
-    Args:
-        path: The script.
-        lease: The file that the launcher touches while it runs; None lets the job run without a launcher.
-
-    Raises:
-        LabError: Slurm is not here, or refuses.
-    """
-    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
-    env |= {"LAB_LEASE": str(lease)} if lease else {}
-    done = _ask("sbatch", "--parsable", path.name, cwd=path.parent, env=env)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
-        cause = said[-1].rpartition("error: ")[2][:300]
-        fix = f"sinfo shows what there is; by hand: cd {path.parent}; sbatch {path.name}"
-        raise LabError("Slurm does not take the job.", where=path, cause=cause, fix=fix)
-    return int(done.stdout.strip().split(";")[0])  # "12;cluster" if there are several clusters
-
-
-def judge_queue(request: SlurmRequest, count: int) -> Verdict:
-    """Judges if Slurm has ``count`` nodes in service: "ok", "note" if the job will wait for some of them, or "red".
-
-    Raises:
-        LabError: Slurm is not here, or does not answer.
-    """
-    only = [f"--partition={request.partition}"] if request.partition else []
-    done = _ask("sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%t", *only)
-    if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["sinfo gave no reason"])[-1]
-        fix = "ask who runs the cluster; sinfo shows when it is back"
-        raise LabError("Slurm does not answer.", where="sinfo", cause=said[:300], fix=fix)
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
-    # A node may be in several partitions. States with another last character, such as *, are not in service.
-    usable = {node: state for _, up, node, state in rows if up == "up" and state in ("idle", "mix", "alloc", "comp")}
-    there, idle = len(usable), list(usable.values()).count("idle")
-    names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
-    found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
-    if there >= count:
-        return Verdict("Slurm", "queue", "note" if idle < count else "ok", found)
-    fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses"
-    return Verdict("Slurm", "queue", "red", found, "another partition was meant", fix)
-
-
-def describe_queue(job: int) -> str:
-    """Returns the state of a job, its reason and its nodes, in words."""
-    facts = look_up(job)
-    on = f" on {nodes}" if (nodes := facts.get("NodeList", "")) not in ("", "(null)") else ""
-    why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
-    return f"Slurm job {job}: {facts['JobState']}{on}{why}"
-
-
-def look_up(job: int) -> dict[str, str]:
-    """Returns Slurm's facts of a job; its ``JobState`` is "GONE" if Slurm no longer knows it."""
-    done = _ask("scontrol", "show", "job", "--oneliner", str(job))
-    if done.returncode:
-        # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
-        return {"JobState": "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"}
-    return dict(re.findall(r"(\w+)=(\S*)", done.stdout))
-
-
-class SlurmJob:
-    """A submitted job, which its links share: its state, looked up at most twice a second, and its lease."""
-
-    def __init__(self, number: int, folder: Path) -> None:
-        self.number, self.folder = number, folder
-        self._lock, self._looked, self._facts = threading.Lock(), 0.0, {"JobState": "UNKNOWN"}
-        self._stopping = False
-
-    @property
-    def facts(self) -> dict[str, str]:
-        """Slurm's facts of it."""
-        with self._lock:
-            if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
-                self._facts, self._looked = look_up(self.number), time.monotonic()
-            return self._facts
-
-    @property
-    def state(self) -> str:
-        """Its state now."""
-        return self.facts["JobState"]
-
-    def beat(self) -> None:
-        """Sends a heartbeat: touches the lease."""
-        with contextlib.suppress(OSError):
-            os.utime(self.folder / "lease")
-
-    def stop(self) -> None:
-        """Asks the supervisors to end everything, and cancels the job if that takes too long."""
-        with self._lock:
-            if self._stopping:
-                return
-            self._stopping = True
-        (self.folder / "lease").unlink(missing_ok=True)
-        timer = threading.Timer(STOP_SECONDS, self.end)
-        timer.daemon = True
-        timer.start()
-
-    def end(self) -> None:
-        """Cancels it."""
-        (self.folder / "lease").unlink(missing_ok=True)
-        if self.state not in OVER:
-            _ask("scancel", str(self.number))
+        where, fix = facts.get("NodeList") or "no node", f"scontrol show job {number}"
+        return LabError(what, where=where, cause=last[:300], fix=fix, log=log)
 
 
 def _ask(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -6,7 +6,6 @@ what to do once by hand.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import re
@@ -24,10 +23,13 @@ from typing import ClassVar
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.backends.refusals import explain_refusal
+from nodelaunch.backends.nodes import Node
+from nodelaunch.failure import explain_full_disk
 
-# BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours.
+# BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours. Control…: all programs
+# on a host share one connection, which ends 30 s after the last: a new one takes tenths of a second.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=2", "ServerAliveCountMax=3")
+OPTIONS += ("ControlMaster=auto", "ControlPersist=30")
 FOLDER = "~/distributed-training-labs"
 # Prints the home and the first interpreter that exists; with a mark, since a ~/.bashrc may print, too.
 LOOK = r"""
@@ -38,52 +40,61 @@ for python do
 done
 printf '\nLAB-NODE %s\nLAB-NODE %s\n' "$HOME" "$(command -v "$python")"
 """
+HOST = values.rule(
+    lambda name: re.fullmatch(r"[^\s-]\S{0,254}", name) and name.isprintable(),
+    "a name as you would type it after `ssh`",
+    "['n1', 'n2']",
+    cause="a name is empty, begins with a dash, or contains spaces or control characters",
+    first=values.check_text,
+)
+# By a pattern of OpenSSH's words: what happened, the likely cause, and the fix.
+REFUSALS = {
+    r"HOST IDENTIFICATION HAS CHANGED": (
+        "{host} shows another host key than before.",
+        "the host was installed again, its address now belongs to another one, or somebody is in between",
+        "ask the host's owner which of these; only if it was installed again: ssh-keygen -R {bare}  and log in once by "
+        "hand",
+    ),
+    r"Host key verification failed": (
+        "The host key of {host} is not known yet, so nobody can say that it is that host.",
+        "this account never logged in there",
+        "run once by hand: {ssh}  (compare the fingerprint with the one from the host's owner, then answer yes)",
+    ),
+    r"Could not resolve hostname": (
+        "{host} is not known on this machine: not in /etc/hosts, nor to a name server.",
+        "a typo, or a name that only the hosts or another configuration of ssh know",
+        "use the host's IP address in ssh_nodes, or add to /etc/hosts: <IP address> {host}",
+    ),
+    r"Connection refused": (
+        "{host} is there, but refuses connections for ssh.",
+        "no sshd runs there, or it listens on another port",
+        "on that host: sudo systemctl start ssh; or give its port in ~/.ssh/config",
+    ),
+    r"Permission denied|Too many authentication failures": (
+        "{host} does not accept any of your keys.",
+        "{last}; here are {keys} and {agent} ssh agent; a password is never asked for",
+        "ssh-keygen -t ed25519 if you have no key yet, then {copy_key}",
+    ),
+    r"timed out|No route to host|Network is unreachable|not responding": (
+        "{host} does not answer.",
+        "it is off, the address is another host's, or a firewall drops what comes from here",
+        "see that it is on and that port 22 is open to this machine, then try by hand: {ssh} true",
+    ),
+    r"": ("The connection to {host} ended.", "{last}", "try it by hand: {ssh} true"),
+}
 
 
 class Connections:
-    """One connection per host for all programs of a list of nodes (OpenSSH's ControlMaster), in a private folder.
+    """The private folder of the sockets by which all programs of a list of nodes share connections."""
 
-    A connection takes a few tenths of a second, and a preflight needs several. They end with ``close``, with the
-    nodes, or with the interpreter; if that was killed, 30 s after the last program.
-    """
-
-    def __init__(self, config: Path | None) -> None:
-        self.config = config
-        self._folder: Path | None = None
-        self._close = None
-
-    def options(self, name: str) -> list[str]:
-        """The options of ssh that go before the host's name, ``-T`` to ``--``."""
-        given = ["-F", str(self.config)] if self.config else []
-        shared = ["ControlMaster=auto", f"ControlPath={self._find_folder()}/%C", "ControlPersist=30"]
-        return ["-T", *given, *(part for option in (*OPTIONS, *shared) for part in ("-o", option)), "--", name]
-
-    def _find_folder(self) -> Path:
-        if self._folder is None or not self._folder.exists():
-            # A socket's path may have some 100 characters, which macOS's own temporary folder exceeds.
-            short = "/tmp" if Path("/tmp").is_dir() else None
-            self._folder = Path(tempfile.mkdtemp(prefix="lab-", dir=short))
-            self._folder.chmod(0o700)  # a socket there is a way in; and the umask may exclude us
-            self._close = weakref.finalize(self, _close_connections, self._folder)
-        return self._folder
-
-    def close(self) -> None:
-        """Ends all connections and removes their folder; the next program makes new ones."""
-        if self._close:
-            self._close()
+    def __init__(self) -> None:
+        # macOS's own temporary folder has a longer path than a socket may have.
+        self.folder = tempfile.mkdtemp(prefix="lab-", dir="/tmp")
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
 
 
-def _close_connections(folder: Path) -> None:
-    for socket in folder.iterdir() if folder.exists() else ():
-        # ssh requires the name of a host, and finds the socket without it.
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            command = ["ssh", "-F", os.devnull, "-o", f"ControlPath={socket}", "-O", "exit", "--", "localhost"]
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=5)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class SshNode:
+@dataclass(frozen=True, kw_only=True)
+class SshNode(Node):
     """A host that ssh reaches; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
     Nothing is asked of the host before the first use: ``python`` and ``folder`` are looked up there, once, if they
@@ -93,22 +104,15 @@ class SshNode:
         name: An argument of ssh: a name of the user's configuration or of the network, an address, ``user@host``.
         wanted_python: As the user gave it; None looks for this interpreter's own path there, then for python3.
         wanted_folder: As the user gave it, with ``~`` for the home on the host.
+        config: The configuration of ssh, or None for the user's own.
         connections: Shared by the nodes of one list.
     """
 
-    name: str = values.checked(values.NAME)
-    address: str | None = values.checked(values.optional(values.check_address), default=None)
-    interface: str | None = values.checked(values.optional(values.NAME), default=None)
-    data: str | None = values.checked(values.optional(values.NAME), default=None)
     wanted_python: str | None = values.checked(values.optional(values.NAME), default=None)
     wanted_folder: str = values.checked(values.FOLDER, default=FOLDER)
-    connections: Connections = field(default_factory=lambda: Connections(None), repr=False, compare=False)
-    backend: ClassVar[str] = "nodelaunch.backends.direct"
-    here: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, "ssh_nodes")
+    config: Path | None = None
+    connections: Connections = field(default_factory=Connections, repr=False, compare=False)
+    maker: ClassVar[str] = "ssh_nodes"
 
     @property
     def python(self) -> str:
@@ -123,45 +127,50 @@ class SshNode:
             return self.wanted_folder
         return f"{self._facts[0]}/{self.wanted_folder.removeprefix('~').lstrip('/')}".rstrip("/")
 
-    @property
-    def data_folder(self) -> str:
-        """LAB_DATA of a job there."""
-        return self.data or f"{self.folder}/data"
-
-    def name_job_folder(self, job_id: str, index: int) -> str:
-        """The folder of a job's files there: each node has its own, since several may share a home."""
-        return f"{self.folder}/jobs/{job_id}/node{index}"
-
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends.
 
         Raises:
             LabError: There is no ssh on this machine.
         """
+        options = [f"-o{option}" for option in (*OPTIONS, f"ControlPath={self.connections.folder}/%C")]
+        given = ["-F", str(self.config)] if self.config else []
         # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.
-        command = ["ssh", *self.connections.options(self.name), "exec " + shlex.join(argv)]
+        command = ["ssh", "-T", *given, *options, "--", self.name, "exec " + shlex.join(argv)]
         pipe = subprocess.PIPE
         try:
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except FileNotFoundError as error:
-            what, fix = (
-                "The OpenSSH client",
-                "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)",
-            )
-            cause = "there is no program `ssh`"
-            raise LabError(f"{what} is not on this machine.", where="PATH", cause=cause, fix=fix) from error
-        # The connections end when nothing refers to them any more; a program must not lose its own.
-        process.connections = self.connections
-        return process
+            what, cause = "The OpenSSH client is not on this machine.", "there is no program `ssh`"
+            fix = "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)"
+            raise LabError(what, where="PATH", cause=cause, fix=fix) from error
 
     def explain(self, returncode: int, stderr: str) -> LabError:
-        """The error of a program that could not be run there."""
-        python = self.wanted_python or self.__dict__.get("_facts", ("", "python3"))[1]
-        return explain_refusal(self.name, returncode, stderr, python=python, config=self.connections.config)
-
-    def close(self) -> None:
-        """Ends the connections to this node and to the others of its list."""
-        self.connections.close()
+        """The error of a program that ssh could not run there; 255 is ssh's own failure, else it is the program's."""
+        # A server's banner and ssh's warnings come first; what ended it comes last.
+        last = clean((stderr.strip().splitlines() or [""])[-1].strip(), 300)
+        ssh = f"ssh {f'-F {shlex.quote(str(self.config))} ' if self.config else ''}{shlex.quote(self.name)}"
+        if returncode == 255:
+            texts = next(texts for pattern, texts in REFUSALS.items() if re.search(pattern, stderr, re.IGNORECASE))
+            facts = {
+                "host": self.name[:40],
+                "bare": shlex.quote(self.name.rpartition("@")[2]),
+                "ssh": ssh,
+                "copy_key": ssh.replace("ssh ", "ssh-copy-id ", 1),
+                "last": last or "the host went away, or its sshd refused; it gave no reason",
+                "keys": ", ".join(sorted(path.stem for path in Path.home().glob(".ssh/id_*.pub"))) or "no key file",
+                "agent": "an" if os.environ.get("SSH_AUTH_SOCK") else "no",
+            }
+            what, cause, fix = (text.format_map(facts) for text in texts)
+            return LabError(what, where=ssh, cause=cause, fix=fix)
+        if full := explain_full_disk(self.name, "its folder there", stderr):
+            return full
+        if returncode in (126, 127):  # a shell's status if the program does not exist or cannot be run
+            what, where = f"The Python for the job is not on {self.name[:40]}.", self.wanted_python or "python3"
+            fix = f"install Python and torch there ({ssh}), or name the one to use: ssh_nodes(…, python='/its/path')"
+            return LabError(what, where=f"{self.name}: {where}", cause=last or "no such program", fix=fix)
+        what = f"A program on {self.name[:40]} ended with exit status {returncode}."
+        return LabError(what, where=ssh, cause=last or "it gave no reason", fix=f"try it by hand: {ssh}")
 
     @functools.cached_property
     def _facts(self) -> tuple[str, str]:
@@ -171,8 +180,7 @@ class SshNode:
             LabError: The host was not reached, or has no Python.
         """
         wanted = [self.wanted_python] if self.wanted_python else [sys.executable, "python3"]
-        process = self.popen(["sh", "-c", LOOK, "sh", *wanted])
-        with process:
+        with self.popen(["sh", "-c", LOOK, "sh", *wanted]) as process:
             try:
                 out, err = process.communicate(timeout=20)
             except subprocess.TimeoutExpired:
@@ -206,35 +214,13 @@ def ssh_nodes(
         config: A configuration of ssh in place of ``~/.ssh/config``.
 
     Raises:
-        LabError: A name is invalid, or appears twice; the configuration does not exist.
+        LabError: A name is invalid, or the configuration does not exist.
     """
-    hosts = values.list_of(values.check_text, "a list of hosts", "['n1', 'n2']")
-    names = [names] if isinstance(names, str) else values.check_value("ssh_nodes", "names", names, hosts)
-    for name in names:
-        if not name or name.startswith("-") or not name.isprintable() or " " in name or len(name) > 255:
-            cause = "a name is empty, begins with a dash, or contains spaces or control characters"
-            fix = "give it as you would type it after `ssh`, for example ssh_nodes(['n1', 'n2'])"
-            raise LabError(f"{name[:40]!r} is no host.", where="ssh_nodes", cause=cause, fix=fix)
-    if not names or len(set(names)) != len(names):
-        raise LabError(
-            "Each node needs its own host.",
-            where=f"ssh_nodes({', '.join(names)[:80]})",
-            cause="the list is empty, or a name is in it twice",
-            fix="name each host once; several processes on one host are nproc_per_node",
-        )
+    names = values.check_value("ssh_nodes", "names", names, values.list_of(HOST, "a list of hosts", "['n1', 'n2']"))
     path = values.check_value("ssh_nodes", "config", config, values.optional(values.check_path))
     if path and not path.is_file():
         where = clean(path, 300)
         raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
-    shared = Connections(path)
-    return [
-        SshNode(
-            name,
-            interface=interface,
-            data=data,
-            wanted_python=python,
-            wanted_folder=str(folder) if isinstance(folder, Path) else folder,
-            connections=shared,
-        )
-        for name in names
-    ]
+    options = {"wanted_folder": str(folder) if isinstance(folder, Path) else folder, "wanted_python": python}
+    options |= {"interface": interface, "data": data, "config": path, "connections": Connections()}
+    return [SshNode(name=name, **options) for name in names]

@@ -183,11 +183,11 @@ class Hosts:
     def drop(self, source: str, target: str, port: int | None = None, *, new: bool = False) -> None:
         """Makes a firewall on ``target`` drop packets from ``source``; with ``new`` only new connections."""
         self._dirty = True
-        self._filter("-I", source, target, port, new)
-
-    def undrop(self, source: str, target: str, port: int | None = None, *, new: bool = False) -> None:
-        """Removes such a rule."""
-        self._filter("-D", source, target, port, new)
+        rule = ["INPUT", "-s", self.address(source)]
+        rule += ["-p", "tcp"] if port or new else []
+        rule += ["--dport", str(port)] if port else []
+        rule += ["--syn"] if new else []
+        _run("ip", "netns", "exec", self._prefix + target, "iptables", "-w", "-I", *rule, "-j", "DROP")
 
     def set_hosts(self, node: str, text: str) -> None:
         """Changes /etc/hosts of n0, n1 or n2, immediately and for running programs, too."""
@@ -242,13 +242,6 @@ class Hosts:
     def _kill(self, node: str) -> None:
         self._nodes[node].kill()  # --kill-child: process 1 dies with it, and with that one all the others
         self._nodes[node].wait()
-
-    def _filter(self, action: str, source: str, target: str, port: int | None, new: bool) -> None:
-        rule = ["INPUT", "-s", self.address(source)]
-        rule += ["-p", "tcp"] if port or new else []
-        rule += ["--dport", str(port)] if port else []
-        rule += ["--syn"] if new else []
-        _run("ip", "netns", "exec", self._prefix + target, "iptables", "-w", action, *rule, "-j", "DROP")
 
     def _build(self) -> None:
         zero = f"{self._prefix}n0"
