@@ -1,27 +1,22 @@
 """The launcher on machines with GPUs, each of them pretended: which are used, one backend for all, and who waited."""
 
 import ast
-import ctypes
 import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
-import torch
 from harness.jobs import TROUBLE, Heard, hear, run_badly
 
 from nodelaunch import TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.messages import look_up
-from nodelaunch.node import agreement
-from nodelaunch.node.watch import EARLIER, EARLIEST
 
 pytestmark = pytest.mark.usefixtures("runs")
 HIDDEN = "export CUDA_VISIBLE_DEVICES=''"
@@ -183,34 +178,6 @@ def test_a_node_whose_driver_does_not_answer_hides_nothing(write, pretend):
 # What the ranks compare.
 
 
-@pytest.mark.parametrize(
-    ("count", "version", "cuda", "expected"),
-    [
-        (0, 13000, "13.0", "CPU"),
-        (1, 13000, "13.0", "GPU"),
-        (1, 12040, "12.8", "GPU"),
-        (1, 12040, "13.0", "CPU"),
-        (1, None, "13.0", "CPU"),
-        (1, None, None, "GPU"),  # AMD's
-    ],
-)
-def test_the_device_of_a_rank_is_found_without_starting_cuda(monkeypatch, count, version, cuda, expected):
-    class Driver:
-        def cuDriverGetVersion(self, place):
-            place._obj.value = version
-
-    def load(name):
-        if version is None:
-            raise OSError(f"{name}: cannot open shared object file")
-        return Driver()
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert agreement.find_device() == expected
-    assert not torch.cuda.is_initialized()
-
-
 PRETEND_GPU = """
 import os, sys
 if "nodelaunch.node.worker" in sys.orig_argv and os.environ["LAB_NODE"] == "1":
@@ -303,27 +270,6 @@ def test_an_abort_after_a_restart_is_not_taken_for_the_watchdog_s(state):
     assert "Rank 0 on a was killed by signal 6" in diagnose(state).what
 
 
-STANDING = """
-import sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch.distributed as dist
-from nodelaunch.node.report import Events
-from nodelaunch.node.watch import Watch
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=2))
-Watch(Events(Path(sys.argv[1]), 0), __file__, 60, None).start()
-dist.distributed_c10d._store_based_barrier(0, store, "never", 2, timedelta(seconds=30))
-"""
-
-
-def test_the_launcher_notices_a_hang_before_the_process_group_gives_up(write, tmp_path):
-    done = subprocess.run([sys.executable, write("stand.py", STANDING), tmp_path], capture_output=True, timeout=300)
-    assert done.returncode == 75, done.stderr
-    event = json.loads((tmp_path / "events.jsonl").read_text())
-    assert event["event"] == "hang" and event["inside"] and 2 * (1 - EARLIER) < event["seconds"] < 2
-
-
 # The project's own scripts, and the network's.
 
 
@@ -356,8 +302,7 @@ def test_a_job_of_a_notebook_hangs_for_the_launcher_before_its_process_group_giv
     for script, seconds in pairs.items():
         (call,) = list_starts(root / "notebooks" / script)
         timeout = int(re.search(r"timedelta\(seconds=(\d+)\)", call)[1])
-        told = timeout - min(EARLIEST, EARLIER * timeout)
-        assert int(seconds) < told, f"{script}: the process group gives up after {timeout} s"
+        assert int(seconds) < 0.9 * timeout, f"{script}: the process group gives up after {timeout} s"
 
 
 def test_the_network_interface_is_named_exactly(write):
