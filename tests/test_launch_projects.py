@@ -273,7 +273,7 @@ def test_what_keeps_a_module_from_its_start_is_located(package, monkeypatch, mod
     script = ""
     with pytest.raises((ImportError, SyntaxError)) as raised:
         script = worker.find_module(module)
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        worker.run_target(script, module)
     facts = worker._describe(raised.value, script, package)
     assert facts["location"] == location and message in facts["message"] and traceback in facts["traceback"], facts
 

@@ -59,10 +59,7 @@ def main() -> None:
         guard_stores()  # also those that the script makes, and that of a job whose workers were restarted
         script = script or find_module(module)
         groups, watch = _prepare(script, events)
-        if module:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        run_target(script, module)
     except SystemExit as end:
         if os.getpid() != own:  # a process that the script made by os.fork, which is no rank
             raise
@@ -101,6 +98,14 @@ def find_module(module: str) -> str:
     if not spec:
         raise ModuleNotFoundError(f"No module named {module!r}")
     return spec.origin
+
+
+def run_target(script: str, module: str) -> None:
+    """Runs a module if there is one, else the script."""
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
