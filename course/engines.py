@@ -34,7 +34,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from lab_common import LabError, checkout
-from nodelaunch.node.children import PR_SET_PDEATHSIG, set_process
+from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
 
 if TYPE_CHECKING:
     from ipyparallel import Client, DirectView

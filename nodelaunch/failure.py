@@ -301,7 +301,7 @@ def _list_stands(state: JobState, errors: list[dict]) -> dict[int, str]:
 def _find_stand(stack: str) -> str:
     """The line of the training script in a stack of faulthandler (innermost first) or of traceback (last), or ""."""
     found = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
-    # In traceback's own form the script has no folder, or only those of its package, see nodelaunch.node.target.
+    # In traceback's own form the script has no folder, or only those of its package, see nodelaunch.node.watch.
     own = [place for place in found if re.match(OWN, place[0]) or not re.match("[/<]", place[0])]
     if not own:
         return ""

@@ -223,7 +223,7 @@ class RunningJob:
             return
         try:
             if self._log:
-                self._log.write(f"{node}: ".encode() + line)
+                self._log.feed(f"{node}: ".encode() + line)
         except OSError as error:  # a full disk costs the log, and not the job
             if not self._cut:
                 self._cut = True

@@ -193,7 +193,7 @@ class JobState:
         rank, attempt = self.pids.get((part.name, pid), (rank, self._present))
         if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
             return
-        hangs = self.waited or any(error["kind"] == "hang" for error in self.errors)
+        hangs = self.waited or any("Timed out waiting" in error["message"] for error in self.errors)
         if hangs and code == -signal.SIGTERM:  # torchrun ends the others when one has given up waiting
             return
         if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended

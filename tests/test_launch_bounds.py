@@ -7,15 +7,14 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 from harness.jobs import (
     PLAIN,
     PYTHON,
     TROUBLE,
     assert_gone,
-    check_error,
     copy_code,
     find_processes,
     kill,
@@ -77,58 +76,35 @@ def test_a_rank_that_prints_without_end_costs_little(kind, write, runs):
     facts = json.loads(done.stdout)
     assert facts["results"] == [7, 7] and facts["calm"] == ["[rank 0] calm"]
     assert facts["said"][0] == "[rank 1] first words" and facts["said"][-1] == "[rank 1] last words", facts["said"]
-    assert any(re.search(r"[\d.]+ MiB were printed too fast", line) for line in facts["said"]), facts["said"]
+    assert any(re.search(r"[\d.]+ MiB are left out here", line) for line in facts["said"]), facts["said"]
     assert facts["memory"] < 64, "MiB of the launcher"
     written = sum(path.stat().st_size for path in runs.rglob("*") if path.is_file()) / MIB
     assert written < 4 * BURST / MIB, f"{written} MiB: what was passed on, in the logs of the node and of the launcher"
     assert facts["seconds"] < 60, "three of them printing, on a machine that does other things, too"
 
 
-def feed(pieces, output_of):
-    lines = []
-    output = output_of(lines.append)
-    for piece in pieces:
-        output.feed(piece)
-    output.end()
-    return lines
-
-
-def test_what_keeps_within_the_allowance_is_passed_on_whole():
-    text = b"".join(b"line %d\n" % number for number in range(100_000)) + b"unfinished"
-    pieces = [text[at : at + 777] for at in range(0, len(text), 777)]
-    lines = feed(pieces, lambda pass_on: Output(b"> ", pass_on))
-    assert b"".join(line.removeprefix(b"> ") for line in lines) == text + b"\n"
-    assert all(line.startswith(b"> ") and line.endswith(b"\n") for line in lines)
-
-
-def test_of_what_is_beyond_the_last_lines_come_behind_a_count():
-    pieces = [b"line %07d\n" % number * 100 for number in range(6000)]
-    lines = feed(pieces, lambda pass_on: Output(b"", pass_on))
-    note = next(n for n, line in enumerate(lines) if b"too fast" in line)
-    passed, kept = b"".join(lines[:note]), b"".join(lines[note + 1 :])
-    dropped = float(re.search(rb"\(([\d.]+) MiB", lines[note])[1])
-    assert BURST * 0.99 < len(passed) < BURST * 1.2 and TAIL * 0.9 < len(kept) <= TAIL
-    assert b"".join(pieces).endswith(kept) and b"".join(pieces).startswith(passed)
-    assert dropped == pytest.approx((len(b"".join(pieces)) - len(passed) - len(kept)) / MIB, abs=0.1)
-
-
-def test_a_rank_that_is_silent_again_shows_its_last_lines(monkeypatch):
+def test_output_beyond_its_allowance_shows_its_last_lines_behind_a_count(monkeypatch):
     clock, lines = [0.0], []
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    output = Output(b"", lines.append)
-    output.feed(b"much\n" * (BURST // 5 - 1))
-    output.feed(b"more\n" * 1000 + b"last\n")
-    assert lines[-1] == b"much\n"
+    output, pieces = Output(lines.append, b"> "), [b"line %07d\n" % number * 100 for number in range(6000)]
+    for piece in pieces:
+        output.feed(piece)
+    assert all(line.startswith(b"> line ") and line.endswith(b"\n") for line in lines)
+    passed = b"".join(line[2:] for line in lines)
+    assert BURST * 0.99 < len(passed) < BURST and b"".join(pieces).startswith(passed)
     clock[0] += 2.0
-    output.feed(b"")
-    assert lines[-1] == b"last\n"
+    output.feed(b"")  # it is silent
+    note, *kept = (line[2:] for line in lines[passed.count(b"\n") :])
+    assert TAIL * 0.9 < len(b"".join(kept)) <= TAIL and b"".join(pieces).endswith(b"".join(kept))
+    dropped = float(re.search(rb"\(([\d.]+) MiB are left out here", note)[1])
+    assert dropped == pytest.approx((len(b"".join(pieces)) - len(passed) - len(b"".join(kept))) / MIB, abs=0.1)
     clock[0] += 3600.0
-    count = len(lines)
+    lines.clear()
     output.feed(b"much\n" * (BURST // 5))
-    assert len(lines) == count + BURST // 5, "after a while all of it is passed on again"
+    assert lines.count(b"> much\n") == BURST // 5, "after a while all of it is passed on again"
 
 
-@pytest.mark.parametrize("size", [1, 777, 65536])
+@pytest.mark.parametrize("size", [1, 777])
 def test_a_long_line_is_cut_and_a_bar_of_progress_is_not(size):
     def split(text):
         lines = Lines(longest=1000)
@@ -150,12 +126,12 @@ def test_a_log_is_bounded_and_keeps_its_end(tmp_path):
     path.write_bytes(b"earlier\n")
     log = Log(path, room=10_000)
     for number in range(20_000):
-        log.write(b"line %05d\n" % number)
+        log.feed(b"line %05d\n" % number)
     assert path.stat().st_size <= 10_008, "while the job runs, too"
     log.close()
     text = path.read_bytes()
     assert text.startswith(b"earlier\nline 00000\n") and text.endswith(b"line 19999\n")
-    assert b"MiB are left out here: the log is full" in text
+    assert b"MiB are left out here" in text
     assert len(text) < 10_008 + TAIL + 100
 
 
@@ -163,16 +139,14 @@ def test_a_result_keeps_the_first_and_last_lines_of_each_rank():
     kept = OutputBuffer()
     for number in range(200_000):
         kept.add(f"[rank 0] line {number}")
-        if number % 50_000 == 0:
+        if number in (0, 150_000):
             kept.add(f"[rank 1] calm {number}")
     lines = kept.list_lines()
     own = [line for line in lines if line.startswith("[rank 0]")]
-    assert own[0] == "[rank 0] line 0" and own[-1] == "[rank 0] line 199999"
+    assert lines[:2] == ["[rank 0] line 0", "[rank 1] calm 0"], "in the order in which they came"
+    assert own[-1] == "[rank 0] line 199999" and "[rank 1] calm 150000" in lines
     assert sum("lines are left out here" in line for line in own) == 1
     assert sum(map(len, own)) <= FIRST + LAST + 100
-    assert [line for line in lines if "calm" in line] == [f"[rank 1] calm {n}" for n in range(0, 200_000, 50_000)]
-    places = [lines.index(f"[rank 1] calm {number}") for number in (0, 50_000)]
-    assert lines[places[0] - 1] == "[rank 0] line 0", "in the order in which they came"
 
 
 def test_a_result_that_is_too_long_is_refused():
@@ -219,15 +193,6 @@ class SilentLink:
         return -9 if self.let_go.is_set() else None
 
 
-def test_a_log_that_cannot_be_opened_leaves_no_supervisor(tmp_path):
-    link = SilentLink()
-    running = make_running({"a": link}, JobState(["a"], ["127.0.0.1"]), tmp_path / "no folder")
-    running.follow()
-    with pytest.raises(FileNotFoundError):
-        running.wait()
-    assert link.let_go.is_set()
-
-
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
     link, start = SilentLink(), time.monotonic()
     running = make_running({"a": link}, JobState(["a"], ["127.0.0.1"]), tmp_path, limit=1)
@@ -256,14 +221,16 @@ def test_42_a_stopped_supervisor_does_not_keep_a_job_beyond_its_limit(nodes, wri
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("where", ["local", "hosts"])
-def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(where, write, request):
-    """The guard on the node: nobody else is left who could."""
-    launcher, job_id = start_job(write, where, request)
+def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(write, request):
+    """The guard on the node: nobody else is left who could. It goes, too."""
+    launcher, job_id = start_job(write, "local", request)
+    guards = [one for one in psutil.process_iter(["cmdline"]) if f"LAB_JOB_ID={job_id}" in (one.info["cmdline"] or [])]
+    assert len(guards) == 2 and all(guard.cmdline()[3].endswith("guard.py") for guard in guards)
     kill(find_processes(job_id, "node.supervisor"), signal.SIGSTOP)
     launcher.kill()
     launcher.wait()
     assert_gone(job_id, 15 + 5)
+    assert not psutil.wait_procs(guards, timeout=5)[1]
 
 
 @pytest.mark.drill
@@ -320,23 +287,3 @@ def test_44_a_node_that_was_started_by_hand_and_never_joins_ends_by_itself(write
     print(f"it ended after {time.monotonic() - start:.1f} s")
     assert "the other nodes did not come" in said, said
     assert_gone(job_id, 1)
-
-
-def test_43_a_guard_is_no_part_of_the_job_and_goes_with_it(write):
-    job = TorchrunJob(write("train.py", PLAIN), ["loop"], nodes=local_nodes(2), **PYTHON)
-    job_id, guards = job.id, []
-
-    def look():
-        for folder in Path("/proc").glob("[0-9]*"):
-            words = (folder / "cmdline").read_bytes().split(b"\0") if (folder / "cmdline").exists() else []
-            if any(word.endswith(b"guard.py") for word in words) and f"LAB_JOB_ID={job_id}".encode() in words:
-                guards.append(folder)
-        job.stop()
-
-    heard, _ = when_connected(look)
-    with pytest.raises(launch.JobError) as caught:
-        job.run(show=heard)
-    check_error(caught.value)
-    assert len(guards) == 2
-    wait_for(lambda: not any(folder.exists() for folder in guards), 5)
-    assert_gone(job_id, 5)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from harness.forked import fork
 from harness.jobs import Heard, hear
-from torch.distributed import distributed_c10d, rpc
+from torch.distributed import distributed_c10d
 from torch.utils.data import DataLoader
 
 from nodelaunch import TorchrunJob, local_nodes
@@ -23,7 +23,7 @@ from nodelaunch.failure import diagnose
 from nodelaunch.messages import KNOWN
 from nodelaunch.node import watch as node_watch
 from nodelaunch.node.groups import Groups
-from nodelaunch.node.watch import Watch
+from nodelaunch.node.watch import HangWatch
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -335,7 +335,7 @@ def test_a_group_that_accelerate_leaves_alone_is_none(write, monkeypatch):
     for processes, told in ((2, []), (1, [("groups", {"sizes": [1]})])):
         state = SimpleNamespace(_shared_state={"num_processes": processes})
         monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(PartialState=state))
-        groups.close()
+        groups.report_end()
         assert said == told
 
 
@@ -343,15 +343,11 @@ def test_a_group_that_accelerate_leaves_alone_is_none(write, monkeypatch):
     ("act", "claimed"),
     [
         (lambda: list(DataLoader([1], num_workers=1)), True),
-        (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), False),
-        (lambda: rpc.init_rpc("x"), False),
-        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("python", ["python", "-c", ""])), False),
-        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("gcc", ["gcc", "python.c"])), True),
+        (lambda: multiprocessing.get_context("fork").Pool(1).terminate(), True),
     ],
 )
 def test_of_a_script_whose_own_processes_may_meet_nothing_is_claimed(act, claimed, write, monkeypatch):
     monkeypatch.setattr(distributed_c10d, "_new_process_group_helper", lambda size: size)
-    monkeypatch.setattr(rpc, "init_rpc", lambda name: None)
     monkeypatch.setattr(BaseProcess, "start", BaseProcess.start)
     monkeypatch.setattr(sys, "addaudithook", Mock())  # a real one stays in the process for ever
     said = []
@@ -385,7 +381,7 @@ def watch(write, source, *, over=False, seconds=30.0):
         def tell(event, **facts):
             os.write(end, json.dumps({"event": event, **facts}).encode())
 
-        made = Watch(SimpleNamespace(write=tell), script, 0.3, SimpleNamespace(list_changes=list))
+        made = HangWatch(SimpleNamespace(write=tell), script, 0.3, SimpleNamespace(list_changes=list))
         made.over = over
         made.start()
         exec(compile(source, script, "exec"), {"__name__": "__main__"})
@@ -412,9 +408,8 @@ lock.acquire()
 # Functions in C, as torch's are: Python has no frame of them.
 Work = type("Work", (), {"__module__": "torch._C._distributed_c10d", "wait": time.sleep})
 Tensor = type("Tensor", (), {"__module__": "torch", "item": time.sleep, "__gt__": time.sleep})
-work, slow, loss = Work(), SimpleNamespace(wait=time.sleep), Tensor()
-dist = SimpleNamespace(irecv=lambda *rest: slow)
-other, rank = SimpleNamespace(item=time.sleep), SimpleNamespace(losses={"train": loss}, lock=lock)
+work, loss = Work(), Tensor()
+dist, rank = SimpleNamespace(irecv=lambda *rest: work), SimpleNamespace(loss=loss, lock=lock)
 def serve(wait):
     wait()  # a line of the script
 def beside(wait, daemon=True):
@@ -430,38 +425,61 @@ collective, nap = torch.futures.Future().wait, partial(time.sleep, 9)
 @pytest.mark.parametrize(
     ("kind", "source", "waits"),
     [
-        # What is torch's is waited for; work of the script's own is not.
-        ("alone", "work.wait(60)", True),
-        ("alone", "dist.irecv(torch.ones(1), 0).wait(60)", True),
-        ("alone", "slow.wait(60)", False),
-        ("alone", "run_in('torch.distributed', '/v/torch/distributed/rpc/api.py', collective)()", False),
+        # A collective is waited for; work of the script's own is not.
+        ("work.wait(60)", True),
+        ("dist.irecv(torch.ones(1), 0).wait(60)", True),
+        ("time.sleep(60)", False),
+        ("run_in('torch.distributed', '/v/torch/distributed/api.py', collective)()", True),
+        ("run_in('torch.distributed', '/v/torch/distributed/rpc/api.py', collective)()", False),
         # Beside a collective, another thread of the script may be what the others wait for.
-        ("beside", "beside(lambda: subprocess.run(['sleep', '3']))", False),
-        ("beside", "beside(lambda: done.wait(0.2) or done.wait())", True),
-        ("beside", "beside(lambda: lock.acquire())", True),
-        ("beside", "pool = ThreadPoolExecutor(1); pool.submit(print).result()", True),
-        ("beside", "threading.Thread(target=run_in('tqdm', '/v/site-packages/tqdm/_monitor.py', nap)).start()", True),
-        # A collective that is open counts only where a call may wait for it.
-        ("open", "loss.item(60)", True),
-        ("open", "rank.losses['train'].item(60)", True),
-        ("open", "loss > 60", True),
-        ("open", "time.sleep(60 + 0 * len([loss]))", False),
-        ("open", "other.item(60)", False),
-        ("open", "rank.lock.acquire()", False),
-        # A thread that outlives the script is idle only if it waits without a limit.
-        ("over", "beside(done.wait, daemon=False)", True),
-        ("over", "beside(lambda: done.wait(60), daemon=False)", False),
-        ("over", "beside(lambda: time.sleep(60), daemon=False)", False),
+        ("beside(lambda: subprocess.run(['sleep', '3']))", False),
+        ("beside(lambda: time.sleep(3))", False),
+        ("beside(lambda: done.wait(30))", False),
+        ("beside(lambda: done.wait(0.2) or done.wait())", True),
+        ("beside(queue.Queue().get)", True),
+        ("pool = ThreadPoolExecutor(1); pool.submit(print).result()", True),
+        ("threading.Thread(target=run_in('tqdm', '/v/site-packages/tqdm/_monitor.py', partial(time.sleep, 9))).start()",
+         True),
     ],
 )  # fmt: skip
-def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(kind, source, waits, write, monkeypatch):
-    if kind == "open":
-        monkeypatch.setattr(node_watch, "has_open_work", lambda: True)
-    wait = "\ncollective()" if kind == "beside" else ""
-    event, _ = watch(write, f"{TOOLS}{source}{wait}", over=kind == "over")
-    assert event["event"] == "still" and event["idle" if kind == "over" else "inside"] is waits, event
-    if kind == "beside" and not waits:
-        assert event["where"].endswith(" (serve)'"), "the thread is named"
+def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(source, inside, write):
+    wait = "" if "wait(60)" in source or "sleep(60)" in source or "collective" in source else "\ncollective()"
+    event, _ = watch(write, f"{TOOLS}{source}{wait}")
+    assert (event["event"], event["inside"]) == ("still", inside), event
+    assert event["where"].endswith(" (serve)'") is ("beside" in source and not inside)
+
+
+@pytest.mark.parametrize(
+    ("source", "inside"),
+    [
+        ("loss.item(60)", True),
+        ("rank.loss.item(\n    60,\n)", True),
+        ("loss > 60", True),
+        ("time.sleep(60)", False),
+        ("time.sleep(60 + 0 * len([loss]))", False),
+        ("os.read(os.pipe()[0], 1)", False),
+        ("rank.lock.acquire()", False),
+        ("queue.SimpleQueue().get()", False),
+    ],
+)
+def test_an_open_collective_counts_only_where_a_call_may_wait_for_it(source, inside, write, monkeypatch):
+    monkeypatch.setattr(node_watch, "has_open_work", lambda: True)
+    assert watch(write, f"{TOOLS}{source}")[0]["inside"] is inside
+
+
+@pytest.mark.parametrize(
+    ("source", "idle"),
+    [
+        ("done.wait", True),
+        ("queue.Queue().get", True),
+        ("lambda: done.wait(60)", False),
+        ("threading.Timer(60, print).run", False),
+        ("lambda: time.sleep(60)", False),
+    ],
+)
+def test_a_thread_that_outlives_the_script_is_idle_only_if_it_waits_without_a_limit(source, idle, write):
+    event, _ = watch(write, f"{TOOLS}beside({source}, daemon=False)", over=True)
+    assert event["thread"].endswith(" (serve)") and event["idle"] is idle
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,19 @@
 """The launcher on machines with GPUs, each of them pretended: which are used, one backend for all, and who waited."""
 
-import ctypes
-import json
 import os
 import re
 import shlex
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
-import torch
 from harness.jobs import TROUBLE, Heard, run_badly
 
 from nodelaunch import TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.backends.local import LocalNode
 from nodelaunch.failure import diagnose
-from nodelaunch.node import agreement
-from nodelaunch.node.watch import EARLIER
 
 pytestmark = pytest.mark.usefixtures("runs")
 HIDDEN = "export CUDA_VISIBLE_DEVICES=''"
@@ -172,32 +166,6 @@ def test_a_node_whose_driver_is_unknown_or_old_enough_hides_nothing(write, prete
 # What the ranks compare.
 
 
-@pytest.mark.parametrize(
-    ("count", "version", "cuda", "expected"),
-    [
-        (0, 13000, "13.0", "CPU"),
-        (1, 13000, "13.0", "GPU"),
-        (1, 12040, "13.0", "CPU"),
-        (1, None, None, "GPU"),  # AMD's
-    ],
-)
-def test_the_device_of_a_rank_is_found_without_starting_cuda(monkeypatch, count, version, cuda, expected):
-    class Driver:
-        def cuDriverGetVersion(self, place):
-            place._obj.value = version
-
-    def load(name):
-        if version is None:
-            raise OSError(f"{name}: cannot open shared object file")
-        return Driver()
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert agreement.find_device() == expected
-    assert not torch.cuda.is_initialized()
-
-
 PRETEND_GPU = """
 import os, sys
 if "nodelaunch.node.worker" in sys.orig_argv and os.environ["LAB_NODE"] == "1":
@@ -259,27 +227,6 @@ def test_ranks_that_all_waited_are_not_silent(state):
     hear_abort(state, 0)
     hear_abort(state, 1)
     assert diagnose(state).what.startswith("The ranks wait for each other")
-
-
-STANDING = """
-import sys, time
-from datetime import timedelta
-from pathlib import Path
-import torch.distributed as dist
-from nodelaunch.node.report import Events
-from nodelaunch.node.watch import Watch
-store = dist.HashStore()
-dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=2))
-Watch(Events(Path(sys.argv[1]), 0), __file__, 60, None).start()
-dist.distributed_c10d._store_based_barrier(0, store, "never", 2, timedelta(seconds=30))
-"""
-
-
-def test_the_launcher_notices_a_hang_before_the_process_group_gives_up(write, tmp_path):
-    done = subprocess.run([sys.executable, write("stand.py", STANDING), tmp_path], capture_output=True, timeout=300)
-    assert done.returncode == 75, done.stderr
-    event = json.loads((tmp_path / "events.jsonl").read_text())
-    assert event["event"] == "hang" and event["inside"] and 2 * (1 - EARLIER) < event["seconds"] < 2
 
 
 def test_the_network_interface_is_named_exactly(write):

@@ -29,7 +29,7 @@ from lab_common import LabError, cores, files
 from lab_utils import machine
 from lab_utils.timing.memory import return_memory
 from nodelaunch import local_nodes
-from nodelaunch.node import children, facts, guard, probe, processes, supervisor, watch, worker
+from nodelaunch.node import facts, guard, probe, processes, supervisor, watch
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
 # Where a name of Linux's is used all the same: the tests below show each of these places without it.
@@ -126,7 +126,7 @@ def test_ports_are_found_and_whose_they_are_stays_unknown(elsewhere):
 
 
 def test_processes_are_listed_by_ps(elsewhere):
-    child = children.start_child(["sleep", "60"])
+    child = guard.start_child(["sleep", "60"])
     try:
         assert (child.pid, os.getpid()) in [(pid, parent) for pid, parent, _ in guard.list_processes()]
         assert child.pid in supervisor._find_descendants()
@@ -155,7 +155,7 @@ def test_a_job_ends_with_all_its_processes(root, tmp_path):
 
 
 def test_a_rank_starts_and_is_watched(elsewhere):
-    assert worker._die_with_agent() is None
+    assert guard.set_process(guard.PR_SET_PDEATHSIG, 9) is None
     assert watch._count_bytes() == 0
     assert watch._read_clock(threading.get_ident()) == 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from nodelaunch.node.children import start_child
+from nodelaunch.node.guard import start_child
 
 GRACE = 8.0  # seconds after an interrupt, in which pytest still writes its report
 TIME_IS_UP = 75  # sysexits.h: EX_TEMPFAIL, "the user is invited to retry the operation"

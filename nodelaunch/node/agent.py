@@ -74,10 +74,7 @@ def _wait(seconds: float) -> None:
 
 
 def _measure(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    return path.stat().st_size if path.exists() else 0
 
 
 def _end(words: str) -> None:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import json
 import os
 import platform
-import secrets
 import socket
 import sys
-import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 MEETING_SECONDS = 30.0
 DEVICES = (
@@ -50,6 +42,7 @@ def check_agreement(script: str) -> None:
     wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
     if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
         raise MismatchError([f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came"])
+    # With max_restarts torchrun's store is not shared with the workers (see script.py), and nothing is compared.
     if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
     import torch
@@ -67,13 +60,15 @@ def check_agreement(script: str) -> None:
         "torch": torch.__version__.partition("+")[0],
         "Python": ".".join(platform.python_version().split(".")[:2]),
         "device": find_device(),
-        "attempt": secrets.token_hex(8),
     }
     timeout = timedelta(seconds=MEETING_SECONDS)
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
-    prefix = f"nodelaunch/{os.environ['LAB_JOB_ID']}"
-    differences = _lead(store, prefix, mine, world_size) if rank == 0 else _answer(store, prefix, mine, rank)
-    if differences:
+    place = f"nodelaunch/{os.environ['LAB_JOB_ID']}"
+    store.set(f"{place}/{rank}", json.dumps(mine))
+    if rank == 0:
+        ranks = [json.loads(store.get(f"{place}/{number}")) for number in range(world_size)]
+        store.set(f"{place}/verdict", json.dumps(find_differences(ranks)))
+    if differences := json.loads(store.get(f"{place}/verdict")):
         raise MismatchError(differences)
 
 
@@ -84,52 +79,7 @@ def find_device() -> str:
     """
     import torch
 
-    if not torch.cuda.device_count():
-        return "CPU"
-    # That count knows nothing of a driver that is too old for torch's CUDA, which is then not available.
-    version = ctypes.c_int()
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    wanted = int((torch.version.cuda or "0").partition(".")[0])
-    return "GPU" if version.value // 1000 >= wanted else "CPU"
-
-
-def _lead(store: TCPStore, prefix: str, mine: dict, world_size: int) -> list[str]:
-    """Rank 0's part: waits for all, and gives the verdict."""
-    # torchrun keeps this store when it restarts the workers: its contents may be from an earlier attempt.
-    place = f"{prefix}/{mine['attempt']}"
-    store.set(f"{prefix}/place", place)
-    ranks = [mine, *(json.loads(store.get(f"{place}/{rank}")) for rank in range(1, world_size))]
-    _forget(store, prefix)
-    differences = find_differences(ranks)
-    attempts = [facts["attempt"] for facts in ranks]
-    store.set(f"{place}/verdict", json.dumps({"attempts": attempts, "differences": differences}))
-    return differences
-
-
-def _answer(store: TCPStore, prefix: str, mine: dict, rank: int) -> list[str]:
-    """Another rank's part: answers until the verdict is about this attempt."""
-    end = time.monotonic() + MEETING_SECONDS
-    while time.monotonic() < end:
-        place = store.get(f"{prefix}/place").decode()
-        store.set(f"{place}/{rank}", json.dumps(mine))
-        if store.check([f"{place}/verdict"]):
-            verdict = json.loads(store.get(f"{place}/verdict"))
-            if verdict["attempts"][rank] == mine["attempt"]:
-                return verdict["differences"]
-        time.sleep(0.02)
-    raise TimeoutError(f"Timed out waiting for rank 0, which compares the ranks ({MEETING_SECONDS:g} s)")
-
-
-def _forget(store: TCPStore, prefix: str) -> None:
-    """Removes the addresses under which the ranks of an earlier attempt listened.
-
-    torch (2.11 to 2.14) leaves them there, and a rank that is quick after a restart calls a dead one: "Connection
-    refused". All ranks stand here, so that nobody has written a new one yet.
-    """
-    for key in store.list_keys() if hasattr(store, "list_keys") else ():
-        if not key.startswith(prefix) and "torchelastic" not in key:
-            store.delete_key(key)
+    return "GPU" if torch.cuda.device_count() else "CPU"
 
 
 def find_differences(ranks: list[dict]) -> list[str]:

@@ -47,7 +47,7 @@ OF_TORCH = re.compile(r"(RuntimeError|TimeoutError|torch\.distributed\.\w+|\w*Di
 # ranks on one GPU, or has no memory.
 TAKEN = re.compile(r"EADDRINUSE|EADDRNOTAVAIL|address already in use|ncclInvalidUsage|out of memory")
 # Words of torch in an error that it raises in C for a line of the script, which has errors of these types, too.
-MARKS = re.compile(r"(?i)gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation|which compares")
+MARKS = re.compile(r"(?i)gloo|c10d|nccl|Dist\w+Error|TCPStore|by peer \[|error \[|ms for \w+ operation")
 
 
 def name_full_disk(text: str) -> str:

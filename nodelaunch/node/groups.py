@@ -16,35 +16,30 @@ TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Python's own names (sys.addaudithook) for the start of another program, which may be what joins the ranks.
 PROGRAMS = {"subprocess.Popen", "os.exec", "os.system", "os.posix_spawn"}
 TRAINS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun)")
-# By framework, the setting that makes it use all ranks; "" if that is not known.
+# By framework, the setting that makes it use all ranks.
 LIGHTNING = "Trainer(…, devices={devices}, num_nodes={nodes}, strategy='ddp')"
 ACCELERATE = "Accelerator(cpu=True), or env={{'ACCELERATE_USE_CPU': 'true'}}, on nodes without GPUs"
 FRAMEWORKS = {"lightning": LIGHTNING, "pytorch_lightning": LIGHTNING}
 FRAMEWORKS |= {"transformers": "TrainingArguments(use_cpu=True) on nodes without GPUs", "accelerate": ACCELERATE}
-FRAMEWORKS |= dict.fromkeys(("deepspeed", "composer", "ignite"), "")
+# Processes of these are no ranks: a DataLoader's, and those of a pool.
+WORKERS = ("torch.utils.data", "multiprocessing.", "concurrent.futures")
+# A script that joins its ranks without torch's own function.
+JOINS = re.compile(r"ProcessGroup(Gloo|NCCL)\(|init_rpc\(")
 
 
 class Groups:
-    """The groups of one rank, reported to the launcher as they are opened.
-
-    Args:
-        events: Takes the reports.
-        script: The training script.
-    """
+    """The groups of one rank, reported to the launcher as they are opened."""
 
     def __init__(self, events: Events, script: str) -> None:
         self._events, self._sizes, self._elsewhere = events, set(), False
         self._told = {name: os.environ.get(name, "") for name in TOLD}
-        try:
-            self._source = Path(script).read_text(errors="replace")
-        except OSError:
-            self._source = ""
+        self._source = Path(script).read_text(errors="replace")
 
     def watch(self) -> None:
         """Reports each group from now on; without the first report the launcher claims nothing about this rank."""
         from multiprocessing.process import BaseProcess
 
-        from torch.distributed import distributed_c10d, rpc
+        from torch.distributed import distributed_c10d
 
         # Not public, and the one function through which init_process_group, new_group and DeviceMesh go (torch 2.11 to
         # 2.14). Frameworks have imported init_process_group by name; this one they find in its module.
@@ -60,23 +55,19 @@ class Groups:
                 self._events.write("groups", sizes=sorted(self._sizes))
             return made
 
+        start = BaseProcess.start
+
+        @functools.wraps(start)
+        def start_noted(process: BaseProcess) -> None:
+            if not getattr(getattr(process, "_target", None), "__module__", "").startswith(WORKERS):
+                self._note_elsewhere()
+            start(process)
+
         distributed_c10d._new_process_group_helper = make_noted_group
-        # Ranks may also join without a group of their own: by RPC, or in processes that they start.
-        if hasattr(rpc, "init_rpc"):  # not every build of torch has RPC
-            rpc.init_rpc = self._note_before(rpc.init_rpc)
-        workers = ("torch.utils.data", "multiprocessing.", "concurrent.futures")  # a DataLoader's, and those of a pool
-        BaseProcess.start = self._note_before(BaseProcess.start, unless=workers)
+        # Ranks may also join without a group of their own, in processes that they start.
+        BaseProcess.start = start_noted
         sys.addaudithook(self._note_program)
         self._events.write("groups", sizes=[])
-
-    def _note_before(self, function: Any, unless: tuple[str, ...] = ()) -> Any:
-        @functools.wraps(function)
-        def noted(*rest: Any, **more: Any) -> Any:
-            if not getattr(getattr(rest[0], "_target", None) if rest else None, "__module__", "").startswith(unless):
-                self._note_elsewhere()
-            return function(*rest, **more)
-
-        return noted
 
     def _note_program(self, event: str, facts: tuple) -> None:
         if event in PROGRAMS:
@@ -89,10 +80,10 @@ class Groups:
             self._elsewhere = True
             self._events.write("elsewhere")
 
-    def close(self) -> list[str]:
+    def report_end(self) -> list[str]:
         """Makes the last reports, once the script has ended; returns the beliefs of a script that joined no group."""
-        if re.search(r"ProcessGroup(Gloo|NCCL)\(", self._source) or "torchft" in sys.modules:
-            self._note_elsewhere()  # a backend that was made without torch's own function
+        if JOINS.search(self._source) or "torchft" in sys.modules:
+            self._note_elsewhere()
         # accelerate on nodes without GPUs opens a group of all ranks, and then trains without it (1.15).
         state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
         if state and state._shared_state.get("num_processes") == 1:

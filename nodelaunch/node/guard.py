@@ -1,23 +1,26 @@
-"""Ends what is left of a job on a node when its supervisor was killed or stopped.
+"""Processes that end with the one that started them, and the guard, which ends what is left of a job on a node.
 
 The supervisor starts ``python guard.py LAB_JOB_ID=… LAB_NODE=…``, and sends heartbeats to its standard input. The
-parent-death signal ends torchrun and its ranks when the supervisor is killed, but not what a rank has started.
-It is started by its path, with an empty environment, so that it is not a part of the job; so it imports nothing of
-ours. Part of the probe (:mod:`nodelaunch.node.probe`), so it runs on Python 3.9.
+parent-death signal ends torchrun and its ranks when the supervisor is killed, but not what a rank has started. The
+guard is no part of the job: it is started by its path, with an empty environment, and imports nothing of ours. Part of
+the probe (:mod:`nodelaunch.node.probe`), so it runs on Python 3.9.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # from <linux/prctl.h>
 # Seconds of silence after which the supervisor counts as stopped, and its word for a normal end.
 SILENCE, QUIT = 15.0, b"q"
 
@@ -45,6 +48,30 @@ def _find_carriers(identity: set[bytes]) -> list[int]:
             if identity.issubset(read_environment(pid)):
                 found.append(pid)
     return found
+
+
+def set_process(option: int, value: int) -> None:
+    """Sets an attribute of this process by prctl(2), which only Linux has."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(option, value)
+
+
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen:
+    """Starts a command, in its own session, that Linux kills when this process ends, even by SIGKILL.
+
+    The command's own children do not end with it.
+    """
+    parent = os.getpid()
+
+    def die_with_me() -> None:
+        # Not SIGTERM, which torchrun ignores while it waits, in C, for another node.
+        set_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_me, **options
+    )
 
 
 def list_processes() -> list[tuple[int, int, str]]:

@@ -56,53 +56,51 @@ def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
 
 
 class Output:
-    """The output of one rank, passed on line by line within its allowance.
+    """Output that is passed on line by line within an allowance of bytes.
 
-    Output beyond that is dropped, except for the last lines. They follow a line with the number of dropped bytes when
-    the allowance has grown again, when the rank prints nothing, and at its end.
+    What is beyond that is dropped, except for the last lines. They follow a line with the number of dropped bytes when
+    the allowance has grown again, when nothing is printed, and at the end.
 
     Args:
-        prefix: Added before each line.
         pass_on: Takes each line.
+        prefix: Added before each line.
+        burst: The bytes that may come at once.
+        rate: The bytes per second after that.
     """
 
-    def __init__(self, prefix: bytes, pass_on: Callable[[bytes], None]) -> None:
-        self._prefix, self._pass_on = prefix, pass_on
-        self._lines, self._left, self._when = Lines(), float(BURST), time.monotonic()
+    def __init__(
+        self, pass_on: Callable[[bytes], object], prefix: bytes = b"", burst: int = BURST, rate: int = RATE
+    ) -> None:
+        self._pass_on, self._prefix, self._burst, self._rate = pass_on, prefix, burst, rate
+        self._lines, self._left, self._when = Lines(), float(burst), time.monotonic()
         self._tail, self._dropped = b"", 0
 
     def feed(self, piece: bytes) -> None:
         """Takes a piece of output; b"" if there was none."""
         now = time.monotonic()
-        self._left, self._when = min(BURST, self._left + (now - self._when) * RATE), now
-        if self._tail and self._left > (BURST // 4 if piece else TAIL):
+        self._left, self._when = min(self._burst, self._left + (now - self._when) * self._rate), now
+        if self._tail and self._left > (self._burst // 4 if piece else TAIL):
             self._resume()
         if self._tail or len(piece) > self._left:
-            self._drop(piece)
+            self._send(self._lines.end())
+            self._tail += piece
+            self._dropped += max(0, len(self._tail) - TAIL)
+            self._tail = self._tail[-TAIL:]
         else:
             self._left -= len(piece)
             self._send(self._lines.feed(piece))
 
     def end(self) -> None:
         """Passes on what is left when nothing more will come."""
-        if self._tail:
-            self._resume()
+        self._resume()
         self._send(self._lines.end())
-
-    def _drop(self, piece: bytes) -> None:
-        if not self._tail:
-            self._send(self._lines.end())
-            self._lines = Lines()
-        self._tail += piece
-        self._dropped += max(0, len(self._tail) - TAIL)
-        self._tail = self._tail[-TAIL:]
 
     def _resume(self) -> None:
         tail, dropped, self._tail, self._dropped = self._tail, self._dropped, b"", 0
         if dropped:
             begun, _, rest = tail.partition(b"\n")  # the end of a line, unless there is nothing else
             tail, dropped = (rest, dropped + len(begun) + 1) if rest else (tail, dropped)
-            self._send([f"({dropped / 2**20:,.1f} MiB were printed too fast and are left out here)\n".encode()])
+            self._send([f"({dropped / 2**20:,.1f} MiB are left out here: too much was printed)\n".encode()])
         self._left -= len(tail)
         self._send(self._lines.feed(tail))
 
@@ -111,7 +109,7 @@ class Output:
             self._pass_on(self._prefix + line)
 
 
-class Log:
+class Log(Output):
     """A file of lines that grows to a limit; later, only the last lines are added at the end.
 
     Args:
@@ -121,22 +119,9 @@ class Log:
 
     def __init__(self, path: Path, room: int = LOG) -> None:
         # Unbuffered: a log that is read while the job runs, or after its writer was killed, has to be whole.
-        self._file, self._room = path.open("ab", buffering=0), room
-        self._tail, self._dropped = b"", 0
-
-    def write(self, line: bytes) -> None:
-        """Adds a line.
-
-        Raises:
-            OSError: The disk is full.
-        """
-        if not self._tail and len(line) <= self._room:
-            self._room -= len(line)
-            self._file.write(line)
-            return
-        self._tail += line
-        self._dropped += max(0, len(self._tail) - TAIL)
-        self._tail = self._tail[-TAIL:]
+        self._file = path.open("ab", buffering=0)
+        super().__init__(self._file.write, burst=room, rate=0)
+        self._lines = Lines(EVENT)
 
     def close(self) -> None:
         """Adds the last lines, if the file is full.
@@ -144,7 +129,5 @@ class Log:
         Raises:
             OSError: The disk is full.
         """
-        with self._file as file:
-            if self._dropped:
-                file.write(f"({self._dropped / 2**20:,.1f} MiB are left out here: the log is full)\n".encode())
-            file.write(self._tail)
+        with self._file:
+            self.end()

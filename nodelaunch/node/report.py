@@ -57,10 +57,10 @@ def report(value: Any) -> None:
 class Events:
     """Lines of JSON in a file that all ranks of a node append to, each in one write.
 
-    A rank has started (``worker``), failed (``error``), or waits until its group gives up (``hang``); its main thread
-    stands (``still``), or goes on (``moves``); it opened groups of some sizes (``groups``), or may join others unseen
-    (``elsewhere``); its script has ended (``done``), its threads have not (``lingers``), or have, too (``left``). The
-    supervisor passes these on, and adds ``started``, ``stopping``, ``halted``, ``stack``, ``result`` and ``ended``.
+    A rank has started (``worker``) or failed (``error``); its main thread stands (``still``), or goes on (``moves``);
+    it opened groups of some sizes (``groups``), or may join others unseen (``elsewhere``); its script has ended
+    (``done``), its threads have not (``lingers``), or have, too (``left``). The supervisor passes these on, and adds
+    ``started``, ``stopping``, ``halted``, ``stack``, ``result`` and ``ended``.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -117,12 +117,7 @@ def leave(code: int) -> NoReturn:
 
 def write_out() -> None:
     """Writes out what open files still hold, as Python does when it frees them."""
-    # By their types: a proxy's __class__ may import what it stands for. Text first: it writes into bytes.
-    files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase)]
-    files.sort(key=lambda one: not isinstance(one, io.TextIOBase))
-    for file in [*files, sys.stdout, sys.stderr]:
-        try:
-            if not file.closed:
-                file.flush()
-        except Exception as error:  # as Python does, which has nobody left to tell
-            print(f"{file!r:.80}: {error}", file=sys.stderr)
+    for one in [*gc.get_objects(), sys.stdout, sys.stderr]:
+        if issubclass(type(one), io.IOBase):  # by its type: a proxy's __class__ may import what it stands for
+            with contextlib.suppress(Exception):  # it is closed, or its disk is full
+                one.flush()

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from nodelaunch.node.agent import keep_bounds
-from nodelaunch.node.children import start_child
+from nodelaunch.node.guard import start_child
 from nodelaunch.node.report import Events, open_output
 
 # Seconds that the others have to end after one has failed, or after SIGTERM.
@@ -25,30 +25,25 @@ GRACE = 2.0
 
 def main() -> int:
     """Runs the command's processes to their end; returns the exit status of the first that failed, or 0."""
-    options = _read_options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    keep_bounds()
-    processes: dict[int, subprocess.Popen] = {}
-    folder = Path(os.environ["LAB_JOB_FOLDER"])
-    try:
-        for local_rank in range(options.nproc_per_node):
-            rank = options.node_rank * options.nproc_per_node + local_rank
-            processes[rank] = _start(options, rank, local_rank, folder)
-        return _follow(processes, folder)
-    finally:
-        _end([process for process in processes.values() if process.poll() is None])
-
-
-def _read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="nodelaunch.node.starter", allow_abbrev=False)
     for name in ("--nnodes", "--node-rank", "--nproc-per-node", "--master-port"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--master-addr", required=True)
     parser.add_argument("command", nargs="+")
-    return parser.parse_args()
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    keep_bounds()
+    processes: list[subprocess.Popen] = []
+    try:
+        for local_rank in range(options.nproc_per_node):
+            processes.append(_start(options, local_rank))
+        return _follow(processes, options.node_rank * options.nproc_per_node)
+    finally:
+        _end([process for process in processes if process.poll() is None])
 
 
-def _start(options: argparse.Namespace, rank: int, local_rank: int, folder: Path) -> subprocess.Popen:
+def _start(options: argparse.Namespace, local_rank: int) -> subprocess.Popen:
+    rank, folder = options.node_rank * options.nproc_per_node + local_rank, Path(os.environ["LAB_JOB_FOLDER"])
     env = {name: text for name, text in os.environ.items() if name != "PYTHONSAFEPATH"}
     env |= {
         "RANK": str(rank),
@@ -59,12 +54,14 @@ def _start(options: argparse.Namespace, rank: int, local_rank: int, folder: Path
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": str(options.master_port),
     }
-    output = open_output(folder, rank)
-    events = Events(folder, rank)
+    output, events = open_output(folder, rank), Events(folder, rank)
+    who = {"local_rank": local_rank, "processes": options.nproc_per_node}
     try:
         process = start_child(options.command, env=env, stdout=output, stderr=output)
+        events.introduce(pid=process.pid, **who)
+        return process
     except OSError as error:
-        events.introduce(pid=os.getpid(), local_rank=local_rank, processes=options.nproc_per_node)
+        events.introduce(pid=os.getpid(), **who)
         message = f"{options.command[0]} cannot be started: {error.strerror}"
         cause, fix = "this node has no such program, or not in its PATH", "give its path: program=['/path/to/it']"
         events.write("error", kind="exit", message=message, traceback="", location="", cause=cause, fix=fix)
@@ -73,22 +70,20 @@ def _start(options: argparse.Namespace, rank: int, local_rank: int, folder: Path
     finally:
         if output is not None:
             os.close(output)
-    events.introduce(pid=process.pid, local_rank=local_rank, processes=options.nproc_per_node)
-    return process
 
 
-def _follow(processes: dict[int, subprocess.Popen], folder: Path) -> int:
-    """Waits until all have ended well, or one has failed; reports the end of each."""
-    running = dict(processes)
+def _follow(processes: list[subprocess.Popen], first: int) -> int:
+    """Waits until all have ended well, or one has failed; reports the end of each, by the rank of the first one."""
+    running = list(enumerate(processes))
     while running:
-        for local_rank, (rank, process) in enumerate(processes.items()):
-            if rank not in running or (code := process.poll()) is None:
+        for local_rank, process in list(running):
+            if process.poll() is None:
                 continue
-            del running[rank]
-            if code:
+            running.remove((local_rank, process))
+            if code := process.returncode:
                 print(f"failed (exitcode: {code}) local_rank: {local_rank} (pid: {process.pid})", flush=True)
                 return code if code > 0 else 128 - code
-            Events(folder, rank).write("done")
+            Events(Path(os.environ["LAB_JOB_FOLDER"]), first + local_rank).write("done")
         time.sleep(0.02)
     return 0
 
@@ -98,12 +93,10 @@ def _end(processes: list[subprocess.Popen]) -> None:
     for process in processes:
         process.terminate()
     end = time.monotonic() + GRACE
+    while any(process.poll() is None for process in processes) and time.monotonic() < end:
+        time.sleep(0.02)
     for process in processes:
-        try:
-            process.wait(max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()
 
 
 if __name__ == "__main__":

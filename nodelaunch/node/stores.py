@@ -12,8 +12,8 @@ import io
 import os
 import pickle
 import socket
-import time
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 # All that the state of a rendezvous is made of.
@@ -21,32 +21,25 @@ STATE = {(RENDEZVOUS, name) for name in ("_RendezvousState", "_NodeDesc")}
 STATE |= {(kind.__module__, kind.__name__) for kind in (datetime, timedelta, timezone, set)}
 
 
-class StatePickle:
-    """The part of the module ``pickle`` that the rendezvous needs, for its own classes only."""
-
-    PickleError = pickle.PickleError
-    dumps = staticmethod(pickle.dumps)
-
-    @staticmethod
-    def loads(content: bytes) -> object:
-        """Unpickles the state of a rendezvous.
-
-        Raises:
-            pickle.UnpicklingError: It is damaged, or names anything else; nothing of that has run.
-        """
-        try:
-            return _StateUnpickler(io.BytesIO(content)).load()
-        except pickle.UnpicklingError:
-            raise
-        except Exception as error:  # a damaged pickle raises what it likes, and the rendezvous expects one kind
-            raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
-
-
 class _StateUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
         if (module, name) not in STATE:
             raise pickle.UnpicklingError(f"{module}.{name} is no part of the state of a rendezvous")
         return super().find_class(module, name)
+
+
+def load_state(content: bytes) -> object:
+    """Unpickles the state of a rendezvous.
+
+    Raises:
+        pickle.UnpicklingError: It is damaged, or names anything else; nothing of that has run.
+    """
+    try:
+        return _StateUnpickler(io.BytesIO(content)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:  # a damaged pickle raises what it likes, and the rendezvous expects one kind
+        raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
 
 
 def guard_stores() -> None:
@@ -58,7 +51,8 @@ def guard_stores() -> None:
     from torch.distributed import TCPStore
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    dynamic_rendezvous.pickle = StatePickle
+    functions = {"loads": load_state, "dumps": pickle.dumps, "PickleError": pickle.PickleError}
+    dynamic_rendezvous.pickle = SimpleNamespace(**functions)  # the part of the module that it needs
     make_store, told = TCPStore.__init__, os.environ.get("MASTER_ADDR", "")
     if hasattr(make_store, "__wrapped__"):
         return
@@ -80,37 +74,29 @@ def _check_name(host: str, told: str) -> None:
     """Checks that a name has an address; torch would ask again for as long as the group's timeout, half an hour.
 
     Raises:
-        RuntimeError: It has none, also when asked a second and a third time.
+        RuntimeError: It has none.
     """
-    for pause in (0.5, 1.5, 0.0):
-        try:
-            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-            return
-        except socket.gaierror as error:
-            # A name that is known in a moment is a node of a cluster that is just being set up.
-            words = f"the name '{host}' of the meeting point is not known on this node"
-            if told and host != told:
-                words += f", and the script set it: MASTER_ADDR was {told}"
-            unknown = RuntimeError(f"{words} ({error.strerror})")
-        time.sleep(pause)
-    raise unknown
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        words = f"the name '{host}' of the meeting point is not known on this node"
+        if told and host != told:
+            words += f", and the script set it: MASTER_ADDR was {told}"
+        raise RuntimeError(f"{words} ({error.strerror})") from None
 
 
 def _bind(host: str, port: int) -> tuple[int, int]:
-    """A socket that is bound to this address only, as a descriptor for its new owner; and its port.
+    """A socket that listens at this address only, as a descriptor for its new owner; and its port.
 
     Raises:
         torch.distributed.DistNetworkError: The port is in use, or the address is not this machine's.
     """
     from torch.distributed import DistNetworkError
 
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's own: TIME_WAIT holds no port
-        listener.bind(address)
+        listener = socket.create_server(address[:2], family=family)
     except OSError as error:
-        listener.close()
         name = errno.errorcode.get(error.errno, "")
         raise DistNetworkError(f"The server cannot listen on {host} port {port}: {name}, {error.strerror}") from error
     bound = listener.getsockname()[1]

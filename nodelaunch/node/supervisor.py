@@ -28,9 +28,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nodelaunch.node import RANKS, guard
-from nodelaunch.node.children import PR_SET_CHILD_SUBREAPER, set_process, start_child
 from nodelaunch.node.errors import StopReason, measure_room
-from nodelaunch.node.guard import kill_all, list_processes
+from nodelaunch.node.guard import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Log, Output
 
 MARK = "\x1e"
@@ -50,8 +49,9 @@ class Supervisor:
         self._events: BinaryIO | None = None
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._muted = False
-        self._stops: list[dict] = []  # the reasons to stop, in the order in which they came
-        self._beat, self._touched = time.monotonic(), 0
+        self._stopped: dict = {}  # the first reason to stop
+        self._started = self._beat = time.monotonic()
+        self._touched = 0
         self._passing, self._noted = threading.Lock(), Lines(EVENT)
         self._writing = threading.Lock()
         self._workers: dict[int, int] = {}  # pid -> rank
@@ -67,79 +67,84 @@ class Supervisor:
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         self._guard = _start_guard()
         ranks = self._open_socket()
-        process = self._start()
+        # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the same.
+        process = start_child(self._options.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._say("started", pid=os.getpid())  # before the threads that pass on what the command says
-        threading.Thread(target=self._listen, daemon=True).start()
         threading.Thread(target=self._live, daemon=True).start()
-        self._follow(process.stdout.fileno(), b"")
+        self._follow(process.stdout.fileno())
         if ranks:
             threading.Thread(target=self._accept, args=[ranks], daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
-        started, sampled = time.monotonic(), 0.0
-        while process.poll() is None and not self._stops:
+        sampled = 0.0
+        while process.poll() is None and not self._stopped:
             time.sleep(0.05)
             self._pass_events()
-            self._check_bounds(started)
+            self._check_bounds()
             if time.monotonic() - sampled > 0.5:
                 sampled = time.monotonic()
                 self._sample_workers()
         killed = self._end(process)
         for pump in list(self._pumps):
-            self._wait_for(pump, started)
+            self._wait_for(pump)
         self._pass_events()
         self._hand_over()
-        stop = self._stops[0] if self._stops else {"reason": None, "why": ""}
-        facts = {"returncode": process.returncode, **stop, "killed": killed, "memory": self._memory}
-        self._say("ended", **facts, folder=str(self._folder), room=measure_room(self._folder))
+        facts = {"returncode": process.returncode, "reason": None, "why": "", **self._stopped}
+        facts |= {"killed": killed, "memory": self._memory, "folder": str(self._folder)}
+        self._say("ended", **facts, room=measure_room(self._folder))
         self._out.put(None)
-        self._wait_for(writer, started)
+        self._wait_for(writer)
         with contextlib.suppress(OSError):
             self._log.close()
-        if self._stops:
+        if self._stopped:
             return STOPPED
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
-    def _start(self) -> subprocess.Popen:
-        # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the same.
-        return start_child(self._options.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-    def _wait_for(self, thread: threading.Thread, started: float) -> None:
+    def _wait_for(self, thread: threading.Thread) -> None:
         """Waits as long as there is something to write and somebody who reads it; not for long where it has to end."""
         end = time.monotonic() + 2.0
         while thread.is_alive() and time.monotonic() < end:
             thread.join(0.05)
-            self._check_bounds(started)
-            if self._out.qsize() and not self._stops:
+            self._check_bounds()
+            if self._out.qsize() and not self._stopped:
                 end = time.monotonic() + 2.0
 
-    def _listen(self) -> None:
-        if self._options.lease_file:
-            return
-        while os.read(0, 4096):
-            self._beat = time.monotonic()
-        self._stop(StopReason.RELEASE, "the launcher let go")
-
     def _stop(self, reason: StopReason, why: str) -> None:
-        self._stops.append({"reason": reason, "why": why})
+        self._stopped = self._stopped or {"reason": reason, "why": why}
 
-    def _check_bounds(self, started: float) -> None:
-        lease, limit = self._options.lease, self._options.limit
-        if self._options.lease_file:
-            try:
-                # Opened, since a shared file system may answer for an unopened file from its memory.
-                with Path(self._options.lease_file).open() as file:
-                    touched = os.fstat(file.fileno()).st_mtime_ns
-            except OSError:
-                self._stop(StopReason.RELEASE, "the launcher let go")
-                return
-            # That it changes is what counts: the clock of the machine that holds the file may be another.
-            if touched != self._touched:
-                self._touched, self._beat = touched, time.monotonic()
-        if time.monotonic() - self._beat > lease:
+    def _check_bounds(self) -> None:
+        now, lease, limit = time.monotonic(), self._options.lease, self._options.limit
+        try:
+            if self._is_touched() if self._options.lease_file else self._is_beaten():
+                self._beat = now
+        except OSError:
+            self._stop(StopReason.RELEASE, "the launcher let go")
+        if now - self._beat > lease:
             self._stop(StopReason.SILENCE, f"no heartbeat of the launcher for {lease:g} s")
-        if time.monotonic() - started > limit:
+        if now - self._started > limit:
             self._stop(StopReason.LIMIT, f"time limit of {limit:g} s")
+
+    def _is_touched(self) -> bool:
+        """True if the lease file has changed; its clock may be another machine's.
+
+        Raises:
+            OSError: The launcher took it away.
+        """
+        # Opened, since a shared file system may answer for an unopened file from its memory.
+        with Path(self._options.lease_file).open() as file:
+            before, self._touched = self._touched, os.fstat(file.fileno()).st_mtime_ns
+        return self._touched != before
+
+    def _is_beaten(self) -> bool:
+        """True if the launcher has sent a heartbeat to the standard input.
+
+        Raises:
+            OSError: The launcher has closed it.
+        """
+        beaten = bool(select.select([0], [], [], 0)[0])
+        if beaten and not os.read(0, 4096):
+            raise BrokenPipeError
+        return beaten
 
     def _live(self) -> None:
         """Signals the guard that this process is alive, from a thread that does nothing else."""
@@ -170,8 +175,8 @@ class Supervisor:
                 self._follow(descriptors[0], f"[rank {int(said)}] ".encode())
                 link.send(b".")
 
-    def _follow(self, descriptor: int, prefix: bytes) -> None:
-        pump = threading.Thread(target=self._pump, args=[descriptor, Output(prefix, self._pass_on)], daemon=True)
+    def _follow(self, descriptor: int, prefix: bytes = b"") -> None:
+        pump = threading.Thread(target=self._pump, args=[descriptor, Output(self._pass_on, prefix)], daemon=True)
         self._pumps.append(pump)
         pump.start()
 
@@ -188,9 +193,9 @@ class Supervisor:
 
     def _pass_on(self, line: bytes) -> None:
         with self._writing, contextlib.suppress(OSError):  # a full disk costs the log, and not the job
-            self._log.write(line)
+            self._log.feed(line)
         # A job that prints faster than the launcher reads waits, as it would in a terminal.
-        while self._out.qsize() > 1000 and not (self._stops or self._muted):
+        while self._out.qsize() > 1000 and not (self._stopped or self._muted):
             time.sleep(0.01)
         self._put(line)
 
@@ -217,14 +222,11 @@ class Supervisor:
             self._events = self._events or (self._folder / "events.jsonl").open("rb", buffering=0)
             while piece := self._events.read(CHUNK):
                 for line in self._noted.feed(piece):
-                    self._pass_event(line)
-
-    def _pass_event(self, line: bytes) -> None:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a full disk has torn
-            facts = json.loads(line)
-            if facts["event"] == "worker":
-                self._workers[facts["pid"]] = facts["rank"]
-            self._put(MARK.encode() + line)
+                    with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a full disk has torn
+                        facts = json.loads(line)
+                        if facts["event"] == "worker":
+                            self._workers[facts["pid"]] = facts["rank"]
+                        self._put(MARK.encode() + line)
 
     def _sample_workers(self) -> None:
         """Notes how much memory each worker has, and tells when it is stopped, of which it can say nothing."""
@@ -241,12 +243,11 @@ class Supervisor:
     def _hand_over(self) -> None:
         """Passes on each rank's stack, where it was told to end, and its result."""
         for path in sorted(self._folder.glob("stacks/rank*.txt")):
-            text = _read_end(path, 20000).decode(errors="replace")
-            if text.strip():
+            if text := path.read_text(errors="replace")[-20000:].strip():
                 self._say("stack", rank=int(path.stem[4:]), text=text)
         for path in sorted(self._folder.glob("results/rank*.json")):
             with contextlib.suppress(ValueError):
-                self._say("result", rank=int(path.stem[4:]), value=json.loads(_read_end(path, EVENT // 2)))
+                self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_bytes()))
 
     def _end(self, process: subprocess.Popen) -> int:
         """Ends all descendants: first politely, then for certain; returns how many had to be killed."""
@@ -254,10 +255,9 @@ class Supervisor:
             self._family = self._find_own()
         if process.poll() is None:
             process.terminate()
-        deadline = time.monotonic() + (self._options.grace if self._stops else 1.0)
+        deadline = time.monotonic() + (self._options.grace if self._stopped else 1.0)
         while (process.poll() is None or self._find_own()) and time.monotonic() < deadline:
             self._pass_events()
-            _reap(process)
             time.sleep(0.02)
         killed, self._family = kill_all(self._find_own), []  # later those numbers may be another's
         process.wait()
@@ -281,15 +281,6 @@ def _start_guard() -> subprocess.Popen:
     identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
     program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
-
-
-def _reap(process: subprocess.Popen) -> None:
-    """Reaps orphaned processes; the command itself is left to ``process``, which wants its exit status."""
-    if process.poll() is None:
-        return
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
 
 
 def _find_descendants(family: Sequence[int] = ()) -> list[int]:
@@ -320,12 +311,6 @@ def main() -> int:
         return supervisor.run()
     finally:
         supervisor.close()  # whatever went wrong in here, nothing of the job stays
-
-
-def _read_end(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-        return file.read(size)
 
 
 if __name__ == "__main__":

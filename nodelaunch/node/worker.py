@@ -7,12 +7,12 @@ The rest is for the launcher, which reads the lines of ``events.jsonl`` and the 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import faulthandler
 import gc
+import importlib.util
 import os
 import re
+import runpy
 import signal
 import sys
 import threading
@@ -24,22 +24,20 @@ from typing import NoReturn
 from nodelaunch.node.agreement import MismatchError, check_agreement
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
 from nodelaunch.node.groups import Groups
+from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
 from nodelaunch.node.report import Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
-from nodelaunch.node.target import find_files, run_target, shorten_path, take_arguments
-from nodelaunch.node.watch import Watch, list_threads
-
-PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
+from nodelaunch.node.watch import HangWatch, list_threads, shorten_path
 
 
 def main() -> None:
     """Runs the training script that stands first among the arguments, or the module behind ``-m``."""
-    script, module = take_arguments()
+    script, module = _take_arguments()
     rank, folder = int(os.environ["RANK"]), Path(os.environ["LAB_JOB_FOLDER"])
     # A project is the current folder; a script without one lies beside its files.
     here = Path.cwd()
     root = here if module or here in Path(script).parents else Path(script).parents[1]
-    _die_with_agent()
+    set_process(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun, which started it, may end by SIGKILL, too
     events = Events(folder, rank)
     stacks = folder / "stacks"
     stacks.mkdir(parents=True, exist_ok=True)
@@ -59,8 +57,7 @@ def main() -> None:
         # step of the training, takes time and finds none.
         gc.disable()
         guard_stores()  # also those that the script makes, and that of a job whose workers were restarted
-        for found in find_files(module):
-            script = found  # where an error is located that comes while the next one is looked for
+        script = script or find_module(module)
         groups, watch = _prepare(script, events)
         run_target(script, module)
     except SystemExit as end:
@@ -84,9 +81,36 @@ def main() -> None:
         _finish(events, groups, watch)
 
 
-def _finish(events: Events, groups: Groups, watch: Watch) -> NoReturn:
+def _take_arguments() -> tuple[str, str]:
+    """Returns the script and "", or "" and the module; leaves the arguments and the path as Python does for each."""
+    module = sys.argv[2] if sys.argv[1] == "-m" else ""
+    script, sys.argv = "" if module else sys.argv[1], sys.argv[2 if module else 1 :]
+    sys.path.insert(0, str(Path.cwd() if module else Path(script).parent))
+    os.environ.pop("PYTHONSAFEPATH", None)  # the programs that it starts look there, too
+    return script, module
+
+
+def find_module(module: str) -> str:
+    """The file that ``python -m`` runs; looking for it imports the packages around it."""
+    spec = importlib.util.find_spec(module)
+    if spec and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{module}.__main__")
+    if not spec:
+        raise ModuleNotFoundError(f"No module named {module!r}")
+    return spec.origin
+
+
+def run_target(script: str, module: str) -> None:
+    """Runs a module if there is one, else the script."""
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
+
+
+def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
     """Reports that the script has ended, and ends the process when its threads have."""
-    events.write("done", believed=groups.close(), advice=groups.advise())
+    events.write("done", believed=groups.report_end(), advice=groups.advise())
     if list_threads():
         watch.over = True
         events.write("lingers")
@@ -95,28 +119,16 @@ def _finish(events: Events, groups: Groups, watch: Watch) -> NoReturn:
     leave(0)
 
 
-def _prepare(script: str, events: Events) -> tuple[Groups, Watch]:
+def _prepare(script: str, events: Events) -> tuple[Groups, HangWatch]:
     """Does what comes before the script's first line; returns what notes its groups, and what watches it."""
     check_agreement(script)
     gc.freeze()
     gc.enable()
     groups = Groups(events, script)
     groups.watch()
-    watch = Watch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
+    watch = HangWatch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
     watch.start()
     return groups, watch
-
-
-def _die_with_agent() -> None:
-    """Asks Linux to end this process when torchrun, which started it, is gone, even by SIGKILL."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        # It may have died before the request; whoever adopted this process then is no part of the job.
-        identity = f"LAB_JOB_ID={os.environ.get('LAB_JOB_ID')}".encode()
-        if identity not in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0"):
-            os._exit(1)
 
 
 def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
@@ -135,6 +147,9 @@ def _find_own(trace: TracebackType | None, script: str) -> str:
 
 
 def _describe(error: BaseException, script: str, root: Path) -> dict:
+    """The fields of the event; without a script, the error is of a package around the module."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    script = script or next((file for file in reversed(files) if file.startswith(f"{root}/")), "")
     script = _find_own(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
@@ -148,7 +163,7 @@ def _describe(error: BaseException, script: str, root: Path) -> dict:
         "traceback": text.replace(script, shorten_path(script)).replace(f"{root}/", "").rstrip(),
         "location": f"{shorten_path(script)}, line {line}" if line else "",
         "disk": find_full_disk(error),
-        "file": traceback.extract_tb(error.__traceback__)[-1].filename,
+        "file": files[-1],
         # What our own errors (LabError) know of themselves.
         **{name: str(getattr(error, name)) for name in ("cause", "fix") if getattr(error, name, None)},
     }
