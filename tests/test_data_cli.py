@@ -3,7 +3,7 @@ import subprocess
 import sys
 
 import pytest
-from harness.drawn import list_all, make_archive, make_folder
+from harness.drawn import make_archive, make_folder
 
 from lab_common import LabError
 from lab_utils import data
@@ -39,15 +39,6 @@ def test_prepare_packs_a_folder_and_goes_on_without_bad_images_when_asked(root, 
     assert main(["prepare"]) == 0  # the choice holds for the labs that load it later
     first, second = capsys.readouterr().out.splitlines()
     assert first == second and first.endswith("unreadable: 1 image (such as train/cat/bad.png (cannot be decoded))")
-
-
-def test_fetch_tries_every_address_and_explains(root, monkeypatch):
-    monkeypatch.setattr(data.fetch_archive, "__kwdefaults__", data.fetch_archive.__kwdefaults__ | {
-        "urls": ("http://127.0.0.1:9/one", "http://127.0.0.1:9/two"), "size": 10,
-    })  # fmt: skip
-    with pytest.raises(LabError, match=r"(?s)/one: .*/two: .*fix: .* -m lab_utils.data import FILE.tar.gz "):
-        main(["fetch", "cinic10"])
-    assert list_all(root) == [".CINIC-10.tar.gz.lock"]
 
 
 def test_fetch_downloads_nothing_if_a_whole_pack_is_there(root, tmp_path, capsys, monkeypatch):

@@ -114,22 +114,6 @@ def test_an_interrupted_download_gives_the_prompt_back_and_resumes_the_next_time
     assert server.seen[-1][1] == f"bytes={kept}-"
 
 
-def test_a_cut_download_is_continued_from_another_address(server, tmp_path):
-    server.cuts = [0.5, 0]
-    assert fetch(server, tmp_path, "good", "other").read_bytes() == CONTENT
-    assert server.seen[-1] == (
-        "/other/CINIC-10.tar.gz",
-        f"bytes={len(CONTENT) // 2}-",
-        len(CONTENT) - len(CONTENT) // 2,
-    )
-
-
-def test_a_connection_that_stalls_is_given_up_and_resumed(server, tmp_path):
-    server.cuts = [0.5]
-    assert fetch(server, tmp_path, "stalls", timeout=0.3).read_bytes() == CONTENT
-    assert server.seen[1][1].startswith("bytes=")
-
-
 def test_a_server_without_range_starts_over_cleanly(server, tmp_path):
     server.cuts = [0.5]
     assert fetch(server, tmp_path, "norange").read_bytes() == CONTENT
@@ -183,11 +167,3 @@ def test_a_download_waits_for_another_one_and_finds_its_file(server, tmp_path):
         (tmp_path / "CINIC-10.tar.gz").write_bytes(CONTENT)
     waiting.join(5)
     assert not waiting.is_alive() and server.seen == []
-
-
-def test_a_folder_that_is_none_is_explained(server, tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / ("x" * 300), "~nobody-of-this-name"):
-        with pytest.raises(LabError) as caught:
-            fetch(server, folder, "good")
-        assert_explains(caught.value, os.fspath(folder))

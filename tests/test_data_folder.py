@@ -239,19 +239,6 @@ def test_an_incomplete_layout_is_explained(root, damage, words):
     assert find_packs(root / "packed") == []
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
-@pytest.mark.parametrize("place", ["", "cinic10", "packed"])
-def test_a_folder_that_cannot_be_entered_or_listed_is_named(root, spare, place):
-    (root / "packed").mkdir()
-    (root / place).chmod(0)
-    try:
-        with pytest.raises(LabError) as caught:
-            run_forked(load_without_rights, root)
-        assert_explains(caught.value, "cannot be read", "Permission denied", str(root / place))
-    finally:
-        (root / place).chmod(0o755)
-
-
 def test_a_near_miss_that_is_the_root_takes_no_pack(root, spare):
     rename_splits(root / "cinic10")
     before = list_all(root)
@@ -301,13 +288,6 @@ def test_a_damaged_pack_is_made_again_or_refused(root, tmp_path, damage):
     with pytest.raises(LabError) as caught:  # its source may have gone
         data.load(root=tmp_path / "imported")
     assert_explains(caught.value, "The pack cinic10 is damaged", str(pack), "import CINIC-10.tar.gz")
-
-
-@pytest.mark.parametrize("manifest", ["", "[]", '{"format": 2}'])
-def test_a_pack_with_another_manifest_is_made_again(root, manifest):
-    pack = data.load(root=root).pack
-    (pack / "manifest.json").write_text(manifest)
-    assert len(data.load(root=root).train) == 40
 
 
 def test_arrays_are_mapped_and_cannot_change_the_files(root, recwarn):

@@ -278,11 +278,10 @@ def provide_cinic10(root: Path, found: Path | None, *, skip_bad: bool = False) -
     images = survey(list_names(found), found)
     source = {"words": "from a folder in CINIC-10's layout", "fingerprint": hash_folder(found, images)}
 
-    def read(image: str) -> bytes:
-        return read_bounded(found / image, IMAGE_BYTES)
+    settings = {"source": source, "where": found, "skip_bad": skip_bad}
 
     def make(folder: Path) -> None:
-        pack_images(folder, images, read, source=source, where=found, skip_bad=skip_bad)
+        pack_images(folder, images, lambda name: read_bounded(found / name, IMAGE_BYTES), **settings)
 
     # The path is a part of the name, because two folders may have their packs in the same place.
     name = f"cinic10-folder-{hashlib.sha256(os.fsencode(found)).hexdigest()[:8]}"
