@@ -70,7 +70,7 @@ test-hosting: setup
 drills: setup
 	@LAB_INTERRUPTS=50 $(PY) -m pytest -n $(WORKERS) -m "drill and not hosting" tests $(ARGS)
 
-## fuzz: thousands of hostile archives, reports and records, at most five minutes (SEED=number repeats a run)
+## fuzz: thousands of hostile archives, reports and notebooks, at most five minutes (SEED=number repeats a run)
 .PHONY: fuzz
 fuzz: setup
 	@seed=$${SEED:-$$(date +%s)}; echo "SEED=$$seed"; LAB_FUZZ=$$seed timeout 300 $(PY) -m pytest -n $(WORKERS) tests/test_fuzz_*.py $(ARGS)

@@ -2,16 +2,13 @@
 
 import argparse
 import collections
-import datetime
 import enum
 import hashlib
 import os
 import pickle
 import re
-import resource
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,34 +65,6 @@ checkpoints.save(last + 1, make_state(last + 1))
 print(middle, last, sorted(os.listdir(sys.argv[1])))
 """
 
-# A reader beside a writer that removes each checkpoint as soon as there is the next.
-READING = """
-import os, signal, sys, time, warnings
-import torch
-from lab_utils.training import Checkpoints
-
-warnings.simplefilter("error")  # what the writer removed is not damaged
-checkpoints = Checkpoints(sys.argv[1], keep=1)
-checkpoints.save(0, {"step": 0})
-child = os.fork()
-if child == 0:
-    step = 0
-    while True:
-        step += 1
-        checkpoints.save(step, {"step": step})
-try:
-    start, last, loads = time.monotonic(), 0, 0
-    # Two seconds; more where the disk is so busy that little came in them.
-    while (spent := time.monotonic() - start) < 2 or (min(last, loads) < 20 and spent < 100):
-        step, state = checkpoints.load()
-        assert step == state["step"] >= last, (step, state, last)
-        last, loads = step, loads + 1
-finally:
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-print(last, loads)
-"""
-
 
 def make_state(step=1, size=1000):
     return {"weight": torch.full((size,), float(step)), "step": step, "note": "as it was"}
@@ -116,24 +85,22 @@ def test_a_state_comes_back_as_it_was(tmp_path):
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    state["other"] = {"bytes": b"\0\xff", "set": {1}, "type": torch.float16, "lists": [(1, None)]}
     path = Checkpoints(tmp_path / "new" / "run").save(7, state)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     assert path.name == f"step-000000007-{digest[:16]}.pt"
     step, loaded = Checkpoints(tmp_path / "new" / "run").load()
     assert step == 7
     assert all(torch.equal(loaded["model"][name], value) for name, value in model.state_dict().items())
-    assert torch.equal(loaded["rng"], state["rng"])
+    assert torch.equal(loaded["rng"], state["rng"]) and loaded["other"] == state["other"]
     other = torch.optim.SGD(model.parameters(), lr=0.5)
     other.load_state_dict(loaded["optimizer"])
     assert other.param_groups[0]["lr"] == 0.1
 
 
-def test_nothing_saved_is_nothing_loaded(tmp_path):
-    assert Checkpoints(tmp_path / "never").load() is None
-
-
 def test_the_last_few_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.load() is None
     for step in range(5):
         checkpoints.save(step, make_state(step))
         assert steps(tmp_path) == [number for number in (step - 1, step) if number >= 0]
@@ -208,18 +175,7 @@ def test_a_damaged_checkpoint_pushes_out_no_good_one(tmp_path):
         assert checkpoints.load()[0] == 1
 
 
-def test_a_damaged_checkpoint_that_is_saved_again_counts(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, make_state(1))
-    checkpoints.save(2, make_state(2)).write_bytes(b"torn")
-    with pytest.warns(UserWarning, match="damaged checkpoints were skipped"):
-        checkpoints.load()
-    for step in (2, 3):
-        checkpoints.save(step, make_state(step))
-    assert steps(tmp_path) == [2, 3]
-
-
-@pytest.mark.parametrize("step", [-1, 1.5, "7", None])
+@pytest.mark.parametrize("step", [-1, "7"])
 def test_a_step_is_a_number_from_0(tmp_path, step):
     with pytest.raises(LabError, match="not a whole number from 0"):
         Checkpoints(tmp_path).save(step, make_state())
@@ -238,14 +194,13 @@ def test_a_save_killed_at_50_random_points_always_leaves_one_that_loads(tmp_path
     assert ".tmp" not in left, "the next save removes what the killed ones left"
 
 
-@pytest.mark.drill
-def test_a_reader_beside_the_writer_never_sees_a_file_vanish(tmp_path):
-    command = [sys.executable, "-c", READING, str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
-    assert done.returncode == 0, done.stderr
-    saves, loads = map(int, done.stdout.split())
-    assert saves >= 20 and loads >= 20, "too few of either: the drill drills nothing"
+def test_a_file_that_the_writer_has_just_removed_is_not_called_damaged(tmp_path, monkeypatch, recwarn):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, make_state(1))
+    listed = checkpoints._list_files()
+    Checkpoints(tmp_path, keep=1).save(2, make_state(2))
+    monkeypatch.setattr(checkpoints, "_list_files", lambda: monkeypatch.undo() or listed)
+    assert checkpoints.load()[0] == 2 and not recwarn
 
 
 @pytest.mark.drill
@@ -266,29 +221,18 @@ def give_name(content, folder, step=2):
     return path
 
 
-def test_a_device_that_is_not_there_is_not_called_damage(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, make_state(1))
-    with pytest.raises(RuntimeError, match="CUDA"):
-        checkpoints.load(map_location="cuda:77")
-
-
 @pytest.mark.drill
-@pytest.mark.parametrize("damage", ["cut to half", "emptied", "one bit flipped", "middle zeroed"])
+@pytest.mark.parametrize("damage", ["cut to half", "emptied", "one bit flipped"])
 def test_a_damaged_file_is_named_and_the_one_before_is_loaded(tmp_path, damage):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, make_state(1))
     path = checkpoints.save(2, make_state(2))
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
-    if damage == "cut to half":
-        content = content[:middle]
-    elif damage == "emptied":
-        content = b""
-    elif damage == "one bit flipped":
+    if damage == "one bit flipped":
         content[middle] ^= 1
     else:
-        content[middle : middle + 512] = bytes(512)
+        content = content[:middle] if damage == "cut to half" else b""
     path.write_bytes(content)
     with pytest.warns(UserWarning, match=f"damaged checkpoints were skipped: {path.name}"):
         step, state = checkpoints.load()
@@ -334,28 +278,17 @@ class Odd:
 
 
 MODE = enum.Enum("Mode", "FAST")
-POINT = collections.namedtuple("Point", "x")
-
-
-def make_optimizer():
-    return torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
 
 
 UNFIT = {
     'state["best"] is a numpy.float64': (np.float64(1), 'save float(state["best"])'),
     'state["best"] is a numpy.ndarray': (np.zeros(2), 'save torch.from_numpy(state["best"])'),
     'state["best"] is an argparse.Namespace': (argparse.Namespace(lr=1), 'save vars(state["best"])'),
-    'state["best"] is a datetime.date': (datetime.date(2026, 1, 1), 'save str(state["best"])'),
     'state["best"] is a pathlib.PosixPath': (Path("x"), 'save str(state["best"])'),
     'state["best"] is a collections.defaultdict': (collections.defaultdict(int), 'save dict(state["best"])'),
     'state["best"] is a torch.nn': (torch.nn.Linear(1, 1), 'save state["best"].state_dict()'),
-    'state["best"] is a torch.optim.sgd.SGD': (make_optimizer(), 'save state["best"].state_dict()'),
     'state["best"] is a function': (lambda: 0, 'leave state["best"] out'),
     "Odd, which": (Odd(), 'save vars(state["best"])'),
-    'state["best"] is a _thread.lock': (threading.Lock(), 'leave state["best"] out'),
-    'state["best"] is a test_checkpoints.Point': (POINT(1), 'save list(state["best"])'),
-    'state["best"] is a numpy.str_': (np.str_("x"), 'save str(state["best"])'),
-    'state["best"] is a numpy.bool': (np.bool_(True), 'save bool(state["best"])'),
     'state["best"] is a test_checkpoints.Mode': (MODE.FAST, 'save state["best"].value'),
     'state["best"][0] is a numpy.float64': ([np.float64(n) for n in range(3)], 'save float(state["best"][0])'),
     'state["best"]["a"][1]["b"] is a numpy.int64': ({"a": [1, {"b": np.int64(2)}]}, '["a"][1]["b"])'),
@@ -375,58 +308,28 @@ def test_what_cannot_be_saved_is_named_with_what_to_save_instead(tmp_path, what)
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("value", [np.float64(1), argparse.Namespace(), {1: np.zeros(3)}])
-def test_a_file_that_torch_refuses_is_explained_without_its_advice(tmp_path, value):
+def test_a_file_that_torch_refuses_is_explained_without_its_advice(tmp_path):
     file = tmp_path / "other.pt"
-    torch.save({"x": value}, file)
+    torch.save({"x": np.float64(1)}, file)
     give_name(file.read_bytes(), tmp_path)
-    with pytest.raises(LabError, match=r"Unsupported global: GLOBAL (numpy|argparse)") as caught:
+    with pytest.raises(LabError, match=r"Unsupported global: GLOBAL numpy") as caught:
         Checkpoints(tmp_path).load()
     assert not re.search("weights_only|two options|\\x1b|allowlist|safe_globals", str(caught.value))
 
 
-def test_a_typed_folder_has_its_home(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    Checkpoints("~/run").save(1, make_state(1))
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def check_full_disk(folder, state):
-    checkpoints = Checkpoints(folder)
-    before = {path: path.read_bytes() for path in folder.glob("step-*")}
-    with pytest.raises(LabError, match="The checkpoint needs") as caught:
-        checkpoints.save(3, state)
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    needed = int(caught.value.what.split()[3].replace(",", ""))
-    assert needed > state["weight"].nbytes
-    assert checkpoints.load()[0] == 2
-    return caught.value
-
-
-@pytest.mark.drill
-def test_a_file_that_may_not_grow_leaves_the_earlier_ones_intact(tmp_path):
-    for step in (1, 2):
-        Checkpoints(tmp_path).save(step, make_state(step))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-    try:
-        error = check_full_disk(tmp_path, make_state(3, size=1_000_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large" in error.cause
-    assert Checkpoints(tmp_path).save(3, make_state(3)).exists()
-
-
 @pytest.mark.drill
 def test_a_full_disk_is_told_in_bytes_and_leaves_the_earlier_ones_intact(small_disk):
+    checkpoints, state = Checkpoints(small_disk), make_state(3, size=1_000_000)
     for step in (1, 2):
-        Checkpoints(small_disk).save(step, make_state(step))
-    error = check_full_disk(small_disk, make_state(3, size=1_000_000))
-    free = int(error.what.split()[6].replace(",", ""))
-    assert 1_900_000 < free < 2 * 2**20
-    assert "No space left" in error.cause
-    assert Checkpoints(small_disk).save(3, make_state(3)).exists()
+        checkpoints.save(step, make_state(step))
+    before = {path: path.read_bytes() for path in small_disk.glob("step-*")}
+    with pytest.raises(LabError, match="The checkpoint needs") as caught:
+        checkpoints.save(3, state)
+    assert {path: path.read_bytes() for path in small_disk.iterdir()} == before
+    needed, free = (int(caught.value.what.split()[word].replace(",", "")) for word in (3, 6))
+    assert needed > state["weight"].nbytes and 1_900_000 < free < 2 * 2**20
+    assert "No space left" in caught.value.cause and checkpoints.load()[0] == 2
+    assert checkpoints.save(3, make_state(3)).exists()
 
 
 @pytest.mark.drill
@@ -454,13 +357,6 @@ def test_a_part_of_a_sharded_tensor_is_refused(tmp_path):
     assert "full_tensor()" in caught.value.fix and names(tmp_path) == []
 
 
-def test_a_file_in_place_of_the_folder_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(LabError, match="A file lies where a folder is meant") as caught:
-        Checkpoints(tmp_path / "file")
-    assert str(tmp_path / "file") in caught.value.where
-
-
 def test_only_strays_of_ours_that_nobody_writes_are_removed(tmp_path):
     import fcntl
 
@@ -474,16 +370,3 @@ def test_only_strays_of_ours_that_nobody_writes_are_removed(tmp_path):
         assert set(tmp_path.iterdir()) == {held, saved, *foreign}
     Checkpoints(tmp_path).save(4, make_state(4))
     assert not held.exists()
-
-
-@pytest.mark.parametrize(("number", "size"), [(0, 0), (1, 5_000_000), (300, 10)])
-def test_what_is_saved_is_loaded(tmp_path, number, size):
-    state = {
-        "bytes": b"\0\xff",
-        "set": {1},
-        "type": torch.float16,
-        "weights": [torch.ones(size) for _ in range(number)],
-    }
-    Checkpoints(tmp_path).save(1, state)
-    loaded = Checkpoints(tmp_path).load()[1]
-    assert all(map(torch.equal, loaded.pop("weights"), state.pop("weights"))) and loaded == state

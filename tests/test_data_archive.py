@@ -1,6 +1,5 @@
 import bz2
 import gzip
-import hashlib
 import io
 import lzma
 import tarfile
@@ -12,7 +11,7 @@ from harness.drawn import assert_explains, list_all, make_archive, make_folder
 from lab_common import LabError
 from lab_utils import data
 from lab_utils.data import download as module
-from lab_utils.data.packing import find_damage, read_manifest
+from lab_utils.data.packing import read_manifest
 
 SPLITS = ("train", "valid", "test")
 
@@ -68,19 +67,15 @@ def test_an_archive_gives_the_pack_of_its_folder(folder, tmp_path, top):
     assert (imported.mean, imported.std) == (expected.mean, expected.std)
     # No small files on the way: the pack and its lock are all that is there.
     assert len(list_all(tmp_path / "root")) == 10
-    assert find_damage(pack) == []
 
 
 HOSTILE = {
-    "parent": (lambda tar: add(tar, "train/cat/../../../../x.png", content=b"x"), "outside the destination", "x.png"),
+    "parent": (lambda tar: add(tar, "train/cat/../../../../x.png", content=b"x"), "leads out", "x.png"),
     "absolute": (lambda tar: add(tar, "/etc/x.png", content=b"x"), "leads out", "/etc/x.png"),
-    "hidden parent": (lambda tar: add(tar, "../README.md", content=b"x"), "outside the destination", "../README.md"),
-    "symlink": (lambda tar: add(tar, "a.png", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "link to", "a.png"),
-    "hardlink": (lambda tar: add(tar, "a.png", type=tarfile.LNKTYPE, linkname="/etc/passwd"), "link to", "a.png"),
-    "link inside": (lambda tar: add(tar, "a.png", type=tarfile.SYMTYPE, linkname="train"), "tar -h", "a.png"),
-    "device": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.CHRTYPE, devmajor=1), "special file", "x.png"),
-    "block": (lambda tar: add(tar, "sda", type=tarfile.BLKTYPE), "special file", "sda"),
-    "fifo": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.FIFOTYPE), "special file", "x.png"),
+    "symlink": (lambda tar: add(tar, "a.png", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "tar -h", "a.png"),
+    "hardlink": (lambda tar: add(tar, "a.png", type=tarfile.LNKTYPE, linkname="/etc/passwd"), "tar -h", "a.png"),
+    "device": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.CHRTYPE, devmajor=1), "a device", "x.png"),
+    "fifo": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.FIFOTYPE), "a device", "x.png"),
     "bomb": (lambda tar: add(tar, "train/cat/x.png", content=bytes(2**21)), "more than 1,000,000 bytes", ""),
     "bomb in a header": (lambda tar: add_long_name(tar, 2**21), "more than 1,000,000 bytes", ""),
 }
@@ -97,9 +92,7 @@ def test_a_hostile_archive_is_refused_and_nothing_written(archive, tmp_path, mon
     assert list_all(tmp_path) == ["hostile.tar.gz"]
 
 
-@pytest.mark.parametrize(
-    "wrap", [bytes, bz2.compress, lzma.compress, lambda plain: bz2.compress(plain[:9999]) + bz2.compress(plain[9999:])]
-)
+@pytest.mark.parametrize("wrap", [bytes, bz2.compress, lzma.compress])
 def test_other_compressions_are_read_within_the_same_bounds(archive, tmp_path, monkeypatch, wrap):
     content = wrap(gzip.decompress(archive.read_bytes()))
     (tmp_path / "a.tar").write_bytes(content)
@@ -124,49 +117,22 @@ def test_more_than_the_data_set_can_have_is_refused(archive, tmp_path, monkeypat
     data.import_archive(archive, tmp_path / "root")
 
 
-def test_the_known_archive_needs_no_filter_and_others_need_python_s(archive, tmp_path, monkeypatch):
-    """CINIC-10 is within the bounds: 270,000 images and four other files, in 34 folders; some 800 MB."""
-    monkeypatch.delattr(tarfile, "data_filter")
-    with pytest.raises(LabError) as caught:
-        data.import_archive(archive, tmp_path)
-    assert_explains(caught.value, "cannot check an archive", "3.11.4", "LAB_DATA")
-    monkeypatch.setattr(module, "MD5", hashlib.md5(archive.read_bytes()).hexdigest())
-    data.import_archive(archive, tmp_path)
-    assert data.load(root=tmp_path).summary.endswith("imported from CINIC-10.tar.gz, checksum verified")
-    assert 270_038 <= module.MEMBERS < 1.01 * 270_038 and 1e9 < module.ARCHIVE_BYTES < 4e9
-
-
-def test_a_bit_that_tips_over_is_noticed_by_the_checksum(archive, tmp_path):
-    content = bytearray(gzip.compress(gzip.decompress(archive.read_bytes()), 0))
-    content[len(content) // 2] ^= 1
-    (tmp_path / "a.tar.gz").write_bytes(content)
-    with pytest.raises(LabError):
-        data.import_archive(tmp_path / "a.tar.gz", tmp_path / "root", skip_bad=True)
-
-
 def test_classes_and_splits_are_those_of_cinic10(archive, tmp_path):
     zebra = make_hostile(archive, tmp_path / "a.tar.gz", lambda tar: add(tar, "train/zebra/x.png", content=b"x"))
-    with pytest.raises(LabError) as caught:
-        data.import_archive(zebra, tmp_path / "root")
-    assert_explains(caught.value, "'train/zebra'")
     with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
         add(tar, "train/cat/x.png", content=b"x")
-    with pytest.raises(LabError) as caught:
-        data.import_archive(tmp_path / "b.tar.gz", tmp_path / "root")
-    assert_explains(caught.value, "no images in: valid, test, train/airplane")
     with tarfile.open(tmp_path / "c.tar", "w") as tar:
         add(tar, "cat/x.png", content=b"x")
-    with pytest.raises(LabError) as caught:
-        data.import_archive(tmp_path / "c.tar", tmp_path / "root")
-    assert_explains(caught.value, "not in the archive", "it has: cat")
-    for case in (zebra, tmp_path / "b.tar.gz", tmp_path / "c.tar"):  # what is not the layout means no harm
+    cases = {"a.tar.gz": "'train/zebra'", "b.tar.gz": "no images in: test, train/airplane, "}
+    for name, words in (cases | {"c.tar": "(such as cat/x.png)"}).items():
         with pytest.raises(LabError) as caught:
-            data.import_archive(case, tmp_path / "root")
-        assert "harm" not in str(caught.value)
-    assert not (tmp_path / "root").exists()
+            data.import_archive(tmp_path / name, tmp_path / "root")
+        assert_explains(caught.value, words)
+        assert "harm" not in str(caught.value)  # what is not the layout means no harm
+    assert zebra.exists() and not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("fraction", [0, 0.001, 0.3, 0.9, 0.9999])
+@pytest.mark.parametrize("fraction", [0, 0.3, 0.9999])
 def test_an_archive_cut_short_is_explained(archive, tmp_path, fraction):
     whole = archive.read_bytes()
     (tmp_path / "cut.tar.gz").write_bytes(whole[: int(fraction * len(whole))])
@@ -177,12 +143,11 @@ def test_an_archive_cut_short_is_explained(archive, tmp_path, fraction):
 
 
 KINDS = {
-    b"PK\3\4": ["a zip archive", "-m zipfile -e '", "export LAB_DATA='"],
+    b"PK\3\4": ["a zip archive", "-m zipfile -e ", "export LAB_DATA="],
     b"\x28\xb5\x2f\xfd": ["zstd", "tar --zstd -xf", "export LAB_DATA="],
     b"7z\xbc\xaf\x27\x1c": ["7z archive", "7z x"],
     b"<!DOCTYPE html><title>Log in": ["a web page", "fetch cinic10"],
     b"\n<HTML>": ["a web page"],
-    b'{"error": 404}': ["JSON"],
     b"a letter": ["cut short or damaged"],
     b"": ["cut short or damaged"],
 }
@@ -197,53 +162,27 @@ def test_what_is_no_archive_is_told_by_its_first_bytes(tmp_path, start):
     assert list_all(tmp_path) == ["a.tar.gz"]
 
 
-@pytest.mark.parametrize("content", [b"", b"no tar archive"])
-def test_what_is_compressed_and_no_archive_is_explained(tmp_path, content):
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(LabError) as caught:
-        data.import_archive(tmp_path / "a.tar.gz", tmp_path / "root")
-    assert_explains(caught.value, "cut short or damaged", "a.tar.gz", "fetch cinic10")
-
-
 def test_what_cannot_be_opened_is_explained(tmp_path):
     (tmp_path / "link.tar.gz").symlink_to("/gone/a.tar.gz")
-    for name, words in {"absent": ["No such file"], "link": ["a link to /gone/a.tar.gz"]}.items():
+    for name, words in {
+        "absent.tar.gz": "No such file",
+        "link.tar.gz": "a link to /gone/a.tar.gz",
+        "": "LAB_DATA=",
+    }.items():
         with pytest.raises(LabError) as caught:
-            data.import_archive(tmp_path / f"{name}.tar.gz", tmp_path / "root")
-        assert_explains(caught.value, f"{name}.tar.gz", *words)
-    with pytest.raises(LabError) as caught:
-        data.import_archive(tmp_path, tmp_path / "root")
-    assert_explains(caught.value, "Is a directory", f"export LAB_DATA='{tmp_path}'")
+            data.import_archive(tmp_path / name, tmp_path / "root")
+        assert_explains(caught.value, name, words)
 
 
-def test_bad_images_are_named_and_counted(archive, tmp_path):
-    file = make_hostile(
-        archive, tmp_path / "a.tar.gz", lambda tar: add(tar, "valid/ship/page.png", content=b"<html>not found</html>")
-    )
-    with pytest.raises(LabError) as caught:
-        data.import_archive(file, tmp_path / "root")
-    assert_explains(caught.value, "1 of 91 images", "valid/ship/page.png (cannot be decoded)", f"'{file}' --skip-bad")
-    assert list_all(tmp_path / "root") == ["packed", "packed/.cinic10.lock"]
-    data.import_archive(file, tmp_path / "root", skip_bad=True)
-    dataset = data.load(root=tmp_path / "root")
-    assert (dataset.skipped, len(dataset.valid)) == (1, 20)
-
-
-def test_an_interrupted_import_leaves_the_old_pack(archive, tmp_path, monkeypatch):
+def test_an_import_that_fails_leaves_the_old_pack_and_the_next_replaces_it(archive, tmp_path):
     data.import_archive(archive, tmp_path / "root")
     before = list_all(tmp_path / "root")
-
-    def interrupt(image):
-        raise KeyboardInterrupt
-
-    smaller = make_archive(
-        make_folder(tmp_path / "smaller", per_class=dict.fromkeys(SPLITS, 1)), tmp_path / "smaller.tar.gz"
-    )
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("lab_utils.data.packing.decode", interrupt)
-        data.import_archive(smaller, tmp_path / "root")
-    assert list_all(tmp_path / "root") == before
-    assert len(data.load(root=tmp_path / "root").train) == 40
+    folder = make_folder(tmp_path / "smaller", per_class=dict.fromkeys(SPLITS, 1))
+    smaller, bad = make_archive(folder, tmp_path / "smaller.tar.gz"), tmp_path / "bad.tar.gz"
+    make_hostile(smaller, bad, lambda tar: add(tar, "valid/ship/page.png", content=b"<html>not found</html>"))
+    with pytest.raises(LabError) as caught:
+        data.import_archive(bad, tmp_path / "root")
+    assert_explains(caught.value, "1 of 31 images", "valid/ship/page.png (cannot be decoded)", "copy them again")
+    assert list_all(tmp_path / "root") == before and len(data.load(root=tmp_path / "root").train) == 40
     data.import_archive(smaller, tmp_path / "root")
-    assert list_all(tmp_path / "root") == before
-    assert len(data.load(root=tmp_path / "root").train) == 10
+    assert list_all(tmp_path / "root") == before and len(data.load(root=tmp_path / "root").train) == 10

@@ -36,8 +36,7 @@ def read_pixels(world_size, batch_size, epoch=0):
     return torch.stack([seen[index] for index in range(TOTAL)])
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("train", "world_size"), [(True, 1), (True, 3), (False, 4)])
 def test_every_image_comes_exactly_once_an_epoch(world_size, train):
     ranks = [make(train=train, rank=rank, world_size=world_size) for rank in range(world_size)]
     for epoch in range(2):
@@ -47,7 +46,7 @@ def test_every_image_comes_exactly_once_an_epoch(world_size, train):
         assert [len(list(batches)) for batches in ranks] == [len(batches) for batches in ranks]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
 def test_pad_repeats_from_the_start_until_ranks_are_equal(world_size):
     shares = [read_order(make(pad=True, rank=rank, world_size=world_size)) for rank in range(world_size)]
     assert {len(share) for share in shares} == {-(-TOTAL // world_size)}
@@ -65,7 +64,7 @@ def test_pad_serves_more_ranks_than_images():
     assert {share[0] for share in shares} == {0, 1}
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("pad", [False, True])
 def test_drop_last_gives_every_rank_equally_many_full_batches(world_size, pad):
     ranks = [make(13, drop_last=True, pad=pad, rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -78,20 +77,14 @@ def test_drop_last_gives_every_rank_equally_many_full_batches(world_size, pad):
 
 
 def test_order_repeats_for_a_seed_and_changes_with_the_epoch():
+    state, before = torch.get_rng_state(), IMAGES.clone()
     first = read_order(make(seed=1))
     assert read_order(make(seed=1)) == first
     assert read_order(make(seed=1), epoch=1) != first
     assert read_order(make(seed=2)) != first
     assert read_order(make(seed=0), epoch=1) != read_order(make(seed=1), epoch=0)
     assert read_order(make(train=False, seed=1), epoch=1) == list(range(TOTAL))
-
-
-def test_order_does_not_touch_the_global_generator():
-    torch.manual_seed(0)
-    expected = torch.rand(3)
-    torch.manual_seed(0)
-    read_order(make())
-    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(torch.get_rng_state(), state) and torch.equal(IMAGES, before), "what is global was touched"
 
 
 def test_an_image_looks_the_same_for_any_batch_size_and_world_size():
@@ -140,20 +133,6 @@ def test_the_first_and_the_last_image_are_never_moved_over_their_end():
                 assert index < count - 1 or max(row, column) <= 4
 
 
-def test_shifts_and_mirrors_of_an_epoch_cover_all_there_are():
-    marked = torch.zeros(2000, 3, 32, 32, dtype=torch.uint8)
-    marked[:, :, 16, 10] = 255  # where this point goes tells the shift, and on which side the mirror
-    batches = Batches(marked, torch.zeros(2000, dtype=torch.int64), 500, mean=(0, 0, 0), std=(1, 1, 1))
-    places = torch.cat([images[:, 0].flatten(1).argmax(1) for images, _ in batches])
-    rows, columns = places // 32 - 16, places % 32
-    assert sorted(set(rows.tolist())) == list(range(-4, 5))
-    shares = torch.bincount(rows + 4).double() / 2000
-    assert shares.min() > 0.07 and shares.max() < 0.16
-    # Not mirrored, the point lies in columns 6 to 14; mirrored in 17 to 25.
-    assert sorted(set(columns.tolist())) == [*range(6, 15), *range(17, 26)]
-    assert 0.4 < (columns < 16).double().mean() < 0.6
-
-
 def test_images_are_normalised_as_torchvision_does():
     from torchvision.transforms import v2
 
@@ -163,18 +142,10 @@ def test_images_are_normalised_as_torchvision_does():
     assert torch.allclose(images, expected, atol=1e-5)
 
 
-def test_the_source_is_not_changed():
-    before = IMAGES.clone()
-    read_order(make())
-    assert torch.equal(IMAGES, before)
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"rank": 2, "world_size": 2}, "no rank 2"),
-        ({"rank": -1, "world_size": 2}, "no rank -1"),
-        ({"rank": 0, "world_size": 0}, "among 0"),
         ({"batch_size": 0}, "batch of 0"),
         ({"batch_size": 52, "drop_last": True, "world_size": 2}, "not one full batch of 52"),
     ],
@@ -185,8 +156,7 @@ def test_impossible_shares_are_explained(settings, words):
     assert_explains(caught.value, words, "batches(")
 
 
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (2, 2), (1, 3), (4, 2)])
+@pytest.mark.parametrize(("before", "after", "train"), [(2, 1, True), (2, 1, False), (1, 3, True), (4, 2, True)])
 def test_an_epoch_goes_on_where_it_was_cut_off_whatever_the_number_of_ranks(before, after, train):
     share = {"train": train, "seed": 4, "drop_last": True}
     first = [make(24 // before, rank=rank, world_size=before, **share) for rank in range(before)]
@@ -214,17 +184,10 @@ def test_an_image_looks_the_same_after_a_resume():
 
 
 @pytest.mark.parametrize("settings", [{}, {"drop_last": True}, {"pad": True}])
-@pytest.mark.parametrize("start", [TOTAL, TOTAL + 50])
-def test_nothing_is_left_of_an_epoch_that_was_done(settings, start):
+def test_nothing_is_left_of_an_epoch_that_was_done(settings):
     batches = make(8, world_size=2, **settings)
-    batches.set_epoch(0, start=start)
+    batches.set_epoch(0, start=TOTAL + 50)
     assert (len(batches), batches.images, list(batches)) == (0, 0, [])
-
-
-def test_what_does_not_fill_a_batch_is_left_out_after_a_resume_too():
-    batches = make(8, drop_last=True)
-    batches.set_epoch(0, start=96)
-    assert (len(batches), list(batches)) == (0, [])
 
 
 def test_a_rank_without_images_has_no_batches():

@@ -1,4 +1,3 @@
-import gzip
 import pickle
 import struct
 
@@ -75,36 +74,11 @@ def test_cifar10_is_packed_in_its_own_order(tmp_path, monkeypatch):
     assert len(dataset.valid) == 5_000 and dataset.valid.labels[0] == (TRAIN - 5_000) % 10
 
 
-# The time in gzip's header would give each process of the tests another name for the test.
-ANSWERS = {
-    "nothing": None,
-    "another file": gzip.compress(b"not the file", mtime=0),
-    "a page": b"<html>Please log in</html>",
-}
-
-
-@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
-def test_a_failed_download_is_explained(tmp_path, monkeypatch, answer):
-    import http.server
-    import threading
-
+def test_a_failed_download_is_explained(tmp_path, monkeypatch):
     from torchvision.datasets import CIFAR10
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if answer else 404)
-            self.end_headers()
-            self.wfile.write(answer or b"")
-
-        def log_message(self, *arguments):
-            pass
-
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        monkeypatch.setattr(CIFAR10, "url", f"http://127.0.0.1:{server.server_port}/cifar-10-python.tar.gz")
-        with pytest.raises(LabError) as caught:
-            data.load("cifar10", tmp_path / "root")
-        server.shutdown()
+    monkeypatch.setattr(CIFAR10, "url", "http://127.0.0.1:9/cifar-10-python.tar.gz")
+    with pytest.raises(LabError) as caught:
+        data.load("cifar10", tmp_path / "root")
     assert_explains(caught.value, "cifar10 could not be downloaded", str(tmp_path / "root"), "shapes10")
     assert "root/packed/cifar10" not in list_all(tmp_path)

@@ -13,7 +13,6 @@ from harness.drawn import assert_explains, list_all
 
 from lab_common import LabError
 from lab_utils import data
-from lab_utils.data import download as module
 
 CONTENT = b"\x1f\x8b" + np.random.default_rng(0).bytes(400_000)
 MD5 = hashlib.md5(CONTENT).hexdigest()
@@ -32,8 +31,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             body = PAGE
         elif kind == "wrong":
             body = CONTENT[:-1] + b"?"
-        elif kind == "short":
-            body = CONTENT[:-100]
         stop = len(body)
         if server.cuts:
             stop = max(start, int(server.cuts.pop(0) * len(body)))
@@ -43,8 +40,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(206 if start else 200)
         if start:
-            begin = start - 7 if kind == "elsewhere" else start
-            self.send_header("Content-Range", "?" if kind == "vague" else f"bytes {begin}-{len(body) - 1}/{len(body)}")
+            self.send_header("Content-Range", f"bytes {start}-{len(body) - 1}/{len(body)}")
         self.send_header("Content-Type", "text/html" if kind == "html" else "application/gzip")
         self.send_header("Content-Length", str(len(body) - start))
         self.end_headers()
@@ -86,15 +82,6 @@ def test_a_download_arrives_whole_and_only_once(server, tmp_path):
 
 
 @pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
-def test_a_cut_download_resumes_at_once(server, tmp_path, fraction):
-    server.cuts = [fraction]
-    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
-    (_, first, sent), (_, second, rest) = server.seen
-    assert first is None and second == f"bytes={sent}-"
-    assert 0 < sent < len(CONTENT) and sent + rest == len(CONTENT)  # nothing was sent twice
-
-
-@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
 def test_a_cut_download_resumes_the_next_time(server, tmp_path, fraction):
     server.cuts = [fraction, 0]  # cut, and then not one byte more
     with pytest.raises(LabError) as caught:
@@ -127,34 +114,10 @@ def test_an_interrupted_download_gives_the_prompt_back_and_resumes_the_next_time
     assert server.seen[-1][1] == f"bytes={kept}-"
 
 
-def test_a_cut_download_is_continued_from_another_address(server, tmp_path):
-    server.cuts = [0.5, 0]
-    assert fetch(server, tmp_path, "good", "other").read_bytes() == CONTENT
-    assert server.seen[-1] == (
-        "/other/CINIC-10.tar.gz",
-        f"bytes={len(CONTENT) // 2}-",
-        len(CONTENT) - len(CONTENT) // 2,
-    )
-
-
-def test_a_connection_that_stalls_is_given_up_and_resumed(server, tmp_path):
-    server.cuts = [0.5]
-    assert fetch(server, tmp_path, "stalls", timeout=0.3).read_bytes() == CONTENT
-    assert server.seen[1][1].startswith("bytes=")
-
-
 def test_a_server_without_range_starts_over_cleanly(server, tmp_path):
     server.cuts = [0.5]
     assert fetch(server, tmp_path, "norange").read_bytes() == CONTENT
     assert [sent for _, _, sent in server.seen] == [len(CONTENT) // 2, len(CONTENT)]
-
-
-def test_a_server_that_continues_elsewhere_is_not_believed(server, tmp_path):
-    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(CONTENT[:1000])
-    with pytest.raises(LabError) as caught:
-        fetch(server, tmp_path, "elsewhere", "vague")
-    assert_explains(caught.value, "bytes 993-", "when asked for byte 1000", "it continued elsewhere ('?')")
-    assert (tmp_path / "CINIC-10.tar.gz.part").read_bytes() == CONTENT[:1000]
 
 
 @pytest.mark.parametrize("start", [b"", CONTENT[:1000]])
@@ -167,12 +130,8 @@ def test_a_wrong_checksum_moves_nothing_into_place(server, tmp_path, start):
 
 
 def test_after_a_wrong_checksum_the_next_address_has_its_turn(server, tmp_path):
-    assert fetch(server, tmp_path, "wrong", "good").read_bytes() == CONTENT
-
-
-def test_a_part_that_is_too_long_is_begun_again(server, tmp_path):
-    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(CONTENT + b"more")
-    assert fetch(server, tmp_path, "good").read_bytes() == CONTENT
+    (tmp_path / "CINIC-10.tar.gz.part").write_bytes(CONTENT + b"more")  # too long to become right
+    assert fetch(server, tmp_path, "gone", "wrong", "good").read_bytes() == CONTENT
 
 
 @pytest.mark.parametrize("start", [b"", CONTENT[:1000]])
@@ -184,13 +143,6 @@ def test_a_web_page_instead_of_the_archive_is_recognised(server, tmp_path, start
     # What had arrived from a better address is not lost.
     assert list_all(tmp_path) == [LOCK, *(["CINIC-10.tar.gz.part"] if start else [])]
     assert fetch(server, tmp_path, "html", "good").read_bytes() == CONTENT
-
-
-def test_a_file_of_another_size_is_refused_before_it_is_read(server, tmp_path):
-    with pytest.raises(LabError) as caught:
-        fetch(server, tmp_path, "short")
-    assert_explains(caught.value, f"{len(CONTENT) - 100:,} bytes, expected {len(CONTENT):,}")
-    assert list_all(tmp_path) == [LOCK]
 
 
 def test_all_addresses_dead_are_all_named(server, tmp_path):
@@ -205,23 +157,13 @@ def test_all_addresses_dead_are_all_named(server, tmp_path):
     assert list_all(tmp_path) == [LOCK]
 
 
-def test_two_downloads_at_once_are_not_mixed(server, tmp_path):
+def test_a_download_waits_for_another_one_and_finds_its_file(server, tmp_path):
     with (tmp_path / LOCK).open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(LabError) as caught:
-            fetch(server, tmp_path, "good")
-    assert_explains(caught.value, "is being downloaded", ".part")
-    assert server.seen == []
-
-
-def test_a_folder_that_is_none_is_explained(server, tmp_path):
-    (tmp_path / "file").touch()
-    for folder in (tmp_path / "file", tmp_path / ("x" * 300), "~nobody-of-this-name"):
-        with pytest.raises(LabError) as caught:
-            fetch(server, folder, "good")
-        assert_explains(caught.value, os.fspath(folder))
-
-
-def test_the_addresses_and_sums_are_the_published_ones():
-    assert (module.SIZE, module.MD5) == (687_544_992, "6ee4d0c996905fe93221de577967a372")
-    assert len(module.URLS) >= 3 and all(url.startswith("https://datashare.") for url in module.URLS)
+        waiting = threading.Thread(target=fetch, args=(server, tmp_path, "good"))
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive() and server.seen == []
+        (tmp_path / "CINIC-10.tar.gz").write_bytes(CONTENT)
+    waiting.join(5)
+    assert not waiting.is_alive() and server.seen == []

@@ -10,8 +10,7 @@ from course.check import attempts
 from course.check.verdicts import OpenError
 from lab_common import LabError
 from lab_common.files import read_bounded
-from lab_utils.data import shapes
-from lab_utils.data.packing import write_pack
+from lab_utils.data import pack_shapes
 
 
 def expect_scripts(*scripts: Path) -> None:
@@ -58,7 +57,4 @@ def read_script(script: Path, shown: str | Path) -> ast.Module:
 
 def draw_shapes(pack: Path, counts: Mapping[str, int]) -> None:
     """Packs the first pictures of shapes10, the given number of each split."""
-    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": shapes.FINGERPRINT}
-    with write_pack(pack, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
-        for split, count in counts.items():
-            draft.images[split][:], draft.labels[split][:] = shapes.draw_images(split, range(count))
+    pack_shapes(pack, counts)

@@ -43,15 +43,11 @@ def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], dict[str, in
     parts = {"train": order[~np.isin(order, held)], "valid": held, "test": held}
     counts = {split: len(part) for split, part in parts.items()}
     fingerprint = shapes.FINGERPRINT if dataset.name == "shapes10" else "of a lap of the race"
-    source = {"kind": "lap", "words": "one lap's share of the training images", "fingerprint": fingerprint}
+    source = {"words": "one lap's share of the training images", "fingerprint": fingerprint}
     names = tuple(f"class {number}" for number in range(classes))
-    statistics = dataset.mean, dataset.std
-    with write_pack(
-        root / "packed" / dataset.name, counts, class_names=names, source=source, mean_std=statistics
-    ) as draft:
-        for split, part in parts.items():
-            draft.images[split][:] = dataset.train.images.numpy()[part]
-            draft.labels[split][:] = mapping[labels[part]]
+    arrays = ((split, dataset.train.images.numpy()[part], mapping[labels[part]]) for split, part in parts.items())
+    folder, statistics = root / "packed" / dataset.name, (dataset.mean, dataset.std)
+    write_pack(folder, arrays, class_names=names, source=source, mean_std=statistics)
     return mapping.tolist(), counts
 
 

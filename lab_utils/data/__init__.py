@@ -7,24 +7,18 @@ torch ``Dataset``, for a ``DataLoader``.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from lab_common import LabError
-from lab_common.files import read_bounded
-from lab_common.text import clean, clean_name
 from lab_utils.bars import open_bar
 from lab_utils.data import packing, shapes
 from lab_utils.data.batches import Batches
 from lab_utils.data.download import fetch_archive, import_archive, pack_torchvision
-from lab_utils.data.packing import SPLITS, Pack, choose_root, list_homes, make_command, open_pack, quote
+from lab_utils.data.packing import SPLITS
 
 __all__ = [
     "NAMES",
@@ -83,7 +77,6 @@ class Dataset:
         train: For training: 10,000 images of shapes10; 90,000 of the full CINIC-10.
         valid: For choosing among models.
         test: For the last number only.
-        skipped: Images that could not be read and were left out because that was asked for.
         notes: In words, which files were not taken, and which images were changed.
     """
 
@@ -96,15 +89,13 @@ class Dataset:
     train: Split
     valid: Split
     test: Split
-    skipped: int = 0
     notes: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
         """One line, the same on every machine that has this data set: sizes, classes, source."""
         sizes = ", ".join(f"{len(getattr(self, split)):,} {split}" for split in SPLITS)
-        notes = [f"{self.skipped:,} unreadable images were left out"] if self.skipped else []
-        words = "; ".join([self.source, *notes, *self.notes])
+        words = "; ".join([self.source, *self.notes])
         return f"{self.name}: {sizes} images of {len(self.class_names)} classes, {words}"
 
     @property
@@ -159,6 +150,7 @@ class Dataset:
         return Batches(part.images, part.labels, batch_size, **look, **order, **share)
 
 
+@packing.explain("The data set cannot be read", fix="ask its owner to type chmod -R a+rX on it, or remove dead links")
 def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: bool = False) -> Dataset:
     """Loads a data set; the first time it is drawn, read or downloaded, and packed.
 
@@ -171,113 +163,34 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
     Raises:
         LabError: Unknown name, nothing there, a folder or images that cannot be read, a download that failed.
     """
-    root, note = choose_root(root), ""
-    found = find_cinic10(root) if name in (None, "cinic10") else None
+    root, note = packing.choose_root(root), ""
+    found = packing.find_cinic10(root) if name in (None, "cinic10") else None
     if name is None:
         name = "cinic10" if found else "shapes10"
-        note = "" if found else " (no CINIC-10 was found in LAB_DATA)"
-        if note and not root.exists():
-            print(f"There is no folder {clean(root, 200)}: shapes10 is used.", file=sys.stderr)
+        note = " (no CINIC-10 was found in LAB_DATA)" if name == "shapes10" else ""
     if name not in NAMES:
         where, fix = f"data.load({name!r})", f"choose one of {', '.join(NAMES)}"
         raise LabError(f"There is no data set {name!r}.", where=where, cause="a mistyped name", fix=fix)
     if name == "cinic10":
-        pack = _provide_cinic10(found, root, skip_bad=skip_bad)
+        pack = packing.provide_cinic10(root, found, skip_bad=skip_bad)
     elif name == "shapes10":
-        pack = _provide(name, root, shapes.FINGERPRINT, pack_shapes)
+        pack = packing.provide(name, root, shapes.FINGERPRINT, pack_shapes)
     else:
-        pack = _provide(name, root, f"{name}, packing 1", partial(pack_torchvision, name))
-    manifest, mean, std = pack.manifest, tuple(pack.manifest["mean"]), tuple(pack.manifest["std"])
-    splits = {
-        split: Split(torch.from_numpy(images), torch.from_numpy(labels), mean, std)
-        for split, (images, labels) in pack.arrays.items()
-    }
-    skipped, notes = sum(split["skipped"] for split in manifest["splits"].values()), tuple(manifest["source"]["notes"])
-    source = manifest["source"]["words"] + note
-    return Dataset(
-        name, tuple(manifest["classes"]), mean, std, source, pack.folder, **splits, skipped=skipped, notes=notes
+        source = {"words": "downloaded by torchvision", "fingerprint": f"{name}, packing 1"}
+        pack = packing.provide(name, root, source["fingerprint"], lambda folder: pack_torchvision(name, folder, source))
+    folder, manifest, arrays = pack
+    mean, std = tuple(manifest["mean"]), tuple(manifest["std"])
+    splits = {split: Split(*map(torch.from_numpy, pair), mean, std) for split, pair in arrays.items()}
+    source, classes, notes = manifest["source"]["words"] + note, manifest["classes"], manifest["source"]["notes"]
+    return Dataset(name, tuple(classes), mean, std, source, folder, **splits, notes=tuple(notes))
+
+
+def pack_shapes(folder: Path, counts: Mapping[str, int] | None = None) -> None:
+    """Draws shapes10, or its first few images, into a pack."""
+    source = {"words": "drawn on the spot", "fingerprint": shapes.FINGERPRINT}
+    bars = {"unit": " images", "delay": 3}
+    parts = (
+        (split, *shapes.draw_images(split, open_bar(count, f"drawing {split} images", iterable=range(count), **bars)))
+        for split, count in (counts or shapes.COUNTS).items()
     )
-
-
-def find_cinic10(root: Path) -> Path | None:
-    """Returns what ``cinic10`` means under a root: a folder in CINIC-10's layout, an imported pack, or None.
-
-    Raises:
-        LabError: Several folders could be meant, or one cannot be read.
-    """
-    for deepest in (1, packing.DEEPEST):
-        tops = packing.find_data_sets(packing.list_folders(root, deepest)) if root.is_dir() else []
-        if len(tops) > 1:
-            raise LabError(
-                f"{len(tops)} folders could be CINIC-10.",
-                where=", ".join(clean_name(root / top) for top in tops),
-                cause="more than one folder here has the splits train, valid, test in it",
-                fix=f"name the one you mean: export LAB_DATA={quote(root / tops[0])}",
-            )
-        if tops:
-            return root / tops[0]
-        for home in list_homes(root):
-            if packing.read_manifest(home / "cinic10"):
-                return home / "cinic10"
-    return None
-
-
-def _provide_cinic10(found: Path | None, root: Path, *, skip_bad: bool) -> Pack:
-    """Opens the pack of what :func:`find_cinic10` found; that of a folder is made, or made again after a change."""
-    if found is None:
-        archives = sorted(f for f in root.glob("*[Cc][Ii][Nn][Ii][Cc]*.*") if f.is_file())
-        cause = "it was not downloaded yet, or LAB_DATA points elsewhere"
-        fix = f"{make_command('fetch cinic10')}   (or work with data.load('shapes10'))"
-        if archives:
-            cause, fix = "its archive is there, but was not imported", make_command(f"import {quote(archives[0])}")
-        raise LabError("CINIC-10 was not found.", where=root, cause=cause, fix=fix)
-    if packing.read_manifest(found):
-        if pack := open_pack(found):
-            return pack
-        cause = "a file was cut short or changed by hand"
-        fix = f"{make_command('import CINIC-10.tar.gz')}  (or fetch cinic10)"
-        raise LabError("The pack cinic10 is damaged.", where=clean_name(found), cause=cause, fix=fix)
-    images = packing.survey(packing.list_names(found), found)
-    fingerprint = packing.hash_folder(found, images)
-    source = {"kind": "folder", "words": "from a folder in CINIC-10's layout", "fingerprint": fingerprint}
-    option = "" if skip_bad else "prepare --skip-bad"
-
-    def read(image: str) -> bytes:
-        return read_bounded(found / image, packing.IMAGE_BYTES)
-
-    def pack_folder(pack: Path) -> None:
-        packing.pack_images(pack, images, read, source=source, where=found, option=option)
-
-    # The path is a part of the name, because two folders may have their packs in the same place.
-    name = f"cinic10-folder-{hashlib.sha256(os.fsencode(found)).hexdigest()[:8]}"
-    return _provide(name, root, fingerprint, pack_folder)
-
-
-def _provide(name: str, root: Path, fingerprint: str, make: Callable[[Path], None]) -> Pack:
-    """Opens the pack that was made from exactly this source, or makes it; several processes make it once."""
-    homes = list_homes(root)
-
-    def find() -> Pack | None:
-        packs = filter(None, (open_pack(home / name) for home in homes))
-        return next((pack for pack in packs if pack.manifest["source"]["fingerprint"] == fingerprint), None)
-
-    if pack := find():
-        return pack
-    with packing.lock_pack(homes[0] / name):
-        if not (pack := find()):
-            make(homes[0] / name)
-            pack = open_pack(homes[0] / name)
-    return pack
-
-
-def pack_shapes(pack: Path) -> None:
-    """Draws shapes10 into a pack."""
-    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": shapes.FINGERPRINT}
-    with (
-        packing.write_pack(pack, shapes.COUNTS, class_names=shapes.CLASS_NAMES, source=source) as draft,
-        open_bar(sum(shapes.COUNTS.values()), "drawing shapes10", unit=" images", delay=3) as bar,
-    ):
-        for split, count in shapes.COUNTS.items():
-            for index in range(count):
-                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
-                bar.update()
+    packing.write_pack(folder, parts, class_names=shapes.CLASS_NAMES, source=source)

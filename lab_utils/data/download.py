@@ -6,13 +6,12 @@ import bz2
 import gzip
 import itertools
 import lzma
-import os
-import platform
 import posixpath
-import re
+import shlex
+import sys
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,7 @@ from lab_common.text import clean_name
 from lab_utils import load_torchvision
 from lab_utils.bars import open_bar
 from lab_utils.data import packing
-from lab_utils.data.packing import IMAGE_BYTES, WRITABLE, choose_root, explain, hash_file, lock, make_command, quote
+from lab_utils.data.packing import IMAGE_BYTES, WRITABLE, choose_root, explain, hash_file, make_command
 
 # The DataShare of the University of Edinburgh, DOI 10.7488/ds/2448, under its addresses of three generations.
 URLS = (
@@ -34,7 +33,6 @@ URLS = (
 NAME = "CINIC-10.tar.gz"
 SIZE = 687_544_992  # bytes
 MD5 = "6ee4d0c996905fe93221de577967a372"  # the only checksum that is published
-TRIES = 20  # per address, and only after tries that brought something
 
 # The most that an archive of this data set can have: 270,004 files in 34 folders, of about 1 GiB, and some room.
 MEMBERS, ARCHIVE_BYTES = 270_200, 2 * 1024**3
@@ -42,17 +40,13 @@ MEMBERS, ARCHIVE_BYTES = 270_200, 2 * 1024**3
 DAMAGE = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError, LookupError, RecursionError)
 COMPRESSIONS = {b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ\0": lzma.open}
 # What may come in place of a tar archive: how it begins, what it is, and how to unpack it.
-KINDS = (
-    (rb"PK[\3\5]", "a zip archive", "{python} -m zipfile -e {file} {folder}"),
-    (rb"\x28\xb5\x2f\xfd", "compressed with zstd", "mkdir -p {folder} && tar --zstd -xf {file} -C {folder}"),
-    (rb"7z\xbc\xaf", "a 7z archive", "7z x {file} -o{folder}"),
-    (rb"\s*<(?i:!doctype|html|head|\?xml|body)", "a web page", ""),
-    (rb"\s*[{\[]\s*[\"{}\[\]]", "a server's answer in JSON", ""),
-)
+KINDS = {
+    b"PK": ("a zip archive", f"{shlex.quote(sys.executable)} -m zipfile -e {{}} ."),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", "tar --zstd -xf {}"),
+    b"7z\xbc\xaf": ("a 7z archive", "7z x {}"),
+    b"<": ("a web page", ""),
+}
 VALID = 5_000  # CIFAR-10 and Fashion-MNIST have no validation split: the last 5,000 training images become it
-
-
-# The download
 
 
 def fetch_archive(
@@ -61,7 +55,7 @@ def fetch_archive(
     """Downloads CINIC-10's archive into a folder, or finds it there, and returns its path.
 
     What has arrived is kept in ``CINIC-10.tar.gz.part`` and continued the next time, from the same or another address.
-    The file gets its name only if size and MD5 are right.
+    The file gets its name only if its MD5 is right.
 
     Args:
         folder: Where to put it.
@@ -71,28 +65,24 @@ def fetch_archive(
         timeout: Seconds without a byte after which an address is given up.
 
     Raises:
-        LabError: No address brought the right file, it cannot be written here, or another process is fetching it.
+        LabError: No address brought the right file, or it cannot be written here.
     """
-    from filelock import Timeout
+    from filelock import FileLock
 
     path = read_path(folder) / NAME
     part, failures = path.with_name(f"{NAME}.part"), []
     with explain("Cannot download", part, fix=WRITABLE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with lock(path, timeout=0):
-                if path.is_file() and path.stat().st_size == size and hash_file(path, "md5") == md5:
+        with FileLock(path.with_name(f".{NAME}.lock")):  # whoever fetches it at the same time waits, and finds it
+            if path.is_file() and hash_file(path, "md5") == md5:
+                return path
+            for url in urls:
+                if not (reason := _fetch_from(url, part, size=size, md5=md5, timeout=timeout)):
+                    part.replace(path)
                     return path
-                for url in urls:
-                    if not (reason := _fetch_from(url, part, size=size, md5=md5, timeout=timeout)):
-                        part.replace(path)
-                        return path
-                    failures.append(f"{url}: {clean_name(reason, 300)}")
-                if not (kept := part.stat().st_size):
-                    part.unlink()
-        except Timeout as error:
-            what, cause = f"{NAME} is being downloaded.", "another terminal or notebook is fetching the same file"
-            raise LabError(what, where=part, cause=cause, fix="wait for it to end") from error
+                failures.append(f"{url}: {clean_name(reason, 300)}")
+            if not (kept := part.stat().st_size):
+                part.unlink()
     raise LabError(
         f"{NAME} could not be downloaded from any of {len(urls)} addresses.",
         where="\n         ".join(failures),
@@ -103,29 +93,26 @@ def fetch_archive(
 
 
 def _fetch_from(url: str, part: Path, *, size: int, md5: str, timeout: float) -> str:
-    """Completes the part file from one address, and returns why it could not; "" if it is whole and right."""
+    """Completes the part file from one address; returns why it could not, or "" if it is whole and right."""
     from requests import RequestException
     from urllib3.exceptions import HTTPError
 
     part.touch()
-    for _ in range(TRIES):
+    while True:
         before, reason = part.stat().st_size, "the connection was cut"
-        if before > size:
-            os.truncate(part, before := 0)
         if before < size:
             try:
                 reason = _receive(url, part, size=size, timeout=timeout) or reason
             except (RequestException, HTTPError) as error:
                 reason = str(error)
         after = part.stat().st_size
-        if after == size:
+        if after >= size:
             if (found := hash_file(part, "md5")) == md5:
                 return ""
-            os.truncate(part, 0)  # it can never become right
+            part.write_bytes(b"")  # it can never become right
             return f"wrong checksum: MD5 {found}, expected {md5}; what had arrived was removed"
         if after <= before:
-            break
-    return reason
+            return reason
 
 
 def _receive(url: str, part: Path, *, size: int, timeout: float) -> str:
@@ -137,19 +124,12 @@ def _receive(url: str, part: Path, *, size: int, timeout: float) -> str:
     headers |= {"Range": f"bytes={start}-"} if start else {}
     with requests.get(url, headers=headers, timeout=timeout, stream=True) as response:
         response.raise_for_status()
-        range_ = response.headers.get("Content-Range", "")
-        if response.status_code == 206 and not range_.startswith(f"bytes {start}-"):
-            return f"it continued elsewhere ({range_!r}) when asked for byte {start}"
         start = start if response.status_code == 206 else 0
-        left = int(response.headers.get("Content-Length") or size - start)
         blocks = response.raw.stream(2**16, decode_content=False)
         first = next(blocks, b"")
         # Many servers answer with a page of their own (log in, not found) and call it a success.
         if "html" in response.headers.get("Content-Type", "") or not (start or first.startswith(b"\x1f\x8b")):
-            title = re.search(rb"<title[^>]*>([^<]{1,60})", first, re.IGNORECASE)
-            return f"it sent a web page or another file instead of the archive: {(title[1] if title else first[:60])!r}"
-        if start + left != size:
-            return f"its file has {start + left:,} bytes, expected {size:,}"
+            return f"it sent a web page or another file instead of the archive: {first[:60]!r}"
         # Only now: a server without Range costs what had arrived, a web page does not.
         with (
             part.open("ab" if start else "wb") as file,
@@ -161,49 +141,39 @@ def _receive(url: str, part: Path, *, size: int, timeout: float) -> str:
     return ""
 
 
-# The import
-
-
-def import_archive(file: Path | str, root: Path | str | None = None, *, skip_bad: bool = False) -> Path:
+def import_archive(file: Path | str, root: Path | str | None = None) -> Path:
     """Packs an archive in CINIC-10's layout, with or without folders above it, and returns the pack's folder.
 
-    The images are kept in memory, and not unpacked to 270,000 files. That takes 0.7 GB for CINIC-10.
+    The images are kept in memory, and not unpacked to 270,000 files. That takes 0.9 GB for CINIC-10.
 
     Args:
         file: A .tar, .tar.gz, .tar.bz2 or .tar.xz with any number of images.
         root: The folder that holds data sets; by default ``LAB_DATA``, else the repository's ``data/``.
-        skip_bad: Leave out the images that cannot be read.
 
     Raises:
         LabError: The file is not there or damaged, has what the data set cannot have, or images that cannot be read.
     """
     file, root = read_path(file), choose_root(root)
-    fix = f"export LAB_DATA={quote(file)}" if file.is_dir() else make_command("fetch cinic10")
+    fix = f"{make_command('fetch cinic10')}   (a folder needs no import: export LAB_DATA=THE_FOLDER)"
     with explain("Cannot open the archive", file, fix=fix):
-        size, md5 = file.stat().st_size, hash_file(file, "md5")
-    known = md5 == MD5
-    contents = _read_members(file, known=known)
-    tops = packing.find_data_sets(contents, meant=True)
-    if len(tops) != 1:
-        some = ", ".join(tops or sorted({name.split("/")[0] for name in contents})[:5]) or "nothing"
-        raise LabError(
-            "The folders train, valid and test are " + ("in several folders." if tops else "not in the archive."),
-            where=clean_name(file),
-            cause=f"it is not CINIC-10's archive, or was packed from other files; it has: {clean_name(some, 300)}",
-            fix=f"{make_command('fetch cinic10')}, or pack one folder train|valid|test/<class>/*.png",
-        )
-    top = f"{tops[0]}/" if tops[0] else ""
+        md5 = hash_file(file, "md5")
+    contents = _read_members(file)
+    tops = set()
+    for name in contents:
+        folders = name.split("/")[:-1]
+        splits = [depth for depth, folder in enumerate(folders) if folder.lower() in packing.SPLIT_NAMES]
+        tops |= {"/".join([*folders[:depth], ""]) for depth in splits[:1]}
+    top = min(tops, key=lambda top: top.count("/"), default="")
     found = packing.survey((name.removeprefix(top) for name in contents if name.startswith(top)), file)
-    words = "CINIC-10.tar.gz, checksum verified" if known else "an archive in CINIC-10's layout"
-    source = {"kind": "archive", "words": f"imported from {words}", "fingerprint": f"md5 {md5}"}
-    source |= {"archive": file.name, "bytes": size, "md5": md5}
+    words = "CINIC-10.tar.gz, checksum verified" if md5 == MD5 else "an archive in CINIC-10's layout"
+    source = {"words": f"imported from {words}", "fingerprint": f"md5 {md5}"}
     pack = packing.list_homes(root)[0] / "cinic10"
-    option = "" if skip_bad else f"import {quote(file)} --skip-bad"
-    packing.pack_images(pack, found, lambda name: contents[top + name], source=source, where=file, option=option)
+    with packing.lock_pack(pack):
+        packing.pack_images(pack, found, lambda name: contents[top + name], source=source, where=file)
     return pack
 
 
-def _read_members(file: Path, *, known: bool) -> dict[str, bytes]:
+def _read_members(file: Path) -> dict[str, bytes]:
     """Reads an archive: the content of its images by their paths, and of whatever else it has the paths alone.
 
     Raises:
@@ -228,8 +198,10 @@ def _read_members(file: Path, *, known: bool) -> dict[str, bytes]:
                     raise _refuse(file, f"it has more than {MEMBERS:,} files and folders")
                 if member.size < 0:
                     raise tarfile.ReadError("a size below 0")  # tarfile would go back, and read in circles
-                if not known:
-                    _check_member(file, member)
+                if not (member.isreg() or member.isdir()):
+                    raise _refuse(file, f"{member.name!r} is a link or a device (pack files, with tar -h)")
+                if member.name.startswith("/") or ".." in member.name.split("/"):
+                    raise _refuse(file, f"{member.name!r} leads out of it")
                 path = posixpath.normpath(member.name)
                 wanted = member.isreg() and packing.is_image(posixpath.basename(path))
                 contents[path + "/" * member.isdir()] = tar.extractfile(member).read(IMAGE_BYTES) if wanted else b""
@@ -243,23 +215,6 @@ def _read_members(file: Path, *, known: bool) -> dict[str, bytes]:
     return contents
 
 
-def _check_member(file: Path, member: tarfile.TarInfo) -> None:
-    """Refuses what no archive of images has, by the rules that Python itself unpacks data by."""
-    if not hasattr(tarfile, "data_filter"):
-        raise LabError(
-            f"Python {platform.python_version()} cannot check an archive that is not the published one.",
-            where=clean_name(file),
-            cause="tarfile.data_filter came with Python 3.11.4",
-            fix="use a newer Python, or unpack the archive yourself and type: export LAB_DATA=THAT_FOLDER",
-        )
-    try:
-        tarfile.data_filter(member, "/archive")
-    except tarfile.FilterError as error:
-        raise _refuse(file, str(error)) from error
-    if member.name.startswith("/") or not (member.isreg() or member.isdir()):
-        raise _refuse(file, f"{member.name!r} leads out of it, is a link, or is no file (pack files, with tar -h)")
-
-
 def _refuse(file: Path, reason: str) -> LabError:
     return LabError(
         "The archive is refused, and nothing was written.",
@@ -271,23 +226,17 @@ def _refuse(file: Path, reason: str) -> LabError:
 
 def _explain_damage(file: Path, start: bytes, error: Exception) -> LabError:
     """Returns the error of a file that cannot be read as a tar archive; its first bytes tell what it is instead."""
-    words, unpack = next((kind[1:] for kind in KINDS if re.match(kind[0], start)), ("", ""))
     what, fix = "The archive is cut short or damaged.", f"{make_command('fetch cinic10')}, or copy the file again"
     cause = f"the download or copy ended early, or it is no tar archive ({clean_name(error, 200)})"
-    if words:
-        what = f"The file is {words}, and not a tar archive."
+    if kind := next((KINDS[mark] for mark in KINDS if start.lstrip().startswith(mark)), None):
+        what = f"The file is {kind[0]}, and not a tar archive."
         cause = "the download was answered with another file, or it was packed by another program"
-    if unpack:
-        folder = quote(file.with_name(re.sub(r"(\.tar)?\.\w+$", "", file.name) + "-unpacked"))
-        python = make_command("").rpartition(" -m ")[0]
-        fix = f"{unpack.format(python=python, file=quote(file), folder=folder)} && export LAB_DATA={folder}"
+        unpack = kind[1].format(shlex.quote(clean_name(file)))
+        fix = f"{unpack}, then name the new folder: export LAB_DATA=THAT_FOLDER" if unpack else fix
     return LabError(what, where=clean_name(file), cause=cause, fix=fix)
 
 
-# torchvision
-
-
-def pack_torchvision(name: str, pack: Path) -> None:
+def pack_torchvision(name: str, folder: Path, source: dict[str, object]) -> None:
     """Packs ``cifar10`` or ``fashion_mnist``, which torchvision downloads beside the packs' folder, and checks.
 
     Fashion-MNIST's images are padded with two black pixels on each side to 32×32 and repeated to three channels.
@@ -295,26 +244,26 @@ def pack_torchvision(name: str, pack: Path) -> None:
     Raises:
         LabError: The download failed.
     """
-    datasets, folder = load_torchvision().datasets, pack.parent.parent
+    datasets, home = load_torchvision().datasets, folder.parent.parent
     maker = datasets.CIFAR10 if name == "cifar10" else datasets.FashionMNIST
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        whole, test = (maker(str(folder), train=train, download=True) for train in (True, False))
+        whole, test = (maker(str(home), train=train, download=True) for train in (True, False))
     except (OSError, RuntimeError, EOFError) as error:  # URLError and a wrong checksum are among them
         raise LabError(
             f"{name} could not be downloaded.",
-            where=folder,
-            cause=f"no connection, or the server is down: {str(error).splitlines()[0] if str(error) else error!r}",
+            where=home,
+            cause=f"no connection, or the server is down: {clean_name(error, 200)}",
             fix="try again later, copy the downloaded files into that folder, or work with data.load('shapes10')",
         ) from error
-    cuts = {"train": (whole, slice(-VALID)), "valid": (whole, slice(-VALID, None)), "test": (test, slice(None))}
-    counts = {split: len(part.data[cut]) for split, (part, cut) in cuts.items()}
-    source = {"kind": "torchvision", "words": "downloaded by torchvision", "fingerprint": f"{name}, packing 1"}
-    with packing.write_pack(pack, counts, class_names=tuple(whole.classes), source=source) as draft:
+
+    def convert() -> Iterator[packing.Part]:
+        cuts = {"train": (whole, slice(-VALID)), "valid": (whole, slice(-VALID, None)), "test": (test, slice(None))}
         for split, (part, cut) in cuts.items():
             images = np.asarray(part.data[cut])
             if images.ndim == 4:  # CIFAR-10's (N, 32, 32, 3)
-                draft.images[split][:] = images.transpose(0, 3, 1, 2)
+                images = images.transpose(0, 3, 1, 2)
             else:  # Fashion-MNIST's (N, 28, 28)
-                draft.images[split][:] = np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None]
-            draft.labels[split][:] = np.asarray(part.targets[cut])
+                images = np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None].repeat(3, axis=1)
+            yield split, images, np.asarray(part.targets[cut])
+
+    packing.write_pack(folder, convert(), class_names=tuple(whole.classes), source=source)

@@ -7,7 +7,7 @@ differs between CPUs, and a difference there would now and then show in a rounde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -160,7 +160,7 @@ def draw_image(split: str, index: int, *, seed: int = 0) -> tuple[np.ndarray, in
     return np.clip(np.rint(picture), 0, 255).astype(np.uint8), label
 
 
-def draw_images(split: str, indices: Sequence[int], *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def draw_images(split: str, indices: Iterable[int], *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Draws several pictures: images uint8 (N, 3, 32, 32) and labels int64 (N,), in the order of ``indices``."""
     drawn = [draw_image(split, index, seed=seed) for index in indices]
     return np.stack([image for image, _ in drawn]), np.array([label for _, label in drawn], dtype=np.int64)

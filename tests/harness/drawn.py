@@ -9,8 +9,8 @@ import numpy as np
 from PIL import Image
 
 from lab_common import LabError
-from lab_utils.data import shapes
-from lab_utils.data.packing import CLASS_NAMES, write_pack
+from lab_utils.data import pack_shapes, shapes
+from lab_utils.data.packing import CLASS_NAMES
 
 PER_CLASS = {"train": 4, "valid": 2, "test": 3}
 
@@ -32,11 +32,7 @@ def make_folder(folder: Path, *, per_class: dict[str, int] | None = None) -> Pat
 def make_pack(home: Path, name: str = "shapes10") -> Path:
     """Packs twenty training images that count as a data set of that name, and returns the folder of data sets."""
     counts = {"train": 20, "valid": 10, "test": 10}
-    source = {"kind": "drawn", "words": "drawn on the spot", "fingerprint": shapes.FINGERPRINT}
-    with write_pack(home / "packed" / name, counts, class_names=shapes.CLASS_NAMES, source=source) as draft:
-        for split, count in counts.items():
-            for index in range(count):
-                draft.images[split][index], draft.labels[split][index] = shapes.draw_image(split, index)
+    pack_shapes(home / "packed" / name, counts)
     return home
 
 

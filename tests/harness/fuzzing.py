@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import random
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,11 +82,6 @@ def make_odd_file(path: Path, kind: str, beginning: bytes = b"") -> None:
             path.mkdir()
         case "a pipe":
             os.mkfifo(path)
-        case "a socket":
-            folder = os.open(path.parent, os.O_RDONLY)  # a socket's name has at most 107 bytes
-            with socket.socket(socket.AF_UNIX) as one:
-                one.bind(f"/proc/self/fd/{folder}/{path.name}")
-            os.close(folder)
         case "3 GB":
             with path.open("wb") as file:
                 file.write(beginning)
