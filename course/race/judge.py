@@ -31,7 +31,7 @@ from course.race.leagues import find_threshold
 from lab_common import LabError, read_path
 from lab_common.files import read_bounded
 from lab_common.text import clean
-from lab_utils import data
+from lab_utils import data, timing
 from nodelaunch import JobError, local_nodes
 from nodelaunch.backends.nodes import Node
 from nodelaunch.program import make_command
@@ -174,6 +174,7 @@ def run_laps(
         same = same and not lap["failed"]
         return same and (lap["data"]["name"], lap["data"]["valid"]) == (whole.name, len(whole.valid))
 
+    count = timing.limit_rounds(count)
     while True:
         found = [lap for lap in records.read_laps(records.find_home()) if suits(lap)]
         if len(found) >= count:
