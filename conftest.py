@@ -109,12 +109,12 @@ def is_lab(item):
 def pytest_runtest_setup(item):
     """Prepares the notebooks' data, and watches the memory of each notebook from its first cell on.
 
-    Its kernel, which starts now, measures in two rounds: on processors that three processes share no time is a finding.
+    Its kernel, which starts now, measures in one round: on processors that three processes share no time is a finding.
     """
     if time.time() > float(os.environ.get("LAB_UNTIL", "inf")):
         pytest.skip("NOT TESTED HERE: the time for these tests is up (LAB_UNTIL)")
     if is_lab(item):
-        os.environ["LAB_ROUNDS"] = "2"
+        os.environ["LAB_ROUNDS"] = "1"
         from tests.harness.engines import need_engine_of
         from tests.harness.memory import MemoryWatch
 

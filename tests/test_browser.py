@@ -17,7 +17,6 @@ from harness.engines import need_engine_of
 from harness.hosts import find_missing
 from harness.jobs import assert_gone, wait_for
 from harness.lab_pages import (
-    PROGRESS,
     REFUSALS,
     find_faint_texts,
     find_faults,
@@ -26,8 +25,7 @@ from harness.lab_pages import (
     run_all,
     say_in_dialog,
 )
-from harness.lab_server import BRIEF, KERNEL, WANDB_KEY, Lab, start_lab
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from harness.lab_server import BRIEF, WANDB_KEY, Lab, start_lab
 
 from course import workspace
 from course.check.hints import SECOND_HINTS
@@ -107,73 +105,6 @@ def open_notebook(lab: Lab, pages: list[Page]) -> Callable[[str], Page]:
         return pages[-1]
 
     return run
-
-
-SOLVED = "def f():\n    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\nassert f() == 2"
-FIGURE = "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.show()"
-BAR = "import time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(4), leave={leave}):\n    time.sleep(0.2)"
-NO_IMAGE = "from IPython.display import HTML, display\nHTML('<img src=\"none.png\">')"
-NO_MODEL = f"display({{{PROGRESS!r}: {{'model_id': 'none'}}}}, raw=True)"
-# What JupyterLab shows for a widget without a model, until it gives up after some seconds, and from then on.
-NO_WIDGET = ("Loading widget...", "Error displaying widget")
-
-
-def find_planted_faults(page: Page, path: Path) -> list[str]:
-    """Returns what ``find_faults`` does, with one name for both of NO_WIDGET."""
-    return [fault.replace(*NO_WIDGET) for fault in find_faults(page, path)]
-
-
-def test_what_a_learner_would_miss_is_found(lab, open_notebook):
-    sources = [FIGURE, BAR.format(leave=True), BAR.format(leave=False), NO_IMAGE, NO_MODEL, "1 / 0", "'never run'"]
-    path = lab.write("faults.ipynb", *sources)
-    notebook = nbformat.read(path, as_version=4)
-    notebook.cells.append(new_markdown_cell("![gone](none.png)"))
-    nbformat.write(notebook, path)
-    figure, _, _, *ids = (cell.id for cell in notebook.cells)
-    no_image, no_model, error, unrun, no_picture = ids
-    page = open_notebook(path.name)
-    run_all(page)
-    faults = [
-        f"{no_image}: 0 figures are stored, visible are [False]",
-        f"{no_model}: 1 progress bars are stored, 0 were seen, visible are []",
-        f"{no_model}: it shows {NO_WIDGET[1]!r}",
-        f"{error}: it raised ZeroDivisionError",
-        f"{unrun}: it was not run",
-        f"{no_picture}: 1 pictures are named, visible are [False]",
-    ]
-    assert find_planted_faults(page, path) == faults
-    image = "labs.cells[0].node.querySelector('.jp-RenderedImage img')"
-    for harm, visible in (("style.width = 0", "[False]"), ("style.opacity = 0", "[False]"), ("remove()", "[]")):
-        page.evaluate(f"void ({image}.{harm})")
-        assert find_planted_faults(page, path) == [f"{figure}: 1 figures are stored, visible are {visible}", *faults]
-        page.evaluate(f"{image}?.removeAttribute('style')")
-
-
-@pytest.mark.parametrize(
-    ("cells", "problem"),
-    [
-        ([SOLVED], None),
-        ([SOLVED.replace("assert f() == 2", "")], "meets no stub"),
-        (["y\n" + SOLVED], "says NameError"),
-        ([SOLVED.replace("f() == 2", "f() == 3")], "says AssertionError"),
-        ([SOLVED, "1 / 0"], "says ZeroDivisionError"),
-    ],
-    ids=["good", "silent stub", "wrong error", "wrong solution", "later error"],
-)
-def test_the_learner_s_way_is_itself_tested(lab, open_notebook, tmp_path, cells, problem):
-    path = tmp_path / "labs" / "way.ipynb"
-    path.parent.mkdir()
-    nbformat.write(new_notebook(cells=[new_code_cell(cell) for cell in ["x = 2", *cells]], metadata=KERNEL), path)
-    stub = workspace.make_stub(nbformat.read(path, as_version=4))
-    nbformat.write(stub, lab.folder / path.name)
-    page = open_notebook(path.name)
-    if problem == "meets no stub":
-        assert find_stubs(path) != go_the_learner_s_way(page, path, lab.folder) == []
-    elif problem:
-        with pytest.raises(AssertionError, match=problem):
-            go_the_learner_s_way(page, path, lab.folder)
-    else:
-        assert find_stubs(path) == go_the_learner_s_way(page, path, lab.folder) == [stub.cells[1].id]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

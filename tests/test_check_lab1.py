@@ -122,9 +122,7 @@ def amp_backwards(model, images, labels, optimizer, scaler, dtype):
         (amp("forward backward zero_grad step update"), "cleared before"),
         (amp(returned="scaled"), "plain loss"),
         (amp(returned="with its graph"), "detach"),
-        (amp(returned="logits with their graph"), "detach"),
         (amp(returned="labels"), "return loss.detach(), logits.detach()"),
-        (amp(returned="loss alone"), "return loss.detach(), logits.detach()"),
         (amp(returned="nothing"), "return loss.detach()"),
     ],
 )
@@ -180,10 +178,8 @@ def clipped(order, returned="norm"):
     ("order", "returned", "hint"),
     [
         ("backward clip step update", "norm", "comes before clipping"),
-        ("backward clip unscale step update", "norm", "comes before clipping"),
         ("backward unscale step update", "norm", "clip_grad_norm_"),
         ("clip backward unscale step update", "norm", "after backward"),
-        ("backward unscale clip_value step update", "norm", "clip_grad_norm_"),
         ("backward clip_scaled plain_step update", "norm", "scaler.step"),
         ("backward unscale unscale clip step update", "norm", "once per step"),
         ("backward unscale clip step", "norm", "scaler.update()"),
@@ -215,15 +211,10 @@ def mean(timing):
     ("answer", "hint"),
     [
         (lambda old, new: new.median / old.median, "old time ÷ new time"),
-        (lambda old, new: old.median - new.median, "old time ÷ new time"),
-        (lambda old, new: 100 * (old.median / new.median - 1), "old time ÷ new time"),
         (lambda old, new: max(1, old.median / new.median), "below 1"),
         (lambda old, new: mean(old) / mean(new), "the medians"),
         (lambda old, new: min(old.seconds) / min(new.seconds), "neither the best nor the first"),
-        (lambda old, new: old.seconds[0] / new.seconds[0], "neither the best nor the first"),
         (lambda old, new: statistics.median(old.seconds) / statistics.median(new.seconds), "nothing to compare with"),
-        (lambda old, new: old.median / new.median if old.seconds else 0, "nothing to compare with"),
-        (lambda old, new: f"{old.median / new.median:.2f}", "old time ÷ new time"),
         (lambda old, new: old / new, "old time ÷ new time"),
     ],
 )
@@ -265,13 +256,11 @@ def solve(capacity, weights, fixed, per_image, *, state=2, at_end=3, least=0, wh
         (partial(solve, state=0), "weights and momentum are there"),
         (lambda capacity, weights, fixed, per_image: solve(capacity, weights, 0, per_image), "counts once"),
         (partial(solve, whole=round), "a whole number"),
-        (partial(solve, whole=math.ceil), "a whole number"),
         (partial(solve, whole=float), "an int"),
         (partial(solve, at_end=0), "300 bytes"),
         (partial(solve, at_end=4), "which fit"),
         (partial(solve, least=-math.inf), "never negative"),
         (lambda *_: None, "weights and momentum"),
-        (lambda *case: str(solve(*case)), "weights and momentum"),
     ],
 )
 def test_wrong_batches_get_their_hint(answer, hint):

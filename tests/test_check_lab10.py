@@ -85,10 +85,6 @@ def count_by_shards(parameters, ranks, stage, mixed):
     return here[0] * low, here[1] * low, here[2] * (copy + 2 * torch.float32.itemsize)
 
 
-def for_this_model(parameters, ranks, stage, mixed):
-    return bytes_by()(1_200_000, ranks, stage, mixed)
-
-
 def on_four_ranks(parameters, ranks, stage, mixed):
     return bytes_by()(parameters, 4, stage, mixed)
 
@@ -96,31 +92,22 @@ def on_four_ranks(parameters, ranks, stage, mixed):
 WRONG_BYTES = {
     "numbers": (bytes_by(each=each_of((1, 1, 2), (1, 1, 3))), "float32 number has 4 bytes"),
     "always float32": (bytes_by(each=each_of(mixed=(4, 4, 8))), "one of 16 bits has 2"),
-    "gradients float32": (bytes_by(each=each_of(mixed=(2, 4, 12))), "one of 16 bits has 2"),
     "copy with the weights": (bytes_by(each=each_of(mixed=(6, 2, 8))), "copy belongs to the optimizer"),
     "no copy": (bytes_by(each=each_of(mixed=(2, 2, 8))), "also holds a float32 copy"),
     "moments of 16 bits": (bytes_by(each=each_of(mixed=(2, 2, 4))), "two moments"),
     "moments of 16 bits and copy": (bytes_by(each=each_of(mixed=(2, 2, 10))), "4 + 4 bytes"),
-    "one moment": (bytes_by(each=each_of((4, 4, 4))), "two moments"),
     "copy in float32": (bytes_by(each=each_of((4, 4, 12))), "no other copy"),
     "never divides": (bytes_by(divides=lambda *_: False), "from ZeRO-1 on, each rank holds only"),
     "DDP divides": (bytes_by(divides=lambda *_: True), "the weights are divided from ZeRO-3 on, and not before"),
     "one stage alone": (bytes_by(divides=lambda stage, first: stage == first), "from ZeRO-1 on"),
-    "late": (bytes_by(divides=lambda stage, first: stage > first), "from ZeRO-1 on"),
     "gradients first": (bytes_by(begin=(3, 1, 2)), "gradients are divided from ZeRO-2 on, and not before"),
     "weights second": (bytes_by(begin=(2, 3, 1)), "weights are divided from ZeRO-3 on"),
     "rank 0 alone": (bytes_by(divides=lambda stage, first: stage >= first, by=lambda ranks: float("inf")), "never 0"),
     "all ranks": (lambda *given: [one * given[1] for one in bytes_by()(*given)], "return the bytes of one rank"),
     "MB": (lambda *given: [one / MB for one in bytes_by()(*given)], "return bytes"),
-    "MiB": (lambda *given: [one / 2**20 for one in bytes_by()(*given)], "return bytes"),
     "order": (bytes_by(give=lambda some: sorted(some, reverse=True)), "in this order"),
     "sum": (bytes_by(give=sum), "return the three numbers"),
-    "two numbers": (bytes_by(give=lambda some: list(some)[1:]), "return the three numbers"),
-    "dict": (bytes_by(give=lambda some: dict(enumerate(some))), "return the three numbers"),
     "of one": (lambda *given: [one / given[0] for one in bytes_by()(*given)], "multiply by parameters"),
-    "nothing": (bytes_by(give=lambda some: None), "return the three numbers"),
-    "not a number": (bytes_by(give=lambda some: [float("nan")] * 3), "float32 number has 4 bytes"),
-    "this model": (for_this_model, "float32 number has 4 bytes"),
     "four ranks": (on_four_ranks, "divide by ranks where sharded"),
 }
 
@@ -188,18 +175,6 @@ def one_token(tokens, width, layers, mixed):
     return activations_by()(1, width, layers, mixed)
 
 
-def of_256_tokens(tokens, width, layers, mixed):
-    return activations_by()(256, width, layers, mixed)
-
-
-def of_three_blocks(tokens, width, layers, mixed):
-    return activations_by()(tokens, width, 3, mixed)
-
-
-def at_width_320(tokens, width, layers, mixed):
-    return activations_by()(tokens, 320, layers, mixed)
-
-
 def with_statistics(tokens, width, layers, mixed):
     return activations_by(logits=256 + (2 * layers + 1) * 2)(tokens, width, layers, mixed)
 
@@ -211,7 +186,6 @@ def loss_in_float32(tokens, width, layers, mixed):
 WRONG_ACTIVATIONS = {
     "numbers": (activations_by(size=lambda mixed: 1), "these are numbers"),
     "always 4 bytes": (activations_by(size=lambda mixed: 4), "with mixed precision each number has 2"),
-    "always 2 bytes": (activations_by(size=lambda mixed: 2), "with mixed precision each number has 2"),
     "statistics of norms": (with_statistics, "leave the statistics of the norms out"),
     "loss in float32": (loss_in_float32, "log-probabilities have 2 bytes each"),
     "one token": (one_token, "multiply by tokens"),
@@ -224,17 +198,11 @@ WRONG_ACTIVATIONS = {
     "no inputs of linears": (activations_by(block=14), "the linear of q, k, v and the MLP's first"),
     "attention's result alone": (activations_by(block=13), "attention keeps q, k, v and its result"),
     "no GELU": (activations_by(block=12), "GELU and the linear after it"),
-    "MLP of one width": (activations_by(block=10), "GELU and the linear after it"),
     "attention's result twice": (activations_by(block=17), "share one tensor"),
     "GELU twice": (activations_by(block=20), "is one tensor, count it once"),
     "MB": (activations_by(total=lambda found: found / MB), "return bytes"),
     "three numbers": (activations_by(total=lambda found: (found, 0, 0)), "return one number"),
-    "nothing": (activations_by(total=lambda found: None), "return one number"),
     "infinite": (activations_by(total=lambda found: float("inf")), "add the table's rows"),
-    "not a number": (activations_by(total=lambda found: float("nan")), "add the table's rows"),
-    "256 tokens": (of_256_tokens, "add the table's rows"),
-    "three blocks": (of_three_blocks, "add the table's rows"),
-    "one width": (at_width_320, "add the table's rows"),
 }
 
 
@@ -333,19 +301,6 @@ def scatter_by_all_reduce(gradient, shard):
     return mine(gradient)
 
 
-def scatter_by_all_gather(gradient, shard):
-    found = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, gradient)
-    return mine(sum(found))
-
-
-def scatter_by_broadcasts(gradient, shard):
-    found = [gradient.clone() for _ in range(dist.get_world_size())]
-    for rank, one in enumerate(found):
-        dist.broadcast(one, src=rank)
-    return mine(sum(found))
-
-
 def scatter_by_rank_0(gradient, shard):
     dist.reduce(gradient, dst=0)
     part = torch.empty_like(shard)
@@ -387,11 +342,6 @@ def scatter_without_wait(gradient, shard):
     return do_other_things(found)
 
 
-def gather_without_wait(weights, shard):
-    dist.all_gather(list(weights.chunk(dist.get_world_size())), shard.data, async_op=True)
-    do_other_things(weights)
-
-
 def do_other_things(tensor):
     """So long that a collective of ranks that come together ends meanwhile."""
     time.sleep(0.1)
@@ -411,18 +361,9 @@ def step_anew(weights, shard, optimizer):
     torch.optim.Adam([shard], lr=0.1).step()
 
 
-def step_by_hand(weights, shard, optimizer):
-    shard.data -= 0.1 * shard.grad
-
-
 def step_on_rank_0(weights, shard, optimizer):
     if dist.get_rank() == 0:
         optimizer.step()
-
-
-def step_without_gradient(weights, shard, optimizer):
-    optimizer.zero_grad()
-    optimizer.step()
 
 
 def step_twice(weights, shard, optimizer):
@@ -434,12 +375,6 @@ def gather_rounded(weights, shard):
     found = torch.empty(len(weights))
     dist.all_gather_single(found, shard.data.float())
     weights.copy_(found)
-
-
-def gather_by_data(weights, shard):
-    found = torch.empty_like(weights)
-    dist.all_gather_single(found, shard.data)
-    weights.data = found
 
 
 def gather_backwards(weights, shard):
@@ -468,17 +403,6 @@ def zero_like_ddp(weights, gradient, shard, optimizer):
     optimizer.step()
 
 
-def gather_first(weights, gradient, shard, optimizer):
-    zero_by(step=lambda weights, shard, _: all_gather(weights, shard), gather=lambda *_: optimizer.step())(
-        weights, gradient, shard, optimizer
-    )
-
-
-def step_first(weights, gradient, shard, optimizer):
-    optimizer.step()
-    zero_by(step=lambda *_: None)(weights, gradient, shard, optimizer)
-
-
 WRONG_STEPS = {
     "sum": (zero_by(divide=lambda summed: summed), "this is the sum"),
     "divided by two": (zero_by(divide=lambda summed: summed / 2), "whatever the number of ranks"),
@@ -492,10 +416,7 @@ WRONG_STEPS = {
     "no wait": (zero_by(scatter=scatter_without_wait), "wait for it"),
     "added": (zero_by(put=add_gradient), "of the step before"),
     "no gradient": (zero_by(put=lambda shard, mean: None), "set that before optimizer.step()"),
-    "zero_grad": (zero_by(step=step_without_gradient), "set that before optimizer.step()"),
-    "step first": (step_first, "set that before optimizer.step()"),
     "whole gradient": (zero_by(scatter=lambda gradient, shard: gradient), "the size and the dtype of shard"),
-    "float32": (zero_by(divide=lambda summed: summed.float()), "the size and the dtype of shard"),
     "no room": (zero_by(scatter=scatter_without_room), "make room"),
     "two parts": (
         zero_by(scatter=partial(reduce_scatter, parts=lambda parts: list(torch.cat(parts).chunk(2)))),
@@ -510,24 +431,18 @@ WRONG_STEPS = {
     "in place": (zero_by(step=lambda weights, shard, _: shard.sub_(shard.grad)), "let optimizer.step() change it"),
     "whole optimizer": (zero_like_ddp, "the optimizer of its own part alone"),
     "new optimizer": (zero_by(step=step_anew), "the optimizer that it was given"),
-    "by hand": (zero_by(step=step_by_hand), "the optimizer that it was given"),
     "rank 0 steps": (zero_by(step=step_on_rank_0), "each rank steps its own part"),
     "two steps": (zero_by(step=step_twice), "once: optimizer.step()"),
     "no gather": (zero_by(gather=lambda *_: None), "all-gather the parts after optimizer.step()"),
-    "gather first": (gather_first, "all-gather the parts after optimizer.step()"),
     "gather into a copy": (
         zero_by(gather=lambda weights, shard: all_gather(weights + 0, shard)),
         "into weights itself",
     ),
-    "other memory": (zero_by(gather=gather_by_data), "into weights itself"),
-    "no wait for weights": (zero_by(gather=gather_without_wait), "wait for it"),
     "other order": (zero_by(gather=gather_backwards), "part r has to come from rank r"),
     "rounded": (zero_by(gather=gather_rounded), "in their own dtype"),
     "mean of weights": (zero_by(gather=average_weights), "copy it from there"),
     "one rank gathers": (zero_by(gather=gather_on_rank_0), "only one rank calls"),
     "all-reduce": (zero_by(scatter=scatter_by_all_reduce), "the sum of part r alone"),
-    "all-gather of gradients": (zero_by(scatter=scatter_by_all_gather), "the sum of part r alone"),
-    "broadcasts of gradients": (zero_by(scatter=scatter_by_broadcasts), "the sum of part r alone"),
     "a name of %%px": (zero_by(divide=lambda summed: summed / world_size), "world_size is dist.get_world_size()"),  # noqa: F821
     "by rank 0": (zero_by(scatter=scatter_by_rank_0), "goes through no single rank"),
     "all-reduce of own parts": (zero_by(scatter=sum_of_own_parts), "do not belong together"),
@@ -653,21 +568,9 @@ def mlp_of_its_rows(x, *weights):
     return mlp_by()(chunk(x), *weights)
 
 
-def mlp_of_halves(x, up, up_bias, down, down_bias):
-    own = slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
-    part = F.linear(F.gelu(F.linear(x, up[own], up_bias[own])), down[:, own])
-    return all_reduce(part) + down_bias
-
-
 def mlp_that_sums_hidden_units(x, up, up_bias, down, down_bias, end=lambda part: part):
     hidden = all_reduce(F.linear(x, chunk(up), chunk(up_bias)))
     return end(F.linear(F.gelu(hidden), chunk(down, 1))) + down_bias
-
-
-def mlp_that_broadcasts(x, *weights):
-    """Right numbers, but all ranks had the same x already."""
-    dist.broadcast(x, 0)
-    return mlp_by()(x, *weights)
 
 
 def bias_on_rank_0_afterwards(total, bias):
@@ -679,15 +582,6 @@ WRONG_MLPS = {
         mlp_by(rows=lambda up: up, first_bias=lambda bias: bias, columns=lambda down: down),
         "NaN marks what this rank does not hold",
     ),
-    "every second": (
-        mlp_by(
-            rows=lambda up: up[dist.get_rank() :: dist.get_world_size()],
-            first_bias=lambda bias: bias[dist.get_rank() :: dist.get_world_size()],
-            columns=lambda down: down[:, dist.get_rank() :: dist.get_world_size()],
-        ),
-        "NaN marks what this rank does not hold",
-    ),
-    "halves": (mlp_of_halves, "NaN marks what this rank does not hold"),
     "two parts": (mlp_by(rows=half, first_bias=half, columns=partial(half, dim=1)), "as many parts"),
     "rows of down": (mlp_by(columns=chunk), "columns of down"),
     "columns of up": (mlp_by(rows=lambda up: chunk(up, 1)), "rows of up"),
@@ -705,28 +599,16 @@ WRONG_MLPS = {
     "bias of rank 0 after": (mlp_by(add=bias_on_rank_0_afterwards), "add it on every rank"),
     "no first bias": (mlp_by(first_bias=lambda bias: None), "the first bias is missing"),
     "mean": (mlp_by(add=lambda total, bias: total / dist.get_world_size() + bias), "do not divide"),
-    "mean of all": (mlp_by(add=lambda total, bias: (total + bias) / dist.get_world_size()), "do not divide"),
     "no GELU": (mlp_by(between=torch.clone), "stands F.gelu"),
-    "ReLU": (mlp_by(between=F.relu), "stands F.gelu"),
     "GELU by tanh": (mlp_by(between=partial(F.gelu, approximate="tanh")), "without an approximation"),
     "GELU at the end": (mlp_by(between=torch.clone, add=lambda total, bias: F.gelu(total + bias)), "not after them"),
-    "GELU before the bias": (
-        mlp_by(between=torch.clone, add=lambda total, bias: F.gelu(total) + bias),
-        "not after them",
-    ),
     "float32": (mlp_by(total=total_in_float32), "keep the dtype of x"),
     "sum of hidden units": (mlp_that_sums_hidden_units, "not the same ones"),
-    "sums after both layers": (partial(mlp_that_sums_hidden_units, end=all_reduce), "not the same ones"),
     "rows of x": (mlp_of_its_rows, "all ranks compute all rows"),
     "nothing": (mlp_by(total=dist.all_reduce, add=lambda total, bias: total), "returns no tensor"),
-    "a Work": (
-        mlp_by(total=lambda part: dist.all_reduce(part, async_op=True), add=lambda total, bias: total),
-        "returns no tensor",
-    ),
     "by rows": (mlp_by(total=total_by_rows), "one all-reduce is enough"),
     "all-gather": (mlp_by(total=total_by_all_gather), "adds them on the way"),
     "nothing to add to": (mlp_by(total=dist.all_reduce), "go on with the tensor that you gave it"),
-    "two collectives": (mlp_that_broadcasts, "one all-reduce is enough"),
 }
 
 

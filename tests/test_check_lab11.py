@@ -271,16 +271,6 @@ def one_buffer(*, fresh):
     return take
 
 
-def one_leaf(shape, own, rank, leaves={}):  # noqa: B006
-    """A clone of what was received, that hangs on one leaf for all micro-batches."""
-    leaf = leaves.setdefault(rank, torch.zeros(shape, requires_grad=True))
-    return leaf + receive(shape, rank - 1)
-
-
-def send_back_leaf(x, rank):
-    dist.send(one_leaf.__defaults__[0][rank].grad, rank - 1)
-
-
 def for_two_ranks(stage, inputs, targets, find_loss, shape):
     """Rank 0 is the first one, any other the last one."""
     first = dist.get_rank() == 0
@@ -303,10 +293,6 @@ def from_rank_0(shape, own, rank):
     return receive(shape, 0).requires_grad_()
 
 
-def send_and_forget(output, rank):
-    dist.isend(output.detach(), rank + 1)
-
-
 def zero_before(stages):
     def run(stage, x):
         stages.append(stage)
@@ -327,10 +313,6 @@ def take_grad(stage):
 def scale_grad(factor, stage):
     for parameter in stage.parameters():
         parameter.grad *= factor
-
-
-def halve_grad(stage):
-    scale_grad(1 / dist.get_world_size(), stage)
 
 
 def target_first(stage, inputs, targets, find_loss, shape):
@@ -362,14 +344,12 @@ WRONG_STEPS = {
     ),
     "divided by ranks": (gpipe_by(divide=lambda loss, micro: loss / dist.get_world_size()), "not by that of ranks"),
     "divided twice": (gpipe_by(divide=lambda loss, micro: loss / micro**2), "divided twice"),
-    "divided at the end": (gpipe_by(end=halve_grad), "divided twice"),
     "no gradient of inputs": (
         gpipe_by(take=lambda shape, own, rank: receive(shape, rank - 1)),
         "after dist.recv call x.requires_grad_()",
     ),
     "rank 0 sends back": (gpipe_by(back=lambda x, rank: dist.send(None, rank - 1)), "ranks above 0"),
     "last alone": (gpipe_by(order=lambda pairs, rank, last: pairs[-1:]), "one backward for each micro-batch"),
-    "first alone": (gpipe_by(order=lambda pairs, rank, last: pairs[:1]), "one backward for each micro-batch"),
     "whole batch": (whole_batch, "one message of the given shape for each micro-batch"),
     "whole batch in parts": (whole_batch_in_parts, "call stage(x) once for each micro-batch"),
     "forward twice": (gpipe_by(run=lambda stage, x: stage(x) * 0 + stage(x)), "call stage(x) once"),
@@ -384,10 +364,6 @@ WRONG_STEPS = {
     ),
     "changed output": (gpipe_by(give=lambda output, rank: dist.send(output.detach() / 2, rank + 1)), "as it is"),
     "changed gradient": (gpipe_by(back=lambda x, rank: dist.send(x.grad / 2, rank - 1)), "what rank 1 found in x.grad"),
-    "ones": (
-        gpipe_by(fetch=lambda shape, rank: torch.ones_like(receive(shape, rank + 1))),
-        "what rank 1 found in x.grad",
-    ),
     "no gradient": (
         gpipe_by(backward=lambda output, gradient, rank: output.backward()),
         "output.backward(gradient), with what came from rank + 1",
@@ -400,19 +376,12 @@ WRONG_STEPS = {
     ),
     "detached": (gpipe_by(keep=torch.Tensor.detach), "call backward of output itself"),
     "no graph": (gpipe_by(run=without_graph), "which has the graph"),
-    "backward twice": (
-        gpipe_by(backward=lambda output, gradient, rank: [output.backward(gradient) for _ in range(2)]),
-        "one backward for each micro-batch",
-    ),
     "one buffer": (gpipe_by(take=one_buffer(fresh=False)), "tensors of its own"),
-    "one memory": (gpipe_by(take=one_buffer(fresh=True)), "tensors of its own"),
-    "one leaf": (gpipe_by(take=one_leaf, back=send_back_leaf), "tensors of its own"),
     "set to zero": (gpipe_by(**zero_before([])), "do not set them to zero between"),
     "divided with what was there": (
         gpipe_by(divide=lambda loss, micro: loss, end=partial(scale_grad, 1 / 4)),
         "also divides what was there before the step",
     ),
-    "twice as large": (gpipe_by(end=partial(scale_grad, 2)), "do not set them to zero between"),
     "inputs ask for gradients": (
         gpipe_by(run=lambda stage, x: stage(x.requires_grad_())),
         "only on what was received",
@@ -425,7 +394,6 @@ WRONG_STEPS = {
     "set to zero first": (zero_first, "zero_grad() is the caller's"),
     "none left": (gpipe_by(end=take_grad), "let them stay there"),
     "no wait for a receive": (gpipe_by(take=receive_without_wait), "wait() for every isend and irecv"),
-    "no wait for a send": (gpipe_by(give=send_and_forget), "wait() for every isend and irecv"),
     "to itself": (gpipe_by(give=lambda output, rank: dist.send(output.detach(), rank)), "sends to r + 1"),
     "round a ring": (gpipe_by(first=lambda rank: False), "rank 0 has no rank before it"),
     "beyond the last": (
@@ -447,10 +415,6 @@ WRONG_STEPS = {
         "also the last one",
     ),
     "stuck: last rank in turns": (in_turns_on_the_last, "also on the last rank: run backward in a second loop"),
-    "stuck: gradient before output": (
-        gpipe_by(give=lambda output, rank: receive(output.shape, rank + 1)),
-        "rank 1 got no output",
-    ),
     "stuck: endless": (gpipe_by(rank=lambda: [None for _ in iter(int, 1)]), "a loop does not end"),
 }
 
@@ -534,16 +498,8 @@ def order_for_one_rank_more(rank, ranks, micro):
     return order_by(warm_up=lambda rank, ranks, micro: min(max(ranks - 1 - rank, 0), micro - 1))(rank, ranks, micro)
 
 
-def order_of_all_ranks(rank, ranks, micro):
-    return [order_by()(one, ranks, micro) for one in range(ranks)]
-
-
 def backward_in_reverse(rank, ranks, micro):
     return [f"F{i}" for i in range(micro)] + [f"B{i}" for i in reversed(range(micro))]
-
-
-def forward_in_reverse(rank, ranks, micro):
-    return [f"F{i}" for i in reversed(range(micro))] + [f"B{i}" for i in range(micro)]
 
 
 def one_warm_up_less(rank, ranks, micro):
@@ -561,12 +517,10 @@ WRONG_ORDERS = {
     "GPipe": (order_by(warm_up=lambda rank, ranks, micro: micro), "too many forward passes before a backward"),
     "one more": (order_by(warm_up=lambda rank, ranks, micro: min(ranks - rank, micro)), "too many forward passes"),
     "one less": (order_by(warm_up=one_warm_up_less), "rank 0 waits for its first backward"),
-    "none": (order_by(warm_up=lambda *_: 0), "rank 0 waits for its first backward"),
     "other way round": (
         order_by(warm_up=lambda rank, ranks, micro: min(rank, micro)),
         "a rank begins with min(ranks − 1 − rank, micro)",
     ),
-    "as many as ranks": (order_by(warm_up=lambda rank, ranks, micro: min(ranks - 1, micro)), "too many forward passes"),
     "middle ranks alternate": (
         order_by(warm_up=lambda rank, ranks, micro: min(ranks - 1, micro) if rank == 0 else 0),
         "rank 1 waits for its first backward",
@@ -586,17 +540,8 @@ WRONG_ORDERS = {
     "forward left out": (lambda *given: order_by()(*given)[1:], "forward passes are missing"),
     "from 1": (order_by(begin=1), "count from 0"),
     "backward in reverse": (backward_in_reverse, "in the order of the micro-batches"),
-    "forward in reverse": (forward_in_reverse, "in the order of the micro-batches"),
     "small letters": (order_by(write=lambda letter, number: f"{letter.lower()}{number}"), "without a space"),
-    "space": (order_by(write=lambda letter, number: f"{letter} {number}"), "without a space"),
-    "letters alone": (order_by(write=lambda letter, number: letter), "without a space"),
     "pairs": (order_by(write=lambda letter, number: (letter, number)), "the order of this rank alone"),
-    "numbers": (order_by(write=lambda letter, number: number), "without a space"),
-    "all ranks": (order_of_all_ranks, "the order of this rank alone"),
-    "one string": (order_by(give=" ".join), "the order of this rank alone"),
-    "generator": (order_by(give=iter), "the order of this rank alone"),
-    "nothing": (order_by(give=lambda order: None), "the order of this rank alone"),
-    "empty": (order_by(give=lambda order: []), "forward passes are missing"),
 }
 
 
@@ -725,30 +670,20 @@ WRONG_CUTS = {
         "equal counts of layers",
     ),
     "until the mean is reached": (cut_greedily(0), "ends near the mean"),
-    "before the mean is reached": (cut_greedily(1), "ends near the mean"),
-    "nearest to the mean": (cut_greedily(0.5), "ends near the mean"),
     "halves": (cut_in_halves, "try all places of the cuts"),
     "from 0": (cut_from_0, "each stage needs at least one layer"),
-    "squares": (cut_by(judge=lambda stages: sum(one**2 for one in stages)), "try all places of the cuts"),
-    "smallest difference": (cut_by(judge=lambda stages: max(stages) - min(stages)), "try all places of the cuts"),
-    "fastest is slowest": (cut_by(judge=min, better=max), "try all places of the cuts"),
     "slowest is slowest": (cut_by(better=max), "only the slowest stage counts"),
-    "sum": (cut_by(judge=sum), "try all places of the cuts"),
     "sorted": (cut_by(times_as=sorted), "do not sort the times"),
     "in reverse": (cut_by(give=lambda counts: counts[::-1]), "in reverse order"),
     "one too few": (cut_by(give=lambda counts: [*counts[:-1], counts[-1] - 1]), "each layer belongs to exactly one"),
-    "one too many": (cut_by(give=lambda counts: [*counts[:-1], counts[-1] + 1]), "each layer belongs to exactly one"),
     "all in one stage": (lambda times, stages: [len(times)] + [0] * (stages - 1), "at least one layer"),
     "a stage too few": (cut_too_seldom, "one number for each stage"),
     "seconds": (lambda times, stages: find_stages(times, cut_by()(times, stages)), "whole numbers, and no seconds"),
     "slowest stage": (lambda times, stages: max(find_stages(times, cut_by()(times, stages))), "that is one number"),
     "places": (cut_by(give=lambda counts: list(accumulate(counts))[:-1]), "the places of the cuts"),
-    "places with both ends": (cut_by(give=lambda counts: [0, *accumulate(counts)]), "the places of the cuts"),
     "layers": (lambda times, stages: [times[:1], times[1:]], "len() of each part"),
     "floats": (cut_by(give=lambda counts: [float(count) for count in counts]), "whole numbers"),
     "string": (cut_by(give=str), "as a list"),
-    "nothing": (cut_by(give=lambda counts: None), "as a list"),
-    "empty": (cut_by(give=lambda counts: []), "one number for each stage"),
 }
 
 
@@ -817,10 +752,6 @@ def sent_by_tensors(way, ranks, weights, tokens, width, layers):
     return whole * 2 - whole * 2 / ranks
 
 
-def every_way_as_data(way, *sizes):
-    return sent_by()("data", *sizes)
-
-
 def pipeline_as_ring(way, ranks, *sizes):
     return sent_by()(way, ranks, *sizes) * (2 * (ranks - 1) / ranks if way == "pipeline" else 1)
 
@@ -839,12 +770,9 @@ WRONG_BYTES = {
     "bits": (sent_by(size=16), "these are bits"),
     "all ranks": (lambda way, ranks, *model: ranks * sent_by()(way, ranks, *model), "what all ranks send together"),
     "MB": (sent_by(size=2 / 10**6), "return bytes"),
-    "GiB": (sent_by(size=2 / 2**30), "return bytes"),
     "no factor 2": (sent_by(ring=lambda n: (n - 1) / n), "in the reduce-scatter, and as much in the all-gather"),
     "no ring": (sent_by(ring=lambda n: 1), "the factor is 2 · (n − 1)/n"),
-    "twice": (sent_by(ring=lambda n: 2), "the factor is 2 · (n − 1)/n"),
     "whole messages": (sent_by(ring=lambda n: 2 * (n - 1)), "each message of a ring has 1/n"),
-    "whole messages once": (sent_by(ring=lambda n: n - 1), "each message of a ring has 1/n"),
     "one rank sends": (sent_by(ring=lambda n: 2 * (n - 1) / n if n > 1 else 2), "one rank has nobody to send to"),
     "data by layers": (sent_by(data=lambda weights, t, w, layers, n: weights * layers), "do not multiply by layers"),
     "data of tokens": (sent_by(data=by_tokens), "data parallelism sends gradients"),
@@ -856,26 +784,18 @@ WRONG_BYTES = {
         sent_by(tensor=lambda w, t, width, layers, n: 2 * layers * t * width),
         "four all-reduces in each",
     ),
-    "one all-reduce": (sent_by(tensor=lambda w, t, width, layers, n: layers * t * width), "four all-reduces in each"),
     "no layers": (sent_by(tensor=lambda w, tokens, width, layers, n: 4 * tokens * width), "multiply by layers"),
-    "no layers, two": (sent_by(tensor=lambda w, tokens, width, layers, n: 2 * tokens * width), "multiply by layers"),
     "tensor of weights": (sent_by(tensor=by_weights), "and no gradients of weights"),
     "tensor by weights": (
         sent_by(tensor=lambda weights, t, w, layers, n: 4 * layers * weights),
         "no gradients of weights",
     ),
-    "all as data": (every_way_as_data, "no gradients of weights"),
     "tensor without width": (sent_by(tensor=lambda w, tokens, wi, layers, n: 4 * layers * tokens), "each place of"),
-    "tensor without tokens": (sent_by(tensor=lambda w, t, width, layers, n: 4 * layers * width), "each place of"),
     "tensor by ranks": (sent_by(tensor=lambda w, t, width, layers, n: 4 * layers * t * width / n), "whole width"),
     "tensor eight": (sent_by(tensor=lambda w, t, width, layers, n: 8 * layers * t * width), "4 · layers all-reduces"),
     "pipeline forward alone": (sent_by(pipeline=by_tokens), "the gradients of its inputs back"),
     "pipeline by ranks": (
         sent_by(pipeline=lambda w, t, width, layers, n: 2 * t * width * n),
-        "whatever the number of ranks",
-    ),
-    "pipeline by cuts": (
-        sent_by(pipeline=lambda w, t, width, layers, n: 2 * t * width * (n - 1)),
         "whatever the number of ranks",
     ),
     "pipeline as ring": (pipeline_as_ring, "that is no ring"),
@@ -888,8 +808,6 @@ WRONG_BYTES = {
     "pipeline none": (sent_by(pipeline=lambda *_: 0), "a pipeline sends, too"),
     "pipeline seven": (sent_by(pipeline=lambda w, t, width, *_: 7 * t * width), "2 · tokens · width · 2 bytes"),
     "nothing": (sent_by(give=lambda found: None), "return one number"),
-    "string": (sent_by(give=str), "return one number"),
-    "not a number": (sent_by(give=lambda found: float("nan")), "one all-reduce of weights numbers"),
     "pipeline forgotten": (lambda way, *sizes: None if way == "pipeline" else sent_by()(way, *sizes), "three ways"),
 }
 

@@ -88,39 +88,11 @@ def send_once(weights, workers, rounds, lr):
         step_with_mean(weights, receive_sum(weights, workers), workers, lr)
 
 
-def send_at_the_end(weights, workers, rounds, lr):
-    serve_in_turn_by()(weights, workers, rounds, lr)
-    send_to_all(weights, workers)
-
-
 def receive_first(weights, workers, rounds, lr):
     for _ in range(rounds):
         total = receive_sum(weights, workers)
         send_to_all(weights, workers)
         step_with_mean(weights, total, workers, lr)
-
-
-def one_after_the_other(weights, workers, rounds, lr):
-    gradient = torch.empty_like(weights)
-    for _ in range(rounds):
-        total = torch.zeros_like(weights)
-        for worker in workers:
-            dist.send(weights, dst=worker)
-            dist.recv(gradient, src=worker)
-            total += gradient
-        weights -= lr * total / len(workers)
-
-
-def answer_each(weights, workers, rounds, lr):
-    """Takes a step and sends new weights for each gradient separately."""
-    gradient = torch.empty_like(weights)
-    send_to_all(weights, workers)
-    for number in range(rounds):
-        for worker in workers:
-            dist.recv(gradient, src=worker)
-            weights -= lr * gradient / len(workers)
-            if number < rounds - 1:
-                dist.send(weights, dst=worker)
 
 
 def keep_total(weights, workers, rounds, lr):
@@ -129,13 +101,6 @@ def keep_total(weights, workers, rounds, lr):
         send_to_all(weights, workers)
         total += receive_sum(weights, workers)
         weights -= lr * total / len(workers)
-
-
-def send_first_weights(weights, workers, rounds, lr):
-    first = weights.clone()
-    for _ in range(rounds):
-        send_to_all(first, workers)
-        step_with_mean(weights, receive_sum(weights, workers), workers, lr)
 
 
 def receive_in_one(weights, workers):
@@ -154,10 +119,6 @@ def receive_last(weights, workers):
     for worker in workers:
         dist.recv(gradient, src=worker)
     return gradient
-
-
-def receive_from_first(weights, workers):
-    return receive_sum(weights, [workers[0]] * len(workers))
 
 
 def receive_onto_ones(weights, workers):
@@ -212,10 +173,6 @@ def serve_with_rank_0(weights, workers, rounds, lr):
     serve_in_turn_by()(weights, range(dist.get_world_size()), rounds, lr)
 
 
-def serve_one_more(weights, workers, rounds, lr):
-    serve_in_turn_by()(weights, [*workers, len(workers) + 1], rounds, lr)
-
-
 def serve_but_one(weights, workers, rounds, lr):
     serve_in_turn_by()(weights, [*workers][:-1], rounds, lr)
 
@@ -253,17 +210,10 @@ WRONG_IN_TURN = {
         step_by(lambda w, total, workers, lr: w.sub_(lr * total / dist.get_world_size())),
         "rank 0 has no gradient",
     ),
-    "workers and server": (
-        step_by(lambda w, total, workers, lr: w.sub_(lr * total / (len(workers) + 1))),
-        "rank 0 has no gradient",
-    ),
     "by two": (step_by(lambda w, total, workers, lr: w.sub_(lr * total / 2)), "whatever the number of workers"),
     "twice": (step_by(lambda w, total, workers, lr: w.sub_(lr * total / len(workers) ** 2)), "divided twice"),
     "by seven": (step_by(lambda w, total, workers, lr: w.sub_(lr * total / 7)), "the mean is the sum divided by"),
-    "no step": (step_by(lambda *_: None), "no step was taken"),
-    "rebinds in a step": (step_by(lambda w, total, workers, lr: w - lr * total), "no step was taken"),
     "rebinds": (rebind, "change it in place"),
-    "sends the first weights": (send_first_weights, "no step was taken"),
     "sends others first": (
         serve_in_turn_by(send=lambda w, workers: send_to_all(torch.zeros_like(w), workers)),
         "those that you were given",
@@ -278,17 +228,10 @@ WRONG_IN_TURN = {
     ),
     "reads before wait": (serve_in_turn_by(receive=receive_without_wait), "before you use its tensor"),
     "never waits": (serve_in_turn_by(receive=receive_never_waited), "wait() for each that you start"),
-    "isend never waited for": (
-        serve_in_turn_by(send=lambda w, workers: [dist.isend(w, worker) for worker in workers]),
-        "wait() for each that you start",
-    ),
-    "answers each": (answer_each, "gradient is not in it"),
     "a round too few": (serve_in_turn_by(count=lambda rounds: rounds - 1), "there are `rounds` of them"),
     "a round too many": (serve_in_turn_by(count=lambda rounds: rounds + 1), "after the last one nothing is sent"),
     "nothing": (serve_in_turn_by(count=lambda rounds: 0), "it is left out"),
-    "sends at the end": (send_at_the_end, "after the last one nothing is sent"),
     "rank 0, too": (serve_with_rank_0, "rank 0 serves"),
-    "a rank that is not there": (serve_one_more, "rank 0 serves"),
     "one number": (serve_in_turn_by(receive=receive_one_number), "as long as weights"),
     "double": (serve_in_turn_by(send=lambda w, workers: send_to_all(w.double(), workers)), "a float32 tensor"),
     "collective": (serve_in_turn_by(receive=reduce_sum), "without a collective"),
@@ -297,14 +240,11 @@ STUCK_IN_TURN = {
     "leaves one out": (serve_but_one, "first send to all of `workers`"),
     "sends once": (send_once, "each round sends the weights anew"),
     "receives first": (receive_first, "each round sends first"),
-    "one after the other": (one_after_the_other, "first send to all of `workers`"),
     "receives from all but one": (
         serve_in_turn_by(receive=lambda w, workers: receive_sum(w, workers[:-1])),
         "receives one from every worker",
     ),
-    "receives from one": (serve_in_turn_by(receive=receive_from_first), "receives one from every worker"),
     "goes on for ever": (loop_forever, "how many rounds there are"),
-    "spins": (spin, "each round sends first"),
     "dies": (die, "let the process live"),
 }
 
@@ -439,11 +379,6 @@ def receive_in_order(gradient, update, workers):
     return dist.recv(gradient, src=workers[update % len(workers)])
 
 
-def receive_any_answer_in_order(gradient, update, workers):
-    dist.recv(gradient)
-    return workers[update % len(workers)]
-
-
 def receive_too_late(gradient, update, workers):
     """Reads the buffer before the gradient has arrived."""
     coming = torch.empty_like(gradient)
@@ -475,18 +410,6 @@ def answer_all(weights, worker, update, updates):
 def answer_unless_last(weights, worker, update, updates):
     if update < updates - 1:
         dist.send(weights, dst=worker)
-
-
-def send_before_step(weights, workers, updates, lr):
-    gradient, ages, seen = torch.empty_like(weights), [], dict.fromkeys(workers, 0)
-    send_to_all(weights, workers)
-    for update in range(updates):
-        worker = dist.recv(gradient)
-        dist.send(weights, dst=worker)
-        weights -= lr * gradient
-        ages.append(update - seen[worker])
-        seen[worker] = update + 1
-    return ages
 
 
 def rebind_at_once(weights, workers, updates, lr):
@@ -528,13 +451,6 @@ def receive_ahead(weights, workers, updates, lr):
     return ages
 
 
-def take_the_rest(weights, workers, updates, lr):
-    ages = serve_at_once_by()(weights, workers, updates, lr)
-    for worker in workers:
-        dist.recv(torch.empty_like(weights), src=worker)
-    return ages
-
-
 def count_own(weights, workers, updates, lr):
     """Returns ages that count only the worker's own updates."""
     given = Counter()
@@ -568,23 +484,14 @@ WRONG_AT_ONCE = {
         "do not divide it",
     ),
     "half of it": (serve_at_once_by(step=lambda w, g, workers, lr: w.sub_(0.4 * lr * g)), "as it is, and no other"),
-    "something else": (
-        serve_at_once_by(step=lambda w, g, workers, lr: w.sub_(lr * g.sign())),
-        "as it is, and no other",
-    ),
-    "no step": (serve_at_once_by(step=lambda *_: None), "first the step, in place"),
-    "sends before the step": (send_before_step, "first the step, in place"),
     "rebinds": (rebind_at_once, "change it in place"),
     "keeps a total": (keep_gradients(average=False), "earlier gradients are in the step again"),
-    "newest of all": (keep_gradients(average=True), "earlier gradients are in the step again"),
     "others at the start": (
         serve_at_once_by(begin=lambda w, workers: send_to_all(w + 1, workers)),
         "the weights that you were given",
     ),
     "nothing after the last": (serve_at_once_by(answer=answer_unless_last), "the last one included"),
     "an update too few": (serve_at_once_by(count=lambda updates: updates - 1), "one gradient for each of `updates`"),
-    "an update too many": (serve_at_once_by(count=lambda updates: updates + 1), "one gradient for each of `updates`"),
-    "takes the rest": (take_the_rest, "one gradient for each of `updates`"),
     "a receive is left open": (receive_ahead, "start no receive after the last"),
     "isend never waited for": (
         serve_at_once_by(answer=lambda w, worker, *_: dist.isend(w, worker)),
@@ -596,9 +503,6 @@ WRONG_AT_ONCE = {
     ),
     "nothing at all": (lambda *_: None, "at the start every worker gets the weights"),
     "no ages": (serve_at_once_by(give=lambda ages: None), "return a list with one age for each update"),
-    "the last age": (serve_at_once_by(give=lambda ages: ages[-1]), "return a list with one age for each update"),
-    "no first ages": (serve_at_once_by(give=lambda ages: ages[1:]), "return a list with one age for each update"),
-    "text": (serve_at_once_by(give=lambda ages: ["old" for _ in ages]), "return a list with one age for each update"),
     "one too old": (serve_at_once_by(age=lambda u, seen, worker: u - seen[worker] + 1), "all are one too old"),
     "of the update before": (serve_at_once_by(has_seen=lambda update: update), "except for first gradients"),
     "never seen": (
@@ -606,20 +510,15 @@ WRONG_AT_ONCE = {
         "how many updates are in them",
     ),
     "own updates": (count_own, "count each worker's own updates"),
-    "always zero": (serve_at_once_by(age=lambda *_: 0), "count each worker's own updates"),
     "sorted": (serve_at_once_by(give=sorted), "less how many updates were in the weights"),
     "doubled": (serve_at_once_by(give=lambda ages: [2 * age for age in ages]), "less how many updates were in"),
 }
 STUCK_AT_ONCE = {
     "in turn": (serve_at_once_by(receive=receive_in_order), "takes whichever comes first"),
     "waits for all": (wait_for_all, "answer each gradient"),
-    "never answers": (serve_at_once_by(answer=lambda *_: None), "answer each gradient"),
     "answers all": (serve_at_once_by(answer=answer_all), "only to the worker"),
-    "answers the next": (serve_at_once_by(receive=receive_any_answer_in_order), "only to the worker"),
     "begins with one": (serve_at_once_by(begin=lambda w, workers: send_to_all(w, workers[:1])), "has no weights"),
-    "begins with none": (serve_at_once_by(begin=lambda w, workers: None), "has no weights"),
     "goes on for ever": (go_on, "how many gradients to take"),
-    "spins": (spin, "has no weights"),
 }
 
 

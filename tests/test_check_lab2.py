@@ -82,11 +82,8 @@ def silent(model, batches, optimizer, scheduler, writer, first_step):
         (epoch(share=lambda hits, size: 100 * hits / size), "a fraction from 0 to 1"),
         (epoch(share=lambda hits, size: hits / 6), "the last batch is smaller"),
         (epoch(swapped=True), "top-1 belongs to acc1"),
-        (epoch(forget=("zero_grad",)), "the loss of this very batch"),
         (epoch(returned=lambda rows, first: rows), "return the rows as a DataFrame"),
         (epoch(returned=lambda rows, first: (rows, len(rows))), "first_step + len(rows)"),
-        (epoch(returned=lambda rows, first: (rows, first + len(rows) - 1)), "first_step + len(rows)"),
-        (epoch(returned=lambda rows, first: None), "return the rows as a DataFrame"),
         (epoch(columns=COLUMNS[:2]), "keep the columns"),
         (epoch(zero_last=True), "zero_grad() comes before backward"),
         (epoch(loss=lambda loss, size: [loss]), "writer.add_scalar(tag, value, step)"),
@@ -144,9 +141,7 @@ def by_images(place, value=lambda loss: loss, tag="loss/by images"):
     ("answer", "hint"),
     [
         (by_images(lambda images, index: index), "these are steps"),
-        (by_images(lambda images, index: index + 1), "these are steps"),
         (by_images(lambda images, index: index * images[0]), "do not multiply"),
-        (by_images(lambda images, index: (index + 1) * images[0]), "do not multiply"),
         (by_images(lambda images, index: images[:index].sum()), "add its images first"),
         (by_images(lambda images, index: images[index]), "sum them up"),
         (by_images(lambda images, index: None), "give the images seen as the step"),
@@ -201,11 +196,9 @@ def reduced(*, reduce_on=(0, 1), write_on=(0,), means=False, divide="images", cl
     [
         (reduced(write_on=(0, 1)), "only one rank may open a writer"),
         (reduced(write_on=(1,)), "rank 0 has to open the writer"),
-        (reduced(write_on=()), "rank 0 has to open the writer"),
         (reduced(reduce_on=(0,)), "all ranks have to call all_reduce"),
         (reduced(reduce_on=()), "the share of rank 0 alone"),
         (reduced(means=True, divide="ranks"), "an average of averages"),
-        (reduced(means=True), "an average of averages"),  # the means of images / images sum to the number of ranks
         (reduced(means=True, divide="nothing"), "means were summed"),
         (reduced(divide="nothing"), "this is the sum"),
         (reduced(divide="both"), "do not divide by their number again"),

@@ -42,12 +42,9 @@ RIGHT = {"acc1__valid": "max", "acc5__valid": "max", "loss__valid": "min"}
         (define(**RIGHT | {"acc1__valid": "min"}), "is the highest"),
         (define(**RIGHT | {"loss__valid": "max"}), "is the lowest"),
         (define(**RIGHT | {"acc1__valid": "last"}), "the one value that counts"),
-        (define(**RIGHT | {"acc5__valid": "mean"}), "the one value that counts"),
         (define(**RIGHT | {"acc1__valid": "none"}), "no summary at all"),
         (define(ALL="max", loss__valid="min"), "takes the training with it"),
         (define(**RIGHT | {"acc1__valid": "highest"}), "the words are min, max"),
-        (define(acc1="max", acc5="max", loss="min"), "keeps the last value"),
-        (lambda run: run.summary.update({"acc1/valid": 1.0}), "keeps the last value"),
     ],
 )
 def test_wrong_summaries_get_their_hint(answer, hint):
@@ -85,13 +82,6 @@ def test_the_check_leaves_nothing_behind_and_disturbs_no_open_run(tmp_path):
         (lambda checkpoints, recorded: (max(checkpoints, default=0), recorded + 1), "younger than the record"),
         (lambda checkpoints, recorded: (max(checkpoints, default=0),) * 2, "only what is not in the record"),
         (
-            lambda checkpoints, recorded: (
-                (start := max((c for c in checkpoints if c <= recorded), default=0)),
-                start + 1,
-            ),
-            "only what is not in the record",
-        ),
-        (
             lambda checkpoints, recorded: (max((c for c in checkpoints if c <= recorded), default=0), recorded),
             "in the record already",
         ),
@@ -124,7 +114,6 @@ def test_the_check_leaves_nothing_behind_and_disturbs_no_open_run(tmp_path):
         ),
         (lambda checkpoints, recorded: (recorded // 10 * 10, recorded + 1), "take the newest"),
         (lambda checkpoints, recorded: recorded + 1, "two numbers"),
-        (lambda checkpoints, recorded: None, "two numbers"),
     ],
 )
 def test_wrong_plans_of_a_resumption_get_their_hint(answer, hint):
@@ -167,17 +156,11 @@ def plan(one=lambda rank, job: {"name": job} if rank == 0 else None, **changes):
     ("answer", "hint"),
     [
         (plan(one=lambda rank, job: {"name": job}), "rank 0 logs them"),
-        (plan(one=lambda rank, job: {"name": job} if rank else None), "rank 0 logs them"),
-        (plan(one=lambda rank, job: None), "rank 0 logs them"),
         (plan(one=lambda rank, job: {} if rank == 0 else None), "has the job's name"),
         (plan(one=lambda rank, job: {"name": job, "group": job} if rank == 0 else None), "needs none"),
         (plan(one=lambda rank, job: job), "return a dictionary"),
         (plan(group=lambda rank, job: None), "in common"),
-        (plan(group=lambda rank, job: f"{job}-{rank}"), "in common"),
-        (plan(group=lambda rank, job: "ranks"), "in common"),
         (plan(name=lambda rank, job: job), "a name for each rank"),
-        (plan(name=lambda rank, job: None), "a name for each rank"),
-        (plan(name=lambda rank, job: f"{job}-{'abcd'[rank]}"), "a name for each rank"),
         (plan(id=lambda rank, job: job), "runs of one id are one run"),
         (plan(job_type=lambda rank, job: None), "job_type"),
         (lambda rank, job, every_rank: {"name": job} if rank == 0 else None, "every rank watches itself"),

@@ -28,26 +28,8 @@ def run_in_turn(replicas, chunks):
     return [replica(chunk) for replica, chunk in zip(replicas, chunks, strict=True)]
 
 
-def run_in_threads_joined_at_once(replicas, chunks):
-    outputs = []
-    for replica, chunk in zip(replicas, chunks, strict=True):
-        thread = threading.Thread(target=lambda replica=replica, chunk=chunk: outputs.append(replica(chunk)))
-        thread.start()
-        thread.join()
-    return outputs
-
-
-def run_in_two_threads(replicas, chunks):
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda replica, chunk: replica(chunk), replicas, chunks))
-
-
 def run_in_training(replicas, chunks):
     return run_in_pool([replica.train() for replica in replicas], chunks)
-
-
-def run_and_average(replicas, chunks):
-    return [sum(run_in_pool(replicas, chunks)) / len(chunks)]
 
 
 def copy_model(model, chunks):
@@ -57,11 +39,6 @@ def copy_model(model, chunks):
 def share_model(model, chunks):
     model.zero_grad()
     return [model] * len(chunks)
-
-
-def share_weights(model, chunks):
-    model.zero_grad()
-    return [copy.copy(model) for _ in chunks]
 
 
 def keep_copies(model, chunks):
@@ -278,25 +255,6 @@ def step_that_forgets_errors(model, images, labels, optimizer, count):
     return loss.detach()
 
 
-def step_that_waits(model, images, labels, optimizer, count):
-    chunks = images.chunk(count)
-    replicas, done, outputs = copy_model(model, chunks), [threading.Event() for _ in chunks], {}
-
-    def work(index):
-        outputs[index] = replicas[index](chunks[index])
-        done[index].set()
-
-    for index in range(len(chunks)):
-        threading.Thread(target=work, args=(index,), daemon=True).start()
-    for event in done:
-        event.wait()
-    loss = F.cross_entropy(torch.cat([outputs[index] for index in range(len(chunks))]), labels)
-    loss.backward()
-    reduce_sum(model, replicas)
-    optimizer.step()
-    return loss.detach()
-
-
 def step_on_one_device(model, images, labels, optimizer, count):
     optimizer.zero_grad()
     loss = F.cross_entropy(model(images), labels)
@@ -309,11 +267,6 @@ def step_on_one_chunk(model, images, labels, optimizer, count):
     return step_on_one_device(model, images.chunk(count)[0], labels.chunk(count)[0], optimizer, 1)
 
 
-def cut(images, count):
-    size = len(images) // count
-    return [images[index * size : (index + 1) * size] for index in range(count)]
-
-
 WRONG_STEPS = {
     "clears the gradients": (step_and_clear, "leave them in the model"),
     "mean of the gradients": (step_by_hand(reduce=reduce_mean), "so the parts add up"),
@@ -324,14 +277,8 @@ WRONG_STEPS = {
     "gradients on top": (step_by_hand(reduce=reduce_onto), "the step before"),
     "never cleared": (step_without_clearing, "step before"),
     "channels split": (step_by_hand(scatter=lambda images, count: images.chunk(count, 1)), "dimension 0"),
-    "height split": (step_by_hand(scatter=lambda images, count: images.chunk(count, 2)), "dimension 0"),
     "split": (step_by_hand(scatter=lambda images, count: images.split(len(images) // count)[:count]), "remainder"),
-    "slices": (step_by_hand(scatter=cut), "remainder"),
     "everything": (step_by_hand(scatter=lambda images, count: [images] * count), "whole batch"),
-    "everything, right in sum": (
-        step_by_hand(scatter=lambda images, count: [images] * count, apply=run_and_average),
-        "whole batch",
-    ),
     "the first chunk twice": (
         step_by_hand(scatter=lambda images, count: [images.chunk(count)[0], *images.chunk(count)[:-1]]),
         "each image goes to one replica",
@@ -342,32 +289,23 @@ WRONG_STEPS = {
         "at most count",
     ),
     "one chunk alone": (step_on_one_chunk, "as many replicas as chunks"),
-    "one device": (step_on_one_device, "as many chunks"),
     "mean of means": (scatter_labels(reduction="mean", gather="mean"), "mean of means"),
     "sum of means": (scatter_labels(reduction="mean"), "were added up"),
     "loss of replica 0": (scatter_labels(gather="first"), "one replica's chunk"),
     "weights averaged": (step_each_replica("mean"), "the weights moved without it"),
-    "weights of replica 0": (step_each_replica("first"), "the weights moved without it"),
     "weights of replica 0 on top": (step_each_replica("first, too"), "after optimizer.step()"),
     "weights left behind": (step_each_replica("none"), "nothing moved"),
     "stale replicas": (step_by_hand(replicate=keep_copies), "stale"),
     "one module for all": (step_by_hand(replicate=share_model), "own memory"),
-    "shallow copies": (step_by_hand(replicate=share_weights), "own memory"),
     "one after the other": (step_by_hand(apply=run_in_turn), "start all threads"),
-    "joined at once": (step_by_hand(apply=run_in_threads_joined_at_once), "start all threads"),
-    "two threads for three": (step_by_hand(apply=run_in_two_threads), "start all threads"),
     "another order": (step_by_hand(apply=lambda *a: run_in_pool(*a)[::-1]), "in the order of the chunks"),
     "replicas that train": (step_by_hand(apply=run_in_training), "leave train() and eval()"),
-    "no step": (step_by_hand(finish=lambda optimizer: None), "nothing moved"),
     "two steps": (step_by_hand(finish=lambda optimizer: [optimizer.step() for _ in "12"]), "one step for the whole"),
     "loss with its graph": (step_by_hand(give=lambda loss: loss), "detach"),
     "no loss": (step_by_hand(give=lambda loss: None), "return loss.detach()"),
-    "a float": (step_by_hand(give=lambda loss: loss.item()), "return loss.detach()"),
     "a replica without a chunk": (step_with_a_replica_for_each_device, "fewer chunks than `count`"),
     "nothing at all": (lambda **case: None, "no forward pass"),
     "errors caught": (step_that_forgets_errors, "ends that thread alone"),
-    "errors not asked for": (scatter_labels(futures_heard=False), "ends that thread alone"),
-    "errors waited for": (step_that_waits, "ends that thread alone"),
 }
 
 
@@ -436,32 +374,19 @@ def predict_by_averaging(batch_norm, images, count):
     return sum(module.running_mean for module in modules) / len(modules)
 
 
-def predict_without_running(batch_norm, images, count):
-    batch_norm.eval()(images)
-    return batch_norm.running_mean
-
-
 @pytest.mark.parametrize(
     ("answer", "hint"),
     [
         (predict(lambda images, count: images), "SyncBatchNorm"),
-        (lambda batch_norm, images, count: predict_by_running(batch_norm, images, 1), "SyncBatchNorm"),
         (predict_by_averaging, "not averaged"),
         (predict(lambda images, count: images.chunk(count)[-1]), "not the last replica"),
         (predict(mix=lambda old, new, momentum: new), "left out"),
-        (predict(lambda images, count: images, lambda old, new, momentum: new), "left out"),
         (predict(mix=lambda old, new, momentum: momentum * old + (1 - momentum) * new), "weighs the new value"),
         (predict(mix=lambda old, new, momentum: 0.9 * old + 0.1 * new), "(1 - momentum) * batch_norm"),
         (predict(mix=lambda old, new, momentum: old), "it does change"),
-        (predict_without_running, "it does change"),
         (predict(lambda images, count: images[: len(images) // count]), "chunk rounds up"),
         (predict_by_running_all_chunks, "not one per chunk"),
         (lambda batch_norm, images, count: images.chunk(count)[0].mean(0), "first.mean((0, 2, 3))"),
-        (
-            lambda batch_norm, images, count: 0.9 * batch_norm.running_mean + 0.1 * images.chunk(count)[0].mean(0),
-            "first.mean((0, 2, 3))",
-        ),
-        (lambda batch_norm, images, count: None, "first.mean((0, 2, 3))"),
     ],
 )
 def test_wrong_running_means_get_their_hint(answer, hint):
@@ -519,9 +444,7 @@ def find_by_sampling(images, batch_size, count, drop_last):
     ("answer", "hint"),
     [
         (lambda images, batch_size, count, drop_last: batch_size // count, "chunk rounds the size up"),
-        (find(lambda batch, count: [batch // count]), "chunk rounds the size up"),
         (lambda images, batch_size, count, drop_last: -(-batch_size // count), "what is left"),
-        (find(lambda batch, count: [-(-batch // count)]), "what is left"),
         (find(split_as_torch, lambda images, size, drop: [size]), "without drop_last"),
         (find(split_as_torch, lambda images, size, drop: list_batches(images, size, False)), "with drop_last"),
         (find(split_as_torch, lambda *case: list_batches(*case)[-1:]), "a small last chunk"),
@@ -533,8 +456,6 @@ def find_by_sampling(images, batch_size, count, drop_last):
         (find(split_with_idle_devices), "runs no replica"),
         (lambda *_: 1, "for the full batch and for the last one"),
         (lambda *_: 8.0, "an int"),
-        (lambda *_: None, "an int"),
-        (lambda *_: True, "an int"),
     ],
 )
 def test_wrong_chunks_get_their_hint(answer, hint):

@@ -136,31 +136,16 @@ BARRIER = "        dist.barrier()\n"
         ((INIT, "dist.init_process_group(backend)"), "without it the others wait 10 minutes"),
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
         ((SAMPLER, SAMPLER.replace("train,", "train, 2, rank,")), "leave num_replicas out"),
-        ((SAMPLER, SAMPLER.replace("train,", "train, num_replicas=2, rank=rank,")), "leave num_replicas out"),
         ((SAMPLER, SAMPLER.replace("train,", "dataset.train,")), "train, and not dataset.train"),
-        (("DataLoader(train,", "DataLoader(dataset=dataset.train, batch_size="), "train, and not dataset.train"),
         ((INIT, INIT.replace("minutes=2", "hours=2")), "two minutes are enough"),
-        ((INIT, INIT.replace("minutes=2", "minutes=9, seconds=60 * 2")), "two minutes are enough"),
-        ((INIT, INIT.replace("timedelta(minutes=2)", "None")), "without it the others wait 10 minutes"),
-        (("[local_rank] if", "[rank] if"), "RANK counts over all nodes"),
-        (('device("cuda", local_rank)', 'device("cuda", int(os.environ["RANK"]))'), "RANK counts over all nodes"),
-        (('device("cuda", local_rank)', 'device(f"cuda:{dist.get_rank()}")'), "RANK counts over all nodes"),
-        (("set_device(device)", 'set_device(int(os.environ["RANK"]))'), "RANK counts over all nodes"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
         ((INIT, INIT.replace("minutes=2", "60 * 2")), "the first number of timedelta counts days"),
         ((INIT, INIT.replace("minutes=2", "seconds=2")), "only starts slowly would be given up"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
-        ((INIT, INIT.replace("backend", '"gloo"')), "nccl is made for GPUs"),
         ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),
         ((DEVICE, 'torch.device("cuda:0" if cuda else "cpu")'), '"cuda:0" is the same GPU'),
         ((DEVICE, 'torch.device("cuda" if torch.cuda.device_count() > local_rank else "cpu")'), '"cuda" alone'),
-        ((DEVICE, 'f"cuda:{dist.get_rank()}" if cuda else "cpu"'), "RANK counts over all nodes"),
-        (
-            (DEVICE, 'int(os.environ["RANK"])\n    device = f"cuda:{device}" if cuda else "cpu"'),
-            "RANK counts over all nodes",
-        ),
-        (("[local_rank] if", "[0] if"), '"cuda:0" is the same GPU'),
     ],
 )
 def test_missing_precautions_are_seen_without_a_run(write, count_runs, change, hint):
@@ -204,17 +189,6 @@ def test_a_model_that_never_reaches_a_gpu_is_seen_without_a_run(write, count_run
 )
 def test_a_device_by_local_rank_is_accepted_however_it_is_written(write, tmp_path, changes):
     precautions.expect_precautions(ast.parse((tmp_path / write(*changes)).read_text()))
-
-
-def test_the_lab_s_own_script_gets_the_tick(write, capsys):
-    check.exercise("5.1", write())
-    assert capsys.readouterr().out == (
-        "Your script runs on two local nodes ...\n"
-        "✔ 5.1 The DDP script: two processes with your script: at each step the gradients equal those of one process "
-        "on the global batch (in float64, batch norm with its stored statistics); no image twice in an epoch; one "
-        "checkpoint\n"
-    )
-    assert not dist.is_initialized()
 
 
 @pytest.mark.usefixtures("warm_ranks")
@@ -422,31 +396,19 @@ def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1
     ("typed", "hint"),
     [
         (None, "return ["),
-        ([type_static(0)], "return ["),
-        ([type_static(0), 1], "return ["),
         ([type_static(0), type_static(0)], "the nodes are numbered from 0"),
-        ([type_static(1), type_static(2)], "the nodes are numbered from 0"),
-        ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT}"], "the nodes are numbered from 0"),
         ([type_static(0, nodes=""), type_static(1)], "a job of its own, on one node"),
-        ([type_static(0), type_static(1, nodes="--nnodes=1")], "a job of its own, on one node"),
-        ([type_static(node, nodes="--nnodes=1:2") for node in (0, 1)], "a job of its own, on one node"),
         ([type_static(0, nodes="--standalone"), type_static(1)], "it looks for no other"),
         ([type_static(0, meet=""), type_static(1)], "no other way to find it"),
         ([type_static(0), type_static(1, meet=MEET.replace("55", "56"))], "address and port are the first node's"),
         ([type_static(0), type_static(1, meet="--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29555")], "name one job"),
         ([type_static(0), type_static(1, script="scripts/train_single.py")], "every rank is the same program"),
-        ([type_static(0), type_static(1, script=SCRIPT + " --lr 1")], "every rank is the same program"),
         ([type_static(0, each="--nproc-per-node=2"), type_static(1)], "one per device"),
         (["python scripts/train_ddp.py", type_static(1)], "torchrun starts the ranks"),
-        (["", type_static(1)], "torchrun starts the ranks"),
         ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT} --node-rank 1"], "stand before the script"),
-        ([type_static(0), f"torchrun {SCRIPT} --nnodes=2 {MEET} --node-rank=1"], "stand before the script"),
-        (["./run " + type_static(0), type_static(1)], "torchrun starts the ranks"),
         (["cd notebooks && " + type_static(0), type_static(1)], "without `cd` and `export`"),
         ([type_static(0, nodes="--nodes=2"), type_static(1)], "torchrun --help"),
-        (["torchrun --help", type_static(1)], "torchrun --help"),
         ([type_static(0) + " '", type_static(1)], "no partner"),
-        ([type_static(0) + " && ls", type_static(1)], "every rank is the same program"),
     ],
 )
 def test_wrong_commands_get_their_hint_without_a_run(typed, hint, count_runs):
@@ -488,7 +450,6 @@ RIGHT_COMMANDS = (type_static(0), type_static(1))
         ("TimeoutError: timed out after 60 s", "did not answer at this address in time"),
         ("TimeoutError: timed out\nThe server cannot listen: EADDRNOTAVAIL", "both nodes are this machine"),
         ("[W1124 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed", "the log has each node's lines"),
-        ("ZeroDivisionError", "the log has each node's lines"),
     ],
 )
 def test_commands_that_fail_get_their_hint(said, line, hint):
@@ -601,21 +562,16 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
         (lambda orders: False, "every epoch has the same order"),
         (lambda orders: True, "the orders differ"),
         (lambda orders: sorted(orders[0]) == sorted(orders[-1]), "compare the lists themselves"),
-        (lambda orders: len({frozenset(order) for order in orders}) == 1, "compare the lists themselves"),
         (lambda orders: len(orders) > 1 and len({order[0] for order in orders}) == 1, "compare whole orders"),
-        (lambda orders: len(orders) > 1 and len({order[-1] for order in orders}) == 1, "compare whole orders"),
         (lambda orders: len(orders) > 1 and len({tuple(order[:3]) for order in orders}) == 1, "a part may agree"),
         (lambda orders: len(orders) > 1 and len({(order[0], order[-1]) for order in orders}) == 1, "both ends"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[1] == orders[-1], "however many there are"),
-        (lambda orders: len(orders) > 1 and all(one == orders[0] for one in orders[:3]), "however many there are"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[1], "compare all epochs with the first"),
         (lambda orders: len(orders) > 1 and orders[-2] == orders[-1], "not only neighbours"),
         (lambda orders: len(orders) > 1 and orders[0] == orders[-1], "not only the first and the last"),
         (lambda orders: orders[0] == orders[1] == orders[-1], "one epoch is not enough to decide"),
-        (lambda orders: all(order == orders[0] for order in orders), "one epoch is not enough to decide"),
         (lambda orders: len(orders) == 3 and orders[0] == orders[1] == orders[2], "any length"),
         (lambda orders: "yes" if orders[0] == orders[1] else "", "return True or False"),
-        (lambda orders: None, "return True or False"),
         (lambda orders: (torch.tensor(orders) == torch.tensor(orders[0])).all(), "bool(...)"),
     ],
 )
@@ -705,7 +661,6 @@ RIGHT = "zero [forward_but_last backward] step"
         (RIGHT.replace("zero [", "[zero "), "only the last micro-batch counts"),
         (RIGHT.replace("] step", "] zero step"), "did not move"),
         (RIGHT.replace("] step", " step]"), "once, after the last micro-batch"),
-        (RIGHT.replace("] step", "]"), "once, after the last micro-batch"),
         (RIGHT.replace(" backward] step", "] total step"), "frees that pass's activations"),
         (RIGHT.replace("backward", "backward=by_ranks"), "divided by the number of ranks already"),
         (RIGHT.replace("] step", "] reduce step"), "all-reduce nothing yourself"),

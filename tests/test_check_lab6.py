@@ -129,7 +129,6 @@ def quick(monkeypatch):
             [("        prepare(folder)\n", "        prepare(folder)\n        dist.barrier()\n")],
             "FileNotFoundError",
         ),
-        ("C", [("    if rank == 0:\n        prepare(folder)\n", "    prepare(folder)\n")], "FileNotFoundError"),
         ("G", [MINE], "IndexError"),
         ("G", [("[rank]", "[0]")], "0, 0"),
         ("D", [MINE], "SIGABRT"),
@@ -161,7 +160,6 @@ def quick(monkeypatch):
         ("P", [IN_THE_LOOP, (ALL_REDUCE, "")], "of 257 points"),
         ("P", [AFTER_THE_INNER_LOOP, IN_THE_LOOP], "SIGABRT"),
         ("Q", [("seed=rank", "seed=rank + 1")], "of them different"),
-        ("Q", [("seed=rank", "seed=local_rank")], "of them different"),
         ("S", [(", sampler=sampler", "")], "of them different"),
         ("T", [("(pixels) / 255", "(pixels).double() / 255")], "DataLoader worker process 0"),
         ("T", [("num_workers=1", "num_workers=0")], "num_workers"),
@@ -183,7 +181,6 @@ def quick(monkeypatch):
         ("Z", [("LENGTH, CHANNELS)", "CHANNELS, LENGTH)")], "16x32 and 8x2"),
         ("AA", [("BatchNorm1d(CHANNELS)", "BatchNorm1d(CHANNELS, track_running_stats=False)")], "apart"),
         ("AA", [("BatchNorm1d", "SyncBatchNorm")], "SyncBatchNorm"),
-        ("AA", [("    gaps, messages", "    stage.eval()\n    gaps, messages")], "apart"),
     ],
 )
 def test_wrong_mends_get_their_hint(letter, edits, yours, quick, monkeypatch):
@@ -243,10 +240,6 @@ def leave_out_the_sum(rank, results):
     return {"accuracies": [hits / seen for hits, seen in results[rank]["own"]]}
 
 
-def reduce_to_rank_0(rank, results):
-    return leave_out_the_sum(rank, results) if rank else {}
-
-
 def repeat_a_point(rank, results):
     return {"orders": [[*order, results[0]["orders"][0][0]] for order in results[rank]["orders"]]}
 
@@ -264,7 +257,6 @@ def average_the_averages(rank, results):
     ("letter", "change", "yours"),
     [
         ("D", leave_out_the_sum, "of 257 points"),
-        ("D", reduce_to_rank_0, "of 257 points"),
         ("E", repeat_a_point, "of them different"),
         ("A", tell_the_same_epoch, "1 different in 3 epochs"),
         ("F", average_the_averages, "of 257 points"),
@@ -376,7 +368,6 @@ STORE = (
         ("N", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], ".exists():"),
         ("N", [('"model.tmp")\n    time', '"model.pt")\n    time'), (RENAME, "")], "folder / 'model.pt')"),
         ("O", [(PORT, f"{PORT} + 1")], "is_master=rank == 0"),
-        ("O", [(PORT, "29577")], "is_master=rank == 0"),
         ("O", [("rank == 0)", "True)")], "is_master=True"),
         ("O", [("port, world_size, is_master=rank", "port + 1, world_size, rank")], "world_size, rank == 0"),
         ("O", [("port, world_size, is_master=rank == 0", "29577, is_master=not rank")], "is_master=not rank"),
@@ -535,11 +526,6 @@ def test_a_model_on_two_ranks_shows_its_fault_and_is_refused(letter, signs, your
             "other weights, 1.6e+01",
             "full_tensor",
         ),
-        (
-            {"saved": {name: [*HALVES[1][name], *half] for name, half in HALVES[0].items()}},
-            "other weights, 1.6e+01",
-            "full_tensor",
-        ),
         ({"saved": WHOLE | {"outer": HALVES[0]["outer"]}}, "shape (16, 2)", "full_tensor"),
         ({"saved": {name: rows for name, rows in WHOLE.items() if name != "bias"}}, "shape (0,)", "full_tensor"),
         ({"saved": WHOLE | {"bias": [float("nan")] * 32}}, "other weights, nan", "full_tensor"),
@@ -647,7 +633,6 @@ def quick_slurm(warm_python, tmp_path, monkeypatch):
 NAME, BEGIN = 'f"checkpoint-{job}-{start}.pt"', 'begin = state["epochs"]'
 MENDED_NAME = (NAME, 'f"checkpoint-{job}.pt"')
 LOAD_MODEL = '        model.load_state_dict(state["model"])\n'
-LOAD_OPTIMIZER = '        optimizer.load_state_dict(state["optimizer"])\n'
 PATH = f"    path = folder / {NAME}\n"
 ANEW = "0, 1; none; 0; 0, 1, 2, 3, 4, 5"
 
@@ -664,7 +649,6 @@ SLURM_RANKS = (
 RANK, WORLD_SIZE = 'int(os.environ["RANK"])', 'int(os.environ["WORLD_SIZE"])'
 INIT = '    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=limit)\n'
 JOINED = '    dist.init_process_group("gloo")\n    rank, world_size = dist.get_rank(), dist.get_world_size()\n'
-LOCAL = [(RANK, 'int(os.environ["LOCAL_RANK"])'), (WORLD_SIZE, 'int(os.environ["LOCAL_WORLD_SIZE"])')]
 TASKS, NNODES, ENDPOINT = "--ntasks-per-node=2", '--nnodes="$SLURM_NNODES"', '"$head:$port"'
 RUN = f"srun --label torchrun {NNODES}"
 
@@ -682,20 +666,11 @@ def in_bash(before, after=""):
         ("AB", load_from("{start - 1}"), "0, 1; none; 0; 1, 2, 3, 4, 5", ""),  # the start before has saved nothing
         ("AB", load_from("0"), "0, 1; none; 2; 2, 3, 4, 5", ""),
         ("AB", [("{start}", "{os.getpid()}")], ANEW, ""),
-        ("AB", [("{start}", "{os.times().elapsed}")], ANEW, ""),
-        ("AB", [MENDED_NAME, (BEGIN, "pass")], ANEW, ""),
-        ("AB", [MENDED_NAME, ("if path.exists()", "if start == 1")], ANEW, ""),
         ("AB", [MENDED_NAME, ("optimizer.state_dict()", "model.state_dict()")], "KeyError", ""),
         ("AB", [MENDED_NAME, (BEGIN, BEGIN + " - 1")], "0, 1; none; 1; 1, 2, 3, 4, 5", ""),
         ("AB", [MENDED_NAME, (LOAD_MODEL, "")], "apart", "all of the checkpoint"),
-        ("AB", [MENDED_NAME, (LOAD_OPTIMIZER, "")], "apart", "all of the checkpoint"),
         ("AC", [(ENDPOINT, '"$head:0"'), ('--rdzv-id="$SLURM_JOB_ID"', "--rdzv-id=$RANDOM")], "2", ""),
-        ("AC", [("--rdzv-backend=c10d", "--standalone=")], "2", ""),
-        ("AC", [(NNODES, '--nnodes="$SLURM_NTASKS"')], "2", ""),
         ("AC", [("--nproc-per-node=2", "--nproc-per-node=1")], "task 1: Exited with exit code 1", ""),
-        ("AC", [("srun --label", "srun --label --ntasks-per-node=1")], "task 1: Exited with exit code 1", ""),
-        ("AC", [("srun --label", "srun --kill-on-bad-exit=1")], "task 1: Exited with exit code 1", ""),
-        ("AC", [("train.py .", "train.py . || true")], "2", ""),
         ("AC", [(TASKS, "--ntasks-per-node=1"), ("--nproc-per-node=2", "--nproc-per-node=1")], "1", ""),
         ("AC", [(TASKS, "--ntasks=two")], "sbatch would not take", "look at the lines"),
         ("AC", [("#SBATCH --cpus", "set -e\n#SBATCH --ntasks=1\n#SBATCH --cpus")], "task 1: Exited", ""),
@@ -703,16 +678,13 @@ def in_bash(before, after=""):
         ("AC", [("srun --label torchrun", "srun --label torch-run")], "torch-run", ""),
         ("AC", [(RUN, RUN.removeprefix("srun --label "))], "torchrun --nnodes=", ""),
         ("AD", [MINE], "0 of 1, 0 of 1", ""),
-        ("AD", [("rank == 0", f"rank == {RANK}")], "0 of 1, 0 of 1", ""),
         ("AD", [(INIT, INIT + f"    rank = {RANK}\n")], "0 of 1, 1 of 1", ""),
         ("AD", [(INIT, INIT + f"    rank, world_size = {RANK}, {WORLD_SIZE}\n")], "apart", ""),
         ("AD", [(SLURM_RANKS + "    limit", f"    rank, world_size = {RANK}, 2\n    limit")], ", 2)", ""),
         ("AD", [(SLURM_RANKS, f"    rank = {RANK}\n    world_size = 1\n")], "rank ", ""),
-        ("AD", [(SLURM_RANKS, f"    rank, world_size = {RANK}, {WORLD_SIZE}\n"), *LOCAL], "0 of 1, 0 of 1", ""),
         ("AD", [(SLURM_RANKS, ""), (INIT, JOINED), ("if rank == 0:\n            with", "if True:\n            with")],
          "6, for the epochs", ""),
         ("AD", [(SLURM_RANKS, ""), (INIT, JOINED), ("batch[rank::world_size]", "batch")], "512, 256 of them", ""),
-        ("AD", [(SLURM_RANKS, ""), (INIT, JOINED), ("model(points", "model.module(points")], "apart", ""),
     ],
 )  # fmt: skip
 def test_wrong_mends_about_schedulers_get_their_hint(letter, edits, yours, hint):

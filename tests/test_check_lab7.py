@@ -107,11 +107,6 @@ def convert_by_numpy(self, indices):
     return list(zip(images, self.label_all(indices), strict=True))
 
 
-def stack_floats_of_numpy(self, indices):
-    images = torch.stack([image for image, _ in convert_by_numpy(self, indices)])
-    return list(zip(images, self.label_all(indices), strict=True))
-
-
 def augment_picture(self, index):
     image = Image.open(self.paths[index]).convert("RGB")
     return pil_to_tensor(self.augment(image) if self.augment else image) / 255, self.labels[index]
@@ -143,18 +138,12 @@ WRONG_FILES = {
         files(__getitem__=lambda s, i: (torch.stack([read(s.paths[i])]) / 255, s.labels[i])),
         "take its row, [0]",
     ),
-    "a number": (files(__getitem__=lambda s, i: (torch.tensor(0.5), s.labels[i])), "leave the shape"),
     "converted by NumPy": (files(__getitems__=convert_by_numpy), "in one operation"),
-    "converted by NumPy, then stacked": (files(__getitems__=stack_floats_of_numpy), "in one operation"),
     "a picture augmented": (files(__getitem__=augment_picture), "make the tensor first"),
     "no label": (files(__getitem__=lambda s, i: read(s.paths[i]) / 255), "return image, label"),
     "index as label": (files(__getitem__=lambda s, i: (read(s.paths[i]) / 255, i)), "self.labels[index]"),
     "always the first": (
         files(__getitem__=lambda s, i: (read(s.paths[0]) / 255, s.labels[0])),
-        "read the file of this index",
-    ),
-    "another image": (
-        files(__getitem__=lambda s, i: (read(s.paths[i - 1 if i > 1 else i]) / 255, s.labels[i])),
         "read the file of this index",
     ),
     "read at the start": (
@@ -274,7 +263,6 @@ def pad_in_place(order, rank, world_size, pad=False):
 WRONG_SHARES = {
     "places": (lambda o, r, w, pad=False: list(range(len(o)))[r::w], "order[place]"),
     "blocks": (lambda o, r, w, pad=False: o[r * -(-len(o) // w) : (r + 1) * -(-len(o) // w)], "a block of neighbours"),
-    "even blocks": (lambda o, r, w, pad=False: o[r * (len(o) // w) : (r + 1) * (len(o) // w)], "a block of neighbours"),
     "always padded": (lambda o, r, w, pad=False: share(o, r, w, True), "nothing is repeated"),
     "never padded": (lambda o, r, w, pad=False: share(o, r, w), "repeat the order from its start"),
     "four times": (
@@ -284,13 +272,11 @@ WRONG_SHARES = {
     "dropped": (lambda o, r, w, pad=False: o[r::w][: len(o) // w], "the last indices are lost"),
     "once more": (pad_with(lambda o, missing: o[:missing]), "more ranks than images"),
     "the last again": (pad_with(lambda o, missing: o[-1:] * missing), "from its start"),
-    "from the end": (pad_with(lambda o, missing: o[::-1][:missing]), "from its start"),
     "too long": (pad_with(lambda o, missing: o * 9 if missing else []), "shortest such length"),
     "in place": (pad_in_place, "leave `order` as it is"),
     "sorted": (lambda o, r, w, pad=False: sorted(share(o, r, w, pad)), "their order is not"),
     "a tensor": (lambda o, r, w, pad=False: torch.tensor(share(o, r, w, pad)), "return a list"),
     "a list in a list": (lambda o, r, w, pad=False: [share(o, r, w, pad)], "the indices themselves"),
-    "tensors of many": (lambda o, r, w, pad=False: [torch.tensor(o)], "the indices themselves"),
     "the next rank": (lambda o, r, w, pad=False: share(o, (r + 1) % w, w, pad), "order[rank::world_size]"),
 }
 
@@ -364,21 +350,17 @@ WRONG_COUNTS = {
     "padded": (count(choose=padded), "count twice"),
     "all images": (count(choose=lambda n, rank, ranks: range(n)), "every rank counts all"),
     "dropped": (count(drop_last=True), "are lost"),
-    "even shares": (count(choose=lambda n, r, w: share([*range(n)], r, w)[: n // w]), "are lost"),
-    "rank 0's": (count(choose=lambda n, r, w: share([*range(n)], 0, w)), "count twice"),
     "an accuracy": (count(give=lambda right, seen: right / max(1, seen)), "return one tensor"),
     "two accuracies": (count(give=lambda right, seen: torch.tensor([right / max(1, seen), 1])), "whole numbers"),
     "counts as floats": (count(give=lambda right, seen: torch.tensor([right, seen]).float()), "the counts are right"),
     "short": (count(give=lambda right, seen: torch.tensor([right, seen]).to(torch.uint8)), "dtype=torch.int64"),
     "nothing to add": (count(give=lambda right, seen: torch.tensor([right, seen] if seen else [])), "start from"),
-    "a pair": (count(give=lambda right, seen: (right, seen)), "return one tensor"),
     "the other way round": (count(give=lambda right, seen: torch.tensor([seen, right])), "first how many are right"),
     "wrong ones": (count(give=lambda right, seen: torch.tensor([seen - right, seen])), "highest score"),
     "of all": (count(give=lambda right, seen: torch.tensor([right, 10])), "of this rank"),
     "training": (count(prepare=lambda model: None), "model.eval()"),
     "gradients": (count(grad=True), "inference_mode"),
     "image by image": (count(batch_size=1), "batches of 64"),
-    "one batch": (count(batch_size=1000), "batches of 64"),
     "the last batch": (count_last, "add up over all batches"),
 }
 
@@ -412,14 +394,6 @@ def seed_again(worker_id):
     info.dataset.random.bit_generator.state = np.random.PCG64(info.seed).state
 
 
-def seed_by_epoch_alone(worker_id):
-    get_worker_info().dataset.random = np.random.default_rng(get_worker_info().seed - worker_id)
-
-
-def seed_nothing(worker_id):
-    get_worker_info().dataset.generator = np.random.default_rng(get_worker_info().seed)
-
-
 def stop_with_an_error(worker_id):
     get_worker_info().dataset.random = np.random.default_rng(get_worker_info().sed)
 
@@ -427,9 +401,7 @@ def stop_with_an_error(worker_id):
 WRONG_SEEDS = {
     "NumPy's global state": (lambda worker_id: np.random.seed(get_worker_info().seed % 2**32), "a newly seeded one"),
     "torch": (lambda worker_id: torch.manual_seed(worker_id), "a newly seeded one"),
-    "another attribute": (seed_nothing, "a newly seeded one"),
     "one seed": (seed_by(lambda worker: np.random.default_rng(1)), "the workers have one seed"),
-    "the epoch's": (seed_by_epoch_alone, "the workers have one seed"),
     "the worker's number": (seed_by(lambda worker: np.random.default_rng(worker + 7)), "change with the epoch"),
     "whatever": (seed_by(lambda worker: np.random.default_rng()), "it follows from the DataLoader's generator"),
     "a seed": (seed_by(lambda worker: get_worker_info().seed), "has to be a generator"),

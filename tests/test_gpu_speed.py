@@ -413,26 +413,6 @@ def test_an_arm_that_fails_leaves_the_others(inline, monkeypatch, tmp_path):
     assert "eager" not in inline["eager"].worker.running  # its memory is free
 
 
-def test_the_rehearsal_runs_in_a_process_of_its_own(tmp_path, capsys):
-    out = tmp_path / "speed.json"
-    assert rehearse(out) == 0
-    result, rows = json.loads(out.read_text()), read_rows(out)
-    assert rows["eager", "graph"]["status"] == "not on a CPU"
-    timed = {arm for (group, arm), row in rows.items() if len(row["seconds"]) == ROUNDS}
-    assert {"eager", "examples AMP", "torchvision AMP fp16", "torchvision fp32", "examples fp32"} <= timed
-    for row in rows.values():
-        assert row["status"] or (all(0 < one < 60 for one in row["seconds"]) and row["finite"])
-    for arm in ("timm AMP", "Lightning AMP"):
-        assert arm in timed or rows["eager", arm]["status"].endswith("is not installed")
-    assert result["profiles"][0]["arm"] == "eager" and 0 < result["profiles"][0]["top"][0]["share"] <= 1
-    assert result["key"]["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert result["machine"]["python"] and result["when"].startswith("20")
-    assert {one["holds"] for one in result["goals"]["imagenet"]} == {None}
-    assert result["roofline"]["imagenet"]["8"]["fused"] > 0
-    assert "all groups are measured" in capsys.readouterr().out
-    json.dumps(result, allow_nan=False)
-
-
 def test_a_process_that_dies_says_so():
     host = worker.Host(EXACT)
     host.ask("time", arm="eager", lead=0, count=1)

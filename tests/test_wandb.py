@@ -101,7 +101,7 @@ def closed_port():
 
 def test_without_a_key_a_run_is_offline(tmp_path):
     lines, last = run_program(tmp_path)
-    expect_whole_run_offline(tmp_path, lines, last, "there is no key for https://")
+    expect_whole_run_offline(tmp_path, lines, last, f"there is no key for {wandb.Settings().base_url};")
 
 
 def test_with_a_terminal_there_is_no_question_either(tmp_path):
@@ -111,7 +111,7 @@ def test_with_a_terminal_there_is_no_question_either(tmp_path):
     expect_whole_run_offline(tmp_path, lines, last, "there is no key for https://")
 
 
-@pytest.mark.parametrize("key", ["PLANTED", "PLANTED " * 8, f"{KEY} ", f"{KEY}\n", "PLANTED!" * 8, f"\u00e4{KEY}"])
+@pytest.mark.parametrize("key", ["PLANTED", f"\u00e4{KEY}"])
 def test_a_malformed_key_is_offline_and_is_not_repeated(tmp_path, closed_port, key):
     lines, last = run_program(tmp_path, WANDB_API_KEY=key, WANDB_BASE_URL=closed_port)
     expect_whole_run_offline(tmp_path, lines, last, "")
@@ -126,7 +126,6 @@ def test_a_malformed_key_is_offline_and_is_not_repeated(tmp_path, closed_port, k
         ("closed_port", "gave no valid answer in time"),
         ("silent_server", "gave no valid answer in time"),
         ("http://nowhere.invalid", "nowhere.invalid"),
-        ("nonsense", "WANDB_BASE_URL is not the address of a server"),
         ("https://user:PLANTED@127.0.0.1", "WANDB_BASE_URL is not the address of a server"),
     ],
 )
@@ -191,13 +190,7 @@ def test_a_key_that_wandb_login_stored_is_taken(tmp_path):
     assert find_text(tmp_path / "runs", "PLANTED") == []
 
 
-def test_the_default_server_is_the_one_of_the_sdk(tmp_path):
-    lines, _ = run_program(tmp_path)
-    assert f"there is no key for {wandb.Settings().base_url};" in lines[0]
-
-
-@pytest.mark.parametrize("online", [False, True])
-def test_a_step_back_is_lost_in_both_modes_and_is_warned_of(tmp_path, online):
+def test_a_step_back_is_lost_and_is_warned_of(tmp_path):
     program = (
         "import wandb; from lab_utils import wandb_runs; where = wandb_runs.connect('runs').options\n"
         "run = wandb.init(project='labs', **where)\n"
@@ -205,12 +198,12 @@ def test_a_step_back_is_lost_in_both_modes_and_is_warned_of(tmp_path, online):
         "run.finish(); print([row['_step'] for row in wandb_runs.read_run(run.dir).rows])"
     )
     with WandbServer() as server:
-        key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url} if online else {}
+        key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
         pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 90}
         command, env = [sys.executable, "-c", program], make_environment(tmp_path, **key)
         child = subprocess.run(command, cwd=tmp_path, env=env, **pipes)
     assert child.stdout == "[5, 6]\n" and "less than the current step 5" in child.stderr
-    assert [[row["_step"] for row in rows] for rows in server.rows.values()] == [[5, 6]] * online
+    assert [[row["_step"] for row in rows] for rows in server.rows.values()] == [[5, 6]]
 
 
 def test_all_defaults_record_what_the_quiet_settings_switch_off(root, tmp_path):
@@ -229,13 +222,12 @@ def test_all_defaults_record_what_the_quiet_settings_switch_off(root, tmp_path):
     assert kinds["wandb, as it comes"] - kinds["wandb"] >= {"environment", "stats", "output_raw"}
 
 
-@pytest.mark.parametrize("option", ["fork_from", "resume_from"])
-def test_offline_a_fork_or_a_rewinding_is_accepted_and_copies_no_row(tmp_path, option):
+def test_offline_a_fork_is_accepted_and_copies_no_row(tmp_path):
     where = wandb_runs.connect(tmp_path).options | {"mode": "offline"}
     first = wandb.init(project="labs", **where)
     first.log({"a": 1}, step=1)
     first.finish()
-    run = wandb.init(project="labs", **{option: f"{first.id}?_step=1"}, **where)
+    run = wandb.init(project="labs", fork_from=f"{first.id}?_step=1", **where)
     run.log({"a": 2}, step=2)
     run.finish()
     assert wandb_runs.read_run(run.dir).curve("a") == {2: 2}
@@ -354,8 +346,7 @@ def test_unknown_records_and_fields_are_passed_over():
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("kill_at", [5, 40, 75])
-def test_a_killed_run_loses_at_most_the_last_second(root, tmp_path, kill_at):
+def test_a_killed_run_loses_at_most_the_last_second(root, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     command = [sys.executable, str(root / "notebooks" / WATCHED), str(tmp_path / "cut"), "--steps", "200"]
@@ -364,7 +355,7 @@ def test_a_killed_run_loses_at_most_the_last_second(root, tmp_path, kill_at):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path) as script:
         for line in script.stdout:
             told.append(json.loads(line))
-            if len(told) == kill_at:
+            if len(told) == 40:
                 script.kill()
                 killed = time.time()
     # The interval of a second, and what a busy machine adds before the interval's end is noticed.

@@ -29,7 +29,7 @@ from course.race.leagues import find_threshold
 from lab_common import LabError, read_path
 from lab_common.files import read_bounded
 from lab_common.text import clean
-from lab_utils import data
+from lab_utils import data, timing
 from lab_utils.data.packing import MANIFEST
 from nodelaunch import DataFolder, TorchrunJob, Usage, Watch, local_nodes, watch
 from nodelaunch.backends.nodes import Node
@@ -173,6 +173,7 @@ def run_laps(
         same = same and (lap["data"]["name"], lap["data"]["valid"]) == (whole.name, len(whole.valid))
         return same and bool(lap["one_node"]) == bool(options.get("compare"))
 
+    count = timing.limit_rounds(count)
     while True:
         found = [lap for lap in records.read_laps(records.find_home()) if suits(lap)]
         if len(found) >= count:

@@ -136,6 +136,12 @@ def _is_size(number: object, *types: type) -> bool:
     return type(number) in types and 0 <= number < 2**63
 
 
+def limit_rounds(wanted: int) -> int:
+    """Returns how often to repeat what is only measured: as wanted, or less where ``LAB_ROUNDS`` says so."""
+    most = os.environ.get(ROUNDS, "")
+    return min(wanted, int(most)) if most.isdecimal() else wanted
+
+
 def synchronize(device: torch.device | str) -> None:
     """Waits until the device has finished its work: CUDA runs asynchronously, a CPU does not."""
     if torch.device(device).type == "cuda":
@@ -185,9 +191,8 @@ def interleave(
     Returns:
         One Timing per set-up, in the order of ``steps``; under ``torch.distributed`` the slowest rank's, on every rank.
     """
-    asked, most = repeats, os.environ.get(ROUNDS, "")
-    if most.isdecimal():
-        repeats, warmup = min(repeats, int(most)), min(warmup, 1)
+    asked, repeats = repeats, limit_rounds(repeats)
+    warmup = limit_rounds(warmup + 1) - 1
     if repeats < 1 or warmup < 0 or not steps:
         raise LabError(
             "There is nothing to measure.",

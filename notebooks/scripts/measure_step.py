@@ -193,7 +193,8 @@ def main():
     # device_id: NCCL connects the GPUs now, and not at the first collective. Gloo takes none.
     backend, device_id = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
     dist.init_process_group(backend, timeout=timedelta(seconds=900), device_id=device_id)
-    cases = [(args.net, stem, size, args.repeats, device) for stem in args.stems for size in args.batch_sizes]
+    repeats = timing.limit_rounds(args.repeats)
+    cases = [(args.net, stem, size, repeats, device) for stem in args.stems for size in args.batch_sizes]
     launch.report({"world_size": dist.get_world_size(), "steps": [measure_case(*case) for case in cases]})
     dist.destroy_process_group()
 

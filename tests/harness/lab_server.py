@@ -137,7 +137,7 @@ def make_environment(data: Path, home: Path, sockets: str, tracker: str) -> dict
     ours |= {"JUPYTER_TOKEN": TOKEN, "JUPYTER_CONFIG_DIR": config, "IPYTHONDIR": home / "ipython"}
     ours |= {"JUPYTER_DATA_DIR": home / "share", "JUPYTER_RUNTIME_DIR": sockets, "HOME": home / "user"}
     # No test looks at times here.
-    ours |= {"LAB_ROUNDS": "2", "WANDB_API_KEY": WANDB_KEY, "WANDB_BASE_URL": tracker}
+    ours |= {"LAB_ROUNDS": "1", "WANDB_API_KEY": WANDB_KEY, "WANDB_BASE_URL": tracker}
     unwanted = re.compile(r"MAKEFLAGS|MAKELEVEL|MFLAGS|WANDB.*|.*proxy", re.IGNORECASE)
     environment = {key: value for key, value in os.environ.items() if not unwanted.fullmatch(key)}
     return environment | {key: str(value) for key, value in ours.items()}
