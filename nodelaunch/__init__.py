@@ -7,19 +7,12 @@ folder to two hosts, starts torchrun on each, shows the output of all ranks, and
 * ``.preflight()`` finds in seconds what would otherwise hang for minutes, and the fix; ``run`` does it first.
 * ``.write()`` leaves the bash script of each node to read, and to run by hand.
 * ``.start()`` returns while the job runs; ``.stop()`` ends it.
-* ``module="package.train"`` in place of a script starts as ``torchrun -m package.train`` does.
-* ``program=["python"]`` runs the script by another program than torchrun.
-* ``data=DataFolder(…)`` names a folder of data that each node needs.
 * ``last()`` replays the log of the newest job, after a tab was closed or a kernel was restarted.
 * ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``. This is optional.
 
 Everything of a job ends on all nodes when the program that launched it ends, or is cut off from them. Logs of jobs go
 to ``runs/jobs`` in the current folder, or below the folder that the variable LAB_RUNS names. In a terminal
-``python -m nodelaunch`` checks nodes, lists jobs and stops one.
-
-Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
-copies of code and the newest 100 jobs; it removes older ones, unless they are in use or were changed within the last
-hour. ``python -m nodelaunch clean`` removes more. Neither touches ``work``, or data.
+``python -m nodelaunch`` checks nodes, lists jobs, stops one, and removes what old ones left.
 """
 
 from __future__ import annotations
