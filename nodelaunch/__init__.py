@@ -7,9 +7,6 @@ folder to two hosts, starts torchrun on each, shows the output of all ranks, and
 * ``.preflight()`` finds in seconds what would otherwise hang for minutes, and the fix; ``run`` does it first.
 * ``.write()`` leaves the bash script of each node to read, and to run by hand.
 * ``.start()`` returns while the job runs; ``.stop()`` ends it.
-* ``module="package.train"`` in place of a script starts as ``torchrun -m package.train`` does.
-* ``program=["python"]`` runs the script by another program than torchrun.
-* ``data=DataFolder(…)`` names a folder of data that each node needs.
 * ``last()`` replays the log of the newest job, after a tab was closed or a kernel was restarted.
 * ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``. This is optional.
 

@@ -13,7 +13,6 @@ from typing import Any
 from lab_common import LabError
 from lab_common.files import write_atomically
 from lab_common.text import clean
-from nodelaunch import values
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
@@ -50,20 +49,9 @@ class TorchrunJob:
 
     def __getattr__(self, name: str) -> Any:
         """Returns a field of the specification."""
-        if name.startswith("_") or name == "spec":
+        if name.startswith("_") or name == "spec":  # of a copy that is still empty
             raise AttributeError(name)
         return getattr(self.spec, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuses to change a field: the scripts that were written say what it was.
-
-        Raises:
-            LabError: It is a field of the specification.
-        """
-        if name in JobSpec.__dataclass_fields__:
-            cause, fix = "its scripts say what was checked", f"make a new job: TorchrunJob(…, {name}=…)"
-            raise LabError(f"{name} of a job cannot be changed.", where="TorchrunJob", cause=cause, fix=fix)
-        super().__setattr__(name, value)
 
     @property
     def id(self) -> str:
@@ -116,12 +104,7 @@ class TorchrunJob:
         return running
 
     def run(
-        self,
-        *,
-        check: bool = True,
-        force: bool = False,
-        by_hand: Sequence[str] = (),
-        show: bool | Say = True,
+        self, *, check: bool = True, force: bool = False, by_hand: Sequence[str] = (), show: bool | Say = True
     ) -> JobResult:
         """Runs the job to its end: checks the nodes, copies code and data, starts torchrun on each, follows it.
 
@@ -177,7 +160,7 @@ class TorchrunJob:
         launch, spec, stop = self._prepare(), self.spec, threading.Event()
         self._stop = stop  # a stop() while nothing ran was for nothing
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
-        by_hand = self._check_by_hand(by_hand)
+        self._check_by_hand(by_hand)
         try:
             found = self._check(force=force, say=say)
             started, self._started = time.monotonic(), True
@@ -204,15 +187,13 @@ class TorchrunJob:
             state.nodes[name].by_hand = True
         return state
 
-    def _check_by_hand(self, by_hand: Sequence[str]) -> Sequence[str]:
-        names = [node.name for node in self.spec.nodes]
-        by_hand = values.check_value("TorchrunJob.run", "by_hand", by_hand, values.list_of(values.NAME))
-        if by_hand and not (self._backend.ONE_BY_ONE and set(by_hand) < set(names)):
-            what = f"by_hand names some nodes of the job, not {clean(', '.join(by_hand), 60)}."
+    def _check_by_hand(self, by_hand: Sequence[str]) -> None:
+        names = {node.name for node in self.spec.nodes}
+        if by_hand and not (self._backend.ONE_BY_ONE and set(by_hand) < names):
+            what = f"by_hand names some nodes of the job, not {clean(by_hand, 60)}."
             cause = "the launcher starts at least one node, which it follows; Slurm starts all or none"
-            fix = f"some of {clean(', '.join(names), 80)}, or start all that job.write() wrote"
+            fix = f"some of {clean(', '.join(sorted(names)), 80)}, or start all that job.write() wrote"
             raise LabError(what, where="by_hand", cause=cause, fix=fix)
-        return by_hand
 
     def _check(self, *, force: bool, say: Say) -> Preflight:
         """Returns the preflight that counts.

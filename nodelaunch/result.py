@@ -117,7 +117,7 @@ class JobResult:
         seconds: Seconds from the launch: "preflight", "joined" (all workers started), "total".
         memory: By rank, the largest resident set in bytes, as far as it was seen (Linux).
         folder: Folder of the job on the launcher's side, with the scripts and ``output.log``.
-        lines: The output of all ranks, each line with its rank in front.
+        lines: The output of all ranks, each line with its rank in front; of very many, the last ones.
     """
 
     ok: bool
@@ -152,15 +152,7 @@ class JobError(LabError):
         self.result = result
 
     def __str__(self) -> str:
-        return f"{self.result.failure}\n  log: {self.log}"
-
-    # A notebook shows and keeps these in place of a traceback: the rank's own may be very long.
-
-    def _render_traceback_(self) -> list[str]:
-        return self.result.failure.write_text(self.log).splitlines()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(self.result.failure.write_text(self.log))
+        return self.result.failure.write_text(self.log)
 
     def _repr_html_(self) -> str:
         return self.result.failure.write_html(self.log)

@@ -24,16 +24,10 @@ from nodelaunch.state import JobState
 LOOK_SECONDS, BEAT_SECONDS, COUNTDOWN_SECONDS = 0.1, 0.5, 5.0
 # How long the other ranks may take to say what the first failure did to them; and to end, once they were asked to.
 SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
-# A job may print faster than a notebook can show. What waits for longer than this, with that many lines behind it, goes
-# to the log only, until no more than a few wait: a failure, or a stop, must not have to wait behind it.
-LATE_SECONDS, MANY_LINES, FEW_LINES = 1.0, 100, 10
-# What waits for the launcher beyond this waits on its node, whose reader looks again after this time.
-WAITING_LINES, FULL_SECONDS = 20_000, 0.05
 # A supervisor that was stopped does not keep its limit; the launcher gives it this long.
 LIMIT_MARGIN = 2.0
-HINT = "hang_timeout= changes when this is said"
-# Characters of each rank's output that a result holds: its first lines, and its last.
-FIRST, LAST = 2**20, 2**18
+# The last lines that a result holds; the log has all.
+MOST_LINES = 100_000
 
 
 class RunningJob:
@@ -71,13 +65,14 @@ class RunningJob:
         self._spec, self._links, self._state, self._found = spec, links, state, found
         self._say, self._stop, self._started = say, stop, started
         # Not queue.Queue: Ctrl-C inside its get() can leave its lock locked for ever.
-        self._queue: queue.SimpleQueue[tuple[str, bytes | None, float]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
         self._log: Log | None = None
-        self._output, self._unshown, self._cut = OutputBuffer(), 0, False
+        self._lines: deque[str] = deque(maxlen=MOST_LINES)
+        self._cut = False  # the disk with the log is full
         self._begun = self._told = time.monotonic()
         # When all had joined, after that; since when something has failed; since when no rank can move any more.
         self._joined = self._failed = self._standing = None
-        self._reported: set[object] = set()
+        self._reported: set[int] = set()
         self._over = threading.Event()  # set once there is a result or an error
         self._result: JobResult | None = None
         self._error: BaseException | None = None
@@ -129,11 +124,11 @@ class RunningJob:
 
     def _follow_links(self) -> None:
         """Takes in what the supervisors say until all have ended, or have to; then ends what is left."""
-        over = threading.Event()  # ends the threads that read and beat
+        over = threading.Event()  # ends the thread that beats
         try:
             self._log = Log(self.folder / "output.log")
             for node, link in self._links.items():
-                threading.Thread(target=self._read, args=[node, link, over], daemon=True).start()
+                threading.Thread(target=self._read, args=[node, link], daemon=True).start()
             threading.Thread(target=self._beat, args=[over], daemon=True).start()
             self._follow_lines()
         except BaseException as error:
@@ -175,23 +170,15 @@ class RunningJob:
             seconds={**seconds, "total": time.monotonic() - self._started},
             memory=state.memory,
             folder=self.folder,
-            lines=tuple(self._output.list_lines()),
+            lines=tuple(self._lines),
         )
 
-    def _read(self, node: str, link: PipeLink | SlurmLink, over: threading.Event) -> None:
+    def _read(self, node: str, link: PipeLink | SlurmLink) -> None:
         """Passes on the lines of one node, in a thread of its own."""
-
-        def put(line: bytes | None) -> None:
-            entry = node, line, time.monotonic()
-            while self._queue.qsize() >= WAITING_LINES:
-                if over.wait(FULL_SECONDS):
-                    return
-            self._queue.put(entry)
-
         with contextlib.suppress(OSError, ValueError):
             for line in link.lines():
-                put(line)
-        put(None)
+                self._queue.put((node, line))
+        self._queue.put((node, None))
 
     def _beat(self, over: threading.Event) -> None:
         while not over.wait(BEAT_SECONDS):
@@ -205,14 +192,12 @@ class RunningJob:
                 self.reason = StopReason.STOPPED
                 return
             if self._must_end():
-                break
-        if self.reason is None and self._failed is None and self._state.may_have_trained_alone:
-            self._say("no rank opened a group of all ranks; whether the programs that they started did, is not known")
+                return
 
     def _take(self, timeout: float) -> None:
         """Takes in one line: it goes to the log, to the state, and to the user."""
         try:
-            node, line, came = self._queue.get(timeout=timeout)
+            node, line = self._queue.get(timeout=timeout)
         except queue.Empty:
             return
         if line is None:
@@ -230,21 +215,8 @@ class RunningJob:
                 self._say(f"(from here on the log is not complete: {error.strerror})")
         shown = self._state.read(node, line)
         if shown is not None:
-            self._output.add(shown)
-            self._show(shown, came)
-
-    def _show(self, line: str, came: float) -> None:
-        waiting, late = self._queue.qsize(), time.monotonic() - came > LATE_SECONDS
-        if waiting > FEW_LINES if self._unshown else late and waiting > MANY_LINES:
-            self._unshown += 1
-            return
-        self._report_unshown()
-        self._say(line)
-
-    def _report_unshown(self) -> None:
-        if self._unshown:
-            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self.folder / 'output.log'})")
-            self._unshown = 0
+            self._lines.append(shown)
+            self._say(shown)
 
     def _is_over(self) -> bool:
         return all(self._state.nodes[node].gone for node in self._links)
@@ -282,31 +254,21 @@ class RunningJob:
             return True
         return any(error["kind"] == "hang" for error in errors) or (bool(errors) and not self._spec.max_restarts)
 
-    def _report_once(self, key: object, line: str) -> None:
-        if key not in self._reported:
-            self._reported.add(key)
-            self._say(line)
-
     def _report_waits(self) -> None:
-        """Names once each rank that others wait for, or that its threads keep; that alone is no failure."""
-        state = self._state
-        facts = [fact for fact in state.still.values() if time.monotonic() - fact["heard"] > SETTLE_SECONDS]
-        for fact in facts:
-            if fact.get("thread"):
-                words = f"the script has ended on rank {fact['rank']}; its thread {fact['thread']!r} still runs"
-                self._report_once(("thread", fact["rank"]), f"{words} ({fact['seconds']:.0f} s; {HINT})")
-        waits = [fact for fact in facts if fact["inside"]]
-        if not waits:
-            if facts and set(state.ranks) == {fact["rank"] for fact in facts if fact["where"]}:
-                self._report_once("all", f"{state.name_stands()}; limit= ends a job that never moves; {HINT}")
-            return
-        longest = max(waits, key=lambda fact: fact["seconds"])
-        many = f"{len(waits)} rank{' waits' if len(waits) == 1 else 's wait'} for it"
-        timeout = f" of {longest['timeout']:g} s" if longest["timeout"] else ""
-        for rank in state.absent:
+        """Names once each rank that others wait for; that alone is no failure."""
+        state, now = self._state, time.monotonic()
+        waits = [fact for fact in state.still.values() if fact["inside"] and now - fact["heard"] > SETTLE_SECONDS]
+        for rank in set(state.absent) - self._reported if waits else ():
+            self._reported.add(rank)
+            longest = max(waits, key=lambda fact: fact["seconds"])
             where = f"in {state.still[rank]['where']}" if rank in state.still else "at work"
+            many = f"{len(waits)} rank{' waits' if len(waits) == 1 else 's wait'} for it"
+            timeout = f" of {longest['timeout']:g} s" if longest["timeout"] else ""
             words = f"rank {rank} has been {where} for {longest['seconds']:.0f} s while {many}"
-            self._report_once(rank, f"{words}; this job is ended after the group's own timeout{timeout}; {HINT}")
+            self._say(
+                f"{words}; this job is ended after the group's own timeout{timeout}; "
+                "hang_timeout= changes when this is said"
+            )
 
     def _count_down(self, left: float) -> None:
         parts = self._state.nodes.values()
@@ -328,41 +290,6 @@ class RunningJob:
             self._take(timeout=0.1)
         for _ in range(self._queue.qsize()):
             self._take(timeout=0)
-        self._report_unshown()
-
-
-class OutputBuffer:
-    """The output of all ranks in the order in which it came; of a rank that prints much, the first and last lines."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._first: list[tuple[int, str]] = []
-        self._room: dict[str, int] = {}
-        self._last: dict[str, deque[tuple[int, str]]] = {}
-        self._size: dict[str, int] = {}
-        self._dropped: dict[str, int] = {}
-
-    def add(self, line: str) -> None:
-        """Adds a line, which begins with its rank."""
-        rank, entry = line.partition("] ")[0], (self._count, line)
-        self._count += 1
-        if rank not in self._last and len(line) <= self._room.setdefault(rank, FIRST):
-            self._first.append(entry)
-            self._room[rank] -= len(line)
-            return
-        last = self._last.setdefault(rank, deque())
-        last.append(entry)
-        self._size[rank] = self._size.get(rank, 0) + len(line)
-        while self._size[rank] > LAST and len(last) > 1:
-            self._size[rank] -= len(last.popleft()[1])
-            self._dropped[rank] = self._dropped.get(rank, 0) + 1
-
-    def list_lines(self) -> list[str]:
-        """Returns all that was kept; a line says how many were left out."""
-        entries = [*self._first, *(entry for last in self._last.values() for entry in last)]
-        for rank, count in self._dropped.items():
-            entries.append((self._last[rank][0][0] - 1, f"{rank}] ({count:,} lines are left out here)"))
-        return [line for _, line in sorted(entries)]
 
 
 def last(job_id: str | None = None) -> None:

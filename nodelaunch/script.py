@@ -18,10 +18,7 @@ from nodelaunch.bundle import name_work
 from nodelaunch.node.facts import find_gpus
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.gpus import list_visible
-from nodelaunch.spec import JobSpec, Launch, read_threads
-
-# Variables of the launcher that every node gets too.
-FORWARDED = ("LAB_SCALE",)
+from nodelaunch.spec import JobSpec, Launch
 
 
 class Bash(str):
@@ -44,7 +41,7 @@ class Placement:
         interface: Network interface of the gradients; None leaves the choice to Gloo and NCCL.
         job_folder: Folder of this job on the node, for logs, events and results.
         code_folder: Folder on the node with ``script/`` or ``project/``, and the packages that it imports.
-        threads: Threads per process; None shares the node's cores among its processes.
+        threads: Threads per process, as OMP_NUM_THREADS takes it; None shares the node's cores among its processes.
         gpus: CUDA_VISIBLE_DEVICES of the node; None leaves it alone.
     """
 
@@ -57,18 +54,14 @@ class Placement:
     interface: str | None
     job_folder: str
     code_folder: str
-    threads: int | None = None
+    threads: str | None = None
     gpus: str | None = None
 
 
 def place_nodes(spec: JobSpec, launch: Launch, code: str, found: Preflight | None) -> list[Placement]:
-    """Finds out what the script of each node says besides the specification.
+    """Finds out what the script of each node says besides the specification; ``code`` is the hash of the job's code.
 
-    Args:
-        spec: The job.
-        launch: Its names.
-        code: The hash of its code.
-        found: What the preflight found; None if every address and the port are given.
+    ``found`` may be None if every address and the port are given.
 
     Raises:
         LabError: The preflight found no address for a node; its own words.
@@ -96,12 +89,12 @@ def place_nodes(spec: JobSpec, launch: Launch, code: str, found: Preflight | Non
     ]
 
 
-def _share_cores(spec: JobSpec, node: Node) -> int | None:
+def _share_cores(spec: JobSpec, node: Node) -> str | None:
     """Returns the threads per process on this machine, whose cores its nodes share; None on another host."""
-    for where, found in (("env", spec.env), ("the variable OMP_NUM_THREADS", os.environ)):
-        if wanted := read_threads(found.get("OMP_NUM_THREADS", ""), where=where):
-            return wanted
-    return max(1, int(count_cores()) // (spec.nproc_per_node * node.together)) if node.here else None
+    chosen = spec.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
+    if chosen or not node.here:
+        return chosen
+    return str(max(1, int(count_cores()) // (spec.nproc_per_node * node.together)))
 
 
 def _share_gpus(spec: JobSpec, node: Node) -> str | None:
@@ -135,7 +128,6 @@ def write_script(spec: JobSpec, launch: Launch, place: Placement) -> str:
 def write_environment(spec: JobSpec, launch: Launch, rendezvous_id: str) -> str:
     """Writes what is the same on all nodes of a job, as exports."""
     world_size = len(spec.nodes) * spec.nproc_per_node
-    bounds = f"LAB_JOIN_TIMEOUT={spec.join_timeout:g} LAB_HANG_TIMEOUT={spec.hang_timeout:g} LAB_LIMIT={spec.limit:g}"
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
 # The rank stands in front of each of its lines. torchrun has an option for it, too, but not yet in torch 2.11.
@@ -149,7 +141,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     return f"""\
 # What nodelaunch has to know about the job.
 export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={world_size}
-export {bounds}
+export LAB_JOIN_TIMEOUT={spec.join_timeout:g} LAB_HANG_TIMEOUT={spec.hang_timeout:g} LAB_LIMIT={spec.limit:g}
 {"" if spec.program else rendezvous}\
 # Lines appear when they are printed, and a crash in C code shows a traceback.
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -159,10 +151,7 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
     """Writes what a node does: it prepares its folders, sets the job's variables, and starts the program.
 
-    Args:
-        spec: The job.
-        place: The node.
-        around: What runs around the program: "", or a command and a space.
+    What runs ``around`` the program is "", or a command and a space.
     """
     node, index, path = place.node, place.index, spec.env.get("PYTHONPATH", "")
     python, work = _quote(node.python), f"/{name_work(spec.root)}" if spec.root else ""
@@ -171,6 +160,8 @@ def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
 PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" || exit 1
 """
     return f"""\
+# Where data and results are, and what the job's env= says.
+{_write_variables(spec, place)}
 # The code as it was when the job was launched, and what this job leaves behind.
 code={_quote(place.code_folder)}
 job={_quote(place.job_folder)}
@@ -186,7 +177,6 @@ mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
 
 # Where Python finds the packages that the script imports. What runs around it takes none from the current folder.
 export PYTHONPATH="$code"{_quote(f":{path}") if path else ""} PYTHONSAFEPATH=1 LAB_JOB_FOLDER="$job" LAB_NODE={index}
-{_write_variables(spec, place)}\
 options=(
 {_write_options(spec, place)}
 )
@@ -211,8 +201,8 @@ def _write_interface(spec: JobSpec, place: Placement) -> str:
 
 
 def _write_threads(spec: JobSpec, place: Placement) -> str:
-    if place.threads is not None:
-        return f"export OMP_NUM_THREADS={place.threads}"
+    if place.threads:
+        return f"export OMP_NUM_THREADS={_quote(place.threads)}"
     share = spec.nproc_per_node
     cores = "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
     return f"export OMP_NUM_THREADS=$(( ({cores} + {share - 1}) / {share} ))"
@@ -222,7 +212,7 @@ def list_variables(spec: JobSpec, place: Placement) -> dict[str, str]:
     """Returns the variables of a node's processes by their names: our settings, and over them the job's own."""
     node = place.node
     variables = {"LAB_DATA": node.data_folder, "LAB_RUNS": f"{node.folder}/runs"}
-    variables |= {name: os.environ[name] for name in FORWARDED if name in os.environ}
+    variables |= {"LAB_SCALE": os.environ["LAB_SCALE"]} if "LAB_SCALE" in os.environ else {}
     variables |= {"LAB_DATA_FOLDER": spec.data.find_on(node)} if spec.data else {}
     variables |= {"CUDA_VISIBLE_DEVICES": place.gpus} if place.gpus is not None else {}
     variables |= spec.env
@@ -273,8 +263,8 @@ def _write_options(spec: JobSpec, place: Placement) -> str:
 
 def _write_command(spec: JobSpec, python: str, around: str) -> str:
     """Writes the last command, which the node's processes come from."""
-    script = f'"$work/"{_quote(spec.script_path)}' if spec.root else f'"$code/script/"{_quote(spec.script_path)}'
-    script = f"-m {_quote(spec.module)}" if spec.module else script
+    folder = "work" if spec.root else "code/script"
+    script = f"-m {_quote(spec.module)}" if spec.module else f'"${folder}/"{_quote(spec.script_path)}'
     if spec.program:
         program = " ".join(python if word in ("python", "python3") else _quote(word) for word in spec.program)
         return f"""\
@@ -283,10 +273,9 @@ def _write_command(spec: JobSpec, python: str, around: str) -> str:
 exec {around}{python} -m nodelaunch.node.starter "${{options[@]}}" -- \\
   {program} {script} "${{arguments[@]}}"
 """
-    what = "module" if spec.module else "training script"
     return f"""\
 # nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
-# only. nodelaunch.node.worker runs the {what} unchanged; around it, it keeps the error, shows where a hanging
+# only. nodelaunch.node.worker runs the script or module unchanged; around it, it keeps the error, shows where a hanging
 # rank stands, compares the nodes, and dies with torchrun.
 exec {around}{python} -m nodelaunch.node.agent "${{options[@]}}" \\
   -m nodelaunch.node.worker {script} "${{arguments[@]}}"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from types import MappingProxyType
 from typing import Any
 
 from lab_common import LabError, env_folder
@@ -21,14 +20,6 @@ from nodelaunch.packages import find_module
 from nodelaunch.values import NAME, InvalidValue, checked, optional, rule
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# What the script itself sets, and what bash does not let anyone set, or changes by itself.
-TAKEN = re.compile(
-    r"code|job|work|options|arguments|supervise|names|peer|route|own|head|known|interface|is_host|PYTHONSAFEPATH|PET_\w+"
-    r"|LAB_(JOB_\w+|LEASE|NODE|WORLD_SIZE|\w+_TIMEOUT|LIMIT)"
-    r"|_|E?UID|PPID|PWD|OLDPWD|IFS|OPT(IND|ERR|ARG)|SHLVL|POSIXLY_CORRECT|SHELLOPTS|BASH\w*|SECONDS|S?RANDOM|LINENO"
-    r"|EPOCH\w+|GROUPS|DIRSTACK|FUNCNAME|HISTCMD"
-)
-MODULE = re.compile(r"\w[\w-]*(\.\w[\w-]*)*")
 
 
 def check_script(value: Any) -> Path:
@@ -42,17 +33,6 @@ def check_script(value: Any) -> Path:
     return Path(NAME(str(value)))
 
 
-def check_module(value: Any) -> str:
-    """Takes the name of a module."""
-    if not isinstance(value, str):
-        raise InvalidValue("the name of a module", "'package.train'")
-    if not MODULE.fullmatch(value) or value.endswith(".py") or len(value) > 255:
-        name = ".".join(part for part in value.removesuffix(".py").split("/") if part not in ("", "."))
-        cause = "a module is named by dots, without .py; script= takes the path of a file"
-        raise InvalidValue("the name of a module", repr(name if MODULE.fullmatch(name) else "package.train"), cause)
-    return value
-
-
 def check_argument(value: Any) -> str:
     """Takes a text, a number or a path, and returns it as a text."""
     if not isinstance(value, str | numbers.Number | PurePath):
@@ -60,63 +40,33 @@ def check_argument(value: Any) -> str:
     return values.check_text(str(value))
 
 
-def check_arguments(value: Any) -> tuple[str, ...]:
-    """Takes a list of arguments, and returns them as texts."""
-    wanted = "a list of texts and numbers"
-    if isinstance(value, str):
-        raise InvalidValue(wanted, repr(value.split()), "one text is one argument; a list has one text for each")
-    return values.list_of(check_argument, wanted, "['--lr', 0.1]")(value)
-
-
-def check_nodes(value: Any) -> list[Node]:
+def check_nodes(value: Any) -> tuple[Node, ...]:
     """Takes a list of nodes that can run one job together."""
     wanted, example = "a list of nodes", "launch.local_nodes(2)"
-    if not isinstance(value, Sequence) or not all(hasattr(node, "popen") for node in value):
-        raise InvalidValue(wanted, "[node]" if hasattr(value, "popen") else example)
-    fix = "TorchrunJob('train.py', nodes=launch.local_nodes(2))"
-    if not value:
-        raise LabError("A job needs at least one node.", where="TorchrunJob", fix=fix)
-    names = [node.name for node in value]
+    nodes = values.list_of(rule(lambda node: hasattr(node, "popen"), wanted, example), wanted, example)(value)
+    names = [node.name for node in nodes]
+    if not nodes:
+        raise InvalidValue(wanted, example, "a job needs at least one node")
     if len(set(names)) < len(names):
-        fix = "name each node once; several processes on one node are nproc_per_node"
-        raise LabError("A node of this job is in the list twice.", where=names[0], fix=fix)
-    if len({node.backend for node in value}) > 1:  # one module launches on all of them
-        where = clean(", ".join(names), 200)
-        raise LabError("A job runs on nodes of Slurm or on others, not on both.", where=where, fix=fix)
-    return list(value)
+        cause = f"{names[0]} is in it twice; several processes on one node are nproc_per_node"
+        raise InvalidValue(wanted, example, cause)
+    if len({node.backend for node in nodes}) > 1:  # one module launches on all of them
+        raise InvalidValue(wanted, example, "a job runs on nodes of Slurm or on others, not on both")
+    return nodes
 
 
-def check_env(value: Any) -> Mapping[str, str]:
+def check_env(value: Any) -> dict[str, str]:
     """Takes a dictionary of variables that a script can set."""
+    wanted, example = "a dictionary of texts", "{'LAB_SCALE': 'small'}"
     if not isinstance(value, Mapping):
-        raise InvalidValue("a dictionary of texts", "{'LAB_SCALE': 'small'}")
-    env = {}
-    for name, content in value.items():
+        raise InvalidValue(wanted, example)
+    for name in value:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            fix = "letters, digits and _ only, for example LAB_DATA"
-            raise LabError(f"No variable can be called {clean(repr(name), 60)}.", where="env", fix=fix)
-        if TAKEN.fullmatch(name):
-            cause = "the script of the node, or bash itself, uses a variable of this name"
-            raise LabError(f"{name[:60]} cannot be set for a job.", where="env", cause=cause, fix="choose another name")
-        env[name] = values.check_value("TorchrunJob", f"env[{name!r}]", content, check_argument)
-        if name == "OMP_NUM_THREADS":
-            read_threads(env[name], where="env")
-    return MappingProxyType(env)  # what was checked does not change
-
-
-def read_threads(text: str, *, where: str) -> int | None:
-    """Returns the number of threads that OMP_NUM_THREADS names; None if it is empty.
-
-    Raises:
-        LabError: It names something else, such as OpenMP's list for nested threads, which torch does not use.
-    """
-    if not text.strip():
-        return None
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", text.strip()):
-        shown, cause = clean(repr(text), 60), "a job takes one whole number from 1 to 9999"
-        fix = "export OMP_NUM_THREADS=4, then start Python (or JupyterLab) again" if where != "env" else "env={…: 4}"
-        raise LabError(f"OMP_NUM_THREADS={shown} is not a thread count.", where=where, cause=cause, fix=fix)
-    return int(text)
+            raise InvalidValue(wanted, example, f"a variable's name has letters, digits and _ only, unlike {name!r}")
+    return {
+        name: values.check_value("TorchrunJob", f"env[{name!r}]", content, check_argument)
+        for name, content in value.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -166,12 +116,18 @@ class DataFolder:
         return str(self.path) if own else f"{node.data_folder}/{self.name}"
 
 
+ARGUMENTS = values.list_of(check_argument, "a list of texts and numbers", "['--lr', 0.1]")
 DATA = rule(
     lambda value: isinstance(value, DataFolder),
     "a DataFolder",
     "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')",
 )
 RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'nodes'", "'address'")
+MODULE = rule(
+    lambda value: isinstance(value, str) and re.fullmatch(r"\w{1,99}(\.\w{1,99}){0,9}", value) and value[-3:] != ".py",
+    "the name of a module, by dots",
+    "'package.train'",
+)
 
 
 @dataclass(frozen=True)
@@ -215,7 +171,7 @@ class JobSpec:
     """
 
     script: str | Path | None = checked(optional(check_script), default=None)
-    args: Sequence[object] = checked(check_arguments, default=())
+    args: Sequence[object] = checked(ARGUMENTS, default=())
     nodes: Sequence[Node] = checked(check_nodes, default=())
     nproc_per_node: int = checked(values.PROCESSES, default=1)
     env: Mapping[str, str] = checked(check_env, default_factory=dict)
@@ -230,7 +186,7 @@ class JobSpec:
     files: Sequence[str | Path] = checked(values.list_of(values.check_path, "a list of paths"), default=())
     data: DataFolder | None = checked(optional(DATA), default=None)
     needs_group: bool = checked(values.FLAG, default=True)
-    module: str | None = checked(optional(check_module), default=None)
+    module: str | None = checked(optional(MODULE), default=None)
 
     def __post_init__(self) -> None:
         """Checks every field, and those that have to fit together."""
@@ -271,42 +227,32 @@ class JobSpec:
         ranks together; ``write()`` leaves it to be read.
         """
         target = ["-m", self.module] if self.module else [self.script_path]
-        if self.program:
-            return shlex.join([*self.program, *target, *self.args])
-        head, count = self.nodes[0], len(self.nodes)
-        address, port = head.address or head.name.rpartition("@")[2], self.port or 29500  # torchrun's own choice
-        options = [f"--nnodes={count}"] if count > 1 else ["--standalone"]
-        if count > 1 and self.rank_order == "address":
-            options += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:{port}"]
-        elif count > 1:  # each node says which one it is: 0 on the first
-            options += ["--node-rank=0", f"--master-addr={address}", f"--master-port={port}"]
-        return shlex.join(["torchrun", *options, f"--nproc-per-node={self.nproc_per_node}", *target, *self.args])
+        start = self.program
+        if not start:
+            head = self.nodes[0].address or self.nodes[0].name.rpartition("@")[2]
+            meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:{self.port or 29500}"]  # torchrun's own choice
+            many = [f"--nnodes={len(self.nodes)}", *meet] if len(self.nodes) > 1 else ["--standalone"]
+            start = ["torchrun", *many, f"--nproc-per-node={self.nproc_per_node}"]
+        return shlex.join([*start, *target, *self.args])
 
     def _check_root(self) -> None:
         """Checks that the project is a folder with the script in it, and that ``files`` lie beside a script."""
+        fix = "root='.' is the current folder, which is copied as a whole"
         if self.files and (self.root or self.module):
-            other = "root" if self.root else "module"
             cause = "a module has no files beside it, and root= copies the whole folder"
-            fix = "leave files= away: root='.' copies the current folder, and the job runs in the copy"
-            raise LabError(f"files= and {other}= do not go together.", where="TorchrunJob", cause=cause, fix=fix)
-        if self.root is None:
-            return
-        shown, fix = clean(self.root, 300), "root='.' is the current folder"
-        if not self.root.is_dir():
-            raise LabError("The root of a project is a folder.", where=shown, cause="there is none", fix=fix)
-        if self.script and self.root not in self.script.parents:
-            where = clean(self.script, 300)
-            raise LabError("The script is not within root=.", where=where, cause=f"root is {shown}", fix=fix)
+            what = "files= and a project or module do not go together."
+            raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
+        if self.root and not self.root.is_dir():
+            raise LabError("The root of a project is a folder.", where=clean(self.root, 300), fix=fix)
+        if self.root and self.script and self.root not in self.script.parents:
+            where, cause = clean(self.script, 300), f"root is {clean(self.root, 300)}"
+            raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
 
     def _check_restarts(self) -> None:
         """Checks that restarts are asked only of torchrun with a rendezvous that can meet again."""
-        cause = ""
-        if self.program:
-            cause = f"{clean(self.program[0], 40)} runs in its place, and each process is started once"
-        elif self.rank_order == "nodes":
-            cause = "torchrun's static rendezvous (rank_order='nodes') keeps the addresses of the workers that died"
-        if self.max_restarts and cause:
+        if self.max_restarts and (self.program or self.rank_order == "nodes"):
             what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
+            cause = "program= runs in its place, or rank_order='nodes' asks for its static rendezvous"
             raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
 
 

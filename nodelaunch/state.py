@@ -89,7 +89,6 @@ class JobState:
         self.waited: dict[int, str] = {}  # the words of NCCL's watchdog about a collective in which the rank waited
         self.halted: set[int] = set()  # stopped by SIGSTOP
         self.lingering: set[int] = set()  # whose script has ended, while threads of it still run
-        self.elsewhere = False  # a rank started programs that may have joined the ranks
         # Set by the launcher when it ends the job: because no rank can move any more; when it asked all nodes to end
         # (time.monotonic()); the job's limit in seconds, if the launcher's own clock ended it.
         self.standstill = False
@@ -141,16 +140,8 @@ class JobState:
     def trained_alone(self) -> bool:
         """True if ranks that should have formed one group formed none of that size."""
         known = self.groups.keys() == self.ranks.keys()  # a rank that did not report may have formed one unseen
-        return known and self.group > 1 and not self._formed
-
-    @property
-    def may_have_trained_alone(self) -> bool:
-        """True if no rank opened a group of all, and what the ranks started may have done so."""
-        return self.group > 1 and self.elsewhere and not self._formed and not self.trained_alone
-
-    @property
-    def _formed(self) -> bool:
-        return any(max(sizes, default=0) >= self.group for sizes in self.groups.values())
+        formed = any(max(sizes, default=0) >= self.group for sizes in self.groups.values())
+        return known and self.group > 1 and not formed
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it if it is a rank's output, to be shown."""
@@ -231,7 +222,6 @@ class JobState:
             case "groups":
                 self.groups[rank] = event["sizes"]
             case "elsewhere":
-                self.elsewhere = True
                 if not self.groups.get(rank):  # what it starts may join the ranks, unseen
                     self.groups.pop(rank, None)
             case "lingers":

@@ -29,7 +29,6 @@ from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import BURST, TAIL, Lines, Log, Output
-from nodelaunch.running import FIRST, LAST, OutputBuffer
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -133,20 +132,6 @@ def test_a_log_is_bounded_and_keeps_its_end(tmp_path):
     assert text.startswith(b"earlier\nline 00000\n") and text.endswith(b"line 19999\n")
     assert b"MiB are left out here" in text
     assert len(text) < 10_008 + TAIL + 100
-
-
-def test_a_result_keeps_the_first_and_last_lines_of_each_rank():
-    kept = OutputBuffer()
-    for number in range(200_000):
-        kept.add(f"[rank 0] line {number}")
-        if number in (0, 150_000):
-            kept.add(f"[rank 1] calm {number}")
-    lines = kept.list_lines()
-    own = [line for line in lines if line.startswith("[rank 0]")]
-    assert lines[:2] == ["[rank 0] line 0", "[rank 1] calm 0"], "in the order in which they came"
-    assert own[-1] == "[rank 0] line 199999" and "[rank 1] calm 150000" in lines
-    assert sum("lines are left out here" in line for line in own) == 1
-    assert sum(map(len, own)) <= FIRST + LAST + 100
 
 
 def test_a_result_that_is_too_long_is_refused():

@@ -365,9 +365,7 @@ def test_a_rank_that_may_have_met_the_others_elsewhere_did_not_train_alone():
         hear(state, node, "groups", rank=rank, sizes=[])
     assert state.trained_alone
     hear(state, "a", "elsewhere", rank=0)
-    assert not state.trained_alone and state.may_have_trained_alone
-    hear(state, "a", "groups", rank=0, sizes=[2])
-    assert not state.may_have_trained_alone
+    assert not state.trained_alone
 
 
 # The watch over a rank: when it reports that the main thread stands, and whether that thread waits for other ranks.

@@ -94,68 +94,6 @@ while True:
     except BaseException as error:
         say("failed", repr(error), *traceback.format_exc().splitlines())
 """
-# A launcher that is interrupted once at the n-th place at which Python can be, for each n until none is left: at a
-# line, as a function begins, or as it returns, also in the standard library. What starts its threads comes before these
-# places: there the standard library has the same fault, once for each. The supervisors are stand-ins.
-PLACES = """
-import faulthandler, itertools, sys, threading
-from pathlib import Path
-from harness.jobs import make_running
-from nodelaunch.running import RunningJob
-from nodelaunch.state import JobState
-
-STARTS = RunningJob._follow_lines.__code__, RunningJob.wait.__code__
-
-class Supervisor:
-    def __init__(self):
-        self.asked = threading.Event()
-    def lines(self):
-        yield b'{"event": "started", "pid": 1}\\n'
-        yield b"[rank 0] hi\\n"
-        if sys.argv[1] == "wait":
-            self.asked.wait(0.2)
-    def beat(self):
-        pass
-    def stop(self):
-        self.asked.set()
-    kill = stop
-    def poll(self):
-        return 0
-    def explain(self):
-        return None
-
-def interrupt_at(number):
-    \"\"\"Returns a list, of which only the places that are left until the interrupt remain.\"\"\"
-    left, begun = list(range(number + 1)), []
-    def look(frame, event, arg):
-        begun[:] = begun or [1] * (frame.f_code in STARTS)
-        if begun:
-            left.pop()
-            if not left:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return look
-    sys.settrace(look)
-    return left
-
-for number in itertools.count():
-    faulthandler.dump_traceback_later(20, exit=True)
-    job = make_running({"a": Supervisor()}, JobState(["a"], ["127.0.0.1"]), Path(sys.argv[2]))
-    if sys.argv[1] == "wait":
-        threading.Thread(target=job.follow, daemon=True).start()
-    try:
-        left = interrupt_at(number)
-        if sys.argv[1] == "follow":
-            job.follow()
-        job.wait(check=False)
-    except KeyboardInterrupt:
-        assert not left
-    finally:
-        sys.settrace(None)
-    if left:
-        break
-print(number)
-"""
 # When: after which line, and how many seconds after it at most. The first is the preflight, the copies and the meeting.
 MOMENTS = {
     "torchrun": (("id ", 3.5), ("connected", 0.8), ("saving", 0.1), ("ending", 1.2)),
@@ -284,13 +222,3 @@ def test_interrupts_at_random_moments(kernel, tmp_path, program):
     wait_for(lambda: not list_children(kernel.process.pid), seconds=5)
     assert len(list(Path(f"/proc/{kernel.process.pid}/task").iterdir())) <= 8
     assert len(list(Path(f"/proc/{kernel.process.pid}/fd").iterdir())) <= 40
-
-
-@pytest.mark.parametrize("who, least", [("follow", 300), ("wait", 20)])
-def test_an_interrupt_at_any_place_ends_the_launcher(who, least, tmp_path):
-    """No lock is left behind that the rest of the launcher then waits for, as those of queue.Queue and Event are."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", PLACES, who, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) > least
