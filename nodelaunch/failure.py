@@ -102,7 +102,7 @@ def _find_first(errors: list[dict]) -> dict:
 
 
 def _is_own(error: dict) -> bool:
-    return error["kind"] != "hang" and not failed_as_consequence(error["message"], error.get("file", "/torch/"))
+    return not failed_as_consequence(error["message"], error.get("file", "/torch/"))
 
 
 # A rank that failed by itself: by an exception, an exit or a signal.
@@ -189,7 +189,7 @@ def _explain_waiting(state: JobState, errors: list[dict]) -> Failure:
         return _explain_lost(lost, _list_consequences(errors))
     if early := sorted(set(state.done) - waiting):
         return _explain_early(state, early[0], heard, _list_consequences(errors))
-    if heard["kind"] == "hang" or WAITED.search(text):
+    if WAITED.search(text):
         return _explain_hang(state, errors)
     cause, fix = look_up(text)
     missing = sorted(set(state.ranks) - waiting)

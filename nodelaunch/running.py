@@ -252,7 +252,7 @@ class RunningJob:
         parts, errors = [self._state.nodes[node] for node in self._links], self._state.errors
         if any(part.gone and (part.ended is None or part.ended["returncode"]) for part in parts):
             return True
-        return any(error["kind"] == "hang" for error in errors) or (bool(errors) and not self._spec.max_restarts)
+        return bool(errors) and not self._spec.max_restarts
 
     def _report_waits(self) -> None:
         """Names once each rank that others wait for; that alone is no failure."""

@@ -73,7 +73,7 @@ class JobState:
         self.results: dict[int, object] = {}
         self._ports: list[str | None] = []  # where the ranks of each attempt meet, in the order in which we heard them
         self._last: dict[int, int] = {}  # rank -> number of the attempt in which it was last heard to start
-        # Of all attempts: the fields of the events "error" and "hang" (node/report.py), and `node`, `attempt`, `at`.
+        # Of all attempts: the fields of the event "error" (node/report.py), and `node`, `attempt`, `at`.
         self._errors: list[dict] = []
         self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
         # By rank, in the present attempt: the watch's facts about a main thread that stands (nodelaunch.node.watch);
@@ -205,7 +205,7 @@ class JobState:
                 part.started = True
             case "worker":
                 self._read_worker(part, event)
-            case "error" | "hang":
+            case "error":
                 self._read_error(part, event)
             case "result":
                 self.results[rank] = event["value"]
@@ -242,8 +242,7 @@ class JobState:
         same = [error for error in self._errors if (error["rank"], error["attempt"]) == who]
         silent = [error for error in same if error["kind"] in SILENT]
         self._errors = [error for error in self._errors if error not in silent]
-        facts = {"kind": "hang", "message": "", "location": "", **event}
-        facts |= {name: clean_message(facts.get(name, "")) for name in ("message", "traceback")}
+        facts = event | {name: clean_message(event.get(name, "")) for name in ("message", "traceback")}
         self._add_error(part, facts, who[1], **({"at": silent[0]["at"]} if silent else {}))
 
     def _read_worker(self, part: NodeState, event: dict) -> None:

@@ -26,7 +26,7 @@ def event(rank, name, **facts):
 
 
 def error(rank, message, **facts):
-    return event(rank, "error", kind="exception", message=message, traceback="", location="", **facts)
+    return event(rank, "error", **{"kind": "exception", "message": message, "traceback": "", "location": "", **facts})
 
 
 def line(rank, text):
@@ -94,7 +94,7 @@ STORIES = {
         [done(1), leave(1, -6), error(0, LOST)], "exit", 1, "b", ["Rank 1 had ended its work while rank 0 still"]),
     "the one of two that stands outside of torch": (
         [stand(0, False, "place 0"), event(0, "stack", text=STACK),
-         event(1, "hang", seconds=8, timeout=9, inside=True, where="", traceback='  File "x.py", line 5, in g\n')],
+         error(1, WAITED, traceback='  File "x.py", line 5, in g\n')],
         "hang", 0, "a",
         ["was in place 0 while rank", "rank 0 stood at: train.py, line 23, in f", "rank 1 stood at: x.py, line 5, in"]),
     "one that was silent, by its stack at the end": (
