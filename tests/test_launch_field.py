@@ -344,6 +344,9 @@ def test_a_group_that_accelerate_leaves_alone_is_none(write, monkeypatch):
     [
         (lambda: list(DataLoader([1], num_workers=1)), True),
         (lambda: multiprocessing.get_context("fork").Pool(1).terminate(), True),
+        (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), False),
+        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("python", ["python", "-c", ""])), False),
+        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("gcc", ["gcc", "python.c"])), True),
     ],
 )
 def test_of_a_script_whose_own_processes_may_meet_nothing_is_claimed(act, claimed, write, monkeypatch):
@@ -397,7 +400,7 @@ def watch(write, source, *, over=False, seconds=30.0):
 
 
 TOOLS = """
-import os, subprocess, threading, time, torch
+import os, queue, subprocess, threading, time, torch
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -421,7 +424,7 @@ collective, nap = torch.futures.Future().wait, partial(time.sleep, 9)
 
 
 @pytest.mark.parametrize(
-    ("kind", "source", "waits"),
+    ("source", "inside"),
     [
         # A collective is waited for; work of the script's own is not.
         ("work.wait(60)", True),

@@ -41,11 +41,9 @@ done
 printf '\nLAB-NODE %s\nLAB-NODE %s\n' "$HOME" "$(command -v "$python")"
 """
 HOST = values.rule(
-    lambda name: re.fullmatch(r"[^\s-]\S{0,254}", name) and name.isprintable(),
+    lambda name: isinstance(name, str) and re.fullmatch(r"[^\s-]\S{0,254}", name) and name.isprintable(),
     "a name as you would type it after `ssh`",
     "['n1', 'n2']",
-    cause="a name is empty, begins with a dash, or contains spaces or control characters",
-    first=values.check_text,
 )
 # By a pattern of OpenSSH's words: what happened, the likely cause, and the fix.
 REFUSALS = {
