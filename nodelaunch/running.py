@@ -26,6 +26,9 @@ LOOK_SECONDS, BEAT_SECONDS, COUNTDOWN_SECONDS = 0.1, 0.5, 5.0
 SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
 # A supervisor that was stopped does not keep its limit; the launcher gives it this long.
 LIMIT_MARGIN = 2.0
+# A display that is this many lines behind leaves out all but the last few of them: the launcher has to hear of a
+# failure, and of an interrupt, while a rank prints faster than a notebook shows.
+MANY_LINES, FEW_LINES = 1000, 50
 # The last lines that a result holds; the log has all.
 MOST_LINES = 100_000
 
@@ -69,6 +72,7 @@ class RunningJob:
         self._log: Log | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._cut = False  # the disk with the log is full
+        self._unshown = 0  # lines that were left out of the display just now
         self._begun = self._told = time.monotonic()
         # When all had joined, after that; since when something has failed; since when no rank can move any more.
         self._joined = self._failed = self._standing = None
@@ -216,7 +220,16 @@ class RunningJob:
         shown = self._state.read(node, line)
         if shown is not None:
             self._lines.append(shown)
-            self._say(shown)
+            self._show(shown)
+
+    def _show(self, line: str) -> None:
+        if self._queue.qsize() > (FEW_LINES if self._unshown else MANY_LINES):
+            self._unshown += 1
+            return
+        if self._unshown:
+            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self.folder / 'output.log'})")
+            self._unshown = 0
+        self._say(line)
 
     def _is_over(self) -> bool:
         return all(self._state.nodes[node].gone for node in self._links)

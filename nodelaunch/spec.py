@@ -243,7 +243,8 @@ class JobSpec:
             what = "files= and a project or module do not go together."
             raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
         if self.root and not self.root.is_dir():
-            raise LabError("The root of a project is a folder.", where=clean(self.root, 300), fix=fix)
+            where, cause = clean(self.root, 300), "there is no such folder"
+            raise LabError("The root of a project is a folder.", where=where, cause=cause, fix=fix)
         if self.root and self.script and self.root not in self.script.parents:
             where, cause = clean(self.script, 300), f"root is {clean(self.root, 300)}"
             raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)

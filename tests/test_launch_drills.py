@@ -260,7 +260,7 @@ def test_18_a_rank_that_is_stopped(make):
     job = make("loop", hang_timeout=3)
     heard, since = when_connected(lambda: kill(find_processes(job.id, "node.worker", 1), signal.SIGSTOP))
     error = run_badly(job, heard, seconds=13, since=since)
-    assert error.result.failure.kind == "hang" and "Rank 1 on node1 is stopped (SIGSTOP)" in error.what, str(error)
+    assert error.result.failure.kind == "hang" and "Rank 1 on node1 was stopped (SIGSTOP)" in error.what, str(error)
 
 
 SLOW = """
