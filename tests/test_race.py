@@ -170,7 +170,7 @@ def test_a_lap_that_fails_or_is_interrupted_counts_as_endless(home, run, monkeyp
         patch.setattr(images, "find_images", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(text)
-    assert "did not end; it counts" in capsys.readouterr().out
+    assert "failed, and it counts" in capsys.readouterr().out
     with pytest.raises(JobError, match="ZeroDivisionError"):
         run("1 / 0")
     other = run(text)
@@ -192,11 +192,12 @@ def test_a_judge_who_is_killed_leaves_a_lap_that_counts(home, run, write, monkey
             patch.setattr(judge, name, lambda *arguments: contextlib.nullcontext())
         with pytest.raises(KeyboardInterrupt):
             run("save()")
-    (left,) = home.glob("1*")
+    (left,) = home.glob("*-*")
     assert {path.name for path in left.iterdir()} == {"record.json", "code", "run", "versions"}
     run("save()")
     (first,) = (one for one in records.read_laps(home) if one["lap"] == left.name)
-    assert first["failed"] == "the judge was ended before the lap"
+    assert first["failed"] == "the judge was stopped before the lap ended"
+    assert first["data"]["seed"] is None, "the judge's images are not drawn before the script has ended"
     assert list_all(left) == ["code", "code/race.py", "record.json"]
     assert len(read_entries([home])[0][0].laps) == 2
 
@@ -301,8 +302,8 @@ def test_the_board_evaluates_again_what_a_record_claims(home, run):
         "top-1, the record says otherwise": {"top1": 0.9, "curve": [[lap["seconds"], 0.9]]},
         "numbered by the judge": {"data": {**told, "mapping": [0] * 10}},
         "not chosen by the judge": {"data": {**told, "seed": None}},
-        "nobody races on": {"data": {**told, "name": "cifar10"}},
-        "another one than here": {"data": {**told, "valid": 50}},
+        "does not use its data set": {"data": {**told, "name": "cifar10"}},
+        "differs from the one on this machine": {"data": {**told, "valid": 50}},
         "the record says otherwise": {"net": "resnet18"},
     }
     for words, changes in forged.items():

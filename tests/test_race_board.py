@@ -142,7 +142,7 @@ def test_a_lap_that_missed_the_threshold_or_did_not_end_is_infinitely_slow(race,
     missed, failed = find_rows(page)
     assert missed["median seconds"] == "20.0 s" and missed["best to worst"] == "10.0 s to not reached"
     assert failed["median seconds"] == "not reached" and failed["place"] == "–"
-    assert "did not end: MemoryError" in page and "ZeroDivisionError" in page.partition("Without a lap that ended")[2]
+    assert "failed: MemoryError" in page and "ZeroDivisionError" in page.partition("Entries without a finished lap")[2]
 
 
 def test_within_a_time_the_highest_top1_wins_and_a_lap_that_did_not_end_has_none(race, show):
@@ -213,7 +213,7 @@ BAD_RECORDS = {
     "huge": (lambda path: os.truncate(path, 2**40), "1 is the most"),
     "a pipe": (lambda path: (path.unlink(), os.mkfifo(path)), "pipe"),
     "a link": (lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")), "symbolic link"),
-    "of another lap": (lambda path: change(path.parent, lap="1127-000000-000000"), "another lap"),
+    "of another lap": (lambda path: change(path.parent, lap="1127-000000-000000"), "belongs to another lap"),
     "an older format": (lambda path: change(path.parent, format=1), "'format' in its record"),
     "no result": (lambda path: change(path.parent, seconds=None), "no result"),
     "text for a number": (lambda path: change(path.parent, top1="0.9"), "'top1' in its record"),
@@ -222,7 +222,8 @@ BAD_RECORDS = {
     "another script": (lambda path: change(path.parent, script="x.py"), "not in its code"),
     "code that is missing": (lambda path: (path.parent / "code/race.py").unlink(), "cannot be read"),
     "code that is large": (lambda path: (path.parent / "code/race.py").write_text("#" * 20_000), "cannot be read"),
-    "odd points": (lambda path: change(path.parent, curve=[["x", 1]]), "'curve' in its record"),
+    "odd points": (lambda path: change(path.parent, curve=[[None, 0.5]]), "'curve' in its record"),
+    "long points": (lambda path: change(path.parent, curve=[[1, 0.5, 3]]), "'curve' in its record"),
 }
 
 
@@ -265,7 +266,7 @@ def test_hostile_text_never_becomes_part_of_the_page_or_of_a_terminal(race, show
     hostile["versions"] = {"python": EVIL, "torch": EVIL}
     race.add(code={"race.py": EVIL, "b\x1b[2J.py": EVIL}, **hostile)
     race.add_failed(EVIL, **hostile)
-    change(race.add(), lap="\x1b[2J")
+    change(race.add(), code={"\x1b[2J.py": ""})
     page = show(race.home)
     assert "<script>" not in page and "\u202e" not in page and "\x1b" not in page
     monkeypatch.setattr(sys, "argv", ["race", "board", str(race.home), "--to", str(tmp_path / "b.html")])

@@ -1,7 +1,7 @@
 """The race: who trains a network to a given top-1 in the least time? A judge runs the script and takes the time.
 
-``race.run_lap("scripts/race.py", ["--epochs", 4], name="me")`` runs one lap, ``race.run_laps(…)`` those of three that
-are missing. In a terminal, ``python -m course.race`` runs laps and writes the leaderboard.
+``race.run_lap("scripts/race.py", ["--epochs", 4], name="me")`` runs one lap, ``race.run_laps(…)`` laps until there are
+three. In a terminal, ``python -m course.race`` runs laps and writes the leaderboard.
 """
 
 from course.race.judge import run_lap, run_laps, tell

@@ -19,12 +19,14 @@ def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(prog="python -m course.race", description="Runs laps and writes the leaderboard.")
     commands = parser.add_subparsers(dest="command", required=True)
-    lap = commands.add_parser("lap", help="run a script as a lap", description="What follows the script is its own.")
+    lap = commands.add_parser(
+        "lap", help="run a script as a lap", description="Everything after the script's name is passed to the script."
+    )
     rule = lap.add_mutually_exclusive_group()
     rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
     rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
     # In a team's container every user is called "learner".
-    lap.add_argument("--name", default=os.environ.get("LAB_TEAM") or find_user(), help="who races")
+    lap.add_argument("--name", default=os.environ.get("LAB_TEAM") or find_user(), help="your name on the leaderboard")
     lap.add_argument(
         "--nodes",
         type=int,
@@ -33,7 +35,7 @@ def main() -> None:
         help="2: on both nodes of LAB_NODES, after the first one alone",
     )
     lap.add_argument("--processes", type=int, default=1, help="on each node")
-    lap.add_argument("--data", choices=NAMES, help="if not given, what is there")
+    lap.add_argument("--data", choices=NAMES, help="default: CINIC-10 if you have it, otherwise shapes10")
     lap.add_argument("script", type=read_option)
     lap.add_argument("args", nargs=argparse.REMAINDER)
     board = commands.add_parser("board", help="write the leaderboard of race folders")

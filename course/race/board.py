@@ -167,24 +167,24 @@ def _evaluate_again(lap: Lap) -> None:
     """
     told = lap.record["data"]
     if told["name"] not in images.NAMES:  # nobody is made to fetch another data set
-        raise ValueError("it cannot be evaluated again: nobody races on its data set")
+        raise ValueError("it cannot be evaluated again: the race does not use its data set")
     try:
         dataset = data.load(told["name"])
     except LabError as error:
         raise ValueError(f"it cannot be evaluated again: {error.what}") from error
     classes = len(dataset.class_names)
     if (told["classes"], told["valid"]) != (classes, len(dataset.valid)):
-        raise ValueError("it cannot be evaluated again: its data set is another one than here")
-    if (told["seed"] is None) != (images.choose_seed(dataset) is None):
+        raise ValueError("it cannot be evaluated again: its data set differs from the one on this machine")
+    if isinstance(told["seed"], float) or (told["seed"] is None) != (images.choose_seed(dataset) is None):
         raise ValueError("its images were not chosen by the judge")
-    if sorted(map(str, told["mapping"])) != sorted(map(str, range(classes))):
+    if sorted(told["mapping"]) != list(range(classes)):
         raise ValueError("its classes were not numbered by the judge")
     (found,) = evaluate([lap.folder / WEIGHTS], images.find_images(dataset, told["mapping"], told["seed"]))
     if isinstance(found, str):
         raise ValueError(f"its weights cannot be evaluated: {found}")
     net, top1 = found
     if net != lap.record["net"] or abs(top1 - lap.record["top1"]) > ROUNDING:
-        raise ValueError(f"its weights are a {net} with {top1:.1%} top-1, the record says otherwise")
+        raise ValueError(f"its weights fit the network {net} and reach {top1:.1%} top-1, the record says otherwise")
 
 
 def make_entries(laps: Iterable[Lap]) -> list[Entry]:
@@ -217,7 +217,7 @@ def find_section(record: dict[str, Any]) -> tuple:
 
 
 def _find_key(record: dict[str, Any]) -> tuple:
-    """Returns what the laps of one entry have in common; section and class first."""
+    """Returns what the laps of one entry have in common."""
     code = tuple(sorted(record["code"].items()))
     start = record["script"], tuple(record["args"]), record["processes"]
     return *find_section(record), record["class"], record["name"], code, start

@@ -84,7 +84,7 @@ def make_board(entries: Sequence[Entry], refused: Sequence[str], *, baseline: st
     if not entries:
         parts.append("<p>There are no laps yet.</p>")
     if failed := [_describe_failure(entry) for entry in entries if not entry.ended]:
-        parts.append(f"<h2>Without a lap that ended</h2><ul>{''.join(failed)}</ul>")
+        parts.append(f"<h2>Entries without a finished lap</h2><ul>{''.join(failed)}</ul>")
     if refused:
         lines = "".join(f"<li>{_isolate(line)}</li>" for line in refused)
         parts.append(f"<h2>Refused</h2><p>These laps do not count:</p><ul>{lines}</ul>")
@@ -196,7 +196,7 @@ def _make_laps(entry: Entry) -> str:
     for lap in entry.laps:
         one = lap.record
         end = f"{_percent(one['top1'])}{'' if one['reached'] else ', not reached'}"
-        result = ("–", f"did not end: {one['failed']}") if one["failed"] else (f"{one['seconds']:.1f}", end)
+        result = ("–", f"failed: {one['failed']}") if one["failed"] else (f"{one['seconds']:.1f}", end)
         rows.append((lap.label, *result, one["began"][:16]))
     return make_table("Laps, the best first", rows, ["lap", "seconds", "top-1", "began (UTC)"])
 

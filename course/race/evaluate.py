@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from lab_common.files import read_bounded
 from lab_common.text import clean_name
 from lab_utils import machine, models
 
 BATCH = 256
+WEIGHTS_BYTES = 512 * 2**20
 # What wrappers put in front of a weight's name.
 WRAPPERS = ("module.", "_orig_mod.", "module.")
 
@@ -74,7 +77,8 @@ def read_weights(path: Path, num_classes: int) -> tuple[str, torch.nn.Module]:
     Raises:
         ValueError: The file has no weights, or they fit no network; torch raises other errors for damaged files.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    content = io.BytesIO(read_bounded(path, WEIGHTS_BYTES, follow=False))  # a pipe would keep us waiting
+    state = torch.load(content, map_location="cpu", weights_only=True)
     state = state.get("model", state) if isinstance(state, dict) else {}
     if not state or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise ValueError("the file is no state_dict, and has none under 'model'")

@@ -34,7 +34,7 @@ def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], dict[str, in
     rng = np.random.default_rng(secrets.randbits(128))
     classes, labels = len(dataset.class_names), dataset.train.labels.numpy()
     mapping, order = rng.permutation(classes), rng.permutation(len(labels))
-    # The same share of each class, in an order that tells nothing.
+    # The same share of each class, in random order.
     each = [order[labels[order] == label] for label in range(classes)]
     if min(map(len, each)) < 1 / HELD_OUT:
         fix = f"use a data set with at least {1 / HELD_OUT:.0f} training images of each class"

@@ -1,7 +1,7 @@
 """Runs one lap: starts the script, takes the time, evaluates the saved weights, and writes the record.
 
-Nothing that the script reports counts. The clock runs in the judge's process, which ends a lap when it sees the last
-saved weights. Only then does the judge draw or choose the images for their evaluation. The record is written before the
+Nothing that the script reports counts. The clock runs in the judge's process: a lap's time ends when the judge sees
+the last saved weights. Only then does the judge draw or choose the images for their evaluation. The record is written before the
 launch, as of an unfinished lap: a lap counts even if somebody interrupts it, or kills the judge.
 """
 
@@ -104,7 +104,7 @@ def run_lap(
             "threshold": threshold,
             "within": within,
             "code": _hash_code(code),
-            "failed": "the judge was ended before the lap",
+            "failed": "the judge was stopped before the lap ended",
             **records.NOTHING,
             "data": {
                 "name": whole.name,
@@ -133,7 +133,7 @@ def _count_failure(folder: Path, record: dict[str, Any]) -> Iterator[None]:
         if (folder / records.RECORD).exists():
             with contextlib.suppress(OSError):  # the disk is full: the record from before the launch stays
                 records.write_record(folder, record | {"failed": clean(why, 300)})
-            print(f"lap {folder.name} did not end; it counts")
+            print(f"lap {folder.name} failed, and it counts")
         raise
 
 
@@ -205,15 +205,15 @@ def _read_code(script: str | Path, files: Sequence[str | Path] | None) -> dict[s
     """
     found, left = {}, records.CODE_BYTES
     for path in map(read_path, (script, *(files or ()))):
-        cause = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all"
+        cause, fix = f"the code of a lap is text, {records.CODE_BYTES // 1024} KiB in all", "leave other data out of it"
         try:
             content = read_bounded(path, left)
             content.decode()
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno != errno.EFBIG:
-                cause = error.strerror
+                cause, fix = error.strerror, "check the path"
             what, where = f"{clean(path.name, 60)} cannot race.", clean(path, 300)
-            raise LabError(what, where=where, cause=cause, fix="leave other data out of it") from error
+            raise LabError(what, where=where, cause=cause, fix=fix) from error
         left -= len(content)
         found[path.name] = content
     return found
@@ -283,7 +283,7 @@ def _ask(node: Node) -> dict[str, Any]:
 
 def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) -> dict[str, Any]:
     """Describes hardware, its class, and versions."""
-    count, first = len(nodes), facts[0]
+    count, first, cpu = len(nodes), facts[0], ", ".join(sorted({fact["cpu"] for fact in facts}))
     shares = [share_cores(node, fact["cores"]) for node, fact in zip(nodes, facts, strict=True)]
     used = [gpu for fact in facts for gpu in fact["gpus"][:processes]]
     many = f"{count} nodes{' on one machine' if all(node.here for node in nodes) else ''}, " if count > 1 else ""
@@ -291,11 +291,11 @@ def _describe(nodes: list[Node], facts: list[dict[str, Any]], processes: int) ->
         what = f"{many}{len(used)} GPU{'s' if len(used) > 1 else ''}: {', '.join(sorted(set(used)))}"
     else:
         each = " each" if count > 1 else ""
-        what = f"{many}{min(shares)} CPU core{'s' if min(shares) > 1 else ''}{each}, {first['cpu']}"
+        what = f"{many}{min(shares)} CPU core{'s' if min(shares) > 1 else ''}{each}, {cpu}"
     return {
         "nodes": count,
         "processes": count * processes,
-        "hardware": ", ".join(used) if used else f"{sum(shares)} cores of {first['cpu']}",
+        "hardware": ", ".join(used) if used else f"{sum(shares)} cores of {cpu}",
         "class": what,
         "devices": len(used) or sum(shares),
         "versions": first["versions"],

@@ -7,6 +7,7 @@ until standard input ends. Only the standard library and ``lab_common`` are impo
 from __future__ import annotations
 
 import json
+import os
 import select
 import stat
 import sys
@@ -27,7 +28,8 @@ def describe() -> dict[str, object]:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
         cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     with suppress(OSError):  # there is no nvidia-smi
-        gpus = [row[0] for row in query_smi("gpu=name")]
+        if os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+            gpus = [row[0] for row in query_smi("gpu=name")]
     return {
         "cpu": cpu or "an unnamed processor",
         "cores": count_cores(),

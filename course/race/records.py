@@ -19,7 +19,7 @@ from lab_common.text import clean
 
 FORMAT = 3
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
-RECORD_BYTES, WEIGHTS_BYTES, CODE_BYTES = 2**20, 512 * 2**20, 16 * 2**10
+RECORD_BYTES, CODE_BYTES = 2**20, 16 * 2**10
 # The results of a lap that did not end.
 NOTHING = dict.fromkeys(
     ("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up", "efficiency")
@@ -28,6 +28,7 @@ NOTHING = dict.fromkeys(
 COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
 SHARE = {"type": ["number", "null"], "minimum": 0, "maximum": 1}
 POSITIVE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1e9}
+POINT = [POSITIVE | {"type": "number"}, SHARE | {"type": "number"}]
 TEXT = {"type": ["string", "null"], "maxLength": 2000}
 LONG = {"type": "string", "maxLength": 2000}
 FILE = {"type": "string", "maxLength": 100, "pattern": r"^(?!\.\.?$)[^/\\\x00\n]+$"}  # a name, not a path
@@ -40,12 +41,16 @@ PROPERTIES = {
     "data": {
         "type": "object",
         "required": ["name", "source", "train", "valid", "classes", "seed", "mapping"],
-        "properties": {"name": {"type": "string"}, "source": {"type": "string"}, "mapping": {"type": "array"}}
+        "properties": {
+            "name": {"type": "string"},
+            "source": {"type": "string"},
+            "mapping": {"type": "array", "items": COUNT},
+        }
         | dict.fromkeys(("train", "valid", "classes"), COUNT)
         | {"seed": {"type": ["integer", "null"], "minimum": 0}},
     },
     "code": {"type": "object", "propertyNames": FILE, "additionalProperties": {"type": "string"}, "maxProperties": 50},
-    "curve": {"type": "array", "items": {"type": "array", "prefixItems": [POSITIVE, SHARE], "minItems": 2}},
+    "curve": {"type": "array", "items": {"type": "array", "prefixItems": POINT, "minItems": 2, "maxItems": 2}},
     "one_node": {"type": ["object", "null"], "properties": {"seconds": POSITIVE, "top1": SHARE}},
     "versions": {"type": "object", "required": ["python", "torch"]},
     "reached": {"type": "boolean"},
@@ -117,7 +122,7 @@ def read_record(folder: Path) -> dict[str, Any]:
         keys = " in ".join(repr(str(part)) for part in reversed(error.absolute_path))
         raise ValueError(f"{keys or 'a key'} in its record is missing or not valid (format {FORMAT})")
     if record["lap"] != folder.name:
-        raise ValueError("its record is that of another lap")
+        raise ValueError("its record belongs to another lap")
     if not record["failed"] and None in (record["seconds"], record["top1"], record["device_seconds"]):
         raise ValueError("its record has no result")
     return record
