@@ -1,8 +1,8 @@
 """Runs one lap: starts the script, takes the time, evaluates the saved weights, and writes the record.
 
 Nothing that the script reports counts. The clock runs in the judge's process: a lap's time ends when the judge sees
-the last saved weights. Only then does the judge draw or choose the images for their evaluation. The record is written before the
-launch, as of an unfinished lap: a lap counts even if somebody interrupts it, or kills the judge.
+the last saved weights. Only then does the judge draw or choose the images for their evaluation. The record is written
+before the launch, as of an unfinished lap: a lap counts even if somebody interrupts it, or kills the judge.
 """
 
 from __future__ import annotations
