@@ -50,12 +50,11 @@ def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | Non
         reason: Why the launcher ended the job, if it did.
     """
     errors = sorted((_add_traceback(state, error) for error in state.errors), key=lambda error: error["at"])
-    if reason in (StopReason.STOPPED, StopReason.INTERRUPTED):
+    if reason == StopReason.STOPPED:
         # What the ranks say about their end comes of the stop; what was heard before does not.
         errors = [error for error in errors if state.asked is not None and error["at"] <= state.asked]
         if not errors:
-            cause = "the launcher was interrupted" if reason == StopReason.INTERRUPTED else "job.stop() was called"
-            return _fail("stopped", f"The job was {reason.value}.", cause, AGAIN, stacks=state.stacks)
+            return _fail("stopped", "The job was stopped.", "job.stop() was called", AGAIN, stacks=state.stacks)
     if state.standstill:
         before = [error for error in errors if error["at"] <= state.asked]
         if not any(_is_own(error) for error in before):

@@ -35,7 +35,7 @@ class TorchrunJob:
     Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with a new id and folder.
 
     Attributes:
-        spec: What it was given; it does not change.
+        spec: What it was given.
     """
 
     def __init__(

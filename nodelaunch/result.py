@@ -167,6 +167,7 @@ def find_log(job_id: str | None = None) -> Path:
     jobs = env_folder("LAB_RUNS", "runs") / "jobs"
     logs = sorted(jobs.glob(f"{job_id or '*'}/output.log"), key=lambda path: path.stat().st_mtime)
     if not logs:
-        cause = "none was run, or LAB_RUNS points elsewhere"
-        raise LabError("No job has left a log yet.", where=jobs, cause=cause, fix="job.run() writes one")
+        what = f"Job {job_id:.60} has left no log here." if job_id else "No job has left a log yet."
+        cause, fix = "none was run, or LAB_RUNS points elsewhere", f"ls {jobs}" if job_id else "job.run() writes one"
+        raise LabError(what, where=jobs, cause=cause, fix=fix)
     return logs[-1]

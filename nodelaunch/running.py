@@ -16,6 +16,7 @@ from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import Log, read_lines
 from nodelaunch.node.processes import find_jobs, stop_job
+from nodelaunch.node.supervisor import MARK
 from nodelaunch.preflight import Preflight
 from nodelaunch.result import JobError, JobResult, find_log
 from nodelaunch.spec import JobSpec, Launch
@@ -26,8 +27,8 @@ LOOK_SECONDS, BEAT_SECONDS, COUNTDOWN_SECONDS = 0.1, 0.5, 5.0
 SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
 # A supervisor that was stopped does not keep its limit; the launcher gives it this long.
 LIMIT_MARGIN = 2.0
-# A display that is this many lines behind leaves out all but the last few of them: the launcher has to hear of a
-# failure, and of an interrupt, while a rank prints faster than a notebook shows.
+# A display that is this many lines behind leaves lines out until it is nearly there, and says how many: the launcher
+# has to hear of a failure, and of an interrupt, while a rank prints faster than a notebook shows.
 MANY_LINES, FEW_LINES = 1000, 50
 # The last lines that a result holds; the log has all.
 MOST_LINES = 100_000
@@ -226,10 +227,13 @@ class RunningJob:
         if self._queue.qsize() > (FEW_LINES if self._unshown else MANY_LINES):
             self._unshown += 1
             return
+        self._report_unshown()
+        self._say(line)
+
+    def _report_unshown(self) -> None:
         if self._unshown:
             self._say(f"({self._unshown} lines came too fast to be shown; they are in {self.folder / 'output.log'})")
             self._unshown = 0
-        self._say(line)
 
     def _is_over(self) -> bool:
         return all(self._state.nodes[node].gone for node in self._links)
@@ -303,6 +307,7 @@ class RunningJob:
             self._take(timeout=0.1)
         for _ in range(self._queue.qsize()):
             self._take(timeout=0)
+        self._report_unshown()
 
 
 def last(job_id: str | None = None) -> None:
@@ -314,6 +319,8 @@ def last(job_id: str | None = None) -> None:
     log = find_log(job_id)
     with log.open("rb") as file:
         heard = [line.partition(b": ") for line in read_lines(file)]
+    known = {node for node, _, rest in heard if rest.startswith(MARK.encode())}
+    heard = [one for one in heard if one[0] in known]  # not the log's own note of what is left out in it
     names = list(dict.fromkeys(node.decode(errors="replace") for node, _, _ in heard))
     state = JobState(names, [""] * len(names))
     said = [state.read(node.decode(errors="replace"), rest) for node, _, rest in heard]
@@ -324,6 +331,8 @@ def last(job_id: str | None = None) -> None:
         print(f"It still runs. To end it: python -m nodelaunch stop {job}")
     elif not (state.errors or all(part.ended for part in state.nodes.values())):
         print("It was cut off: its launcher was gone before its end.")
+    elif not state.errors and {part.ended["reason"] for part in state.nodes.values()} == {StopReason.RELEASE}:
+        print("Its launcher ended it: by stop(), an interrupt or a limit, or since ranks did not join or did not move.")
     else:
         print(diagnose(state) or "It ended well.")
     print(f"log: {log}")

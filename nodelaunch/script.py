@@ -121,12 +121,12 @@ def write_script(spec: JobSpec, launch: Launch, place: Placement) -> str:
 # To run it by hand on that node, while the other nodes run theirs (all within {spec.join_timeout:g} s):
 #     bash node{place.index}.sh
 
-{write_environment(spec, launch, launch.rendezvous_id)}
+{write_environment(spec, launch, place, launch.rendezvous_id)}
 {write_start(spec, place)}"""
 
 
-def write_environment(spec: JobSpec, launch: Launch, rendezvous_id: str) -> str:
-    """Writes what is the same on all nodes of a job, as exports."""
+def write_environment(spec: JobSpec, launch: Launch, place: Placement, rendezvous_id: str) -> str:
+    """Writes exports: our settings and the job's own, and after them, which counts, what the job's parts rely on."""
     world_size = len(spec.nodes) * spec.nproc_per_node
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
@@ -139,6 +139,8 @@ export PET_RDZV_ID={_quote(rendezvous_id)} TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 """
     return f"""\
+# Where data and results are, and what the job's env= says.
+{_write_variables(spec, place)}\
 # What nodelaunch has to know about the job.
 export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={world_size}
 export LAB_JOIN_TIMEOUT={spec.join_timeout:g} LAB_HANG_TIMEOUT={spec.hang_timeout:g} LAB_LIMIT={spec.limit:g}
@@ -149,7 +151,7 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 
 
 def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
-    """Writes what a node does: it prepares its folders, sets the job's variables, and starts the program.
+    """Writes what a node does: it prepares its folders, sets its own variables, and starts the program.
 
     What runs ``around`` the program is "", or a command and a space.
     """
@@ -160,8 +162,6 @@ def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
 PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" || exit 1
 """
     return f"""\
-# Where data and results are, and what the job's env= says.
-{_write_variables(spec, place)}
 # The code as it was when the job was launched, and what this job leaves behind.
 code={_quote(place.code_folder)}
 job={_quote(place.job_folder)}

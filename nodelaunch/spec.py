@@ -100,11 +100,6 @@ class DataFolder:
         values.check_fields(self, "DataFolder")
 
     @property
-    def identity_path(self) -> str:
-        """Path of the identity file below the data folder of a node."""
-        return f"{self.name}/{self.identity}"
-
-    @property
     def is_here(self) -> bool:
         """True if this machine has the folder."""
         return (self.path / self.identity).is_file()

@@ -29,6 +29,7 @@ from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import BURST, TAIL, Lines, Log, Output
+from nodelaunch.node.supervisor import MARK
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -176,6 +177,29 @@ class SilentLink:
 
     def poll(self):
         return -9 if self.let_go.is_set() else None
+
+
+class ChattyLink(SilentLink):
+    """A rank that prints faster than it is shown, and then torchrun."""
+
+    def lines(self):
+        yield from (b"[rank 0] %d\n" % number for number in range(3000))
+        yield from (b"torchrun\n" for _ in range(60))
+        ended = {"event": "ended", "returncode": 0, "reason": None, "why": "", "memory": {}, "folder": ""}
+        yield f"{MARK}{json.dumps(ended)}\n".encode()
+
+
+def test_lines_that_are_left_out_of_the_display_are_counted(tmp_path):
+    shown = []
+
+    def show(line):
+        shown.append(line)
+        time.sleep(0.002)  # as slow as a notebook
+
+    make_running({"a": ChattyLink()}, JobState(["a"], ["127.0.0.1"]), tmp_path, say=show).follow()
+    counted = [int(line[1:].split()[0]) for line in shown if "came too fast to be shown" in line]
+    ranks = sum(line.startswith("[rank 0]") for line in shown)
+    assert counted and ranks + sum(counted) == 3000
 
 
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):

@@ -375,10 +375,20 @@ def test_the_newest_job_is_told_again(write, capsys, runs):
     assert told.startswith(f"job {bad.folder.name}, ")
     assert "[rank 1] connected" in told and str(bad.failure) in told and f"log: {bad.folder}" in told
     assert "{" not in told.replace("\x01", ""), "none of what the launcher's programs tell each other"
-    launch.last(name)
-    told = capsys.readouterr().out
-    assert told.startswith(f"job {name}, ") and "It ended well." in told
     log = runs / "jobs" / name / "output.log"
-    log.write_bytes(b"".join(line for line in log.read_bytes().splitlines(keepends=True) if b'"ended"' not in line))
-    launch.last(name)
-    assert "It was cut off" in capsys.readouterr().out
+    text, note = log.read_bytes(), b"(1.0 MiB are left out here: too much was printed)\n"
+    released = text.replace(b'"reason": null', b'"reason": "release"')
+    cut = b"".join(line for line in text.splitlines(keepends=True) if b'"ended"' not in line)
+    for content, words in (
+        (text, "It ended well."),
+        (note + text, "It ended well."),
+        (released, "Its launcher ended it: by stop()"),
+        (cut, "It was cut off"),
+    ):
+        log.write_bytes(content)
+        launch.last(name)
+        told = capsys.readouterr().out
+        assert told.startswith(f"job {name}, ") and words in told
+    with pytest.raises(LabError) as caught:
+        launch.last("typo")
+    assert_explains(caught.value, "Job typo has left no log here", f"ls {runs / 'jobs'}")

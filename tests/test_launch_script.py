@@ -76,6 +76,17 @@ def write_texts(nodes=None, **options):
     return list(job._backend.write(job.spec, launch, places).values())
 
 
+@pytest.mark.parametrize("nodes", ["hosts", "slurm"])
+def test_what_a_job_relies_on_comes_after_its_env(nodes):
+    """A job's variables of the same name have no effect, so that its guard, and ``stop``, still find its processes."""
+    env = {"LAB_JOB_ID": "odd", "PET_RDZV_ID": "odd", "head": "odd", "LAB_LIMIT": "odd", "code": "odd", "MINE": "1"}
+    text = write_texts(slurm_nodes(2) if nodes == "slurm" else None, env=env)[0]
+    last = {name: text.rfind(f"{name}=odd") for name in env}
+    for name in ("LAB_JOB_ID", "PET_RDZV_ID", "LAB_LIMIT", "code", *(["head"] if nodes == "slurm" else [])):
+        assert 0 < last[name] < text.rfind(f"{name}="), name
+    assert "export MINE=1" in text
+
+
 def draw_script(draw, number, folder, python):
     """Writes the script of one of two nodes with hostile names, and returns it with what it was made of."""
     link = folder / "bin" / f"{number}{draw_name(draw)}"

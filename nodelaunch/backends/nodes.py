@@ -85,7 +85,7 @@ class PipeLink:
     """A supervisor at the other end of a pipe, on this machine or through the SSH client."""
 
     def __init__(self, node: Node, argv: Sequence[str]) -> None:
-        self.node, self._owner = node.name, node
+        self._owner = node
         self._process = node.popen(argv)
         # Without a reader a chatty stderr would fill its pipe and stop the node; only its end is needed.
         self._errors: deque[bytes] = deque(maxlen=50)

@@ -162,7 +162,7 @@ def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[st
 # Job {launch.id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
 
 export LAB_JOB_ROOT={root}
-{write_environment(spec, launch, rendezvous_id)}
+{write_environment(spec, launch, place, rendezvous_id)}
 # The IPv4 address of a node by its name in Slurm, as it is seen from the node that asks.
 find_address() {{
   local known
@@ -258,7 +258,7 @@ def start(
     except BaseException:
         job.end()
         raise
-    return {node.name: SlurmLink(node.name, index, job) for index, node in enumerate(spec.nodes)}
+    return {node.name: SlurmLink(index, job) for index, node in enumerate(spec.nodes)}
 
 
 def submit(folder: Path) -> SlurmJob:
@@ -329,8 +329,8 @@ class SlurmJob:
 class SlurmLink:
     """The link to one node of a Slurm job, with the methods of :class:`nodelaunch.backends.nodes.PipeLink`."""
 
-    def __init__(self, node: str, index: int, job: SlurmJob) -> None:
-        self.node, self.job = node, job
+    def __init__(self, index: int, job: SlurmJob) -> None:
+        self.job = job
         self._path = job.folder / f"node{index}.out"
         # One lease and one cancellation are for all nodes.
         self.beat, self.stop, self.kill = job.beat, job.stop, job.end

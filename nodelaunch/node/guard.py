@@ -98,16 +98,13 @@ def read_environment(pid: int) -> list[bytes]:
     return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
 
 
-def kill_all(find: Callable[[], list[int]]) -> int:
-    """Kills what is found, until nothing is left; returns the number of processes."""
-    killed: set[int] = set()
+def kill_all(find: Callable[[], list[int]]) -> None:
+    """Kills what is found, until nothing is left."""
     while left := find():
-        killed.update(left)
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return len(killed)
 
 
 if __name__ == "__main__":

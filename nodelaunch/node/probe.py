@@ -23,7 +23,8 @@ from nodelaunch.node.processes import find_jobs, find_owner, stop_job
 
 MARK = "\x1e"  # before each answer, to tell it from what a login script prints
 LIFETIME = 30.0
-# Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs (sbatch.py).
+# Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs
+# (backends/slurm.py).
 FREE_PORTS = (30000, 32767)
 
 

@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,7 +59,7 @@ class Events:
     A rank has started (``worker``) or failed (``error``); its main thread stands (``still``), or goes on (``moves``);
     it opened groups of some sizes (``groups``), or may join others unseen (``elsewhere``); its script has ended
     (``done``), its threads have not (``lingers``), or have, too (``left``). The supervisor passes these on, and adds
-    ``started``, ``stopping``, ``halted``, ``stack``, ``result`` and ``ended``.
+    ``started``, ``halted``, ``stack``, ``result`` and ``ended``.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -68,7 +67,7 @@ class Events:
 
     def write(self, event: str, **facts: object) -> None:
         """Adds a line."""
-        line = json.dumps({"event": event, "rank": self._rank, "time": time.time(), **facts}) + "\n"
+        line = json.dumps({"event": event, "rank": self._rank, **facts}) + "\n"
         if self._file < 0:  # kept open: a rank that has no file left to open has to report that
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.write(self._file, line.encode())
@@ -76,7 +75,7 @@ class Events:
     def introduce(self, *, pid: int, local_rank: int, processes: int) -> None:
         """Reports who this rank is, and at which port it meets the others; ``processes`` is how many the node has."""
         who = {"pid": pid, "host": socket.gethostname(), "local_rank": local_rank, "processes": processes}
-        self.write("worker", node=int(os.environ["LAB_NODE"]), **who, port=os.environ.get("MASTER_PORT"))
+        self.write("worker", **who, port=os.environ.get("MASTER_PORT"))
 
 
 def open_output(folder: Path, rank: int) -> int | None:

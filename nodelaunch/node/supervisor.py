@@ -69,7 +69,7 @@ class Supervisor:
         ranks = self._open_socket()
         # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the same.
         process = start_child(self._options.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        self._say("started", pid=os.getpid())  # before the threads that pass on what the command says
+        self._say("started")  # before the threads that pass on what the command says
         threading.Thread(target=self._live, daemon=True).start()
         self._follow(process.stdout.fileno())
         if ranks:
@@ -84,13 +84,13 @@ class Supervisor:
             if time.monotonic() - sampled > 0.5:
                 sampled = time.monotonic()
                 self._sample_workers()
-        killed = self._end(process)
+        self._end(process)
         for pump in list(self._pumps):
             self._wait_for(pump)
         self._pass_events()
         self._hand_over()
         facts = {"returncode": process.returncode, "reason": None, "why": "", **self._stopped}
-        facts |= {"killed": killed, "memory": self._memory, "folder": str(self._folder)}
+        facts |= {"memory": self._memory, "folder": str(self._folder)}
         self._say("ended", **facts, room=measure_room(self._folder))
         self._out.put(None)
         self._wait_for(writer)
@@ -249,8 +249,8 @@ class Supervisor:
             with contextlib.suppress(ValueError):
                 self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_bytes()))
 
-    def _end(self, process: subprocess.Popen) -> int:
-        """Ends all descendants: first politely, then for certain; returns how many had to be killed."""
+    def _end(self, process: subprocess.Popen) -> None:
+        """Ends all descendants: first politely, then for certain."""
         if not sys.platform.startswith("linux"):  # orphans do not return to this process there
             self._family = self._find_own()
         if process.poll() is None:
@@ -259,9 +259,9 @@ class Supervisor:
         while (process.poll() is None or self._find_own()) and time.monotonic() < deadline:
             self._pass_events()
             time.sleep(0.02)
-        killed, self._family = kill_all(self._find_own), []  # later those numbers may be another's
+        kill_all(self._find_own)
+        self._family = []  # later those numbers may be another's
         process.wait()
-        return killed
 
     def _find_own(self) -> list[int]:
         return [pid for pid in _find_descendants(self._family) if pid != self._guard.pid]

@@ -2,7 +2,7 @@
 
 ``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does,
 and ``torchrun … -m nodelaunch.node.worker -m package.train`` runs a module as ``torchrun … -m package.train`` does.
-The rest is for the launcher, which reads the lines of ``events.jsonl`` and the files of ``results/``.
+The rest is for the node's supervisor, which passes on the lines of ``events.jsonl`` and the files of ``results/``.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ def main() -> None:
     faulthandler.enable(file=file)  # and where it crashed in C
     local_rank, processes = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     events.introduce(pid=(own := os.getpid()), local_rank=local_rank, processes=processes)
+    groups = watch = None
     try:
         # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at each
         # step of the training, takes time and finds none.
@@ -63,7 +64,7 @@ def main() -> None:
     except SystemExit as end:
         if os.getpid() != own:  # a process that the script made by os.fork, which is no rank
             raise
-        if end.code not in (None, 0):
+        if end.code not in (None, 0) or groups is None:
             events.write("error", kind="exit", message=f"SystemExit: {end.code}", traceback="", location="")
             write_out()  # the interpreter's own end no longer finds the script's files
             raise

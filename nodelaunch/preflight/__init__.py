@@ -150,9 +150,7 @@ def _examine(client: ProbeClient, data: DataFolder | None, seconds: float, token
     """Starts a node's probe, and asks for all that it can find out without the other nodes."""
     start, node = time.time(), client.node
     client.open()
-    path = f"{node.data_folder}/{data.identity_path}" if data else ""
-    if data and data.is_here and node.here and not node.data:
-        path = str(data.path / data.identity)  # the launcher's own folder, which may have another name
+    path = f"{data.find_on(node)}/{data.identity}" if data else ""
     question = {"do": "examine", "seconds": seconds, "token": token, "port": port}
     found = client.ask(question | {"address": node.address or "", "folder": node.folder, "data": path})
     if "time" in found:

@@ -108,15 +108,13 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[di
     return answers, errors
 
 
-def ask_once(
-    nodes: Sequence[Node], request: Mapping | Callable[[Node], Mapping], *, seconds: float = 10.0
-) -> dict[str, dict | LabError]:
-    """Asks every node one question, or the one that a function makes for it, in a probe of its own."""
+def ask_once(nodes: Sequence[Node], request: Mapping) -> dict[str, dict | LabError]:
+    """Asks every node one question, in a probe of its own."""
 
     def ask(client: ProbeClient) -> dict:
         client.open()
-        return client.ask(request(client.node) if callable(request) else request)
+        return client.ask(request)
 
     with open_clients(nodes) as clients:
-        answers, errors = ask_all({name: lambda one=one: ask(one) for name, one in clients.items()}, seconds)
+        answers, errors = ask_all({name: lambda one=one: ask(one) for name, one in clients.items()}, 10.0)
     return {name: answers.get(name) or errors[name] for name in clients}  # in the nodes' order
