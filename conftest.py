@@ -93,6 +93,25 @@ def pytest_collection_modifyitems(items):
 
 
 @functools.cache
+def start_kernels_again():
+    """Lets nbval start a kernel a second time if the first one dies at its start.
+
+    Jupyter chooses a kernel's ports before the kernel binds them, and meanwhile another test's process may take one.
+    """
+    from nbval import kernel
+
+    start = kernel.start_new_kernel
+
+    def start_again(*args, **options):
+        try:
+            return start(*args, **options)
+        except RuntimeError:
+            return start(*args, **options)
+
+    kernel.start_new_kernel = start_again
+
+
+@functools.cache
 def draw_data():
     """Draws the data set before a notebook does: on a slow machine that shows progress, which no notebook stores."""
     from lab_utils import data
@@ -119,6 +138,7 @@ def pytest_runtest_setup(item):
         from tests.harness.memory import MemoryWatch
 
         need_engine_of(item.path)
+        start_kernels_again()
         draw_data()
         if WATCH not in item.parent.stash:
             item.parent.stash[WATCH] = MemoryWatch().__enter__()
