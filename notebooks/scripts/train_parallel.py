@@ -43,7 +43,6 @@ def wrap(net, how, device):
 def train(args, model, batches, optimizer, device):
     """Trains until --steps or --seconds are over; returns loss and accuracy of each step, and when each ended."""
     curve, ends = [], [time.time()]  # the first one is the beginning
-    seconds = timing.limit_rounds(args.seconds)
     for epoch in itertools.count():
         batches.set_epoch(epoch)
         for images, labels in batches:
@@ -58,7 +57,7 @@ def train(args, model, batches, optimizer, device):
             curve.append(torch.stack([loss.detach(), (logits.argmax(1) == labels).float().mean()]))
             timing.synchronize(device)  # a GPU runs behind the program: without this the step would not be over
             ends.append(time.time())
-            if len(curve) == args.steps or (not args.steps and ends[-1] - ends[0] > seconds):
+            if len(curve) == args.steps or (not args.steps and ends[-1] - ends[0] > args.seconds):
                 return torch.stack(curve), ends
 
 
