@@ -239,7 +239,7 @@ def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
     (tmp_path / "job.sbatch").write_text("#!/bin/sh\n#SBATCH --output=slurm-%j.out\necho Something broke >&2\nexit 3\n")
     job = submit(tmp_path)
     wait_for(lambda: job.state == "FAILED", 30)
-    link = SlurmLink("slurm0", 0, job)
+    link = SlurmLink(0, job)
     assert link.poll() == 3
     assert_explains(link.explain(), "FAILED", "Something broke", "scontrol show job", f"slurm-{job.number}.out")
 
