@@ -1,4 +1,4 @@
-"""How busy every node of a job is, over time, while a block runs."""
+"""Watches how busy every node of a job is, over time, while a block runs."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def read_steps(out):
 
 
 def count_runs(out, name="one"):
-    """How often a step of :func:`counting` has run."""
+    """The number of times that a step of :func:`counting` has run."""
     return len((out / f"{name}.count").read_text())
 
 
