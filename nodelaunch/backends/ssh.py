@@ -212,9 +212,12 @@ def ssh_nodes(
         config: A configuration of ssh in place of ``~/.ssh/config``.
 
     Raises:
-        LabError: A name is invalid, or the configuration does not exist.
+        LabError: A name is invalid or is given twice, or the configuration does not exist.
     """
     names = values.check_value("ssh_nodes", "names", names, values.list_of(HOST, "a list of hosts", "['n1', 'n2']"))
+    if len(set(names)) < len(names):
+        fix = "name each host once; several processes on one host are nproc_per_node"
+        raise LabError("Each node needs its own host.", where=clean(", ".join(names), 200), fix=fix)
     path = values.check_value("ssh_nodes", "config", config, values.optional(values.check_path))
     if path and not path.is_file():
         where = clean(path, 300)
