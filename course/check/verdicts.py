@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,16 +60,36 @@ def expect(right: bool, case: str, *, yours: object, expected: object, hint: str
 
 
 @contextmanager
-def refusing(*errors: type[Exception], case: str, expected: object, hint: str) -> Iterator[None]:
+def refusing(
+    *errors: type[Exception],
+    case: str,
+    expected: object,
+    hint: str = "",
+    hints: Mapping[str, str] | None = None,
+) -> Iterator[None]:
     """Turns the ``errors`` that a library raises at a typical mistake into a :class:`NotYetError` with a hint.
 
     Two errors stay as they are, since they say nothing of the answer's idea: the NotImplementedError of an untouched
     stub, which is a RuntimeError, too, and a misspelt attribute. An attribute that was asked of ``None`` is refused.
+
+    Args:
+        errors: Types; without any, every Exception.
+        case: What was tried, in a few words.
+        expected: The expected behaviour.
+        hint: For every error of these types; without it, an error that ``hints`` does not know passes.
+        hints: For words of the error's message a hint of their own; the first that match count.
     """
     try:
         yield
-    except errors as error:
-        if isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
+    except LabError:
+        raise
+    except Exception as error:
+        if errors and not isinstance(error, errors):
             raise
-        yours = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise NotYetError(case, yours=yours, expected=expected, hint=hint) from error
+        found = next((one for words, one in (hints or {}).items() if words in str(error)), hint)
+        if not found or isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
+            raise
+        line = getattr(error, "line_of_answer", "")
+        message = " ".join(str(error).split())[:150]
+        yours = f"{type(error).__name__}: {message}{f' ({line})' if line else ''}"
+        raise NotYetError(case, yours=yours, expected=expected, hint=found) from error
