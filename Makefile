@@ -148,7 +148,7 @@ picture: setup
 reference: LAB ?= 1
 reference: setup
 	@rm -rf runs/reference
-	@LAB_SCALE=full LAB_RUNS=runs/reference $(PY) -m benchmarks.gpu.notebooks --out runs/reference/notebooks.json $(LAB)
+	@LAB_SCALE=full LAB_RUNS=$(CURDIR)/runs/reference $(PY) -m benchmarks.gpu.notebook --out runs/reference $(LAB)
 	@LAB_RUNS=runs/reference $(PY) -m course.reference lab$(LAB)
 
 ## gpu: on a machine with a GPU, in 9 minutes: tests, labs 0, 1, 4, 5, reference runs, speed (ARGS=--dry rehearses on a CPU)

@@ -47,7 +47,7 @@ LONGEST = (
 def pytest_configure(config):
     """Gives all tests, and the kernels of the notebooks, their own folders and the small scale."""
     config.addinivalue_line("markers", "drill: starts processes, cuts them off, and looks at what is left")
-    config.addinivalue_line("markers", "gpu: of a path that runs on a GPU; rehearsed on a CPU (tests/gpu)")
+    config.addinivalue_line("markers", "gpu: of a path that runs on a GPU; `make gpu` alone runs it (tests/gpu)")
     config.addinivalue_line("markers", "hosting: builds images and runs containers; `make test-hosting` alone runs it")
     config.addinivalue_line("markers", "system: needs root or packages, or takes long; `make test-system` runs it")
     # Not a fixture: the cells of a notebook are no functions, and fixtures do not reach them.

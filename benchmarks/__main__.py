@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from matplotlib.figure import Figure
 
-from benchmarks import batches, launch, loop, prediction, start
+from benchmarks import batches, launch, loop, start
 from benchmarks.claims import PAGE, Claim, print_table, save_claims, write_block, write_rows
 from lab_common import checkout
 from lab_common.files import write_atomically
@@ -36,7 +36,6 @@ SECTIONS = {
     "training": lambda folder: loop.check_all(folder / "records"),
     "start": start.check_all,
     "launch": launch.check_all,
-    "prediction": lambda folder: prediction.check_all(folder / "prediction"),
 }
 PICTURE = Path("notebooks", "figures", "bench_batches.png")
 

@@ -7,7 +7,7 @@ normalisation.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -92,8 +92,6 @@ def check_all(folder: Path) -> list[Claim]:
         "packed batches": (packed, FAST),
         SMALL_ONES: (dataset.batches("train", SMALL), FAST),
     }
-    if (dali := find_dali(folder, dataset)) is not None:
-        ways["NVIDIA DALI, on the CPU"] = (dali, SLOW)
     timings = measure_images(ways)
     ours, one_pass, slowest = timings["packed batches"], timings[ONE_PASS], timings[next(iter(ways))]
     rates = {name: one.images_per_second for name, one in timings.items() if name != SMALL_ONES}
@@ -103,8 +101,6 @@ def check_all(folder: Path) -> list[Claim]:
     for other in (name for name in ways if name not in (ours.name, SMALL_ONES, slowest.name)):
         name = other.replace("__getitems__", "`__getitems__`")  # which would be bold in Markdown
         claims.append(Claim(f"speed-up of packed batches over {name}", str(timing.find_speed_up(timings[other], ours))))
-    if dali is None:
-        claims.append(Claim("speed-up of packed batches over NVIDIA DALI", "it is not installed here", holds=None))
     text = f"speed-up of one pass over {PASS:,} images, read as bytes, written as float32, over packed batches"
     gain, words = timing.find_speed_up(ours, one_pass), f"{rates[ours.name]:,.0f} images per CPU second"
     claims.append(Claim(text, f"{gain}; packed batches: {words}", "at most 2", gain.value <= 2))
@@ -120,55 +116,14 @@ def measure_images(ways: dict[str, tuple[Iterable, int]]) -> dict[str, timing.Ti
     counts = {ONE_PASS: PASS}
     for name, (batches, most) in ways.items():
         count = -(-most // BATCH)
-        steps[name] = lambda batches=batches, count=count: drain(itertools.islice(batches, count))
+        steps[name] = lambda batches=batches, count=count: list(itertools.islice(batches, count))
         counts[name] = sum(len(labels) for _, labels in itertools.islice(batches, count))
     timings = timing.interleave(steps, repeats=7, warmup=1, device="cpu")
     per_image = {one.name: tuple(second / counts[one.name] for second in one.cpu_seconds) for one in timings}
     return {name: timing.Timing(name, seconds, images=1) for name, seconds in per_image.items()}
 
 
-def find_dali(folder: Path, dataset: data.Dataset) -> Iterable | None:
-    """Returns NVIDIA DALI's batches of the images in a folder, made on the CPU; None if it is not installed.
-
-    FFCV is not compared: its installation compiles it, and ends where the machine has no OpenCV to build with.
-    """
-    try:
-        from nvidia.dali import fn, pipeline_def, types
-        from nvidia.dali.plugin.pytorch import DALIGenericIterator
-    except ImportError:
-        return None
-
-    @pipeline_def(batch_size=BATCH, num_threads=1, device_id=None, seed=1)
-    def make_batches() -> tuple[object, object]:
-        files, labels = fn.readers.file(file_root=str(folder), random_shuffle=True, name="images")
-        shifts = fn.random.uniform(values=list(range(-PADDING, PADDING + 1)), shape=(2,), dtype=types.INT32)
-        images = fn.decoders.image(files, device="cpu")
-        images = fn.slice(images, start=shifts, shape=(32, 32), axes=(0, 1), out_of_bounds_policy="pad")
-        mean, std = ([255 * number for number in numbers] for numbers in (dataset.mean, dataset.std))
-        flips = fn.random.coin_flip(dtype=types.INT32)
-        return fn.crop_mirror_normalize(images, mirror=flips, mean=mean, std=std, output_layout="CHW"), labels
-
-    iterator = DALIGenericIterator(make_batches(), ["images", "labels"], reader_name="images", auto_reset=True)
-    return _Pairs(iterator)
-
-
-class _Pairs:
-    """DALI's batches as pairs of images and labels."""
-
-    def __init__(self, batches: Iterable) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return ((batch[0]["images"], batch[0]["labels"]) for batch in self._batches)
-
-
 def take_some(split: data.Split, size: int) -> data.Split:
     """Returns images of a split chosen at random, so that every class is among them whatever the split's order."""
     chosen = torch.randperm(len(split), generator=torch.Generator().manual_seed(0))[:size]
     return data.Split(split.images[chosen], split.labels[chosen])
-
-
-def drain(batches: Iterator) -> None:
-    """Takes all there is."""
-    for _ in batches:
-        pass

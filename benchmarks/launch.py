@@ -25,7 +25,6 @@ from nodelaunch.node.probe import find_free_port
 from nodelaunch.node.processes import stop_job
 from nodelaunch.preflight import check_nodes
 from tests.harness.hosts import Hosts, find_missing
-from tests.harness.jobs import copy_code
 
 SCRIPT = Path(__file__).with_name("first_step.py")
 PAIRS = 7
@@ -60,25 +59,15 @@ def check_launch(folder: Path) -> list[Claim]:
         start = run_together(commands, identity, {"GLOO_SOCKET_IFNAME": nodes[0].interface}, stamp.with_suffix(".log"))
         return read_stamp(stamp, start)
 
-    def type_scripts(number: int, stamp: Path) -> tuple[float, float]:
-        # The launcher's own scripts without the launcher.
-        nodes = local_nodes(2, folder=folder / "scripts")
-        job = TorchrunJob(SCRIPT, [stamp], nodes=nodes, port=find_free_port())
-        commands = [["bash", str(path)] for path in job.write()]
-        copy_code(job)
-        start = run_together(commands, job.id, {}, stamp.with_suffix(".log"))
-        return read_stamp(stamp, start)
-
-    ours, hand, scripts = interleave([launch, type_torchrun, type_scripts], folder)
+    ours, hand = interleave([launch, type_torchrun], folder)
     differences, works = (
         [one[place] - other[place] for one, other in zip(ours, hand, strict=True)] for place in range(2)
     )
     (more, low, high), (work, least, most) = find_middle(differences), 1e3 * np.array(find_middle(works))
-    rest = statistics.median(one[0] - other[0] for one, other in zip(scripts, hand, strict=True))
     typed = statistics.median(seconds for seconds, _ in hand)
     text = f"launch of two nodes here to the first step against torchrun by hand ({typed:.1f} s)"
     measured = f"{more:+.2f} s ({low:+.2f} to {high:+.2f}, n = {PAIRS}; "
-    measured += f"preflight {statistics.median(preflights):.2f}, node scripts alone {rest:+.2f})"
+    measured += f"preflight {statistics.median(preflights):.2f})"
     cpu = f"{work:+.0f} ms ({least:+.0f} to {most:+.0f}, n = {PAIRS})"
     claims = [Claim(text, measured, "at most +0.2 s", more <= 0.2)]
     return [

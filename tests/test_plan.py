@@ -1,4 +1,4 @@
-"""The planner against sums done by hand and published results; the prediction of DDP steps, without measuring any."""
+"""The planner against sums done by hand, a simulation of its overlap, and published results."""
 
 import json
 import math
@@ -7,10 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
 
-from benchmarks import prediction, prediction_ranks
 from lab_common import LabError
 from lab_utils import machine, plan, timing
 from lab_utils.plan import ALGORITHMS, Setup, all_reduce, predict
@@ -79,7 +76,10 @@ def test_the_planners_overlap_is_that_of_the_simulated_buckets(buckets, compute)
     setup = replace(PLAIN, buckets=buckets, compute=compute)
     backward, send = compute * setup.backward, all_reduce(setup, 4, "ring", 100 / buckets)
     ready = [backward * (number + 1) / buckets for number in range(buckets)]
-    end = prediction.simulate(ready, [send] * buckets, backward)
+    end = 0.0
+    for full in ready:  # a bucket is sent when it is full and the link is free
+        end = max(end, full) + send
+    end = max(end, backward)
     assert predict(setup, 4, "ring")["step (s)"] == pytest.approx(compute - backward + end)
 
 
@@ -226,139 +226,3 @@ def test_one_published_error_by_hand():
     row = next(row for row in plan.check_published() if "Goyal" in row["result"])
     send = 4 * 2 * 5 * 9.6e-6 + 2 * 100e6 / 6.25e9
     assert row["predicted (%)"] == pytest.approx(100 * 0.192 / (0.192 + send / 4)), "the last bucket is what is left"
-
-
-@pytest.mark.parametrize(
-    ("ready", "sends", "backward", "end"),
-    [
-        ([], [], 5, 5),
-        ([1, 2], [0, 0], 5, 5),
-        ([3], [4], 3, 7),
-        ([1, 2, 3], [1, 1, 1], 3, 4),  # each is gone before the next is full
-        ([1, 2, 3], [5, 1, 1], 3, 8),  # the link is busy
-        ([1, 6], [2, 2], 6, 8),  # the link waits
-        ([4, 1], [1, 1], 6, 6),  # DDP sends in order, full or not
-    ],
-)
-def test_buckets_are_sent_in_order_when_they_are_full_and_the_link_is_free(ready, sends, backward, end):
-    assert prediction.simulate(ready, sends, backward) == end
-
-
-def make_calibration():
-    """Parts of steps that lie on lines in the batch, and a link of 1 ms and 1 MB/s."""
-    numbers = [50_000, 50_000, 50_000]
-
-    def part(batch):
-        ready = [0.003 * batch, 0.002 * batch, 0.001 * batch]
-        return {"forward": 0.1 + 0.001 * batch, "backward": 0.003 * batch, "rest": 0.005, "ready": ready}
-
-    steps = [{"net": "deep", "batch": batch, "numbers": numbers} | part(batch) for batch in (8, 32)]
-    return {"steps": steps, "link": [[size, 1e-3 + size / 1e6] for size in (2**14, 2**18, 2**20)]}
-
-
-def test_a_step_is_predicted_from_other_batches_and_the_link():
-    case = prediction.Case("deep", 16, 0.3, 2, "100mbit")
-    found = prediction.predict(case, make_calibration())
-    # A bucket is full with two of the parameters of 200,000 bytes: the first one at 0.032 s, and it takes 0.401 s; the
-    # second one at 0.048 s, and it waits for the first.
-    assert found["buckets"] == [400_000, 200_000]
-    assert found["seconds"] == pytest.approx(0.116 + 0.032 + 0.401 + 0.201 + 0.005)
-    assert (found["net"], found["batch"], found["cap"], found["ranks"]) == ("deep", 16, 0.3, 2)
-    assert case.batch not in prediction.CALIBRATION_BATCHES
-    assert not set(prediction.CALIBRATION_BATCHES) & set(prediction.HELD_OUT_BATCHES)
-
-
-def test_at_least_twelve_cases_are_held_out_on_shaped_links():
-    work = prediction.Work()
-    shaped = [rate for rate in work.rates if rate != prediction.LOOPBACK]
-    cases = [case for rate in shaped for ranks in work.ranks for case in work.list_cases(rate, ranks)]
-    assert len(set(cases)) == len(cases) >= 12 and {case.ranks for case in cases} == {2, 4}
-    assert set(shaped) <= set(prediction.RATES)
-
-
-@pytest.mark.parametrize("cap", [0.25, 1.0])
-def test_the_buckets_are_those_that_ddp_fills(cap):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for net in prediction.Work().nets:
-            step = prediction_ranks.Step(net, 2, cap)
-            assert isinstance(step.model, DDP)
-            parameters, order = list(step.net.parameters()), []
-            for index, parameter in enumerate(parameters):
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index, order=order: order.append(index))
-            for _ in range(prediction_ranks.WARMUP):
-                order.clear()
-                step()
-            numbers = [parameter.numel() for parameter in parameters]
-            ready = [order.index(index) for index in range(len(parameters))]
-            logged = step.model._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-            buckets = prediction.fill_buckets(numbers, ready, cap)
-            assert [4 * sum(numbers[index] for index in one) for one in buckets] == list(map(int, logged.split(",")))
-    finally:
-        dist.destroy_process_group()
-
-
-def pretend(monkeypatch, factor, missing=""):
-    """Ranks that take ``factor`` times what is predicted; and hosts, without which only the loopback is left."""
-    calls = []
-
-    def run_ranks(hosts, ranks, what, asked, folder):
-        calls.append((what, ranks, (folder / "predictions.json").exists()))
-        if what == "calibrate":
-            return make_calibration()
-        cases = [prediction.predict(prediction.Case(**case), make_calibration()) for case in asked["cases"]]
-        return [{"seconds": factor * case["seconds"], "buckets": case["buckets"]} for case in cases]
-
-    monkeypatch.setattr(prediction, "run_ranks", run_ranks)
-    monkeypatch.setattr(prediction, "find_missing", lambda: missing)
-    monkeypatch.setattr(prediction.shutil, "which", lambda name: name)
-    monkeypatch.setattr(prediction, "Hosts", lambda: prediction.contextlib.nullcontext("hosts"))
-    monkeypatch.setattr(prediction, "shape", lambda hosts, rate: prediction.contextlib.nullcontext())
-    return calls
-
-
-WORK = prediction.Work(nets=("deep",), caps=(0.3,), rates=("100mbit", prediction.LOOPBACK))
-
-
-def test_predictions_are_written_down_before_anything_is_measured(monkeypatch, tmp_path):
-    calls = pretend(monkeypatch, 1 / 1.04)
-    shaped, loopback = prediction.check_all(tmp_path, WORK)
-    jobs = [(ranks, written) for written in (False, True) for ranks in (2, 4, 2, 4)]
-    assert calls == [("measure" if written else "calibrate", ranks, written) for ranks, written in jobs]
-    assert shaped.holds and shaped.measured == "median error 4.0 %, largest 4.0 %" and "(4 conf" in shaped.text
-    assert shaped.numbers == pytest.approx({"median error (%)": 4, "largest error (%)": 4})
-    assert loopback.holds and loopback.bound == "", "it is stated alone"
-
-
-def test_a_median_error_above_the_bound_breaks_the_claim(monkeypatch, tmp_path):
-    pretend(monkeypatch, 1 / 0.94)
-    shaped, loopback = prediction.check_all(tmp_path, WORK)
-    assert shaped.holds is False and loopback.holds, "no bound is claimed for the loopback"
-
-
-def test_without_hosts_only_the_loopback_is_measured(monkeypatch, tmp_path):
-    calls = pretend(monkeypatch, 1.0, missing="only root on Linux can make hosts out of namespaces")
-    shaped, loopback = prediction.check_all(tmp_path, WORK)
-    assert shaped.holds is None and "only root" in shaped.measured and loopback.holds and len(calls) == 4
-
-
-def test_predictions_that_were_changed_after_measuring_are_refused(monkeypatch, tmp_path):
-    pretend(monkeypatch, 1.0)
-    prediction.check_all(tmp_path, WORK)
-    predictions, measured = (tmp_path / name for name in ("predictions.json", "measured.json"))
-    assert [row["error"] for row in prediction.compare(predictions, measured)] == pytest.approx([0] * 8)
-    written, found = json.loads(predictions.read_text()), json.loads(measured.read_text())
-    better = json.loads(predictions.read_text())
-    better["cases"][0]["seconds"] *= 1.01
-    predictions.write_text(json.dumps(better, indent=1))
-    with pytest.raises(LabError, match="not made before measuring"):
-        prediction.compare(predictions, measured)
-    predictions.write_text(json.dumps(written, indent=1))
-    assert len(prediction.compare(predictions, measured)) == 8, "the same bytes again"
-    measured.write_text(json.dumps(found | {"when": written["when"]}))
-    with pytest.raises(LabError, match="not made before measuring"):
-        prediction.compare(predictions, measured)
-    found["steps"][0]["buckets"] = [600_000]
-    measured.write_text(json.dumps(found))
-    with pytest.raises(LabError, match="DDP filled its buckets in another way"):
-        prediction.compare(predictions, measured)

@@ -30,7 +30,6 @@ GUIDES += (
 FOR_TEACHERS = ("hosting/README.md", "hosting/ISOLATION.md", "hosting/RACE.md", "hosting/hub/README.md")
 FOR_TEACHERS += ("hosting/kubernetes/README.md",)
 FOR_MAINTAINERS = ("CONTRIBUTING.md", "SECURITY.md", "docs/performance.md", "data/reference/README.md")
-FOR_MAINTAINERS += ("benchmarks/gpu/PATHS.md",)
 PAGES = GUIDES + FOR_TEACHERS + FOR_MAINTAINERS
 # What they link to besides.
 FILES = ("hosting/kubernetes/values.yaml",)

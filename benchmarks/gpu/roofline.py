@@ -5,24 +5,19 @@ Each kernel takes the longer of two times, ``flops / peak`` and ``bytes / bandwi
 forward and backward (gradient of the input, gradient of the weights). Activations and the weights that kernels read
 have 2 bytes (bf16); parameters, their gradients and the momentum have 4. Caches, launches and the loss cost nothing.
 
-Three ways of counting, by what shares a kernel. In units of one activation, forward + backward:
+Two ways of counting, in reads and writes of one activation, forward + backward:
 
 - ``unfused``, every operator alone, as PyTorch runs them without compiling. BatchNorm 3 + 5: forward reads its input
   for the statistics, reads it again and writes; backward reads input and gradient for two sums, reads both again and
   writes. ReLU 2 + 3. The residual addition 3 + 3, where backward it adds the gradients of the two branches.
 - ``fused``, BatchNorm with the ReLU and the addition behind it, as a compiler can do it around a library's
   convolutions: 3 + 5, ReLU 0, the addition 1 + 3.
-- ``ideal``, all of it inside the convolutions: forward each reads its raw input and writes its raw output once;
-  backward both of its kernels read the raw output, too, to apply BatchNorm's backward on the way, and the gradient of
-  the input reads the raw input for the sums. BatchNorm and ReLU 0, the addition 2 + 1, max pooling 0.
 
-ResNet-152 with the ImageNet stem at batch 1,024 on an H200 comes to 191,000 images/s unfused, 243,000 fused and 343,000
-ideal. An estimate of 211,000 is what the bytes of ``unfused`` alone allow: 22.6 MB an image at 4.8 TB/s.
+ResNet-152 with the ImageNet stem at batch 1,024 on an H200 comes to 191,000 images/s unfused and 243,000 fused.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
+from torch.utils.flop_counter import conv_flop_count
 
 from lab_utils import models
 
@@ -38,15 +33,14 @@ from lab_utils import models
 # https://www.nvidia.com/en-us/data-center/h100/ and https://www.nvidia.com/en-us/data-center/h200/.
 SHEETS = {"H100 80GB HBM3": (989e12, 3.35e12), "H200": (989e12, 4.8e12)}
 # Reads and writes of one activation by what runs on it: BatchNorm, ReLU, addition.
-PASSES = {"unfused": (8, 5, 6), "fused": (8, 0, 4), "ideal": (0, 0, 3)}
+PASSES = {"unfused": (8, 5, 6), "fused": (8, 0, 4)}
 SHORT, LONG, INDEX = 2, 4, 8  # bytes of bf16, of float32, and of the positions that max pooling remembers (int64)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a step: the layer's name, floating-point operations, and bytes that it reads and writes."""
+    """One kernel of a step: floating-point operations, and bytes that it reads and writes."""
 
-    layer: str
     flops: float
     bytes: float
 
@@ -60,108 +54,63 @@ def find_sheet(gpu: str) -> tuple[float, float] | None:
     return next((sheet for name, sheet in SHEETS.items() if gpu.endswith(name)), None)
 
 
-def count_flops(net: str, stem: str, batch: int) -> int:
-    """Returns the floating-point operations of one forward and backward pass, as ``FlopCounterMode`` counts them.
-
-    Convolutions and matrix products alone, two operations a multiplication; on tensors without data.
-    """
-    with FakeTensorMode(), FlopCounterMode(display=False) as counter:
-        models.build(net, stem=stem)(torch.empty(batch, 3, 32, 32)).sum().backward()
-    return counter.get_total_flops()
-
-
-@functools.lru_cache
-def walk_layers(
-    net: str, stem: str, batch: int
-) -> tuple[tuple[tuple[str, nn.Module, torch.Size, torch.Size], ...], int]:
-    """Returns each layer's name, module, and shapes of input and output, in the order of the forward pass.
-
-    And the number of the network's parameters. On tensors without data, so that any batch size takes a second.
-    """
-    layers = []
-    with FakeTensorMode():
-        model = models.build(net, stem=stem)
-        for name, module in model.named_modules():
-            # A leaf, or a residual block, whose output is a sum.
-            if not list(module.children()) or hasattr(module, "downsample"):
-                module.register_forward_hook(
-                    lambda module, inputs, output, name=name: layers.append(
-                        (name, module, inputs[0].shape, output.shape)
-                    )
-                )
-        model(torch.empty(batch, 3, 32, 32))
-        return tuple(layers), sum(parameter.numel() for parameter in model.parameters())
-
-
 def list_kernels(net: str, stem: str, batch: int, fusion: str) -> list[Kernel]:
     """Returns the kernels of one training step of a network on (batch, 3, 32, 32) images.
+
+    The layers and their shapes come from a forward pass on tensors without data, so that any batch takes a second.
 
     Args:
         net: As for ``models.build``.
         stem: As for ``models.build``.
         batch: Number of images.
-        fusion: ``unfused``, ``fused`` or ``ideal``; see the module.
+        fusion: ``unfused`` or ``fused``; see the module.
     """
-    layers, size = walk_layers(net, stem, batch)
-    kernels = [
-        kernel
-        for index, (name, module, read, wrote) in enumerate(layers)
-        for kernel in count_layer(name, module, read, wrote, fusion, first=not index)
-    ]
+    layers: list[tuple[nn.Module, torch.Size, torch.Size]] = []
+    with FakeTensorMode():
+        model = models.build(net, stem=stem)
+        for module in model.modules():
+            # A leaf, or a residual block, whose output is a sum.
+            if not list(module.children()) or hasattr(module, "downsample"):
+                module.register_forward_hook(lambda one, read, wrote: layers.append((one, read[0].shape, wrote.shape)))
+        model(torch.empty(batch, 3, 32, 32))
+        size = sum(parameter.numel() for parameter in model.parameters())
+    kernels = [kernel for index, layer in enumerate(layers) for kernel in count_layer(*layer, fusion, first=not index)]
     # The 16-bit copy is made (4 + 2); the gradient comes back in 32 bits (2 + 4); SGD reads weight, gradient and
     # momentum and writes weight and momentum.
-    return [*kernels, Kernel("weights", 0.0, size * (2 * (SHORT + LONG) + 5 * LONG))]
+    return [*kernels, Kernel(0.0, size * (2 * (SHORT + LONG) + 5 * LONG))]
 
 
 def count_layer(
-    name: str, module: nn.Module, read: torch.Size, wrote: torch.Size, fusion: str, *, first: bool = False
+    module: nn.Module, read: torch.Size, wrote: torch.Size, fusion: str, *, first: bool = False
 ) -> Iterator[Kernel]:
-    """Yields the kernels, forward and backward, of one layer.
+    """Yields the kernels, forward and backward, of a leaf of the network, or of a residual block's addition.
 
-    Args:
-        name: The layer's name.
-        module: A leaf of the network, or a residual block for its addition.
-        read: Shape of the input.
-        wrote: Shape of the output.
-        fusion: As in ``list_kernels``.
-        first: Whether it is the network's first layer, whose input needs no gradient.
+    ``first`` is the network's first layer, whose input needs no gradient.
     """
     inputs, outputs = math.prod(read), math.prod(wrote)
     batch_norm, relu, addition = PASSES[fusion]
     if isinstance(module, nn.Conv2d | nn.Linear):
-        weights, again = module.weight.numel(), fusion == "ideal" and isinstance(module, nn.Conv2d)
         if isinstance(module, nn.Conv2d):
             flops = conv_flop_count(list(read), list(module.weight.shape), list(wrote))
         else:
             flops = 2 * inputs * module.out_features
-        moved = inputs + outputs + weights
-        yield Kernel(f"{name} forward", flops, SHORT * moved)
-        if not first:
-            yield Kernel(f"{name} input", flops, SHORT * (moved + again * (inputs + outputs)))
-        yield Kernel(f"{name} weight", flops, SHORT * (moved + again * outputs))
+        for _ in range(2 if first else 3):
+            yield Kernel(flops, SHORT * (inputs + outputs + module.weight.numel()))
     elif isinstance(module, nn.BatchNorm2d):
-        yield Kernel(name, 0.0, SHORT * batch_norm * inputs)
+        yield Kernel(0.0, SHORT * batch_norm * inputs)
     elif isinstance(module, nn.ReLU):
-        yield Kernel(name, 0.0, SHORT * relu * inputs)
+        yield Kernel(0.0, SHORT * relu * inputs)
     elif hasattr(module, "downsample"):
-        yield Kernel(f"{name} addition", 0.0, SHORT * addition * outputs)
-    elif isinstance(module, nn.MaxPool2d) and fusion != "ideal":
-        yield Kernel(name, 0.0, 2 * (SHORT * (inputs + outputs) + INDEX * outputs))
+        yield Kernel(0.0, SHORT * addition * outputs)
+    elif isinstance(module, nn.MaxPool2d):
+        yield Kernel(0.0, 2 * (SHORT * (inputs + outputs) + INDEX * outputs))
     elif isinstance(module, nn.AdaptiveAvgPool2d):
-        yield Kernel(name, 0.0, 2 * SHORT * (inputs + outputs))
+        yield Kernel(0.0, 2 * SHORT * (inputs + outputs))
 
 
 def predict(net: str, stem: str, batch: int, sheet: tuple[float, float]) -> dict[str, float]:
-    """Returns images per second for each way of counting, and ``compute``: what the operations alone would allow.
-
-    Args:
-        net: As for ``models.build``.
-        stem: As for ``models.build``.
-        batch: Number of images of a step.
-        sheet: FLOP/s and bytes/s, as from ``find_sheet``.
-    """
+    """Returns images per second for each way of counting, on a GPU with these FLOP/s and bytes/s (``find_sheet``)."""
     rates = {}
     for fusion in PASSES:
-        kernels = list_kernels(net, stem, batch, fusion)
-        rates[fusion] = batch / sum(kernel.seconds(*sheet) for kernel in kernels)
-    return rates | {"compute": batch / (sum(kernel.flops for kernel in kernels) / sheet[0])}
+        rates[fusion] = batch / sum(kernel.seconds(*sheet) for kernel in list_kernels(net, stem, batch, fusion))
+    return rates

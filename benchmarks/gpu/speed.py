@@ -1,105 +1,208 @@
-"""Measures training steps of ResNet-152 on 32×32 images against what others type.
+"""Measures training steps of ResNet-152 on 32×32 images, ours against those of others, each against its own kind.
 
 ``python -m benchmarks.gpu.speed --out FILE.json`` measures group by group, the most valuable first: the arms of a group
-get ready one after the other and then take turns, six times. Before that, the losses of 30 steps of each of our arms
-have to lie within 2 % of those of IEEE float32 at the same batch size, in each step; an arm that does not is not timed.
-FILE.json is written after each turn, and another call with the same machine, versions and code continues with the
-missing groups. Exit status: 0 when all is measured, 75 when the time was up before.
+get ready one after the other and then take turns. Before that, the losses of 30 steps of each of our arms have to lie
+within 2 % of those of IEEE float32 at the same batch size, in each step; an arm that does not is not timed. FILE.json
+is written after each group, and another call with the same machine, versions and code goes on with the missing groups.
+Exit status: 0 when all is measured, 75 when the time was up before.
 
-Data are random uint8 images on the GPU. The optimizer is SGD with learning rate 0.1, momentum 0.9 and weight decay
-1e-4. For the comparison of losses it is ``worker.CURVE_LR``, and the last BatchNorm of each residual block is scaled by
-``worker.CURVE_SCALE``. From the usual initial weights no arm could be told from another: two runs in float32 that
-differ in nothing but the order of their sums were 8 to 80 % apart within 30 steps, at learning rates from 0.0003 to
-0.01 (ResNet-152, batch 64, on a CPU). As it is they were 0.2 % apart and bfloat16 was off by 0.9 %; the middle
-BatchNorm of each block frozen was off by 7 %, a learning rate 1.1 times as high by 10 %, no momentum by 290 % (batch
-32, on a CPU). FILE.json has the distance of two float32 runs on its machine, ``noise``.
+An arm has a process of its own, since PyTorch keeps the plan of a convolution whether it was searched for or taken from
+heuristics: in one process the first arm would choose for all. Data are random uint8 images on the GPU.
+
+For the comparison of losses the learning rate is ``CURVE_LR``, and the last BatchNorm of each residual block is scaled
+by ``CURVE_SCALE``. From the usual initial weights no arm could be told from another: two runs in float32 that differ in
+nothing but the order of their sums were 8 to 80 % apart within 30 steps, at learning rates from 0.0003 to 0.01
+(ResNet-152, batch 64, on a CPU). As it is they were 0.2 % apart and bfloat16 was off by 0.9 %; a learning rate 1.1
+times as high was off by 10 %, no momentum by 290 % (batch 32, on a CPU).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import math
-import os
-import statistics
+import multiprocessing
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.claims import print_table
-from benchmarks.gpu import TIME_IS_UP
-from benchmarks.gpu.arms import Setup
-from benchmarks.gpu.notebooks import write_json
+from benchmarks.gpu import TIME_IS_UP, write_json
+from benchmarks.gpu.arms import ARMS, KINDS, LR, REFERENCE, Arm, Batch, Setup, Training
 from benchmarks.gpu.roofline import SHEETS, find_sheet, predict
-from benchmarks.gpu.speed_report import ROUNDS, find_best, judge, list_rates
-from benchmarks.gpu.worker import ARMS, CURVE_BATCHES, CURVE_LR, CURVE_SCALE, Host, close_all
-from lab_common import LabError, checkout
+from course.reference import describe_machine
+from lab_common import LabError
 from lab_common.commandline import read_option
-from lab_common.files import read_bounded
-from lab_common.nvidia import query_smi
 from lab_utils import machine
+from lab_utils.timing import synchronize
 
+ROUNDS = 6  # as few as a comparison needs
+POOL = 4  # batches on the device, which steps take in turn
 LIMIT = 0.02  # of the losses, in each step
-SPARE = 6.0  # seconds at the end, in which processes end and the file is written
-GROUPS = {
-    "eager": (
-        *("graph", "eager", "timm AMP channels_last", "timm AMP", "torchvision AMP fp16"),
-        *("examples AMP", "Lightning AMP"),
-    ),
-    "compiled": (
-        *("regional graph", "compiled graph", "compiled", "regional"),
-        *("timm compiled channels_last", "timm compiled"),
-    ),
-    "rest": ("bf16 weights graph", "timm fp32", "torchvision fp32", "examples fp32", "Lightning fp32"),
-    "tuned": ("tuned graph",),
-}
-ORDER = (
-    *((1024, "eager"), (128, "eager"), (1024, "compiled"), (128, "compiled"), (1024, "rest"), (128, "rest")),
-    *((512, "eager"), (4096, "eager"), (1024, "tuned"), (512, "compiled"), (4096, "compiled")),
+CURVE_LR, CURVE_BATCHES, CURVE_SCALE = 3e-4, 2, 0.1
+TOP = 15  # kernels of a profile
+ORDER = [("imagenet", batch, kind) for kind in KINDS for batch in (1024, 128)]
+ORDER += [("cifar", batch, kind) for kind in KINDS for batch in (1024, 128)]
+LEAST = {"eager": 40.0, "graph": 60.0, "compiled": 60.0}  # seconds that have to be left for a group
+FULL, DRY = (
+    {"warmup": 20, "curve": 30, "seconds": 0.4, "fewest": 5},
+    {"warmup": 1, "curve": 2, "seconds": 0, "fewest": 2},
 )
-# Nothing is begun that this many seconds, on an H100, do not suffice for.
-LEAST = {"eager": 40.0, "compiled": 60.0, "rest": 40.0, "tuned": 90.0}
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Amounts to measure: steps of warm-up and of the curve, untimed steps of a turn, and seconds of a turn."""
-
-    warmup: int = 20
-    curve: int = 30
-    lead: int = 3
-    seconds: float = 0.4
-    fewest: int = 5
-
-    def count_steps(self, step: float) -> int:
-        """Returns the timed steps of a turn, where one takes ``step`` seconds."""
-        return max(self.fewest, min(200, math.ceil(self.seconds / max(step, 1e-6))))
+def make_pool(batch: int, device: torch.device) -> list[Batch]:
+    """Returns random uint8 images (batch, 3, 32, 32) and labels on the device, the same in every process."""
+    generator = torch.Generator().manual_seed(23)
+    return [
+        (
+            torch.randint(0, 256, (batch, 3, 32, 32), dtype=torch.uint8, generator=generator).to(device),
+            torch.randint(0, 10, (batch,), generator=generator).to(device),
+        )
+        for _ in range(POOL)
+    ]
 
 
-DRY = Scale(warmup=1, curve=2, lead=0, seconds=0.0, fewest=2)
+def run_steps(training: Training, pool: Sequence[Batch], count: int) -> list[torch.Tensor]:
+    """Trains on the batches in turn; returns the losses, on the device."""
+    return [training.step(*pool[index % len(pool)]).clone() for index in range(count)]
 
 
-@dataclass(frozen=True)
-class Group:
-    """Arms that take turns: the network's stem, the batch size, the group's name, and the arms."""
+def time_steps(training: Training, pool: Sequence[Batch], count: int) -> float:
+    """Returns the seconds of a step, of ``count`` steps after three, by CUDA's events on a GPU."""
+    device = pool[0][0].device
+    run_steps(training, pool, 3)
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run_steps(training, pool, count)
+        return (time.perf_counter() - start) / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run_steps(training, pool, count)
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
 
-    stem: str
-    batch: int
-    name: str
-    arms: tuple[str, ...]
+
+def find_curve(training: Training, pool: Sequence[Batch], count: int) -> list[float]:
+    """Returns the losses of some steps from weights at which float32 does not depend on the order of its sums."""
+    first = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    calm = {name: tensor.clone() for name, tensor in first.items()}
+    # A Bottleneck's last BatchNorm is bn3, a BasicBlock's bn2.
+    ends = ("bn3.weight",) if any(name.endswith("bn3.weight") for name in calm) else ("bn2.weight",)
+    for name, tensor in calm.items():
+        if name.endswith(ends):
+            tensor.fill_(CURVE_SCALE)
+    training.load(calm)
+    training.set_lr(CURVE_LR)
+    losses = [float(loss) for loss in run_steps(training, pool[:CURVE_BATCHES], count)]
+    training.load(first)
+    training.set_lr(LR)
+    return losses
 
 
-class TimeIsUpError(Exception):
-    """The seconds of this call are over."""
+def prepare(
+    arm: Arm, setup: Setup, batch: int, scale: dict[str, float]
+) -> tuple[Training, list[Batch], dict[str, Any]]:
+    """Builds an arm, captures its graph, takes its curve and warms up; returns it with its batches and its facts."""
+    arm.set_globals()
+    began = time.perf_counter()
+    training = arm.make(setup)
+    pool = [(training.prepare(images), labels) for images, labels in make_pool(batch, setup.device)]
+    first = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
+    if arm.kind == "graph":
+        training.capture(pool[0])
+        training.load(first)
+    losses = find_curve(training, pool, int(scale["curve"])) if arm.ours or arm is REFERENCE else []
+    run_steps(training, pool, 1)  # algorithms are chosen in it, whose memory is no step's
+    synchronize(setup.device)
+    cuda = setup.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    last = run_steps(training, pool, int(scale["warmup"]))[-1]
+    finite = math.isfinite(float(last))
+    step = (time.perf_counter() - start) / scale["warmup"]
+    peak = (training.peak or torch.cuda.max_memory_allocated()) if cuda else None
+    facts = {"losses": losses, "step": step, "peak_bytes": peak, "finite": finite}
+    return training, pool, facts | {"build_seconds": start - began}
+
+
+def profile(training: Training, pool: Sequence[Batch], steps: int = 3) -> dict[str, Any]:
+    """Returns the kernels (on a CPU the operators) that take the most time, with their shares, and how many run."""
+    cuda = pool[0][0].is_cuda
+    activities = [torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run_steps(training, pool, steps)
+        synchronize(pool[0][0].device)
+    attribute = "self_device_time_total" if cuda else "self_cpu_time_total"
+    events = [one for one in profiler.key_averages() if getattr(one, attribute)]
+    total = sum(getattr(one, attribute) for one in events) or 1.0
+    events.sort(key=lambda one: getattr(one, attribute), reverse=True)
+    top = [
+        {"name": one.key[:120], "calls": one.count / steps, "share": getattr(one, attribute) / total}
+        for one in events[:TOP]
+    ]
+    return {"top": top, "milliseconds": total / 1e3 / steps, "calls": sum(one.count for one in events) / steps}
+
+
+def serve(connection: Connection, arm: Arm, setup: Setup, batch: int, scale: dict[str, float]) -> None:
+    """A process of one arm: sends its facts, then answers each number of steps with the seconds of one, until 0."""
+    if setup.device.type == "cpu":
+        torch.set_num_threads(1)
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        try:
+            training, pool, facts = prepare(arm, setup, batch, scale)
+            connection.send(facts)
+            while asked := connection.recv():
+                connection.send(profile(training, pool) if asked == "profile" else time_steps(training, pool, asked))
+        except (RuntimeError, ValueError, ImportError) as error:
+            connection.send({"error": f"{type(error).__name__}: {error}".strip()[:600]})
+
+
+class Host:
+    """An arm in a process of its own."""
+
+    def __init__(self, arm: Arm, setup: Setup, batch: int, scale: dict[str, float]) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, arm, setup, batch, scale), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def receive(self, end: float) -> Any:
+        """Waits for an answer; one with ``error`` where the process ended.
+
+        Raises:
+            TimeoutError: The time was up before.
+        """
+        try:
+            if self.connection.poll(max(0.0, end - time.monotonic())):
+                return self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            return {"error": f"its process ended with status {self.process.exitcode}"}
+        raise TimeoutError
+
+    def ask(self, what: int | str, end: float) -> Any:
+        """Sends a request and waits for the answer."""
+        with contextlib.suppress(OSError):
+            self.connection.send(what)
+        return self.receive(end)
+
+    def close(self) -> None:
+        """Ends the process."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
 def find_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
@@ -110,302 +213,120 @@ def find_deviation(losses: Sequence[float], expected: Sequence[float]) -> float:
     return max((abs(one - other) / abs(other) for one, other in pairs), default=math.inf)
 
 
-class Session:
-    """One call of the command: its processes, its time, and the result, which is on the disk after each turn."""
-
-    def __init__(self, out: Path, setup: Setup, scale: Scale, seconds: float, here: dict[str, Any]) -> None:
-        self.out, self.setup, self.scale = out, setup, scale
-        self.end = time.monotonic() + seconds
-        self.hosts: dict[str, Host] = {}
-        self.result = load_result(out, make_key(here, setup, scale)) | {"machine": here}
-        self.result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
-
-    def left(self) -> float:
-        """Seconds that may still be spent on measuring."""
-        return self.end - time.monotonic() - SPARE
-
-    def save(self) -> None:
-        """Writes the result, after judging its goals again."""
-        self.result["goals"] = {stem: [asdict(claim) for claim in judge(self.result, stem)] for stem in SHOWN}
-        write_json(self.out, self.result)
-
-    def host(self, arm: str, stem: str) -> Host:
-        """Returns the process of an arm; on a CPU all share one."""
-        key = f"{stem}/{arm}" if self.setup.device.type == "cuda" else stem
-        if key not in self.hosts:
-            self.hosts[key] = Host(Setup(self.setup.net, stem, self.setup.device))
-        return self.hosts[key]
-
-    def close(self, keep: Iterable[Host] = ()) -> None:
-        """Ends all processes but some."""
-        going = {key: host for key, host in self.hosts.items() if host not in list(keep)}
-        self.hosts = {key: host for key, host in self.hosts.items() if key not in going}
-        close_all(list(going.values()))
-
-    def finish(self, arm: str, stem: str) -> dict[str, Any]:
-        """Waits for an arm's next answer; a process that has ended is another's the next time."""
-        host = self.host(arm, stem)
-        reply = host.finish(self.left())
-        if reply.get("late"):
-            raise TimeIsUpError
-        if host.process.exitcode is not None:
-            self.close([one for one in self.hosts.values() if one is not host])
-        return reply
-
-    def ask(self, arm: str, group: Group, name: str, **arguments: object) -> dict[str, Any]:
-        """Asks an arm's process and waits for the answer."""
-        self.host(arm, group.stem).ask(name, arm=arm, **arguments)
-        return self.finish(arm, group.stem)
-
-    def measure(self, group: Group) -> None:
-        """Measures one group, from its processes to its clocks.
-
-        Raises:
-            TimeIsUpError: The time was up before; what was timed stays in the result, with fewer rounds.
-        """
-        same = [one for one in self.result["measurements"] if _place(one) == (group.stem, group.batch, group.name)]
-        self.result["measurements"] = [one for one in self.result["measurements"] if one not in same]
-        rows = {arm: self._make_row(group, arm) for arm in self._add_anchors(group)}
-        self.result["measurements"] += rows.values()
-        ready = [arm for arm, row in rows.items() if not row["status"]]
-        if ready:
-            self.close([self.host(arm, group.stem) for arm in ready])
-            if self.setup.device.type != "cuda":
-                self._find_curve(group)  # the one process answers in turn
-            print(f"{group.stem} stem, batch {group.batch:,}: {', '.join(ready)}", flush=True)
-            self._prepare(group, rows, ready)
-            ready = [arm for arm in ready if not rows[arm]["status"]]
-            self._take_turns(group, rows, ready)
-            self._look_at_best(group, rows)
-        self.result["groups"].append([group.stem, group.batch, group.name])
-        self.save()
-
-    def _make_row(self, group: Group, name: str) -> dict[str, Any]:
-        arm, status = ARMS[name], ""
-        if (arm.graph or arm.compiled) and self.setup.device.type != "cuda":
-            status = "not on a CPU"
-        elif arm.package and importlib.util.find_spec(arm.package) is None:
-            status = f"{arm.package} is not installed"
-        row = {"stem": group.stem, "batch": group.batch, "group": group.name, "arm": name, "ours": arm.ours}
-        return row | {"source": arm.source, "status": status, "seconds": [], "fidelity": None, "peak_bytes": None}
-
-    def _add_anchors(self, group: Group) -> list[str]:
-        """The group's arms, and two of the eager ones to compare them with in the same turns."""
-        rates = list_rates(self.result, group.stem, group.batch, "eager") if group.name != "eager" else {}
-        best = [find_best(rates, ours=True), find_best(rates, ours=False, amp=True)]
-        return list(dict.fromkeys([*group.arms, *(one[1] for one in best if one)]))
-
-    def _find_curve(self, group: Group) -> None:
-        """Takes the losses of IEEE float32, twice, the images of each batch in another order; once for a batch size."""
-        key, curves = f"{group.stem}/{group.batch}", []
-        if key in self.result["curves"]:
-            return
-        for permuted in (False, True):
-            reply = self.ask("reference", group, "build", batch=group.batch, permuted=permuted)
-            if "error" not in reply:
-                reply = self.ask("reference", group, "warm", steps=1, curve=self.scale.curve)
-            curves.append(reply.get("losses", []))
-        self.ask("reference", group, "drop")
-        noise = find_deviation(curves[1], curves[0])
-        noise = noise if math.isfinite(noise) else None
-        self.result["curves"][key] = {"losses": curves[0], "noise": noise, "error": reply.get("error", "")}
-
-    def _prepare(self, group: Group, rows: dict[str, dict[str, Any]], ready: Sequence[str]) -> None:
-        """Builds and compiles all arms at once, then warms them up one after the other, as cuDNN measures meanwhile."""
-        for arm in ready:
-            self.host(arm, group.stem).ask("build", arm=arm, batch=group.batch)
-        self._find_curve(group)
-        for arm in ready:
-            reply = self.finish(arm, group.stem)
-            rows[arm].update({key: reply[key] for key in ("settings", "build_seconds") if key in reply})
-            rows[arm]["status"] = reply.get("error", "")
-        for arm in ready:
-            if rows[arm]["status"]:
-                continue
-            curve = self.scale.curve if ARMS[arm].ours else 0
-            reply = self.ask(arm, group, "warm", steps=self.scale.warmup, curve=curve)
-            rows[arm].update({key: value for key, value in reply.items() if key != "error"})
-            rows[arm]["status"] = reply.get("error", "") or self._check_losses(group, rows[arm])
-            if rows[arm]["status"] and "error" not in reply:
-                self.ask(arm, group, "drop")
-            self.save()
-
-    def _check_losses(self, group: Group, row: dict[str, Any]) -> str:
-        """Notes how far the losses of one of ours are off; returns why it is not timed, "" if it may be."""
-        if not row["ours"]:
-            return ""
-        curve = self.result["curves"][f"{group.stem}/{group.batch}"]
-        off = find_deviation(row["losses"], curve["losses"])
-        row["fidelity"] = off if math.isfinite(off) else None
-        if curve["error"]:
-            return f"not checked: float32's losses are not known: {curve['error']}"
-        return "" if off <= LIMIT else f"refused: its losses are off by {off:.1%}, {LIMIT:.0%} is the most"
-
-    def _take_turns(self, group: Group, rows: dict[str, dict[str, Any]], ready: Sequence[str]) -> None:
-        for number in range(ROUNDS):
-            for arm in ready[:: -1 if number % 2 else 1]:
-                if rows[arm]["status"]:
-                    continue
-                count = self.scale.count_steps(rows[arm]["step"])
-                reply = self.ask(arm, group, "time", lead=self.scale.lead, count=count)
-                if "error" in reply:
-                    rows[arm]["status"] = reply["error"]
-                else:
-                    rows[arm]["seconds"].append(reply["seconds"])
-                    rows[arm]["steps"] = count
-                self.save()
-
-    def _look_at_best(self, group: Group, rows: dict[str, dict[str, Any]]) -> None:
-        """Reads the clocks while our fastest arm and the fastest peer run; profiles ours where a goal is missed."""
-        rates = list_rates(self.result, group.stem, group.batch, group.name)
-        best = [one[1] for one in (find_best(rates, ours=True), find_best(rates, ours=False)) if one]
-        for arm in best if self.setup.device.type == "cuda" else ():
-            steps = math.ceil(1.0 / statistics.median(rows[arm]["seconds"]))
-            self.host(arm, group.stem).ask("time", arm=arm, lead=0, count=steps)
-            time.sleep(0.3)
-            rows[arm]["clocks"] = read_clocks()
-            self.finish(arm, group.stem)
-        missed = any(claim.holds is False for claim in judge(self.result, group.stem))
-        ours = find_best(rates, ours=True)
-        if ours and (missed or self.scale is DRY):
-            profile = self.ask(ours[1], group, "profile", steps=3)
-            self.result["profiles"].append({"stem": group.stem, "batch": group.batch, "group": group.name} | profile)
+def find_obstacle(arm: Arm, device: torch.device) -> str:
+    """Explains why an arm cannot run here; "" if it can."""
+    if arm.kind != "eager" and device.type != "cuda":
+        return "not on a CPU"
+    return f"{arm.package} is not installed" if arm.package and not importlib.util.find_spec(arm.package) else ""
 
 
-SHOWN = ("imagenet", "cifar")
+def measure_group(result: dict, setup: Setup, batch: int, kind: str, scale: dict[str, float], end: float) -> None:
+    """Measures the arms of a kind in turn and adds their rows, and the profile of our fastest, to the result.
 
-
-def _place(row: dict[str, Any]) -> tuple[str, int, str]:
-    return row["stem"], row["batch"], row["group"]
-
-
-def read_clocks() -> dict[str, str]:
-    """Returns what ``nvidia-smi`` says now of the first GPU: clocks in MHz, power in W, temperature in °C."""
-    fields = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+    Raises:
+        TimeoutError: The time was up before; nothing of the group is kept.
+    """
+    place = {"stem": setup.stem, "batch": batch, "group": kind}
+    rows, hosts = [], {}
     try:
-        return dict(zip(fields, query_smi(f"gpu={','.join(fields)}", seconds=10)[0], strict=False))
-    except (OSError, IndexError) as error:
-        return {"error": str(error)}
+        reference = hosts["reference"] = Host(REFERENCE, setup, batch, scale)
+        curve = reference.receive(end)
+        reference.close()
+        for name, arm in ((name, arm) for name, arm in ARMS.items() if arm.kind == kind):
+            row = place | {"arm": name, "ours": arm.ours, "source": arm.source, "seconds": [], "fidelity": None}
+            rows.append(row | {"status": find_obstacle(arm, setup.device)})
+            if rows[-1]["status"]:
+                continue
+            hosts[name] = Host(arm, setup, batch, scale)
+            facts = hosts[name].receive(end)
+            rows[-1].update({"status": facts.pop("error", "")} | facts)
+            if arm.ours and not rows[-1]["status"]:
+                off = find_deviation(facts["losses"], curve.get("losses", []))
+                rows[-1]["fidelity"] = off if math.isfinite(off) else None
+                refused = f"refused: its losses are off by {off:.1%}, {LIMIT:.0%} is the most"
+                rows[-1]["status"] = "" if off <= LIMIT else curve.get("error", refused)
+        for number in range(ROUNDS):
+            for row in [one for one in rows if not one["status"]][:: -1 if number % 2 else 1]:
+                count = max(scale["fewest"], min(200, math.ceil(scale["seconds"] / max(row["step"], 1e-6))))
+                answer = hosts[row["arm"]].ask(int(count), end)
+                if isinstance(answer, dict):
+                    row["status"] = answer["error"]
+                else:
+                    row["seconds"].append(answer)
+        ours = [one for one in rows if one["ours"] and not one["status"]]
+        if ours:
+            best = min(ours, key=lambda row: min(row["seconds"]))["arm"]
+            result["profiles"].append(place | {"arm": best} | hosts[best].ask("profile", end))
+    finally:
+        for host in hosts.values():
+            host.close()
+    result["measurements"] += rows
+    result["groups"].append(list(place.values()))
 
 
-def make_key(here: dict[str, Any], setup: Setup, scale: Scale) -> dict[str, object]:
-    """Returns the facts that two calls must share for the later to continue where the earlier stopped."""
+def make_key(label: str, net: str, scale: dict[str, float]) -> dict[str, object]:
+    """Returns the facts that two calls must share for the later to go on where the earlier stopped."""
     versions = {}
-    for package in ("torch", "torchvision", "triton", "timm", "lightning"):
+    for package in ("torch", "torchvision", "triton", "timm"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "not installed"
-    code = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in [*sorted(folder.glob("*.py")), checkout() / "lab_utils" / "models.py"]:
-        if path.stem in ("arms", "models", "peers", "roofline", "speed", "worker"):
-            code.update(path.read_bytes())
-    gpu = {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if here["gpus"] else None}
-    measured = {"net": setup.net, "scale": asdict(scale), "rounds": ROUNDS, "code": code.hexdigest()[:16]}
-    return {"machine": here["label"], "python": here["python"], **gpu, "versions": versions} | measured
+    code = hashlib.sha256(b"".join(Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("arms", "speed")))
+    key = {"machine": label, "versions": versions, "net": net, "scale": scale}
+    return key | {"rounds": ROUNDS, "code": code.hexdigest()[:16]}
 
 
 def load_result(out: Path, key: dict[str, object]) -> dict[str, Any]:
-    """Returns an earlier call's result if it has the same key, otherwise an empty one; a different one is kept."""
-    curve = {"lr": CURVE_LR, "batches": CURVE_BATCHES, "scale": CURVE_SCALE, "limit": LIMIT}
-    fresh = {"key": key, "curve": curve, "curves": {}, "measurements": [], "groups": [], "profiles": []}
-    try:
-        found = json.loads(read_bounded(out, 16 * 2**20))
+    """Returns an earlier call's result if it has the same key, otherwise an empty one; another is kept beside it."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(out.read_bytes())
         if found.get("key") == json.loads(json.dumps(key)):
             return found
-    except FileNotFoundError:
-        return fresh
-    except (OSError, ValueError, AttributeError):
-        pass
-    out.replace(out.with_suffix(".old.json"))
-    return fresh
-
-
-def list_plan(stem: str, batches: Sequence[int], arms: Sequence[str], dry: bool) -> list[Group]:
-    """Returns the groups in the order of their value; with ``dry`` those of one small batch size."""
-    order = [(stem or "imagenet", *one) for one in ([(8, "eager"), (8, "rest")] if dry else ORDER)]
-    if not stem and not dry:
-        order += [("cifar", 128, "eager"), ("cifar", 128, "compiled")]
-    order = [one for one in order if not batches or one[1] in batches]
-    groups = [Group(*one, tuple(arm for arm in GROUPS[one[2]] if not arms or arm in arms)) for one in order]
-    return [group for group in groups if group.arms]
-
-
-def describe_here(device: torch.device) -> dict[str, Any]:
-    """Returns the machine's facts, its label, and the driver's version."""
-    here = machine.describe()
-    driver = ""
-    if device.type == "cuda":
-        try:
-            driver = query_smi("gpu=driver_version")[0][0]
-        except (OSError, IndexError):
-            driver = "not known"
-    return asdict(here) | {"label": here.label, "driver": driver}
-
-
-def add_roofline(result: dict[str, Any], plan: Sequence[Group], gpu: str, dry: bool) -> None:
-    """Adds what the data sheet allows, for the batch sizes of the plan; of a GPU without one, nothing.
-
-    The rehearsal computes with an H200's.
-    """
-    sheet = SHEETS["H200"] if dry else find_sheet(gpu)
-    result["sheet"] = sheet and {"flops": sheet[0], "bytes": sheet[1]}
-    for group in plan if sheet else ():
-        rates = result.setdefault("roofline", {}).setdefault(group.stem, {})
-        if str(group.batch) not in rates:
-            rates[str(group.batch)] = predict(result["key"]["net"], group.stem, group.batch, sheet)
-
-
-def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.speed", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=read_option, required=True, help="the JSON file to write, and to go on from")
-    parser.add_argument("--dry", action="store_true", help="rehearse on a CPU, with a tiny network")
-    parser.add_argument("--seconds", type=float, default=240.0, help="stop before so many are over (default: 240)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[], metavar="N", help="only these batch sizes")
-    parser.add_argument("--arms", nargs="+", default=[], metavar="ARM", choices=sorted(ARMS), help="only these arms")
-    parser.add_argument("--stem", choices=SHOWN, help="default: lab 1's first, imagenet; then cifar at batch 128")
-    return parser.parse_args(arguments)
+        out.replace(out.with_suffix(".old.json"))
+    return {"key": key, "measurements": [], "groups": [], "profiles": []}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what is missing, prints the goals; returns the exit status.
+    """Measures what is missing; returns the exit status.
 
     Raises:
         LabError: There is no GPU, and it is no rehearsal.
     """
-    args = read_arguments(arguments)
-    started = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.speed", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=read_option, required=True, help="the JSON file to write, and to go on from")
+    parser.add_argument("--dry", action="store_true", help="rehearse on a CPU, with a tiny network")
+    parser.add_argument("--seconds", type=float, default=240.0, help="stop before so many are over (default: 240)")
+    args = parser.parse_args(arguments)
+    end = time.monotonic() + args.seconds - 6  # in which processes end and the file is written
     device = torch.device("cpu") if args.dry else machine.device()
     if device.type != "cuda" and not args.dry:
         raise LabError("There is no GPU to measure.", cause="torch sees none", fix="rehearse on a CPU: --dry")
-    # Several processes compile at once.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, machine.describe().cores // 6)))
-    scale = DRY if args.dry else Scale()
-    setup = Setup("tiny" if args.dry else "resnet152", args.stem or "imagenet", device)
+    scale, net = (DRY, "tiny") if args.dry else (FULL, "resnet152")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    session = Session(args.out, setup, scale, args.seconds, describe_here(device))
-    session.end -= time.monotonic() - started
-    plan = list_plan(args.stem, args.batches, args.arms, args.dry)
-    done = {tuple(one) for one in session.result["groups"]}
-    missing = [group for group in plan if (group.stem, group.batch, group.name) not in done]
-    try:
-        add_roofline(session.result, plan, session.result["machine"]["label"], args.dry)
-        while missing and session.left() >= (0 if args.dry else LEAST[missing[0].name]):
-            session.measure(missing[0])
-            missing.pop(0)
-    except TimeIsUpError:
-        pass
-    finally:
-        session.close()
-        session.result["missing"] = [[group.stem, group.batch, group.name] for group in missing]
-        session.save()
-    print_table(judge(session.result, args.stem or "imagenet"))
-    for row in session.result["measurements"]:
-        if row["status"]:
-            print(f"{row['arm']}, batch {row['batch']:,}: {row['status']}")
-    print(f"{len(missing)} of {len(plan)} groups are missing: call again" if missing else "all groups are measured")
+    here = describe_machine()
+    result = load_result(args.out, make_key(here["label"], net, scale)) | {"machine": here}
+    result["when"] = datetime.now(UTC).isoformat(timespec="seconds")
+    sheet = SHEETS["H200"] if args.dry else find_sheet(here["label"])
+    plan = [("imagenet", 8, "eager")] if args.dry else ORDER
+    for stem, batch, kind in plan:
+        if list((stem, batch, kind)) in result["groups"] or end - time.monotonic() < (0 if args.dry else LEAST[kind]):
+            continue
+        print(f"{stem} stem, batch {batch:,}, {kind}", flush=True)
+        try:
+            measure_group(result, Setup(net, stem, device), batch, kind, scale, end)
+        except TimeoutError:
+            break
+        if sheet:
+            roofline = result.setdefault("roofline", {}).setdefault(stem, {})
+            roofline[str(batch)] = predict(net, stem, batch, sheet)
+        write_json(args.out, result)
+    for row in result["measurements"]:
+        rates = [row["batch"] / seconds for seconds in row["seconds"]]
+        found = row["status"] or f"{min(rates):,.0f} to {max(rates):,.0f} images/s"
+        print(f"{row['arm']}, batch {row['batch']:,}: {found}")
+    missing = sum(list(one) not in result["groups"] for one in plan)
+    print(f"{missing} of {len(plan)} groups are missing: call again" if missing else "all groups are measured")
     return TIME_IS_UP if missing else 0
 
 

@@ -17,27 +17,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
-from pretend_cuda import CUDA, Pretence
 from torch import distributed
 from torch.overrides import TorchFunctionMode
 
+CUDA = torch.device("cuda", 0)
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 NO_GPU = "NOT TESTED HERE: needs a GPU"
 SECONDS = 100  # for one test, where pytest-timeout is installed
 TOLD = ("init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats", "max_memory_allocated", "Event")
-
-# It knows the queries of the code alone, and says of each field what is there; with -lms it goes on until it is ended.
-SMI = """
-case $1 in
---query-gpu=index,uuid,*) echo '0, GPU-1, 37, 1024, 81559'; [ "${3#-lms}" = "$3" ] || exec sleep 60;;
---query-gpu=index,name,*) echo '0, NVIDIA H100 80GB HBM3, 1024, 81559, 580.65.06';;
---query-gpu=index,memory.total) echo '0, 81559';;
---query-gpu=driver_version,*) echo '580.65.06, P0, 1980, 2619, 1980, 2619, 1980, 700.00, 34, 81559';;
---query-compute-apps=*) ;;
-*) echo "no such query: $1"; exit 2;;
-esac
-"""
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,9 +37,9 @@ def pytest_collection_modifyitems(config, items):
 
 
 class RealGpu:
-    """The first GPU, with the attributes of :class:`pretend_cuda.Pretence`; notes each call and carries it out."""
+    """The first GPU; notes each call that a test asks about, and carries it out."""
 
-    real, device = True, CUDA
+    device = CUDA
     rate = 0.0  # cycles of torch.cuda._sleep in a second
 
     def __init__(self) -> None:
@@ -147,15 +135,15 @@ class _Copies(TorchFunctionMode):
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpu | Pretence]:
-    """The first GPU; on a CPU a pretended one, which proves that the calls are right, but not the numbers."""
-    with (RealGpu() if torch.cuda.is_available() else Pretence()).installed(monkeypatch) as device:
+def gpu(real_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[RealGpu]:
+    """The first GPU, which notes what is called."""
+    with RealGpu().installed(monkeypatch) as device:
         yield device
 
 
 @pytest.fixture
 def real_gpu() -> Iterator[torch.device]:
-    """The first GPU, for a test that is pointless without one."""
+    """The first GPU as a device of torch's."""
     if not torch.cuda.is_available():
         pytest.skip(NO_GPU)
     yield CUDA
@@ -176,22 +164,17 @@ def _settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]
 
 
 @pytest.fixture
-def smi(gpu: RealGpu | Pretence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's ``nvidia-smi``; for a pretended GPU a program that answers as on an H100."""
-    if gpu.real and not shutil.which("nvidia-smi"):
+def smi() -> None:
+    """The machine's ``nvidia-smi``."""
+    if not shutil.which("nvidia-smi"):
         pytest.skip("NOT TESTED HERE: needs nvidia-smi")
-    if not gpu.real:
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{SMI}", encoding="utf-8")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
 @pytest.fixture
-def group(gpu: RealGpu | Pretence) -> Iterator[None]:
+def group(gpu: RealGpu) -> Iterator[None]:
     """A process group of this process alone, as in the scripts that measure."""
-    backend, device = ("cpu:gloo,cuda:nccl", gpu.device) if gpu.real else ("gloo", None)
-    distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1, device_id=device)
+    store = distributed.HashStore()
+    distributed.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, device_id=gpu.device)
     yield
     distributed.destroy_process_group()
 

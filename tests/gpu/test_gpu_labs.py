@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp import GradScaler
 from torch.optim import SGD
 
@@ -155,19 +154,6 @@ def test_an_amp_step_casts_on_the_gpu_and_keeps_gradients_in_fp32(gpu, lab1, nam
     assert not torch.equal(model[1].weight, before), "the step was skipped"
 
 
-def test_the_scaler_skips_a_step_whose_gradients_are_infinite(gpu, lab1):
-    """And halves its scale; the step after it is taken where that is low enough."""
-    batch = make_batch(gpu.device)
-    weights = [one.detach().clone() for one in batch[0].parameters()]
-    scaler = GradScaler("cuda", init_scale=3e38)
-    lab1["amp_step"](*batch, scaler, torch.float16)
-    assert scaler.get_scale() == pytest.approx(1.5e38)
-    assert all(torch.equal(*pair) for pair in zip(weights, batch[0].parameters(), strict=True))
-    scaler.update(256.0)
-    lab1["amp_step"](*batch, scaler, torch.float16)
-    assert not torch.equal(weights[0], batch[0][1].weight) and scaler.get_scale() == 256.0
-
-
 def test_the_norm_that_is_clipped_is_that_of_unscaled_gradients(gpu, lab1):
     norms = []
     for scale in (1.0, 4096.0):
@@ -269,18 +255,14 @@ def test_a_graph_is_recorded_after_a_warm_up_and_replayed(gpu, lab1):
 
 
 def test_a_captured_step_waits_for_nothing(gpu, lab1):
-    """Else it could not be captured. A pretended graph computes nothing when it is replayed."""
+    """Else it could not be captured."""
     batch = make_batch(gpu.device)
     step = partial(lab1["run_step"], batch, "ieee", torch.bfloat16, GradScaler("cuda", enabled=False))
     replay = lab1["record_graph"](step)
     before = batch[0][1].weight.detach().clone()
     replay()
     timing.synchronize(gpu.device)
-    if gpu.real:
-        assert not torch.equal(before, batch[0][1].weight)
-    else:
-        (operations,) = (details[0] for name, *details in gpu.calls if name == "graph ends")
-        assert operations > 20
+    assert not torch.equal(before, batch[0][1].weight)
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
@@ -350,18 +332,3 @@ def test_a_compiled_block_computes_the_same(real_gpu):
         loss.backward()
         found.append(torch.cat([loss.detach().flatten(), *(one.grad.flatten() for one in block.parameters())]))
     assert torch.allclose(*found, atol=1e-2, rtol=5e-2)
-
-
-@pytest.mark.parametrize("name", LOW)
-def test_torch_casts_a_step_on_a_fake_gpu(monkeypatch, name):
-    """By its fake tensors: autocast's own rules for CUDA, without numbers, and without a GPU."""
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    with FakeTensorMode(), torch.device("cuda"), torch.autocast("cuda", dtype=LOW[name]):
-        net, images, labels = models.build("tiny"), torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)
-        hidden = list(itertools.accumulate(net, lambda value, layer: layer(value), initial=images))
-        loss, counts = F.cross_entropy(hidden[-1], labels), training.count_topk(hidden[-1], labels)
-        with pytest.raises(RuntimeError, match="device"):
-            training.count_topk(hidden[-1], torch.zeros(4, dtype=torch.int64, device="cpu"))
-    assert hidden[1].dtype == hidden[-1].dtype == LOW[name] and loss.dtype == torch.float32
-    assert {one.device.type for one in (*hidden, loss, counts)} == {"cuda"}

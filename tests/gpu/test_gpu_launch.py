@@ -16,36 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 import nodelaunch
 from lab_utils import models
 from nodelaunch import local_nodes
-from nodelaunch.messages import look_up
 from nodelaunch.node import watch, worker
-from nodelaunch.node.errors import failed_as_consequence
 from nodelaunch.node.facts import find_gpus, find_versions
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.verdicts import Wanted
 
 pytestmark = pytest.mark.gpu
-# In the form of verl-project/verl#161. The last line is NCCL's own, there that of 2.20.5; the other one is in 2.30.7.
-NCCL = "torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/distributed/c10d/NCCLUtils.hpp:275, {}\n{}"
-TWO_RANKS = (
-    "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1b000",
-    "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
-)
-USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n{}"
-GONE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
-
-
-@pytest.mark.parametrize("words", TWO_RANKS)
-def test_two_ranks_on_one_gpu_are_a_cause_and_told_in_words(words):
-    message = NCCL.format(
-        "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.20.5", USAGE.format(words)
-    )
-    assert not failed_as_consequence(message)
-    cause, fix = look_up(message)
-    assert "same GPU" in cause and "nproc_per_node" in fix
-
-
-def test_nccls_word_of_a_rank_that_is_gone_is_a_consequence():
-    assert failed_as_consequence(NCCL.format("remote process exited or there was a network error", GONE))
 
 
 def test_a_gpu_is_enough_for_one_process_and_not_for_more(gpu, smi):
@@ -74,13 +50,9 @@ def test_the_sampler_reads_how_busy_the_gpu_is(gpu, smi):
     assert 0 <= first.memory_bytes <= first.memory_total
 
 
-def test_a_rank_that_waits_for_its_gpu_does_not_look_busy(gpu, monkeypatch):
+def test_a_rank_that_waits_for_its_gpu_does_not_look_busy(gpu):
     """Waiting for a GPU takes CPU time, which must not hide that the rank hangs."""
-    if gpu.real:
-        torch.zeros(1, device=gpu.device)
-    else:
-        assert watch._read_clock(threading.main_thread().ident) > 0
-        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    torch.zeros(1, device=gpu.device)
     assert watch._read_clock(threading.main_thread().ident) == 0.0
 
 

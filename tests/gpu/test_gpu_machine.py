@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -12,16 +10,6 @@ from lab_common import nvidia
 from lab_utils import machine
 
 pytestmark = pytest.mark.gpu
-
-
-def pretend_gpus(monkeypatch, *capabilities):
-    """Pretends that there are this many GPUs."""
-    properties = [
-        SimpleNamespace(name="NVIDIA Pretended", total_memory=2**34, major=major, minor=minor)
-        for major, minor in capabilities
-    ]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(properties))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties[index])
 
 
 def test_the_facts_of_a_gpu_are_torchs(gpu):
@@ -40,25 +28,11 @@ def test_the_labs_take_the_first_gpu_and_the_full_scale(gpu, monkeypatch):
     assert (machine.scale(), machine.scale_reason()) == ("small", "LAB_SCALE says so")
 
 
-@pytest.mark.parametrize(("capability", "units"), [((9, 0), True), ((8, 0), True), ((7, 5), False)])
-def test_bf16_is_fast_from_ampere_on(gpu, monkeypatch, capsys, capability, units):
-    pretend_gpus(monkeypatch, capability)
-    assert machine.has_fast_bf16(machine.describe()) is units
-    machine.card()
-    words = f"capability {capability[0]}.{capability[1]}, {'with' if units else 'without'} bf16 tensor cores"
-    assert words in capsys.readouterr().out
-
-
 def test_the_card_shows_memory_and_scale(gpu, capsys):
     machine.card()
     out, properties = capsys.readouterr().out, torch.cuda.get_device_properties(0)
     assert f"GPU 0      {properties.name}, {properties.total_memory / 2**30:.1f} GiB" in out
     assert "Scale      full (there is a GPU; LAB_SCALE=small does less)" in out
-
-
-def test_two_gpus_have_one_label(gpu, monkeypatch):
-    pretend_gpus(monkeypatch, (9, 0), (9, 0))
-    assert machine.describe().label == "2 × NVIDIA Pretended"
 
 
 def test_nvidia_smi_tells_driver_and_clocks(gpu, smi):
