@@ -1,7 +1,7 @@
 """Runs the notebook of a lab without Jupyter, which a GPU's machine may lack: ``python -m benchmarks.gpu.notebook 0``.
 
 The code cells run one after the other in one namespace, from files in which ``inspect`` finds their source, in a copy
-of the notebooks' folder; the committed notebooks are only read. The cells of labs 0, 1, 4, 5 and 10 have no magics.
+of the notebooks' folder; the committed notebooks are only read. The cells of labs 0, 1, 4 and 5 have no magics.
 From IPython they use ``display`` and ``HTML``, which have stand-ins here. Figures go to OUT as PNG files.
 """
 
@@ -107,7 +107,7 @@ def run_notebook(lab: int, out: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.notebook", description=__doc__.splitlines()[0])
-    parser.add_argument("lab", type=int, metavar="LAB", help="0, 1, 4, 5 or 10")
+    parser.add_argument("lab", type=int, metavar="LAB", help="0, 1, 4 or 5")
     parser.add_argument("--out", type=read_option, default=checkout() / "runs" / "gpu", metavar="FOLDER")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
