@@ -291,7 +291,6 @@ UNFIT = {
     "Odd, which": (Odd(), 'save vars(state["best"])'),
     'state["best"] is a test_checkpoints.Mode': (MODE.FAST, 'save state["best"].value'),
     'state["best"][0] is a numpy.float64': ([np.float64(n) for n in range(3)], 'save float(state["best"][0])'),
-    'state["best"]["a"][1]["b"] is a numpy.int64': ({"a": [1, {"b": np.int64(2)}]}, '["a"][1]["b"])'),
     'a key of state["best"], np.int64(3), is a numpy.int64': ({np.int64(3): 1}, "save int(key)"),
 }
 

@@ -109,16 +109,19 @@ def test_more_than_the_data_set_can_have_is_refused(archive, tmp_path, monkeypat
     data.import_archive(archive, tmp_path / "root")
 
 
-def test_absolute_names_are_below_the_top_and_links_inside_are_named(archive, folder, tmp_path):
+def test_absolute_and_repeated_names_are_taken_and_links_inside_are_named(archive, folder, tmp_path):
+    other = next(folder.rglob("*.png")).read_bytes()
     with tarfile.open(archive) as old, tarfile.open(tmp_path / "a.tar", "w") as tar:
         for member in filter(tarfile.TarInfo.isreg, old):
-            add(tar, f"/home/me/cinic/{member.name}", content=old.extractfile(member).read())
+            for content in (other, old.extractfile(member).read()):
+                add(tar, f"/home/me/cinic/{member.name}", content=content)
     data.import_archive(tmp_path / "a.tar", tmp_path / "root")
     expected = data.load(root=folder.parent)
     assert torch.equal(data.load(root=tmp_path / "root").train.images, expected.train.images)
-    change = lambda tar: add(tar, "test/cat/z.png", type=tarfile.SYMTYPE, linkname="a.png")  # noqa: E731
+    link = {"type": tarfile.SYMTYPE, "linkname": "a.png"}
+    file = make_hostile(archive, tmp_path / "b.tar.gz", lambda tar: add(tar, "test/cat/z.png", **link))
     with pytest.raises(LabError, match="1 of 91 images") as caught:
-        data.import_archive(make_hostile(archive, tmp_path / "b.tar.gz", change), tmp_path / "other")
+        data.import_archive(file, tmp_path / "other")
     assert_explains(caught.value, "z.png (is a link: pack files, with tar -h)")
 
 

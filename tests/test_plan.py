@@ -135,7 +135,7 @@ def test_the_command_prints_its_assumptions_and_the_table(runs, capsys, tmp_path
     more = ["--buckets", "1", "--nodes", "1", "2", "4", "--images", "1e6", "--figure", str(figure)]
     assert plan.main([*EXAMPLE, *more]) == 0
     out = capsys.readouterr().out
-    assert "no stragglers" in out and "upper\nbound" in out and "; compute: 0.5\n" in out and "by lab 5" not in out
+    assert "no stragglers" in out and "upper\nbound" in out and "compute: 0.5; " in out and "by lab 5" not in out
     rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["weak"], ["strong"])]
     assert len(rows) == 18
     # Two nodes send 1 GB in 0.1 s after 0.5 s of computing: 100 images in 0.6 s.

@@ -434,15 +434,6 @@ def test_a_run_that_goes_while_the_server_looks_does_not_end_the_reading(logs, m
     assert set(runs.Runs()) == {"first", "second"}
 
 
-def test_a_file_that_ends_in_the_middle_of_a_record_reads_back_up_to_there(logs):
-    (file,) = (logs / "second").iterdir()
-    whole = file.read_bytes()
-    for cut in (1, 10, 40):
-        file.write_bytes(whole[:-cut])
-        events = EventAccumulator(str(logs / "second")).Reload().Scalars("loss/valid")
-        assert [event.step for event in events] == list(range(4))
-
-
 # Parts of the notebook.
 
 

@@ -221,17 +221,6 @@ def test_all_defaults_record_what_the_quiet_settings_switch_off(root, tmp_path):
     assert kinds["wandb, as it comes"] - kinds["wandb"] >= {"environment", "stats", "output_raw"}
 
 
-def test_offline_a_fork_is_accepted_and_copies_no_row(tmp_path):
-    where = wandb_runs.connect(tmp_path).options | {"mode": "offline"}
-    first = wandb.init(project="labs", **where)
-    first.log({"a": 1}, step=1)
-    first.finish()
-    run = wandb.init(project="labs", fork_from=f"{first.id}?_step=1", **where)
-    run.log({"a": 2}, step=2)
-    run.finish()
-    assert wandb_runs.read_run(run.dir).curve("a") == {2: 2}
-
-
 def test_an_offline_run_can_be_sent_later(tmp_path):
     _, last = run_program(tmp_path)
     with WandbServer() as server:

@@ -140,7 +140,7 @@ def import_archive(file: Path | str, root: Path | str | None = None) -> Path:
     with explain("Cannot open the archive", file, fix=fix):
         md5 = hash_file(file, "md5")
     try:
-        names = [name for name, _ in _read_archive(file, trusted=md5 == MD5)]
+        names = {name for name, _ in _read_archive(file, trusted=md5 == MD5)}  # of two with one name the last counts
     except tarfile.FilterError as error:
         where, fix = f"{clean_name(file)}: {clean_name(error, 600)}", make_command("fetch cinic10")
         cause = "it is not CINIC-10's archive, or was packed from other files as well"

@@ -115,10 +115,12 @@ class Records:
             except ValueError:
                 skipped += 1
                 continue
-            if kind in (None, record["kind"]):
-                fitting = fits is None or fits(record["result"])
-                found += [record] * fitting
-                skipped += not fitting
+            if kind not in (None, record["kind"]):
+                continue
+            if fits is None or fits(record["result"]):
+                found.append(record)
+            else:
+                skipped += 1
         if skipped:
             words = f"{skipped} unreadable lines of {self.path.name} were skipped"
             warnings.warn(words, UnreadableWarning, stacklevel=2)
