@@ -170,24 +170,12 @@ def test_nothing_is_left_of_an_epoch_that_was_done(settings):
     assert (len(batches), batches.images, list(batches)) == (0, 0, [])
 
 
-def test_a_rank_without_images_has_no_batches():
-    few = Batches(IMAGES[:2], LABELS[:2], 1, mean=MEAN, std=STD, rank=3, world_size=4)
-    assert (len(few), list(few)) == (0, [])
-
-
 @pytest.mark.parametrize("settings", [{}, {"rank": 1, "world_size": 3, "drop_last": True}])
 def test_the_images_of_the_batch_handed_out_last_are_known(settings):
     batches = make(seed=2, **settings)
     assert batches.chosen is None
     for _, labels in batches:
         assert torch.equal(batches.chosen, labels)  # the label is the number of the image here
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_makes_the_same_batches():
-    for (on_cpu, labels), (on_gpu, gpu_labels) in zip(make(), make(device="cuda"), strict=True):
-        assert on_gpu.is_cuda and torch.equal(labels, gpu_labels.cpu())
-        assert torch.allclose(on_cpu, on_gpu.cpu(), atol=1e-5)
 
 
 def test_a_split_is_a_dataset_whose_batches_are_one_gather():

@@ -203,14 +203,6 @@ def rename_splits(folder):
         (folder / old).rename(folder / new)
 
 
-def flatten(folder):
-    """The split as some data sets come: its images in one folder."""
-    for place in sorted((folder / "valid").iterdir()):
-        for image in place.iterdir():
-            image.rename(folder / "valid" / f"{place.name}-{image.name}")
-        place.rmdir()
-
-
 def link(place):
     shutil.rmtree(place)
     place.symlink_to(f"/gone/{place.name}")
@@ -227,7 +219,6 @@ def link(place):
         ),
         (lambda folder: (folder / "valid").rename(folder / "val"), ["such as 'valid'", "unknown: val;", "rename"]),
         (lambda folder: (folder / "train" / "cat").rename(folder / "train" / "Cat"), ["'train/cat'", "train/Cat"]),
-        (flatten, ["no images in: valid; left out: 20 files", "(such as valid/airplane-"]),
         (lambda folder: link(folder / "train"), ["cannot be read", "a link to /gone/train"]),
         (lambda folder: link(folder / "train" / "cat"), ["cannot be read", "a link to /gone/cat"]),
         (
