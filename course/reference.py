@@ -13,10 +13,10 @@ import torch
 
 from lab_common import LabError, checkout
 from lab_common.commandline import read_option
-from lab_common.files import read_bounded, write_atomically
+from lab_common.files import write_atomically
 from lab_common.nvidia import query_smi
 from lab_utils import machine
-from lab_utils.timing.records import FILE_BYTES, Records, check_record, circumstances, decode, encode
+from lab_utils.timing.records import Records, check_record, circumstances, decode, encode
 
 # What nvidia-smi tells of a GPU, in its own words: MiB, MHz, W and °C. The clocks are those of the moment.
 GPU_FIELDS = ("driver_version", "pstate", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem")
@@ -35,7 +35,7 @@ def read(lab: str) -> dict[str, Any] | None:
     """
     path = reference_path(lab)
     try:
-        run = decode(read_bounded(path, FILE_BYTES))
+        run = decode(path.read_bytes())
         _check_reference(run)
     except FileNotFoundError:
         return None

@@ -18,15 +18,9 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 from lab_common import LabError, checkout
 from lab_common.commandline import read_option, run_command
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pandas as pd
 
 ALGORITHMS, NODES = ("ring", "tree", "hierarchical"), (*(2**power for power in range(14)), 10_000)
 ASSUMPTIONS = """Assumed: no stragglers, no wait for data, no congestion, equal nodes: so the efficiency is an upper
@@ -136,17 +130,6 @@ def read_records() -> dict[str, float]:
         return {}
 
 
-def _draw(frame: pd.DataFrame, path: Path) -> None:
-    """Writes the curves of a table to a file."""
-    lines = frame.pivot(index="devices", columns=["scaling", "algorithm"], values="efficiency (%)")
-    axes = lines.plot(logx=True, ylim=(0, 105), ylabel="efficiency (%), an upper bound")
-    try:
-        axes.figure.savefig(path)
-    except (ValueError, OSError) as error:  # a suffix that is no picture's, or a folder that is not there
-        what, cause = "The curves cannot be written.", getattr(error, "strerror", None) or str(error)
-        raise LabError(what, where=path, cause=cause[:300], fix="--figure plan.svg") from error
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and what it assumes; returns 1 after an error, whose message goes to stderr."""
     import pandas as pd
@@ -155,24 +138,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     for one in fields(Setup):
         option, kind = f"--{one.name.replace('_', '-')}", {"int": int, "float": float}[one.type]
         parser.add_argument(option, type=kind, help=one.metadata["words"])
-    parser.add_argument("--speed", type=float, help="images/s of one device, in place of --compute")
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="how many, one number after the other")
     parser.add_argument("--figure", type=read_option, help="a file for the curves, such as plan.svg")
     parser.add_argument("--published", action="store_true", help="the errors for published results")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    nodes, figure, published, speed = (given.pop(name, None) for name in ("nodes", "figure", "published", "speed"))
+    nodes, figure, published = (given.pop(name, None) for name in ("nodes", "figure", "published"))
     if published and figure:
         parser.error("--figure shows a table of nodes, and --published has none")
 
     def run() -> None:
-        if speed is not None and not 0 < speed < math.inf:
-            raise LabError(f"--speed is {speed:g}.", fix="give images/s of one device: a number above 0")
         measured = {} if published else read_records()
         values = {name: one for name, one in measured.items() if name != "buckets" or "size" not in given} | given
-        values |= {"compute": values["batch"] / speed} if speed and "batch" in values else {}
         frame = pd.DataFrame(check_published() if published else tabulate(Setup(**values), dict.fromkeys(nodes)))
         if figure:
-            _draw(frame, figure)
+            lines = frame.pivot(index="devices", columns=["scaling", "algorithm"], values="efficiency (%)")
+            lines.plot(logx=True, ylim=(0, 105), ylabel="efficiency (%), an upper bound").figure.savefig(figure)
         notes = [f"{name}: {one:.6g}{', by lab 5' * (one is measured.get(name))}" for name, one in values.items()]
         print(ASSUMPTIONS, "; ".join(notes), frame.round(4).to_string(index=False), sep="\n\n")
 

@@ -11,7 +11,7 @@ from harness.drawn import assert_explains, list_all, make_archive, make_folder
 from lab_common import LabError
 from lab_utils import data
 from lab_utils.data import download as module
-from lab_utils.data.packing import read_manifest
+from lab_utils.data.packing import open_pack
 
 SPLITS = ("train", "valid", "test")
 
@@ -32,15 +32,6 @@ def add(tar, name, *, content=b"", **fields):
     for field, value in fields.items():
         setattr(member, field, value)
     tar.addfile(member, io.BytesIO(content))
-
-
-def add_long_name(tar, size):
-    """Adds a header that announces a name of any length, which tarfile would read into memory."""
-    header = tarfile.TarInfo("x")
-    header.type, header.size = tarfile.GNUTYPE_LONGNAME, size
-    block = header.tobuf(tarfile.GNU_FORMAT) + bytes(size)
-    tar.fileobj.write(block)
-    tar.offset += len(block)
 
 
 def make_hostile(archive, file, change):
@@ -70,14 +61,15 @@ def test_an_archive_gives_the_pack_of_its_folder(folder, tmp_path, top):
 
 
 HOSTILE = {
-    "parent": (lambda tar: add(tar, "train/cat/../../../../x.png", content=b"x"), "leads out", "x.png"),
-    "absolute": (lambda tar: add(tar, "/etc/x.png", content=b"x"), "leads out", "/etc/x.png"),
-    "symlink": (lambda tar: add(tar, "a.png", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "tar -h", "a.png"),
-    "hardlink": (lambda tar: add(tar, "a.png", type=tarfile.LNKTYPE, linkname="/etc/passwd"), "tar -h", "a.png"),
-    "device": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.CHRTYPE, devmajor=1), "a device", "x.png"),
-    "fifo": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.FIFOTYPE), "a device", "x.png"),
-    "bomb": (lambda tar: add(tar, "train/cat/x.png", content=bytes(2**21)), "more than 1,000,000 bytes", ""),
-    "bomb in a header": (lambda tar: add_long_name(tar, 2**21), "more than 1,000,000 bytes", ""),
+    "parent": (lambda tar: add(tar, "train/cat/../../../../x.png", content=b"x"), "outside the destination", "x.png"),
+    "symlink": (lambda tar: add(tar, "a.png", type=tarfile.SYMTYPE, linkname="/etc/passwd"), "absolute path", "a.png"),
+    "hardlink": (lambda tar: add(tar, "a.png", type=tarfile.LNKTYPE, linkname="../x"), "outside the dest", "a.png"),
+    "device": (lambda tar: add(tar, "train/cat/x.png", type=tarfile.CHRTYPE, devmajor=1), "special file", "x.png"),
+    "bomb": (
+        lambda tar: add(tar, "train/cat/x.png", content=bytes(2**21)),
+        "more than 270,200 files or folders, or 1,",
+        "",
+    ),
 }
 
 
@@ -97,8 +89,8 @@ def test_other_compressions_are_read_within_the_same_bounds(archive, tmp_path, m
     content = wrap(gzip.decompress(archive.read_bytes()))
     (tmp_path / "a.tar").write_bytes(content)
     pack = data.import_archive(tmp_path / "a.tar", tmp_path / "a")
-    assert read_manifest(pack)["sha256"] == read_manifest(data.import_archive(archive, tmp_path / "b"))["sha256"]
-    with monkeypatch.context() as patch, pytest.raises(LabError, match="more than 100,000 bytes"):
+    assert open_pack(pack)[1]["sha256"] == open_pack(data.import_archive(archive, tmp_path / "b"))[1]["sha256"]
+    with monkeypatch.context() as patch, pytest.raises(LabError, match="or 100,000 bytes"):
         patch.setattr(module, "ARCHIVE_BYTES", 100_000)
         data.import_archive(tmp_path / "a.tar", tmp_path / "c")
     (tmp_path / "a.tar").write_bytes(content[: len(content) // 2])
@@ -111,10 +103,26 @@ def test_more_than_the_data_set_can_have_is_refused(archive, tmp_path, monkeypat
     with monkeypatch.context() as patch, pytest.raises(LabError) as caught:
         patch.setattr(module, bound, value)
         data.import_archive(archive, tmp_path / "root")
-    assert_explains(caught.value, "The archive is refused", f"more than {value:,}", "nothing was written")
+    assert_explains(caught.value, "The archive is refused", f"{value:,}", "nothing was written")
     assert list_all(tmp_path) == []
     monkeypatch.setattr(module, "MEMBERS", 123)  # 90 files in 33 folders
     data.import_archive(archive, tmp_path / "root")
+
+
+def test_absolute_and_repeated_names_are_taken_and_links_inside_are_named(archive, folder, tmp_path):
+    other = next(folder.rglob("*.png")).read_bytes()
+    with tarfile.open(archive) as old, tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for member in filter(tarfile.TarInfo.isreg, old):
+            for content in (other, old.extractfile(member).read()):
+                add(tar, f"/home/me/cinic/{member.name}", content=content)
+    data.import_archive(tmp_path / "a.tar", tmp_path / "root")
+    expected = data.load(root=folder.parent)
+    assert torch.equal(data.load(root=tmp_path / "root").train.images, expected.train.images)
+    link = {"type": tarfile.SYMTYPE, "linkname": "a.png"}
+    file = make_hostile(archive, tmp_path / "b.tar.gz", lambda tar: add(tar, "test/cat/z.png", **link))
+    with pytest.raises(LabError, match="1 of 91 images") as caught:
+        data.import_archive(file, tmp_path / "other")
+    assert_explains(caught.value, "z.png (is a link: pack files, with tar -h)")
 
 
 def test_classes_and_splits_are_those_of_cinic10(archive, tmp_path):
@@ -144,8 +152,6 @@ def test_an_archive_cut_short_is_explained(archive, tmp_path, fraction):
 
 KINDS = {
     b"PK\3\4": ["a zip archive", "-m zipfile -e ", "export LAB_DATA="],
-    b"\x28\xb5\x2f\xfd": ["zstd", "tar --zstd -xf", "export LAB_DATA="],
-    b"7z\xbc\xaf\x27\x1c": ["7z archive", "7z x"],
     b"<!DOCTYPE html><title>Log in": ["a web page", "fetch cinic10"],
     b"\n<HTML>": ["a web page"],
     b"a letter": ["cut short or damaged"],
@@ -164,11 +170,7 @@ def test_what_is_no_archive_is_told_by_its_first_bytes(tmp_path, start):
 
 def test_what_cannot_be_opened_is_explained(tmp_path):
     (tmp_path / "link.tar.gz").symlink_to("/gone/a.tar.gz")
-    for name, words in {
-        "absent.tar.gz": "No such file",
-        "link.tar.gz": "a link to /gone/a.tar.gz",
-        "": "LAB_DATA=",
-    }.items():
+    for name, words in {"absent.tar.gz": "No such file", "link.tar.gz": "a link to /gone/a.tar.gz"}.items():
         with pytest.raises(LabError) as caught:
             data.import_archive(tmp_path / name, tmp_path / "root")
         assert_explains(caught.value, name, words)

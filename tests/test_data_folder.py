@@ -152,16 +152,16 @@ def test_a_read_only_root_is_packed_elsewhere_and_nowhere_to_write_is_explained(
 
 
 def spoil(folder):
-    """Puts cut-off, empty, wrong-sized and disguised files among the images, and a link to nothing; returns all."""
+    """Puts cut-off, empty, wrong-sized and disguised files among the images, and one too large; returns all."""
     whole = (folder / "train" / "cat" / "cifar10-train-1.png").read_bytes()
     (folder / "train" / "cat" / "cifar10-train-1.png").write_bytes(whole[: len(whole) // 2])
     (folder / "train" / "dog" / "empty.png").write_bytes(b"")
     (folder / "valid" / "ship" / "page.png").write_text("<html>not found</html>")
     Image.new("RGB", (64, 32)).save(folder / "test" / "frog" / "wide.png")
-    (folder / "test" / "cat" / "gone.png").symlink_to("absent.png")
+    (folder / "test" / "cat" / "film.png").write_bytes(bytes(2 * 2**20))
     return [
         *("train/cat/cifar10-train-1.png", "train/dog/empty.png", "valid/ship/page.png", "test/frog/wide.png"),
-        "test/cat/gone.png",
+        "test/cat/film.png",
     ]
 
 
@@ -169,7 +169,7 @@ def test_bad_images_are_named_and_counted(root):
     names = spoil(root / "cinic10")
     with pytest.raises(LabError) as caught:
         data.load(root=root)
-    words = "64×32, not 32×32", "gone.png (No such file or directory)", "prepare --skip-bad"
+    words = "64×32, not 32×32", "film.png (it has 2.0 MB", "prepare --skip-bad"
     assert_explains(caught.value, "5 of 94 images", *names, *words)
     (root / "cinic10" / "train" / "ship" / os.fsdecode(b"\xff\n.png")).write_bytes(b"no image")
     with pytest.raises(LabError) as caught:
@@ -203,14 +203,6 @@ def rename_splits(folder):
         (folder / old).rename(folder / new)
 
 
-def flatten(folder):
-    """The split as some data sets come: its images in one folder."""
-    for place in sorted((folder / "valid").iterdir()):
-        for image in place.iterdir():
-            image.rename(folder / "valid" / f"{place.name}-{image.name}")
-        place.rmdir()
-
-
 def link(place):
     shutil.rmtree(place)
     place.symlink_to(f"/gone/{place.name}")
@@ -219,14 +211,20 @@ def link(place):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (empty, ["no images in 1 of its folders, such as 'valid/frog'", "restore missing ones"]),
+        (empty, ["such as 'valid/frog'", "no images in: valid/frog)", "restore missing ones"]),
         (lambda folder: shutil.rmtree(folder / "valid"), ["no images in: valid)"]),
-        (lambda folder: (folder / "train" / "zebra").mkdir(), ["'train/zebra' is none of CINIC-10's ten", "remove"]),
+        (
+            lambda folder: (folder / "train" / "zebra").mkdir(),
+            ["'train/zebra'", "unknown: train/zebra", "remove"],
+        ),
         (lambda folder: (folder / "valid").rename(folder / "val"), ["such as 'valid'", "unknown: val;", "rename"]),
         (lambda folder: (folder / "train" / "cat").rename(folder / "train" / "Cat"), ["'train/cat'", "train/Cat"]),
-        (flatten, ["no images in: valid; left out: 20 files", "(such as valid/airplane-"]),
         (lambda folder: link(folder / "train"), ["cannot be read", "a link to /gone/train"]),
         (lambda folder: link(folder / "train" / "cat"), ["cannot be read", "a link to /gone/cat"]),
+        (
+            lambda folder: (folder / "test" / "cat" / "a.png").symlink_to("gone.png"),
+            ["a link to gone.png"],
+        ),
         (link, ["cannot be read", "a link to /gone/cinic10"]),
     ],
 )
@@ -257,16 +255,17 @@ def test_a_data_set_is_found_by_its_name_and_others_are_left_alone(root):
     make_folder(root / "cinic10-half")
     with pytest.raises(LabError) as caught:
         data.load(root=root)
-    assert_explains(caught.value, "2 folders could be", str(root / "cinic10"), str(root / "cinic10-half"), "LAB_DATA=")
+    for words in ("2 folders could be", str(root / "cinic10"), str(root / "cinic10-half"), "export LAB_DATA="):
+        assert words in str(caught.value)
 
 
 def test_absence_and_unknown_names_are_explained(tmp_path):
     with pytest.raises(LabError) as caught:
         data.load("cinic10", tmp_path / "nowhere")
     assert_explains(caught.value, "was not found", "nowhere", "fetch cinic10", "import CINIC-10.tar.gz")
-    with pytest.raises(LabError) as caught:
+    with pytest.raises(LabError, match="'imagenet'") as caught:
         data.load("imagenet", tmp_path)
-    assert_explains(caught.value, "'imagenet'", "shapes10, cinic10, cifar10, fashion_mnist")
+    assert "shapes10, cinic10, cifar10, fashion_mnist" in caught.value.fix
 
 
 DAMAGES = {

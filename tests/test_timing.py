@@ -17,7 +17,6 @@ import psutil
 import pytest
 import torch
 from harness.drawn import assert_explains
-from harness.fuzzing import make_odd_file
 from torch import nn
 
 from course import reference
@@ -503,17 +502,6 @@ def test_a_function_among_the_settings_counts_as_changed_when_its_source_is(tmp_
     assert records.once("sweep", slow, step=slow) == 2
 
 
-def test_a_record_says_what_where_with_what_and_when(tmp_path):
-    Records("lab9", tmp_path).add("sweep", [1.5], batch=4)
-    record = json.loads((tmp_path / "lab9.jsonl").read_text())
-    assert record.pop("when").endswith("+00:00")
-    label = machine.describe().label
-    assert record == {
-        "lab": "lab9", "kind": "sweep", "settings": {"batch": 4}, "machine": label, "torch": torch.__version__,
-        "result": [1.5],
-    }  # fmt: skip
-
-
 def test_records_lie_in_lab_runs_and_are_read_by_kind(tmp_path, monkeypatch):
     monkeypatch.setenv("LAB_RUNS", str(tmp_path / "my runs"))
     records = Records("lab9")
@@ -543,32 +531,10 @@ def test_unreadable_lines_are_counted_not_fatal(tmp_path):
     with records.path.open("ab") as file:
         file.write(b'\xff\xfe\n[1, 2]\n{"lab": "lab9"}\n{"Timing": 3}\n\n')
     records.add("kind", 1)
-    with pytest.warns(UserWarning, match="4 unreadable lines"):
+    with pytest.warns(timing.UnreadableWarning, match="4 unreadable lines"):
         assert [record["result"] for record in records.read()] == [0, 1]
-
-
-def test_what_is_mended_is_no_longer_told_of_and_what_is_new_is(tmp_path):
-    records = Records("lab9", tmp_path)
-    records.path.mkdir()
-    with pytest.warns(timing.UnreadableWarning, match="cannot be read: it is a folder"):
-        assert records.read() == []
-    assert len(timing.list_skipped(tmp_path)) == 1 and timing.list_skipped(tmp_path / "other") == []
-    records.path.rmdir()
-    records.add("odd {kind}", 1)
-    with pytest.warns(timing.UnreadableWarning, match="1 records of kind 'odd {kind}'"):
-        assert records.read("odd {kind}", fits=lambda result: result == 2) == []
-    assert len(records.read("odd {kind}", fits=lambda result: result == 1)) == 1
-    assert timing.list_skipped(tmp_path) == []
-
-
-def test_what_would_not_be_read_back_is_not_stored(tmp_path):
-    records, deep = Records("lab9", tmp_path), []
-    for _ in range(100):
-        deep = [deep]
-    for result in (deep, "x" * 10**7, "\ud800"):
-        with pytest.raises(LabError, match="cannot be stored"):
-            records.add("kind", result)
-    assert not records.path.exists()
+    with pytest.warns(timing.UnreadableWarning, match="5 unreadable lines"):
+        assert [record["result"] for record in records.read("kind", fits=lambda result: result == 1)] == [1]
 
 
 def test_four_processes_append_at_once_and_no_line_is_lost(tmp_path):
@@ -677,32 +643,10 @@ def test_a_reference_run_with_half_a_record_is_named(in_checkout):
     with pytest.raises(LabError):
         reference.read("lab9")
     path.unlink()
-    make_odd_file(path, "a pipe")
-    with pytest.raises(LabError):
-        reference.read("lab9")
-    path.unlink()
     path.mkdir()
     with pytest.raises(LabError) as caught:
         save_reference("lab9", allow_cpu=True)
     assert_explains(caught.value, "lab9.json")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"seconds": "ab"}, {"seconds": ["1"]}, {"seconds": [math.nan]}, {"seconds": [-1.0]}, {"seconds": [10**400]},
-     {"cpu_seconds": 3}, {"images": 1.5}, {"images": None}, {"warmup": True}, {"device": 0}, {"peak_bytes": "1"},
-     {"name": None}, {"rank": -1}, {"others": "0.1"}, {"others": -0.5}, {"others": None}, {"busiest": 3}, {"few": 0},
-     {"no field": 1}],
-    ids=str,
-)  # fmt: skip
-def test_a_timing_that_is_none_is_refused(change):
-    record = make_timing("bf16", 0.1, images=8, peak_bytes=5, rank=1).as_record()
-    assert Timing.from_record(record | {"peak_bytes": None, "rank": None}).rank is None
-    with pytest.raises(ValueError):
-        Timing.from_record(record | change)
-    for other in ({}, {"name": "bf16", "seconds": [0.1]}, [], "name", None):
-        with pytest.raises(ValueError):
-            Timing.from_record(other)
 
 
 def test_saved_bytes_are_those_of_the_activations_alone():

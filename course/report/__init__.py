@@ -25,9 +25,9 @@ from course.check.guesses import read_guesses
 from course.report.comparison import BEGIN, END, Comparison, compare_reports
 from course.report.figures import find_lab, show_figures
 from course.report.pages import escape, escape_line, make_page, make_table, shorten
-from lab_common import LabError, env_folder
+from lab_common import LabError
 from lab_utils import machine
-from lab_utils.timing import Records, Timing, list_skipped
+from lab_utils.timing import Records, Timing
 
 __all__ = ["Comparison", "compare_reports", "make_report"]
 
@@ -61,9 +61,6 @@ def make_report(workspace: Path, *, team: str) -> str:
         parts += _describe_lab(lab, notebooks[lab], row, standings)
     if others := [path.name for path in notebooks[-1]]:
         parts.append(f"<p>Of no lab: {escape_line(', '.join(others))}</p>")
-    if skipped := list_skipped(env_folder("LAB_RUNS", "runs")):
-        items = "".join(f"<li>{escape_line(text)}</li>" for text in skipped)
-        parts.insert(0, f"<p>Left out, since it cannot be read:</p><ul>{items}</ul>")
     summary = {
         "team": team,
         "when": datetime.now(UTC).isoformat(timespec="minutes"),

@@ -11,9 +11,7 @@ import html
 import importlib.util
 import json
 import os
-import re
 import select
-import shlex
 import subprocess
 import sys
 import time
@@ -96,7 +94,7 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
         seconds: How long to wait until the server answers.
 
     Raises:
-        LabError: The server ended or did not answer in time, or the folder cannot be made.
+        LabError: The server ended or did not answer in time, or a file lies where a folder is meant.
     """
     words, logdir = _find_logdir(logdir)
     if logdir in _running:
@@ -105,15 +103,7 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
         _running[logdir].stop()
     log = env_folder("LAB_RUNS", "runs") / "tensorboard.log"
     for folder in (logdir, log.parent):
-        try:
-            read_folder(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            cause, fix = "the folder above it is not yours to write", "name a folder of your own"
-            what = f"The folder cannot be made: {error.strerror}."
-            raise LabError(what, where=folder, cause=cause, fix=fix) from error
-    if log.exists() and not log.is_file():  # a pipe would wait for somebody to read
-        cause, fix = "it is no regular file", "rename what is there, and run the cell again"
-        raise LabError("The log of TensorBoard cannot be written.", where=log, cause=cause, fix=fix)
+        read_folder(folder).mkdir(parents=True, exist_ok=True)
     # -P: what lies beside server.py must not be imported in place of other packages. A session of its own: an interrupt
     # of the kernel goes to the kernel's whole group, and is not meant for the server.
     command = [sys.executable, "-P", str(SERVER), str(logdir), str(port), str(os.getpid())]
@@ -148,58 +138,14 @@ def start(logdir: str | Path, *, port: int = PORT, seconds: float = 60.0) -> Boa
 
 
 def _find_logdir(typed: str | Path) -> tuple[list[str], Path]:
-    """Returns notes for the user and the folder that a typed path means.
-
-    Raises:
-        LabError: The path is circular, or is not the path of one folder (``runs/*``, ``runs/a,runs/b``, ``gs://…``).
-    """
-    text = os.path.expandvars(os.fspath(typed))
-    try:
-        path = read_path(text).resolve()
-    except RuntimeError as error:
-        raise LabError("The path leads nowhere.", where=typed, cause=str(error), fix="name a folder") from error
-    if not path.exists():
-        _refuse_others(text, path)
-    name = clean_name(path.name, 80)
+    """Returns notes for the user and the folder that a typed path means."""
+    path = read_path(os.path.expandvars(os.fspath(typed))).resolve()
     if path.is_file():
-        return [f"{name} is a file, so TensorBoard shows its folder."], path.parent
-    made = (
-        []
-        if path.exists()
-        else [f"{clean_name(path, 300)} was not there and was made: TensorBoard shows nothing until a run writes."]
-    )
-    return made, path
-
-
-def _refuse_others(typed: str, path: Path) -> None:
-    """Refuses what TensorBoard's command line accepts, or used to accept, in place of one folder.
-
-    Raises:
-        LabError: The text is a URL, a list of folders, or a pattern, or has quotes or spaces around it.
-    """
-    if re.match(r"[a-z][a-z0-9+.-]*://", typed):
-        cause, fix = "it is a URL; the board reads folders of this machine", "copy the runs here, and name their folder"
-        raise LabError("The log directory has to be a folder.", where=typed, cause=cause, fix=fix)
-    if typed != (plain := typed.strip().strip("'\"").strip()):
-        cause, fix = "quotes or blanks around it were meant for the shell", f"board.start({plain!r})"
-        raise LabError(
-            "The name of the log directory has quotes or blanks around it.", where=typed, cause=cause, fix=fix
-        )
-    # "one:runs/a,two:runs/b", as --logdir took them; a new folder may well be called lr=0.1,size=32.
-    folders = [re.sub(r"^[^/:]+:(?=.)", "", part) for part in typed.split(",")]
-    several = len(folders) > 1
-    if typed not in folders and all((several and "/" in one) or read_path(one).is_dir() for one in folders):
-        above = os.path.commonpath([read_path(folder).parent.absolute() for folder in folders])
-        cause, fix = "TensorBoard finds all runs below a folder by itself", f"board.start({os.path.relpath(above)!r})"
-        fix += f"; to give them names: tensorboard --logdir_spec {shlex.quote(typed)}"
-        raise LabError("The log directory is a list, and has to be one folder.", where=typed, cause=cause, fix=fix)
-    there = next(folder for folder in path.parents if folder.exists())
-    parts = path.relative_to(there).parts
-    for number, part in enumerate(parts):
-        if set(part) & set("*?["):
-            cause = "TensorBoard finds all runs below a folder by itself"
-            fix = f"board.start({str(there.joinpath(*parts[:number]))!r})"
-            raise LabError("The log directory is a pattern, and has to be a folder.", where=typed, cause=cause, fix=fix)
+        return [f"{clean_name(path.name, 80)} is a file, so TensorBoard shows its folder."], path.parent
+    if not read_folder(path).exists():
+        shown = clean_name(path, 300)
+        return [f"{shown} was not there and was made: TensorBoard shows nothing until a run writes."], path
+    return [], path
 
 
 def choose_url(port: int) -> str:

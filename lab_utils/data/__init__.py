@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,7 +41,7 @@ class Split(torch.utils.data.Dataset):
     An item is (image (3, 32, 32) of the default dtype, normalised and not augmented; label, an ``int``).
 
     Attributes:
-        mean: Per channel, in 0..1; subtracted from the items' images.
+        mean: Per channel, in 0..1: the items' images have it subtracted.
         std: Standard deviation, by which they are divided.
     """
 
@@ -104,31 +105,14 @@ class Dataset:
         fix = "python -m lab_utils.data prepare"
         return {"path": self.pack, "name": f"packed/{self.name}", "identity": packing.MANIFEST, "fix": fix}
 
-    def batches(
-        self,
-        split: str,
-        batch_size: int,
-        *,
-        device: torch.device | str = "cpu",
-        train: bool | None = None,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        drop_last: bool = False,
-        pad: bool = False,
-    ) -> Batches:
+    def batches(self, split: str, batch_size: int, *, train: bool | None = None, **options: Any) -> Batches:
         """Hands out a split in batches, exactly: over all ranks every image comes once an epoch.
 
         Args:
             split: ``train``, ``valid`` or ``test``.
             batch_size: Images per batch and rank.
-            device: Where the batches are made and end up.
             train: Shuffle and augment; by default for the split ``train`` only.
-            seed: Of the order and the augmentation; the same on every rank.
-            rank: This process, from 0.
-            world_size: Number of processes that share the split.
-            drop_last: Leave out what does not fill a batch, so that every rank has as many batches as the others.
-            pad: Repeat images from the start of the order until every rank has equally many.
+            options: ``device``, ``seed``, ``rank``, ``world_size`` and ``drop_last``, as for :class:`Batches`.
 
         Returns:
             An iterable of (images float32 (B, 3, 32, 32), labels int64 (B,)) with ``len`` and ``set_epoch(epoch)``.
@@ -137,17 +121,10 @@ class Dataset:
             LabError: There is no such split or rank, or no batch of this size.
         """
         if split not in SPLITS:
-            raise LabError(
-                f"There is no split {split!r} in {self.name}.",
-                where=f"batches({split!r}, ...)",
-                cause="a mistyped name; what others call 'val' or 'validation' is 'valid' here",
-                fix="take 'train', 'valid' or 'test'",
-            )
+            raise LabError(f"There is no split {split!r} in {self.name}.", fix="take 'train', 'valid' or 'test'")
         part: Split = getattr(self, split)
-        order = {"train": split == "train" if train is None else train, "seed": seed}
-        share = {"rank": rank, "world_size": world_size, "drop_last": drop_last, "pad": pad}
-        look = {"mean": self.mean, "std": self.std, "device": device}
-        return Batches(part.images, part.labels, batch_size, **look, **order, **share)
+        train = split == "train" if train is None else train
+        return Batches(part.images, part.labels, batch_size, mean=self.mean, std=self.std, train=train, **options)
 
 
 @packing.explain("The data set cannot be read", fix="ask its owner to type chmod -R a+rX on it, or remove dead links")
@@ -169,15 +146,14 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
         name = "cinic10" if found else "shapes10"
         note = " (no CINIC-10 was found in LAB_DATA)" if name == "shapes10" else ""
     if name not in NAMES:
-        where, fix = f"data.load({name!r})", f"choose one of {', '.join(NAMES)}"
-        raise LabError(f"There is no data set {name!r}.", where=where, cause="a mistyped name", fix=fix)
+        raise LabError(f"There is no data set {name!r}.", fix=f"choose one of {', '.join(NAMES)}")
     if name == "cinic10":
         pack = packing.provide_cinic10(root, found, skip_bad=skip_bad)
     elif name == "shapes10":
         pack = packing.provide(name, root, shapes.FINGERPRINT, pack_shapes)
     else:
-        source = {"words": "downloaded by torchvision", "fingerprint": f"{name}, packing 1"}
-        pack = packing.provide(name, root, source["fingerprint"], lambda folder: pack_torchvision(name, folder, source))
+        stamp = f"{name}, packing 1"  # raise it if the arrays change
+        pack = packing.provide(name, root, stamp, lambda folder: pack_torchvision(name, folder, stamp))
     folder, manifest, arrays = pack
     mean, std = tuple(manifest["mean"]), tuple(manifest["std"])
     splits = {split: Split(*map(torch.from_numpy, pair), mean, std) for split, pair in arrays.items()}

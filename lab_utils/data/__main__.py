@@ -16,43 +16,36 @@ from lab_utils.data.packing import choose_root, list_homes, make_command, open_p
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code; raises a LabError if it fails."""
     parser = argparse.ArgumentParser("python -m lab_utils.data", description=__doc__.partition(": ")[2])
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     fetch = commands.add_parser("fetch", help="download a data set, check and pack it")
     fetch.add_argument("name", choices=[name for name in data.NAMES if name != "shapes10"])
-    fetch.set_defaults(run=_fetch)
-
     take = commands.add_parser("import", help="pack CINIC-10 from an archive that you have")
     take.add_argument("file", metavar="FILE.tar.gz")
-    take.set_defaults(run=_import)
-
     prepare = commands.add_parser("prepare", help="make the data set ready that the labs will use")
     prepare.add_argument("--skip-bad", action="store_true", help="go on without images that cannot be read")
-    prepare.set_defaults(run=_prepare)
-
-    arguments = parser.parse_args(argv)
-    arguments.run(arguments, choose_root(None))
+    arguments, root = parser.parse_args(argv), choose_root(None)
+    if arguments.command == "fetch":
+        _fetch(arguments.name, root)
+    elif arguments.command == "import":
+        data.import_archive(arguments.file, root)
+        print(data.load("cinic10", root).summary)
+    else:
+        _prepare(root, skip_bad=arguments.skip_bad)
     return 0
 
 
-def _fetch(arguments: argparse.Namespace, root: Path) -> None:
-    if arguments.name == "cinic10":
-        if any(open_pack(home / "cinic10") for home in list_homes(root)):
-            print("Nothing to fetch: CINIC-10 is here already.")
-        else:
-            archive = data.fetch_archive(root)
-            data.import_archive(archive, root)
-            print(f"{archive.name} is packed; the archive itself is no longer needed: {archive}")
-    print(data.load(arguments.name, root).summary)
+def _fetch(name: str, root: Path) -> None:
+    if name == "cinic10" and any(open_pack(home / name) for home in list_homes(root)):
+        print("Nothing to fetch: CINIC-10 is here already.")
+    elif name == "cinic10":
+        archive = data.fetch_archive(root)
+        data.import_archive(archive, root)
+        print(f"{archive.name} is packed; the archive itself is no longer needed: {archive}")
+    print(data.load(name, root).summary)
 
 
-def _import(arguments: argparse.Namespace, root: Path) -> None:
-    data.import_archive(arguments.file, root)
-    print(data.load("cinic10", root).summary)
-
-
-def _prepare(arguments: argparse.Namespace, root: Path) -> None:
-    dataset = data.load(root=root, skip_bad=arguments.skip_bad)
+def _prepare(root: Path, *, skip_bad: bool) -> None:
+    dataset = data.load(root=root, skip_bad=skip_bad)
     print(dataset.summary)
     if dataset.name == "shapes10":
         print("To work with CINIC-10 itself, do one of these:")

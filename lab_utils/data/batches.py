@@ -43,22 +43,41 @@ class Batches:
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool = False,
-        pad: bool = False,
     ) -> None:
-        """Checks the shares; arguments as in :meth:`lab_utils.data.Dataset.batches`."""
-        _check_share(batch_size, rank, world_size)
+        """Checks the share.
+
+        Args:
+            images: uint8 (N, 3, H, W).
+            labels: int64 (N,).
+            batch_size: Images per batch and rank.
+            mean: Per channel, in 0..1; subtracted.
+            std: Standard deviation, by which the images are divided.
+            device: Where the batches are made and end up.
+            train: Shuffle and augment.
+            seed: Of the order and the augmentation; the same on every rank.
+            rank: This process, from 0.
+            world_size: Number of processes that share the images.
+            drop_last: Leave out what does not fill a batch, so that every rank has as many batches as the others.
+
+        Raises:
+            LabError: There is no such rank, or no batch of this size.
+        """
+        if batch_size < 1:
+            cause = "the global batch was divided by more ranks than it has images"
+            raise LabError(f"A batch of {batch_size} images cannot be made.", cause=cause, fix="batch_size=1 or more")
+        if world_size < 1 or not 0 <= rank < world_size:
+            fix = "pass rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE']), and not LOCAL_RANK"
+            raise LabError(f"There is no rank {rank} among {world_size} rank(s).", fix=fix)
         self._images, self._labels = images, labels
         self._device, self._train = torch.device(device), train
         self._seed = seed
         self._rank, self._world_size = rank, world_size
-        self._pad, self._drop_last, self.batch_size = pad, drop_last, batch_size
+        self._drop_last, self.batch_size = drop_last, batch_size
         self.chosen: torch.Tensor | None = None
         self.set_epoch(0)
         if drop_last and not self.images:
             raise LabError(
                 f"There is not one full batch of {batch_size} among {len(images)} images on {world_size} rank(s).",
-                where="batches(..., drop_last=True)",
-                cause="drop_last leaves out the last batch, and here it is the only one",
                 fix="take a smaller batch_size, or drop_last=False",
             )
         # One multiplication and one addition a pixel: (value / 255 - mean) / std, with the constants folded, and as
@@ -83,11 +102,10 @@ class Batches:
         """
         self._epoch, self._start = epoch, min(start, len(self._images))
         total = len(self._images) - self._start
-        self.images = -(-total // self._world_size) if self._pad else len(range(self._rank, total, self._world_size))
+        self.images = len(range(self._rank, total, self._world_size))
         if self._drop_last:
             # As many full batches on every rank: a rank with one batch more would wait for the others for ever.
-            per_rank = self.images if self._pad else total // self._world_size
-            self.images = per_rank // self.batch_size * self.batch_size
+            self.images = total // self._world_size // self.batch_size * self.batch_size
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if not self.images:
@@ -103,7 +121,7 @@ class Batches:
             # There is nothing to read before the first image and behind the last.
             shifts[0].clamp_(min=PADDING)
             shifts[-1].clamp_(max=PADDING)
-        order = self._share(order)
+        order = order[self._start :][self._rank :: self._world_size][: self.images]
         rows, columns = shifts[order].unbind(1)
         # A moved image is the same run of bytes from an earlier or later start, so that to gather images moves them.
         runs = self._images.flatten().unfold(0, size, 1)
@@ -117,13 +135,6 @@ class Batches:
                 self._finish(images, self._send(place), self._send(flipped))
             images = images.to(torch.float32)
             yield torch.addcmul(self._offset, images, self._scale, out=images), self._upload(self._labels, self.chosen)
-
-    def _share(self, order: torch.Tensor) -> torch.Tensor:
-        """Takes this rank's images out of the epoch's order, in turn with the other ranks."""
-        order = order[self._start :]
-        if self._pad:
-            order = order.repeat(self._world_size)[: -(-len(order) // self._world_size) * self._world_size]
-        return order[self._rank :: self._world_size][: self.images]
 
     def _finish(self, images: torch.Tensor, places: torch.Tensor, flipped: torch.Tensor) -> None:
         """Blackens what came from beyond an image's border, of the next row or image, and mirrors some images."""
@@ -153,20 +164,3 @@ def _find_inside(height: int, width: int) -> torch.Tensor:
 def _mix(seed: int, epoch: int) -> int:
     """Makes one seed of two numbers, such that (0, 1) and (1, 0) differ; 63 bits, as torch takes them."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0] >> 1)
-
-
-def _check_share(batch_size: int, rank: int, world_size: int) -> None:
-    if batch_size < 1:
-        raise LabError(
-            f"A batch of {batch_size} images cannot be made.",
-            where=f"batches(..., batch_size={batch_size})",
-            cause="the global batch was divided by more ranks than it has images",
-            fix="take a batch_size of at least 1",
-        )
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise LabError(
-            f"There is no rank {rank} among {world_size} rank(s).",
-            where=f"batches(..., rank={rank}, world_size={world_size})",
-            cause="ranks count from 0 to world_size - 1; LOCAL_RANK was passed for RANK, or the world size of one node",
-            fix="pass rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE'])",
-        )

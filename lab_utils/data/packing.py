@@ -1,6 +1,6 @@
 """Packs: a data set as arrays that are mapped into memory, made once from pictures in CINIC-10's layout.
 
-    packed/cinic10/manifest.json        counts, class names, mean and std, SHA-256 of each array, where it came from
+    packed/cinic10/manifest.json        class names, mean and std, SHA-256 of each array, where it came from
     packed/cinic10/train-images.npy     uint8 (N, 3, 32, 32)
     packed/cinic10/train-labels.npy     int64 (N,)          ... and the same for valid and test
 
@@ -17,9 +17,10 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,8 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # while they are opened (ICO). It may open these only.
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP")
 IMAGE_BYTES = 1024**2  # 3 KiB of pixels, and generous room for whatever else an image file carries
-# A folder with one of these names is a split, or should have been called train, valid or test.
-SPLIT_NAMES = {"train": "train", "training": "train", "val": "valid", "valid": "valid", "validation": "valid"}
-SPLIT_NAMES |= {"test": "test", "testing": "test"}
+# A folder with one of these names, in small or capital letters, is a split, or should have been called as one.
+SPLIT_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing"}
 STRAY = {".DS_Store", "Thumbs.db", "desktop.ini"}  # file managers leave them everywhere, and nobody misses them
 WRITABLE = "free some space, or choose another folder: export LAB_DATA=/another/folder"
 
@@ -55,6 +55,8 @@ Part = tuple[str, np.ndarray, np.ndarray]
 """A split, its images uint8 (N, 3, 32, 32) and their labels int64 (N,)."""
 Pack = tuple[Path, dict, dict[str, list[np.ndarray]]]
 """An open pack: its folder, its manifest, and per split the images and labels, mapped into memory."""
+Found = tuple[dict[str, list[str]], str]
+"""The names of a data set's images by split, such as train/cat/1.png, and what is left out, in words."""
 
 
 def choose_root(root: Path | str | None) -> Path:
@@ -94,14 +96,14 @@ def explain(what: str, place: Path | None = None, *, fix: str) -> Iterator[None]
 # The layout. Names are paths of files, and of folders with a "/" at the end, in a folder or in an archive.
 
 
-def is_image(name: str) -> bool:
-    """True if a file name is an image's. Hidden files, such as macOS's ``._cat.png``, are not images."""
-    return name.lower().endswith(SUFFIXES) and not is_hidden(name)
-
-
 def is_hidden(name: str) -> bool:
-    """True if a name is hidden, or one of those that systems add, such as ``__MACOSX`` and ``@eaDir``."""
+    """True if a name is hidden, or one of those that systems add, such as ``__MACOSX``, ``@eaDir``, ``._cat.png``."""
     return name.startswith((".", "@", "__"))
+
+
+def is_image(name: str) -> bool:
+    """True if a file name is an image's."""
+    return name.lower().endswith(SUFFIXES) and not is_hidden(name)
 
 
 def has_split(folder: Path) -> bool:
@@ -121,13 +123,9 @@ def find_cinic10(root: Path) -> Path | None:
     named = [place for place in sorted(root.glob("*")) if "cinic" in place.name.lower() and not place.is_file()]
     found = [place for place in named if not is_hidden(place.name) and has_split(place)]
     if len(found) > 1:
-        raise LabError(
-            f"{len(found)} folders could be CINIC-10.",
-            where=", ".join(map(clean_name, found)),
-            cause="more than one folder here has cinic in its name and train, valid or test in it",
-            fix=f"name the one you mean: export LAB_DATA={shlex.quote(clean_name(found[0]))}",
-        )
-    packs = [home / "cinic10" for home in list_homes(root) if read_manifest(home / "cinic10")]
+        where, fix = ", ".join(map(clean_name, found)), f"export LAB_DATA={shlex.quote(clean_name(found[0]))}"
+        raise LabError(f"{len(found)} folders could be CINIC-10.", where=where, fix=f"name the one you mean: {fix}")
+    packs = [home / "cinic10" for home in list_homes(root) if (home / "cinic10" / MANIFEST).exists()]
     return next(iter(found + packs), None)
 
 
@@ -144,57 +142,43 @@ def list_names(folder: Path, path: str = "") -> Iterator[str]:
                 yield from list_names(folder, f"{path}{entry.name}/")
 
 
-def survey(names: Iterable[str], where: Path) -> tuple[dict[str, list[str]], str]:
-    """Returns the images of a data set in CINIC-10's layout by split, and in words what is left out.
-
-    This is the one rule for folders and archives. The images are in ImageFolder's order.
+def survey(names: Iterable[str], where: Path) -> Found:
+    """Finds the images of a data set in CINIC-10's layout, in ImageFolder's order: the one rule for all sources.
 
     Raises:
         LabError: A split or class is missing or empty, or there is another class.
     """
-    files, folders, filled, left_out = defaultdict(set), set(), set(), set()
-    for name in names:
-        folder, _, file = name.rpartition("/")
-        files[folder].add(file)
     images: dict[str, list[str]] = {split: [] for split in SPLITS}
-    for folder in sorted(files):
-        split, *below = folder.split("/")
-        others = files[folder] - {"", *STRAY}
-        if not any(map(is_hidden, below)):
-            folders |= {split, "/".join([split, *below[:1]])}
-            if split in SPLITS and len(below) == 1 and (taken := set(filter(is_image, others))):
-                images[split] += [f"{folder}/{file}" for file in sorted(taken)]
-                filled |= {split, folder}
-                others -= taken
-        left_out |= {f"{folder}/{file}".lstrip("/") for file in others if folder or is_image(file)}
-    words = ""
-    if left_out:
-        kinds = "|".join(suffix[1:] for suffix in SUFFIXES)
-        words = f"left out: {len(left_out):,} file{'s' * (len(left_out) > 1)} other than "
-        words += f"train|valid|test/<class>/*.{kinds} (such as {clean_name(min(left_out), 200)})"
+    folders, filled, others = set(), set(), []
+    for name in sorted(names):
+        *path, file = name.split("/")
+        hidden = any(map(is_hidden, path[1:]))
+        if not hidden:
+            folders |= {"/".join(path[:1]), "/".join(path[:2])}
+        if not hidden and len(path) == 2 and path[0] in SPLITS and is_image(file):
+            images[path[0]].append(name)
+            filled |= {path[0], "/".join(path)}
+        elif file and file not in STRAY and (path or is_image(file)):
+            others.append(name)
+    left_out = ""
+    if others:
+        left_out = f"left out: {len(others):,} file{'s' * (len(others) > 1)} other than train|valid|test/<class>/*."
+        left_out += f"{'|'.join(suffix[1:] for suffix in SUFFIXES)} (such as {clean_name(others[0], 200)})"
     wanted = {*SPLITS, *(f"{split}/{name}" for split in SPLITS for name in CLASS_NAMES)}
     missing = [name for name in sorted(wanted - filled) if name in SPLITS or name.partition("/")[0] in filled]
     unknown = [
         name for name in sorted(folders - wanted) if name.partition("/")[0] in SPLITS or name.lower() in SPLIT_NAMES
     ]
     if missing or unknown:
-        raise _explain_layout(where, missing, unknown, words)
-    return images, words
-
-
-def _explain_layout(where: Path, missing: list[str], unknown: list[str], left_out: str) -> LabError:
-    if missing:
-        what = f"The data set has no images in {len(missing)} of its folders, such as {missing[0]!r}."
-    else:
-        what = f"The folder '{clean_name(unknown[0], 60)}' is none of CINIC-10's ten classes."
-    lists = {"no images in": ", ".join(missing[:12]), "unknown": clean_name(", ".join(unknown), 300), "": left_out}
-    shown = "; ".join(f"{label}: {text}".lstrip(": ") for label, text in lists.items() if text)
-    return LabError(
-        what,
-        where=f"{clean_name(where)} ({shown})",
-        cause="it was copied in part, or its folders have other names",
-        fix=f"rename or remove unknown folders, restore missing ones: train|valid|test/{'|'.join(CLASS_NAMES)}",
-    )
+        lists = {"no images in": missing[:12], "unknown": unknown[:12]}
+        shown = [f"{label}: {clean_name(', '.join(some), 300)}" for label, some in lists.items() if some]
+        raise LabError(
+            f"The folders are not those of CINIC-10, such as {clean_name((missing + unknown)[0], 60)!r}.",
+            where=f"{clean_name(where)} ({'; '.join([*shown, left_out]).removesuffix('; ')})",
+            cause="the data set was copied in part, or its folders have other names",
+            fix=f"rename or remove unknown folders, restore missing ones: train|valid|test/{'|'.join(CLASS_NAMES)}",
+        )
+    return images, left_out
 
 
 # Pictures
@@ -221,115 +205,108 @@ def decode(content: bytes) -> np.ndarray:
 
 def pack_images(
     folder: Path,
-    found: tuple[dict[str, list[str]], str],
-    read: Callable[[str], bytes],
+    found: Found,
+    contents: Iterable[tuple[str, Callable[[], bytes]]],
     *,
     source: dict[str, object],
     where: Path,
     skip_bad: bool = False,
 ) -> None:
-    """Packs what :func:`survey` found ``where``; ``read`` returns the content of an image such as train/cat/1.png."""
-    images, left_out = found
-    total, bad, deep, notes = sum(map(len, images.values())), [], [], [left_out] if left_out else []
+    """Packs what :func:`survey` found ``where``.
 
-    def decode_all() -> Iterator[Part]:
-        for split, names in images.items():
-            pixels, labels, good = np.empty((len(names), 3, 32, 32), np.uint8), np.empty(len(names), np.int64), 0
-            for name in names:
+    The ``contents`` are names in any order, each with a function that reads the file. The pixels wait in a temporary
+    file, so that not all of them have to be in memory at once.
+
+    Raises:
+        LabError: Images cannot be read, and ``skip_bad`` does not say to leave them out.
+    """
+    images, left_out = found
+    rows = {name: row for row, name in enumerate(name for names in images.values() for name in names)}
+    bad, deep, notes = {}, [], [left_out] if left_out else []
+    with tempfile.TemporaryFile(dir=folder.parent) as file:
+        with open_bar(len(rows), "packing cinic10", unit=" images", delay=3) as bar:
+            for name, read in contents:
+                if name not in rows:
+                    continue
                 bar.update()
                 try:
-                    content = read(name)
-                    pixels[good] = decode(content)
+                    content = read()
+                    pixels = decode(content)
                 except (ValueError, OSError) as error:
-                    bad.append(f"{clean_name(name)} ({getattr(error, 'strerror', None) or error})")
+                    bad[name] = f"{clean_name(name)} ({getattr(error, 'strerror', None) or error})"
                     continue
-                labels[good] = CLASS_NAMES.index(name.split("/")[1])
-                good += 1
+                file.seek(rows[name] * pixels.nbytes)
+                file.write(pixels.tobytes())
                 if content.startswith(b"\x89PNG") and content[24:25] == b"\x10":
                     deep.append(name)
-            yield split, pixels[:good], labels[:good]
         if bad and not skip_bad:
             again = f", or go on without them: {make_command('prepare --skip-bad')}" if where.is_dir() else ""
+            shown = "; ".join([*bad.values()][:5]) + f", and {len(bad) - 5:,} more" * (len(bad) > 5)
             raise LabError(
-                f"{len(bad):,} of {total:,} images cannot be used.",
-                where=f"{clean_name(where)}: {'; '.join(bad[:5])}" + f", and {len(bad) - 5:,} more" * (len(bad) > 5),
+                f"{len(bad):,} of {len(rows):,} images cannot be used.",
+                where=f"{clean_name(where)}: {shown}",
                 cause="the copy was damaged, or other files are among the images",
                 fix=f"copy them again (32×32 pixels){again}",
             )
-        for words, some in (("left out as unreadable", bad), ("scaled from 16 bits a channel to 8", deep)):
+        for words, some in (("left out as unreadable", [*bad.values()]), ("scaled from 16 bits a channel to 8", deep)):
             if some:
                 such = f"(such as {clean_name(some[0], 200)})"
                 notes.append(f"{words}: {len(some):,} image{'s' * (len(some) > 1)} {such}")
-
-    with open_bar(total, "packing cinic10", unit=" images", delay=3) as bar:
-        write_pack(folder, decode_all(), class_names=CLASS_NAMES, source=source | {"notes": notes}, mean_std=MEAN_STD)
+        file.truncate(len(rows) * 3 * 32 * 32)
+        everything = np.memmap(file, np.uint8, "r", shape=(len(rows), 3, 32, 32))
+        good = {split: [name for name in names if name not in bad] for split, names in images.items()}
+        labels = {split: [CLASS_NAMES.index(name.split("/")[1]) for name in names] for split, names in good.items()}
+        parts = ((split, everything[[rows[name] for name in good[split]]], np.array(labels[split])) for split in SPLITS)
+        write_pack(folder, parts, class_names=CLASS_NAMES, source=source | {"notes": notes}, mean_std=MEAN_STD)
 
 
 def provide_cinic10(root: Path, found: Path | None, *, skip_bad: bool = False) -> Pack:
     """Opens the pack of what :func:`find_cinic10` found; that of a folder is made, or made again after a change."""
-    if found and (pack := open_pack(found)):
-        return pack
-    if found is None or read_manifest(found):
+    if found is None or not has_split(found):
+        if found and (pack := open_pack(found)):
+            return pack
         what, cause = "CINIC-10 was not found.", "it was not downloaded yet, or LAB_DATA points elsewhere"
         if found:
             what, cause = "The pack cinic10 is damaged.", "a file was cut short or removed"
         fix = f"{make_command('fetch cinic10')}   (or import CINIC-10.tar.gz, or use data.load('shapes10'))"
         raise LabError(what, where=clean_name(found or root), cause=cause, fix=fix)
-    images = survey(list_names(found), found)
-    source = {"words": "from a folder in CINIC-10's layout", "fingerprint": hash_folder(found, images)}
-
-    settings = {"source": source, "where": found, "skip_bad": skip_bad}
+    surveyed = images, left_out = survey(list_names(found), found)
+    names = [name for split in images.values() for name in split]
+    stamp = hashlib.sha256(PACKING + left_out.encode())
+    for name in names:
+        state = os.stat(f"{found}/{name}")  # noqa: PTH116 (a Path for each of 270,000 files takes longer)
+        stamp.update(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))
+    source = {"words": "from a folder in CINIC-10's layout", "fingerprint": stamp.hexdigest()}
 
     def make(folder: Path) -> None:
-        pack_images(folder, images, lambda name: read_bounded(found / name, IMAGE_BYTES), **settings)
+        contents = ((name, partial(read_bounded, found / name, IMAGE_BYTES)) for name in names)
+        pack_images(folder, surveyed, contents, source=source, where=found, skip_bad=skip_bad)
 
     # The path is a part of the name, because two folders may have their packs in the same place.
     name = f"cinic10-folder-{hashlib.sha256(os.fsencode(found)).hexdigest()[:8]}"
     return provide(name, root, source["fingerprint"], make)
 
 
-def hash_folder(folder: Path, found: tuple[dict[str, list[str]], str]) -> str:
-    """Returns a fingerprint of what :func:`survey` found in a folder, with the files' sizes and times of change."""
-    images, left_out = found
-    stamp = hashlib.sha256(PACKING + left_out.encode())
-    for name in (name for names in images.values() for name in names):
-        try:
-            state = os.stat(f"{folder}/{name}")  # noqa: PTH116 (a Path for each of 270,000 files takes longer)
-            text = f"{state.st_size}\0{state.st_mtime_ns}"
-        except OSError:
-            text = "unreadable"  # such as a link to nothing, which counts as bad when it is read
-        stamp.update(f"{name}\0{text}\n".encode(errors="surrogateescape"))
-    return stamp.hexdigest()
-
-
 # Packs
 
 
-def read_manifest(folder: Path) -> dict | None:
-    """Returns the manifest of a pack, or None if there is no pack of this format."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        return manifest if manifest["format"] == FORMAT and manifest["source"]["fingerprint"] else None
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
-        return None
-
-
 def open_pack(folder: Path) -> Pack | None:
-    """Maps a pack's arrays into memory; returns None if there is no pack, or an array is cut short or missing.
+    """Maps a pack's arrays into memory; returns None if there is no pack of this format, or it is not whole.
 
     The maps are copy-on-write (``mode="c"``): torch takes them without a warning, and nothing can change the files.
     """
-    if not (manifest := read_manifest(folder)):
-        return None
     try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         arrays = {split: [np.load(folder / f"{split}-{kind}.npy", "c") for kind in KINDS] for split in SPLITS}
-    except (FileNotFoundError, ValueError, EOFError):
+        return (folder, manifest, arrays) if manifest["format"] == FORMAT else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, LookupError, TypeError):
         return None
-    return folder, manifest, arrays
 
 
 def provide(name: str, root: Path, fingerprint: str, make: Callable[[Path], None]) -> Pack:
     """Opens the pack that was made from exactly this source, or makes it; several processes make it once."""
+    from filelock import FileLock
+
     homes = list_homes(root)
 
     def find() -> Pack | None:
@@ -338,21 +315,12 @@ def provide(name: str, root: Path, fingerprint: str, make: Callable[[Path], None
 
     if pack := find():
         return pack
-    with lock_pack(homes[0] / name):
-        if not find():
-            make(homes[0] / name)
-        return find()
-
-
-@contextlib.contextmanager
-def lock_pack(folder: Path) -> Iterator[None]:
-    """Keeps a pack's place for one process at a time, while it is written; the others wait."""
-    from filelock import FileLock
-
-    with explain(f"The pack {clean_name(folder.name, 60)} cannot be written", folder.parent, fix=WRITABLE):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
-            yield
+    with explain(f"The pack {clean_name(name, 60)} cannot be written", homes[0], fix=WRITABLE):
+        homes[0].mkdir(parents=True, exist_ok=True)
+        with FileLock(homes[0] / f".{name}.lock"):
+            if not find():
+                make(homes[0] / name)
+    return find()
 
 
 def write_pack(
@@ -365,35 +333,33 @@ def write_pack(
 ) -> None:
     """Writes a pack; if it cannot be completed, ``folder`` stays as it was.
 
-    The pack grows in a temporary folder beside it, which is renamed once all of it is on the disk. The ``source`` says
-    in ``words`` where the images come from, and its ``fingerprint`` tells if the pack is still up to date. Mean and
+    The pack grows in a temporary folder beside it, and is renamed once all of it is on the disk. The ``source`` says in
+    ``words`` where the images come from, and its ``fingerprint`` tells if the pack is still up to date. Mean and
     standard deviation are per channel, in 0..1, by default those of the training images.
     """
-    temporary, old = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("draft", "old"))
-    manifest: dict = {"format": FORMAT, "classes": list(class_names), "splits": {}, "sha256": {}}
-    for left in (temporary, old):
-        shutil.rmtree(left, ignore_errors=True)  # a killed process left it
-    temporary.mkdir(parents=True)
+    temporary = folder.with_name(f".{folder.name}.draft")
+    shutil.rmtree(temporary, ignore_errors=True)  # a killed process left it
+    new, sums = temporary / "new", {}
+    new.mkdir(parents=True)
     try:
         for split, images, labels in parts:
-            manifest["splits"][split] = {"images": len(labels)}
             for kind, array in zip(KINDS, (images, labels), strict=True):
-                path = temporary / f"{split}-{kind}.npy"
+                path = new / f"{split}-{kind}.npy"
                 with write_atomically(path) as file:
                     np.save(file, array)
-                manifest["sha256"][path.name] = hash_file(path, "sha256")
+                sums[path.name] = hash_file(path, "sha256")
             if split == "train":
                 mean_std = mean_std or measure_mean_std(images)
+        manifest = {"format": FORMAT, "classes": list(class_names), "sha256": sums}
         manifest |= {"mean": list(mean_std[0]), "std": list(mean_std[1]), "source": {"notes": []} | source}
-        with write_atomically(temporary / MANIFEST) as file:
+        with write_atomically(new / MANIFEST) as file:
             file.write(json.dumps(manifest, indent=1).encode())
         if folder.exists():
-            folder.rename(old)  # renamed and not removed: somebody may have mapped it, which NFS does not allow
-        temporary.rename(folder)
+            folder.rename(temporary / "old")  # somebody may have mapped it, and NFS cannot remove it then
+        new.rename(folder)
         sync_folder(folder.parent)
     finally:
-        for left in (temporary, old):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def hash_file(path: Path, algorithm: str) -> str:
@@ -406,9 +372,7 @@ def measure_mean_std(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float
     """Returns mean and standard deviation per channel, in 0..1, exactly: from a histogram of the 256 values."""
     values, means, stds = np.arange(256) / 255, [], []
     for channel in range(3):
-        # In slices, because bincount makes int64 of its input: eight times the bytes.
-        slices = (images[i : i + 4096, channel].reshape(-1) for i in range(0, len(images), 4096))
-        histogram = sum(np.bincount(part, minlength=256) for part in slices)
+        histogram = np.bincount(images[:, channel].reshape(-1), minlength=256)
         means.append(float(np.average(values, weights=histogram)))
         stds.append(float(np.average((values - means[-1]) ** 2, weights=histogram)) ** 0.5)
     return tuple(means), tuple(stds)

@@ -39,16 +39,6 @@ SYSCTLS = {
     "hw.optional.arm.SME_B16F32": "smeb16f32",
     "hw.optional.arm.SME_F16F32": "smef16f32",
 }
-# Linux on Arm tells no name, but who designed a core and its part number; util-linux (sys-utils/lscpu-arm.c) lists all.
-DESIGNERS = {"0x41": "Arm", "0x4e": "NVIDIA", "0x51": "Qualcomm", "0x61": "Apple", "0xc0": "Ampere"}
-ARM_CORES = {
-    "0xd08": "Cortex-A72",
-    "0xd0b": "Cortex-A76",
-    "0xd0c": "Neoverse N1",
-    "0xd40": "Neoverse V1",
-    "0xd49": "Neoverse N2",
-    "0xd4f": "Neoverse V2",
-}
 
 
 @dataclass(frozen=True)
@@ -137,40 +127,34 @@ def read_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, tuple[str, ...
     """Reads the processor's name and the features that matter here; () if the system does not tell.
 
     Linux lists an Arm processor's features as https://docs.kernel.org/arch/arm64/elf_hwcaps.html names them, in lower
-    case: ``bf16`` is Arm's FEAT_BF16. macOS reports them by ``sysctl``, as Apple's page "Determining instruction set
+    case; its name is known to ``lscpu``. macOS reports both by ``sysctl``, as Apple's page "Determining instruction set
     characteristics" says: https://developer.apple.com/documentation/kernel/1387446-sysctlbyname.
     """
     if platform.system() == "Darwin":
-        name, flags = _ask_sysctl()
+        known = _ask("sysctl", "machdep.cpu.brand_string", "hw.optional")
+        name = known.get("machdep.cpu.brand_string")
+        flags = {feature for key, feature in SYSCTLS.items() if known.get(key) == "1"}
     else:
-        fields = {}
-        if cpuinfo.exists():
-            for line in cpuinfo.read_text(errors="replace").splitlines():
-                key, _, value = line.partition(":")
-                fields.setdefault(key.strip(), value.strip())
-        name = fields.get("model name") or _name_arm(fields)
-        flags = set(fields.get("flags", fields.get("Features", "")).split())
+        known = _read_fields(cpuinfo.read_text(errors="replace")) if cpuinfo.exists() else {}
+        name = known.get("model name") or _ask("lscpu").get("Model name")  # on Arm the file has no name
+        flags = set(known.get("flags", known.get("Features", "")).split())
     name = name or platform.processor() or platform.machine() or "CPU"
     name = re.sub(r"\((R|TM)\)|\bCPU\b|\bProcessor\b|@.*$", " ", name, flags=re.IGNORECASE)
     return " ".join(name.split()) or "CPU", tuple(feature for feature in CPU_FEATURES if feature in flags)
 
 
-def _name_arm(fields: dict[str, str]) -> str:
-    designer, part = fields.get("CPU implementer", ""), fields.get("CPU part", "")
-    core = (ARM_CORES.get(part) if designer == "0x41" else None) or (part and f"core {part}")
-    return f"{DESIGNERS.get(designer, 'Arm')} {core}" if core else ""
+def _read_fields(text: str) -> dict[str, str]:
+    """Reads lines such as ``model name : AMD EPYC``; the first of a name counts, as one of several processors."""
+    pairs = [line.partition(":")[::2] for line in reversed(text.splitlines())]
+    return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _ask_sysctl() -> tuple[str, set[str]]:
-    """Returns the processor's name on macOS, and its features in Linux's spelling."""
-    command = ["sysctl", "machdep.cpu.brand_string", "hw.optional"]
+def _ask(*command: str) -> dict[str, str]:
     try:
         text = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):
-        return "", set()
-    known = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
-    flags = {feature for name, feature in SYSCTLS.items() if known.get(name) == "1"}
-    return known.get("machdep.cpu.brand_string", ""), flags
+        return {}
+    return _read_fields(text)
 
 
 def count_cores() -> int:

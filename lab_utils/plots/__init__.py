@@ -1,7 +1,7 @@
 """One figure style for all labs.
 
-Every drawing function takes ``ax`` (a new figure if None) and returns the Axes, so that a notebook can add a title
-or a dashed line. Set-ups have the same colour in all labs.
+Every drawing function but ``image_grid`` takes ``ax`` (a new figure if None). Each returns the Axes, so that a notebook
+can add a title or a dashed line. Set-ups have the same colour in all labs.
 """
 
 from lab_utils.plots.batches import crossover, group, speed_up, throughput

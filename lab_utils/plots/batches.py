@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from lab_utils.plots.style import COLOURS, choose_styles, mark_noise, new_axes
-from lab_utils.timing import SpeedUp, Timing, find_noise, find_speed_up
+from lab_utils.timing import Timing, find_noise, find_speed_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -70,14 +70,14 @@ def throughput(
     return ax
 
 
-def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Timing | float]) -> float | None:
+def crossover(baseline: Mapping[int, Timing], candidate: Mapping[int, Timing]) -> float | None:
     """Finds the batch size from which the candidate stays ahead of the baseline.
 
     Between two measured batch sizes the logarithm of the ratio of speeds is taken to be linear in the logarithm of the
     batch size. Where no speed-up is proven, neither is ahead, and the batch size is left out.
 
     Args:
-        baseline: Timings, or images per second, by batch size.
+        baseline: Timings by batch size.
         candidate: The same; only batch sizes that both were measured at count.
 
     Returns:
@@ -85,7 +85,7 @@ def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Ti
         ahead again, which no crossover explains.
     """
     both = sorted(baseline.keys() & candidate.keys())
-    gains = {batch: _find_gain(baseline[batch], candidate[batch]) for batch in both}
+    gains = {batch: find_speed_up(baseline[batch], candidate[batch]) for batch in both}
     known = [batch for batch, gain in gains.items() if gain.rounds]
     ratios = [(batch, math.log(gains[batch].value)) for batch in known if gains[batch].proven]
     ahead = [ratio > 0 for _, ratio in ratios]
@@ -93,13 +93,6 @@ def crossover(baseline: Mapping[int, Timing | float], candidate: Mapping[int, Ti
         return None
     (left, low), (right, high) = ratios[ahead.index(True) - 1 : ahead.index(True) + 1]
     return left * (right / left) ** (low / (low - high))
-
-
-def _find_gain(baseline: Timing | float, candidate: Timing | float) -> SpeedUp:
-    """Returns the speed-up, which for plain numbers has no noise."""
-    if isinstance(baseline, Timing) and isinstance(candidate, Timing):
-        return find_speed_up(baseline, candidate)
-    return SpeedUp(*[candidate / baseline] * 3, rounds=1)
 
 
 def speed_up(

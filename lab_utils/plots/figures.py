@@ -15,23 +15,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def image_grid(
-    images: torch.Tensor, titles: Sequence[str] | None = None, *, columns: int = 10, ax: Axes | None = None
-) -> Axes:
+def image_grid(images: torch.Tensor, titles: Sequence[str] | None = None, *, columns: int = 10) -> Axes:
     """Shows images in rows, each under its title.
 
     Args:
         images: uint8 (N, 3, H, W).
         titles: N short texts.
         columns: Images per row.
-        ax: Where to draw.
     """
     count, _, height, width = images.shape
     rows = max(1, math.ceil(count / columns))  # one empty row where there are no images
     above, gap = (round(0.42 * height) if titles else 2), 2
     canvas = torch.full((rows * (height + above), columns * (width + gap), 3), 255, dtype=torch.uint8)
-    if ax is None:
-        ax = new_axes(figsize=(7.5, 7.5 * canvas.shape[0] / canvas.shape[1]))
+    ax = new_axes(figsize=(7.5, 7.5 * canvas.shape[0] / canvas.shape[1]))
     for index, image in enumerate(images):
         top, left = index // columns * (height + above) + above, index % columns * (width + gap)
         canvas[top : top + height, left : left + width] = image.permute(1, 2, 0).cpu()

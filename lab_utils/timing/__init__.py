@@ -10,7 +10,7 @@ from lab_utils.timing.measure import Timing, interleave, limit_rounds, measure, 
 from lab_utils.timing.memory import count_saved_bytes
 from lab_utils.timing.noise import find_noise
 from lab_utils.timing.others import find_others, read_usage
-from lab_utils.timing.records import Records, UnreadableWarning, list_skipped
+from lab_utils.timing.records import Records, UnreadableWarning
 from lab_utils.timing.timeline import Timeline
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "find_speed_up",
     "interleave",
     "limit_rounds",
-    "list_skipped",
     "measure",
     "read_usage",
     "synchronize",

@@ -116,24 +116,8 @@ class Timing:
         """
         if not isinstance(record, Mapping) or record.keys() != {field.name for field in fields(cls)}:
             raise ValueError("a Timing with other fields than as_record writes")
-        lists = [record["seconds"], record["cpu_seconds"]]
-        counts = [record["images"], record["warmup"]]
-        counts += [record[name] for name in ("peak_bytes", "rank") if record[name] is not None]
-        if not (
-            all(isinstance(record[name], str) for name in ("name", "device", "busiest"))
-            and all(isinstance(numbers, list | tuple) for numbers in lists)
-            and all(_is_size(number, int, float) for numbers in lists for number in numbers)
-            and all(_is_size(count, int) for count in counts)
-            and _is_size(record["others"], float)
-            and isinstance(record["few"], bool)
-        ):
-            raise ValueError("a Timing whose fields are not those of as_record")
-        return cls(**{**record, "seconds": tuple(lists[0]), "cpu_seconds": tuple(lists[1])})
-
-
-def _is_size(number: object, *types: type) -> bool:
-    """Returns True if this is a finite number of at least 0 that a float can hold."""
-    return type(number) in types and 0 <= number < 2**63
+        lists = {name: tuple(record[name]) for name in ("seconds", "cpu_seconds")}
+        return cls(**{**record, **lists})
 
 
 def limit_rounds(wanted: int) -> int:

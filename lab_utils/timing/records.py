@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import json
@@ -16,23 +15,15 @@ from typing import Any
 import torch
 
 from lab_common import LabError, env_folder, read_path
-from lab_common.files import open_regular
 from lab_utils import machine
 from lab_utils.timing.measure import Timing
 from lab_utils.timing.noise import find_noise
 
 FIELDS = ("lab", "kind", "settings", "machine", "torch", "when", "result")
-# The labs write lines of some kB. Of a larger file the end counts, since of two records the newer does.
-FILE_BYTES, LINE_BYTES = 64 * 2**20, 8 * 2**20
-MOST_LEVELS = 50  # of lists and dictionaries in each other
-
-
-# What this process has skipped, in words, by file and fault: a learner is told once of each, and the report lists all.
-_skipped: dict[tuple[Path, str], str] = {}
 
 
 class UnreadableWarning(UserWarning):
-    """Something that was kept under ``LAB_RUNS`` cannot be read and was skipped; it stays where it is."""
+    """Lines of a file under ``LAB_RUNS`` cannot be read and were skipped; they stay where they are."""
 
 
 class Records:
@@ -94,7 +85,6 @@ class Records:
         try:
             values = (self.lab, kind, _plain(settings), machine.describe().label, torch.__version__, when, result)
             line = encode(dict(zip(FIELDS, values, strict=True)))
-            record = parse_record(line)
         except (TypeError, ValueError, RecursionError) as error:
             fix = "return Timings, numbers, strings, and lists or dictionaries of them"
             raise LabError(f"The result {kind!r} cannot be stored.", cause=str(error), fix=fix) from error
@@ -106,72 +96,35 @@ class Records:
             raise LabError(
                 f"The result {kind!r} could not be stored.", where=self.path, cause=str(error), fix=fix
             ) from error
-        return record
+        return decode(line)
 
     def read(self, kind: str | None = None, *, fits: Callable[[Any], bool] | None = None) -> list[dict[str, Any]]:
-        """Returns the records of a kind, or all, oldest first; warns of what cannot be read, once in a process.
+        """Returns the records of a kind, or all, oldest first; warns of lines that cannot be read.
 
         Args:
             kind: What was done.
             fits: Says whether a result of this kind has the form that the caller needs; others are skipped.
         """
-        lines, found = self._read_lines(), []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                found.append(parse_record(line))
-        self._tell("lines", f"unreadable lines of {self.path.name} were skipped", len(lines) - len(found))
-        records = [record for record in found if kind in (None, record["kind"])]
-        fitting = [record for record in records if fits is None or fits(record["result"])]
-        words = f"records of kind {kind!r} in {self.path.name} have another form and were skipped"
-        self._tell(f"form {kind}", words, len(records) - len(fitting))
-        return fitting
-
-    def _read_lines(self) -> list[bytes]:
-        """The lines that are not blank; without what follows the last newline, torn off when its writer was killed."""
-        size, lines, why = 0, [], ""
-        try:
-            with open_regular(self.path) as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(max(0, size - FILE_BYTES))
-                *lines, _ = file.read(FILE_BYTES).split(b"\n")
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            why = error.strerror
-        self._tell("file", why and f"{self.path.name} cannot be read: {why}")
-        words = f"{self.path.name} has more than {FILE_BYTES // 2**20} MB, and its beginning was skipped"
-        self._tell("size", words if size > FILE_BYTES else "")
-        # Of the first one only the end may be there.
-        return [line for line in lines[size > FILE_BYTES :] if line.strip()]
-
-    def _tell(self, fault: str, words: str, count: int | None = None) -> None:
-        """Warns of what was skipped, unless it is nothing, or the same as before."""
-        words = "" if count == 0 else f"{count} {words}" if count else words
-        if not words:
-            _skipped.pop((self.path, fault), None)
-        elif _skipped.get((self.path, fault)) != words:
-            _skipped[self.path, fault] = words
+        if not self.path.exists():
+            return []
+        *lines, _ = self.path.read_bytes().split(b"\n")  # what follows the last newline was torn off with its writer
+        found, skipped = [], 0
+        for line in filter(bytes.strip, lines):
+            try:
+                check_record(record := decode(line))
+            except ValueError:
+                skipped += 1
+                continue
+            if kind not in (None, record["kind"]):
+                continue
+            if fits is None or fits(record["result"]):
+                found.append(record)
+            else:
+                skipped += 1
+        if skipped:
+            words = f"{skipped} unreadable lines of {self.path.name} were skipped"
             warnings.warn(words, UnreadableWarning, stacklevel=2)
-
-
-def list_skipped(folder: Path) -> list[str]:
-    """Returns what this process has skipped among the records in a folder, a sentence for each."""
-    return [words for (path, _), words in _skipped.items() if path.parent == folder]
-
-
-def parse_record(line: bytes) -> dict[str, Any]:
-    """Returns a record from its line.
-
-    Raises:
-        ValueError: It is not a record, is larger or more deeply nested than any, or contains halves of characters.
-    """
-    if len(line) > LINE_BYTES:
-        raise ValueError(f"it has {len(line) / 2**20:.0f} MB")
-    record = decode(line)
-    if b"\\u" in line:
-        encode(record)  # refuses a lone surrogate, which nothing can print
-    check_record(record)
-    return record
+        return found
 
 
 def check_record(record: Any) -> None:
@@ -180,12 +133,6 @@ def check_record(record: Any) -> None:
         raise ValueError("it is no record")
     if not all(isinstance(record[name], str) for name in ("lab", "kind", "machine", "torch", "when")):
         raise ValueError("a field that is a text in all records is none")
-    level = [record]
-    for _ in range(MOST_LEVELS):
-        parts = (part.values() if isinstance(part, dict) else part for part in level)
-        level = [part for inner in parts for part in inner if isinstance(part, dict | list)]
-    if level:
-        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 
 def _list_timings(result: object) -> Iterator[Timing]:
@@ -239,7 +186,7 @@ def decode(text: bytes) -> Any:
     """Returns what ``encode`` was given.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply to be read, or contains an invalid Timing.
+        ValueError: It is not JSON, or contains something else as a Timing.
     """
 
     def untag(found: dict[str, Any]) -> object:

@@ -130,7 +130,7 @@ def train_epoch(
     return _run_epoch(run, batches, limit=limit, progress=progress, title="training")
 
 
-def evaluate(model: nn.Module, batches: Batches, *, limit: int | None = None, progress: bool = True) -> Epoch:
+def evaluate(model: nn.Module, batches: Batches, *, progress: bool = True) -> Epoch:
     """Measures loss and accuracy without training, and leaves the model in the mode it was in.
 
     Raises:
@@ -145,12 +145,12 @@ def evaluate(model: nn.Module, batches: Batches, *, limit: int | None = None, pr
     model.eval()
     try:
         with torch.no_grad():
-            return _run_epoch(run, batches, limit=limit, progress=progress, title="evaluating")
+            return _run_epoch(run, batches, progress=progress, title="evaluating")
     finally:
         model.train(training)
 
 
-def _run_epoch(run: Callable, batches: Batches, *, limit: int | None, progress: bool, title: str) -> Epoch:
+def _run_epoch(run: Callable, batches: Batches, *, limit: int | None = None, progress: bool, title: str) -> Epoch:
     total = len(batches) if isinstance(batches, Sized) else None
     total = min((number for number in (total, limit) if number is not None), default=None)
     sums, clock, seen, number = _Sums(), _Clock(), 0, 0

@@ -16,8 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lab_common import read_path
-from lab_utils.wandb_runs.reading import list_runs, read_records, read_run
-from lab_utils.wandb_runs.records import Recorded
+from lab_utils.wandb_runs.reading import Recorded, list_runs, read_records, read_run
 
 __all__ = ["QUIET", "Connection", "Recorded", "connect", "list_runs", "read_records", "read_run"]
 
