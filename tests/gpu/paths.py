@@ -127,7 +127,7 @@ PATHS = (
     ),
     GpuPath(
         "phases of a network",
-        "course/replicas.py: note_phases",
+        "notebooks/scripts/replicas.py: note_phases",
         "parallel: the_phases_of_a_network_on_the_device_are_noted",
     ),
     GpuPath("lab 4: a step of one device", f"{LAB4}: what-if", "parallel: lab_4s_step_of_one_device_is_timed_there"),
