@@ -209,19 +209,3 @@ def test_an_ordinary_user_has_one_of_their_own(own, short):
         pytest.skip("the checkout lies where no other user may read")
     assert "['nobody', 'nobody'] Slurm" in done.stdout and done.stdout.endswith("True\n"), done.stderr
     assert_nothing_left(own)
-
-
-def test_a_job_in_spot_hears_a_signal_makes_room_and_starts_again(slurm, tmp_path):
-    output = tmp_path / "spot.out"
-    body = (
-        "trap 'echo heard; scontrol requeue $SLURM_JOB_ID; sleep 60' USR1\n"
-        'echo run ${SLURM_RESTART_COUNT:-0}\n[ -n "$SLURM_RESTART_COUNT" ] || { sleep 60 & wait; }'
-    )
-    (tmp_path / "spot").write_text(SPOT.format(output=output, body=body))
-    spot = slurm.run("sbatch", "--parsable", "--signal=B:USR1@60", str(tmp_path / "spot")).strip()
-    wait_for(lambda: output.exists() and "run 0" in output.read_text(), 20)
-    slurm.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true")  # it waits for its turn
-    facts = slurm.run("scontrol", "show", "job", spot)
-    assert "Restarts=1" in facts and output.read_text().startswith("run 0\nheard\n")
-    wait_for(lambda: "run 1" in output.read_text(), 30)  # after the credential's ten seconds
-    wait_for(lambda: not slurm.list_jobs(), 20)
