@@ -1,22 +1,18 @@
 """Frameworks in their own environments: built once, repaired, clearly refused; on toy wheels, without a network."""
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-import psutil
 import pytest
 from harness import engines
 from packaging.utils import canonicalize_name
@@ -336,32 +332,13 @@ def test_what_is_cut_off_moved_or_out_of_date_is_refused_and_built_anew(built):
     assert built.ask(seen) == f"{built.engine} 2.0"
 
 
-def test_a_build_that_is_killed_half_way_is_repaired(checkout):
-    """Its own uv kills it at the moment when uv starts."""
-    program = checkout.put_uv("kill -9 $PPID")
-    assert checkout.build()[0] < 0
-    assert checkout.python.exists() and checkout.find_python().startswith("Lightning's environment is incomplete.")
-    program.unlink()
-    assert checkout.build()[0] == 0
-    assert checkout.find_python() == str(checkout.python)
-
-
-@pytest.mark.parametrize("reason", ["another file of the same name", "interrupted"])
-def test_a_failed_build_says_so_and_leaves_nothing(built, reason):
-    other = write_wheel(built.wheels, "toy", "2.0")
-    built.lock.write_text(other)
-    why = "Command"
-    if reason == "interrupted":
-        built.put_uv("kill -2 $PPID; sleep 60")
-        why = "the build was interrupted\n"
-    else:
-        with zipfile.ZipFile(built.wheels / "toy-2.0-py3-none-any.whl", "a") as wheel:
-            wheel.writestr("evil.py", "")
+def test_an_interrupted_build_says_so_and_leaves_nothing(built):
+    built.lock.write_text(write_wheel(built.wheels, "toy", "2.0"))
+    built.put_uv("kill -2 $PPID; sleep 60")
     code, out = built.build()
     assert code == 1 and "Traceback" not in out
-    assert f"Lightning's environment is not ready: {why}" in out, out
+    assert "Lightning's environment is not ready: the build was interrupted\n" in out, out
     assert out.endswith("To try again: make engines ENGINE=lightning\n"), out
-    assert ("Hash mismatch" in out) == (reason == "another file of the same name")
     assert not built.engine.exists()
     assert built.find_python().startswith("Lightning's environment is not here.")
 
@@ -430,41 +407,6 @@ def test_a_failed_compilation_shows_its_error_and_can_be_repeated(compiling):
     assert compiling.leaves_nothing
     compiling.set_compiler()
     assert compiling.build()[0] == 0
-
-
-def test_an_interrupted_compilation_leaves_nothing(compiling):
-    """Not even a process, which would continue to write into a folder that is being removed."""
-    pid = compiling.folder.parent / "pid"
-    compiling.set_compiler(then=f'echo $$ > "{pid}"; for i in $(seq 9999); do : > "$TMPDIR/$i"; sleep 0; done')
-    command = [compiling.folder / ".venv" / "bin" / "python", "setup_engine.py", "horovod"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, cwd=compiling.folder, env=compiling.environment, **pipes) as build:
-        deadline = time.monotonic() + 60
-        while not (pid.exists() and pid.read_text().strip()):
-            assert build.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
-        build.send_signal(signal.SIGINT)
-        out, _ = build.communicate(timeout=60)
-    assert build.returncode == 1 and "is not ready: the build was interrupted\n" in out, out
-    assert compiling.leaves_nothing
-    with contextlib.suppress(psutil.NoSuchProcess):
-        # Nobody's child any more: its last state may stay for a while.
-        assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
-    compiling.set_compiler()
-    assert compiling.build()[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("which", "other", "words"),
-    [("sources", f" --hash=sha256:{'0' * 64}", "Hash mismatch"), ("tools", "", "must have a hash")],
-    ids=["sources", "tools"],
-)
-def test_what_is_compiled_and_what_compiles_it_are_checked(compiling, which, other, words):
-    lock = compiling.lock if which == "sources" else compiling.tools
-    lock.write_text(re.sub(" --hash=.*", other, lock.read_text()))
-    code, out = compiling.build()
-    assert code == 1 and words.lower() in out.lower(), out
-    assert compiling.leaves_nothing and not compiling.compiled
 
 
 def test_make_says_which_frameworks_there_are(checkout):

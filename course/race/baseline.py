@@ -29,8 +29,6 @@ def count_epochs(league: str, images: int) -> int:
 def measure_threshold(league: str) -> dict:
     """Runs five laps of the baseline and writes the league's top-1 down: what the worst of them reaches, rounded down.
 
-    The laps are on no leaderboard.
-
     Returns:
         The threshold, with the top-1 and the seconds of each lap, and the hardware.
 

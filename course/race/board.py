@@ -90,7 +90,7 @@ def read_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
     Returns:
         The entries, the best of a table first; and one line for each lap that is refused, which says why.
     """
-    groups, refused, seen = defaultdict(list), [], set()
+    groups, refused = defaultdict(list), []
     for folder in folders:
         found = sorted(path.parent for level in range(1, LEVELS + 1) for path in folder.glob("*/" * level + RECORD))
         if not found:
@@ -100,15 +100,12 @@ def read_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
             try:
                 record = read_record(path)
                 lap = Lap(label, record, _read_code(path, record["script"]))
-            except (OSError, ValueError) as error:
-                words = f"its record: {error.strerror}" if isinstance(error, OSError) else error
-                refused.append(f"{label}: {shorten(words, 300)}")
-                continue
-            if path.resolve() not in seen:
                 # Of one race folder: otherwise a stranger's bad laps could take another's name.
                 same = path.parent, record["name"], record["code"], record["script"]
                 groups[*same, *record["args"], record["processes"], _find_table(record)].append(lap)
-                seen.add(path.resolve())
+            except (OSError, ValueError) as error:
+                words = f"its record: {error.strerror}" if isinstance(error, OSError) else error
+                refused.append(f"{label}: {shorten(words, 300)}")
     for group in groups.values():
         group.sort(key=lambda lap: (score_lap(lap.record), lap.record["seconds"] or math.inf, lap.label))
     entries = [Entry(tuple(group)) for group in groups.values()]

@@ -147,11 +147,10 @@ def run_laps(
         "failed": "",
     }
     shown = {"name": whole.name, "valid": len(whole.valid)}
-    count = timing.limit_rounds(count)
     while True:
         laps = records.read_laps(options.get("home") or records.find_home())
         found = [lap for lap in laps if wanted.items() <= lap.items() and shown.items() <= lap["data"].items()]
-        if len(found) >= count:
+        if len(found) >= timing.limit_rounds(count):
             return found
         run_lap(script, args, **options)
 

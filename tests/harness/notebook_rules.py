@@ -12,7 +12,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import reader
 
 from course.notebooks import BEGIN, END
-from course.workspace import GUESS, GUESS_MARK
 
 IMPORTS = {
     "torch",
@@ -42,15 +41,6 @@ SECTIONS_OF_LAB_0 = SECTIONS[1:]
 # Where a machine's places begin; preceded by a letter it is the path of a web address.
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|tmp|root|work|Users|mnt|opt|var|workspace)/|\b[A-Z]:\\(?!n)")
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
-MEASURED = re.compile(
-    r"(?<![\w.,])(?!\d{3}0s\b)\d[\d.,]*\s?(?:ns|µs|us|ms|s|sec|nanoseconds?|microseconds?|milliseconds?|seconds?|minutes?|hours?"
-    r"|(?:images|img|samples|steps|it)/s)(?![\w/])"
-    r"|\d[\d.,]*\s?(?:x|×|-?fold|times|%)\s(?:faster|slower|quicker|as fast|as slow)"
-)
-# Times that are a plan or a definition, and no measurement: exactly these words are let pass.
-NOT_MEASURED = ("to sleep for 20 milliseconds",)
-
-
 # A line of 88 characters fits into the page of JupyterLab: a longer one is scrolled sideways.
 LINE = 88
 # What the minutes of a lab are made of. All but the run is assumed. Adults read 238
@@ -78,7 +68,6 @@ def find_faults(path: Path) -> list[str]:
         *find_code_faults(notebook),
         *find_prose_faults(notebook, path.parent),
         *find_anatomy_faults(notebook, int(path.name[:2]), path.parent),
-        *find_guess_faults(notebook),
     ]
 
 
@@ -218,7 +207,7 @@ def count_minutes(notebook, folder: Path) -> int:
 
 
 def find_prose_faults(notebook, folder: Path) -> list[str]:
-    """Checks text: pictures exist and are described, no local paths, no measured numbers."""
+    """Checks text: pictures exist and are described, links are addresses, no local paths."""
     text = prose(notebook)
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", text)
     for element in re.findall(r"<img\b[^>]*>", text):
@@ -230,11 +219,7 @@ def find_prose_faults(notebook, folder: Path) -> list[str]:
     # Whether a page is still there only a network can tell; that it is an address, and no slip of the pen, we can.
     links = re.findall(r"(?<!!)\[[^\]\n]+\]\(([^)\n]*)\)", re.sub(r"`[^`\n]*`", "", text))
     faults += [f"the link {link!r} is no address" for link in links if not is_link(link, folder)]
-    plain = "\n".join(line for line in text.splitlines() if not re.match(r"\|\s*\**It takes\b", line))
-    plain = " ".join(re.sub(r"`[^`\n]*`", "", plain).split())
-    for phrase in NOT_MEASURED:
-        plain = plain.replace(phrase, "")
-    return faults + [f"a measured number in the prose: {found[0]!r}" for found in MEASURED.finditer(plain)]
+    return faults
 
 
 def is_link(target: str, folder: Path) -> bool:
@@ -272,23 +257,6 @@ def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
     solutions = code.count(BEGIN) + len(beside)
     if solutions < len(exercises):
         faults.append(f"{solutions} solutions for {len(exercises)} exercises")
-    return faults
-
-
-def find_guess_faults(notebook) -> list[str]:
-    """Checks for an example guess in the first code cell below each heading *Predict*, in the required form."""
-    faults, predicts = [], False
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            predicts = predicts or re.search(r"^#+ Predict\b", cell.source, re.MULTILINE) is not None
-            continue
-        lines = [line for line in cell.source.splitlines() if GUESS_MARK in line]
-        if predicts and not lines:
-            faults.append(f"{name_cell(cell)}: no line ends with '{GUESS_MARK}: …', below a heading 'Predict'")
-        faults += [
-            f"{name_cell(cell)}: {line.strip()!r} has no number to replace" for line in lines if not GUESS.match(line)
-        ]
-        predicts = False
     return faults
 
 
