@@ -4,7 +4,6 @@ It is at the root so that the notebooks are tested under the same settings as th
 """
 
 import functools
-import gc
 import os
 import re
 import shlex
@@ -59,21 +58,6 @@ def pytest_configure(config):
     # The stored outputs are those of the small scale.
     os.environ["LAB_SCALE"] = "small"
     config.stash[SETTINGS] = {name: value for name, value in os.environ.items() if name.startswith("LAB_")}
-
-
-# What is imported and collected stays, and is most of what there is: without a search for garbage in it the collection
-# takes a fifth less, and those of the tests are short.
-gc.disable()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection(session):
-    """Keeps the garbage collector from searching the objects that the collection made."""
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

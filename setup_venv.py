@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENV, LOCK = ROOT / ".venv", ROOT / "requirements.lock"
-READY, UPDATING, PYTHON = VENV / "ready", VENV / "updating", VENV / "bin" / "python"
+READY, PYTHON = VENV / "ready", VENV / "bin" / "python"
 CUDA_PARTS = r"(torch|torchvision|triton|nvidia-[\w-]+|cuda-[\w-]+)=="  # in the lock, and not for TORCH=cpu
 
 
@@ -82,18 +82,12 @@ def is_usable() -> bool:
     return bool(ours) and subprocess.run([PYTHON, "-m", "pip", "--version"], capture_output=True).returncode == 0
 
 
-def read_times() -> list[int]:
-    """The times at which packages last came or went, by which an update that changed nothing is known."""
-    return [folder.stat().st_mtime_ns for folder in VENV.glob("lib/python*/site-packages")]
-
-
 def main() -> None:
     """Brings the environment up to date, or makes a new one if there is none that can be used."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that uv ends with us
-    updating, before = is_usable(), read_times()
     try:
-        if updating:
-            READY.rename(UPDATING)  # keeps the file's time, by which make sees that there is still something to do
+        if is_usable():
+            # `ready` keeps its time until the end, by which make sees that there is still something to do.
             print("Updating .venv ...", flush=True)
         else:
             print("Setting up .venv (about a minute; 7 GB, or 2 GB with TORCH=cpu) ...", flush=True)
@@ -101,14 +95,9 @@ def main() -> None:
             run(sys.executable, "-m", "venv", VENV)
         install_all()
         READY.write_text(f"{ROOT}\n", encoding="utf-8")
-        UPDATING.unlink(missing_ok=True)
     except (subprocess.CalledProcessError, OSError, KeyboardInterrupt) as error:
-        # uv downloads everything before it changes anything.
-        if as_it_was := updating and UPDATING.exists() and read_times() == before:
-            UPDATING.rename(READY)
-        state = "as it was" if as_it_was else "incomplete"
         again = "make setup TORCH=cpu" if os.environ.get("TORCH") == "cpu" else "make setup"
-        sys.exit(f"\nThe set-up ended early: {str(error) or 'interrupted'}\n.venv is {state}. To try again: {again}")
+        sys.exit(f"\nThe set-up ended early: {str(error) or 'interrupted'}\nTo try again: {again}")
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
-"""``python -m course.environment`` checks that everything the labs need is here, and names the command to fix it.
+"""``python -m course.environment`` checks what the set-up cannot provide, and names the command to fix it.
 
-Nothing here imports torchvision, so that it can say when torch and torchvision do not fit together.
+These are a torch and torchvision that fit together, a GPU that torch can use, memory and disk.
+Nothing here imports torchvision, so that it can say when the pair does not fit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, metadata, requires, version
-from importlib.util import find_spec
 from pathlib import Path
+
+import psutil
 
 from lab_common import LabError, env_folder, read_folder
 from lab_common.commandline import run_command
 from lab_common.nvidia import run_smi
 from lab_common.text import clean_name
 from lab_utils import choose_repair, describe_pair
-from lab_utils.machine import scale
 from lab_utils.machine.facts import measure_memory
 
 GIB = 2**30
@@ -59,23 +56,14 @@ class Verdict:
 
 
 def check_environment() -> list[Verdict]:
-    """Checks Python, the packages, the torch and torchvision pair, CUDA, memory, disk and settings; takes seconds."""
-    missing = [name for name in ("packaging", "psutil") if find_spec(name) is None]
-    if missing:
-        what = f"This Python does not have the labs' packages ({' and '.join(missing)} missing)."
-        return [Verdict(False, what, "make setup && .venv/bin/python -m course.environment")]
+    """Checks the torch and torchvision pair, CUDA, memory and disk; takes seconds."""
     found = probe_torch()
     return [
-        check_python(),
-        check_versions(),
         check_pair(found),
         check_gpu(found),
-        check_programs(),
         check_memory(),
         check_disk(),
         check_shared_memory(found.get("gpus", 0)),
-        check_threads(),
-        check_scale(),
     ]
 
 
@@ -89,45 +77,6 @@ def probe_torch() -> dict:
     if child.returncode == 0 and lines:
         return json.loads(lines[-1])
     return {"error": (child.stderr.strip().splitlines() or [f"Python ended with status {child.returncode}"])[-1]}
-
-
-def check_python() -> Verdict:
-    """Checks that the package supports this Python."""
-    from packaging.specifiers import SpecifierSet
-
-    try:
-        wanted = metadata("lab-utils")["Requires-Python"]
-    except PackageNotFoundError:
-        return Verdict(False, "lab-utils is not installed in this Python.", "make setup")
-    running = platform.python_version()
-    ok = SpecifierSet(wanted).contains(running, prereleases=True)
-    fix = f"make the environment with a Python {wanted}"
-    return Verdict(ok, f"Python {running} (the labs take {wanted})", fix)
-
-
-def check_versions() -> Verdict:
-    """Checks that every package the labs need is installed in a supported version."""
-    from packaging.requirements import Requirement
-
-    try:
-        needed = [Requirement(text) for text in requires("lab-utils") or []]
-    except PackageNotFoundError:
-        return Verdict(False, "lab-utils is not installed in this Python.", "make setup")
-    needed = [
-        requirement for requirement in needed if not requirement.marker or requirement.marker.evaluate({"extra": ""})
-    ]
-    wrong = []
-    for requirement in needed:
-        try:
-            installed = version(requirement.name)
-        except PackageNotFoundError:
-            wrong.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
-    return Verdict(
-        not wrong, "; ".join(wrong) or f"{len(needed)} packages, each in a version that fits", choose_repair()
-    )
 
 
 def check_pair(found: dict) -> Verdict:
@@ -146,7 +95,11 @@ def check_gpu(found: dict) -> Verdict:
         return Verdict(
             True, f"{found['gpus']} GPU{'s' if found['gpus'] > 1 else ''} (torch built with CUDA {found['cuda']})"
         )
-    if not _lists_gpu():
+    try:
+        listed = any("GPU" in line for line in run_smi("-L"))
+    except OSError:
+        listed = False
+    if not listed:
         return Verdict(True, "no GPU: the labs run on the processor and say what only a GPU can show")
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return Verdict(True, "a GPU that CUDA_VISIBLE_DEVICES hides: the labs run on the processor")
@@ -159,26 +112,8 @@ def check_gpu(found: dict) -> Verdict:
     )
 
 
-def _lists_gpu() -> bool:
-    with contextlib.suppress(OSError):
-        return any("GPU" in line for line in run_smi("-L"))
-    return False
-
-
-def check_programs() -> Verdict:
-    """Checks that cells and terminals find the packages' programs, beside this Python or in the user's folder."""
-    places = [Path(sys.executable).parent, sysconfig.get_path("scripts")]
-    places += [sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user"))]
-    path = os.pathsep.join(map(str, places))
-    missing = [name for name in ("torchrun", "tensorboard") if not shutil.which(name, path=path)]
-    text = "the programs torchrun and tensorboard are this Python's own"
-    return Verdict(not missing, f"Programs are missing: {', '.join(missing)}." if missing else text, choose_repair())
-
-
 def check_memory() -> Verdict:
     """Checks that main memory, or the container's share, holds any lab, and that enough of it is free now."""
-    import psutil
-
     total, free = measure_memory(), psutil.virtual_memory().available
     text = f"{total / GIB:.1f} GiB of memory (the labs want {MEMORY_NEEDED / GIB:.1f}); "
     text += f"of the machine's {free / GIB:.1f} GiB are free (a lab takes up to {FREE_NEEDED / GIB:.1f})"
@@ -212,31 +147,6 @@ def check_shared_memory(gpus: int = 0, folder: Path = Path("/dev/shm")) -> Verdi
     total = shutil.disk_usage(folder).total
     text = f"{total / GIB:.2f} GiB of shared memory (wanted here: {needed / GIB:.2f})"
     return Verdict(total >= needed, text, "start the container with --shm-size=2g")
-
-
-def check_threads() -> Verdict:
-    """Reports how many threads torch will use for one operation, and checks the setting."""
-    setting = os.environ.get("OMP_NUM_THREADS", "")
-    if not setting:
-        return Verdict(True, "OMP_NUM_THREADS is not set: torch takes one thread per core")
-    # OpenMP also takes a list, one number per level of nesting.
-    ok = all(part.strip().isascii() and part.strip().isdecimal() and int(part) > 0 for part in setting.split(","))
-    text = (
-        f"OMP_NUM_THREADS={setting}: torch takes that many threads"
-        if ok
-        else f"OMP_NUM_THREADS has to be a positive number, and is {setting!r}."
-    )
-    return Verdict(ok, text, "export OMP_NUM_THREADS=1")
-
-
-def check_scale() -> Verdict:
-    """Checks that ``LAB_SCALE``, if set, has one of its two values."""
-    if not os.environ.get("LAB_SCALE"):
-        return Verdict(True, "LAB_SCALE is not set: the labs choose by the device")
-    try:
-        return Verdict(True, f"LAB_SCALE={scale()}")
-    except LabError as error:
-        return Verdict(False, error.what, error.fix)
 
 
 def main() -> int:

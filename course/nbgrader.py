@@ -95,13 +95,9 @@ def write_course(notebooks: Path, folder: Path) -> list[str]:
         cause, fix = "a course was written there before, and may have been changed", "name another folder"
         raise LabError("Something is there already.", where=taken[0], cause=cause, fix=fix)
     sources = {f"lab{int(path.name[:2])}": (path, make_source(read_notebook(path), name=path.name)) for path in paths}
-    try:
-        for assignment, (path, source) in sources.items():
-            _write_assignment(folder / "source" / assignment, path, source)
-        (folder / "nbgrader_config.py").write_text(CONFIG.format(stub="\n".join(STUB)), encoding="utf-8")
-    except (OSError, ValueError) as error:  # a full disk, or a script that is no text
-        fix = "name another folder, in which nothing is yet"
-        raise LabError("The course cannot be written.", where=folder, cause=str(error)[:200], fix=fix) from error
+    for assignment, (path, source) in sources.items():
+        _write_assignment(folder / "source" / assignment, path, source)
+    (folder / "nbgrader_config.py").write_text(CONFIG.format(stub="\n".join(STUB)), encoding="utf-8")
     return list(sources)
 
 

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course.calls import count_collectives
 from course.check import attempts
 from lab_common import LabError
+from lab_utils.calls import count_collectives
 from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
 
 # Seconds that the ranks have to find each other on a machine that does other things; and that the others have to say

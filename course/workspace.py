@@ -15,7 +15,6 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,24 +139,18 @@ def update(notebooks: Path, workspace: Path, *, kernel: str = "") -> Report:
 
 def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, bytes]) -> Report:
     known = _read_manifest(workspace / MANIFEST)
-    state = {name: _judge(workspace / name, known.get(name, []), _digest(text)) for name, text in generated.items()}
-    stale = [name for name, verdict in state.items() if verdict in ("written", "refreshed")]
-    # First what is about to be written, so that a run that is cut off does not take its own files for the learner's.
+    # First what may be written, so that a run that is cut off does not take its own files for the learner's.
     fresh = {name: [_digest(text)] for name, text in generated.items()}
-    _write_manifest(workspace, {**known, **{name: known.get(name, []) + fresh[name] for name in stale}})
+    _write_manifest(workspace, {**known, **{name: known.get(name, []) + fresh[name] for name in fresh}})
     for leftover in {left for name in generated for left in (workspace / name).parent.glob(f"{TEMPORARY}*.tmp")}:
         with contextlib.suppress(OSError):  # a folder of that name is none of ours
             leftover.unlink()
-    for name in stale:
-
-        def ask(name: str = name) -> None:
-            # Many files take a disk its time, and JupyterLab saves by itself.
-            state[name] = _judge(workspace / name, known.get(name, []), *fresh[name])
-            if state[name] not in ("written", "refreshed"):
-                raise _SavedError
-
-        with contextlib.suppress(_SavedError):
-            _write(workspace / name, generated[name], notebooks / name, ask)
+    state = {}
+    for name, text in generated.items():
+        # As late as can be: many files take a disk its time, and JupyterLab saves by itself.
+        state[name] = _judge(workspace / name, known.get(name, []), *fresh[name])
+        if state[name] in ("written", "refreshed"):
+            _write(workspace / name, text, notebooks / name)
     outdated = [name for name, verdict in state.items() if verdict == "outdated"]
     _write_manifest(workspace, {**known, **{name: fresh[name] for name in fresh if name not in outdated}})
     kinds = ("written", "refreshed", "current", "kept", "outdated")
@@ -238,21 +231,16 @@ def _write_manifest(workspace: Path, files: dict[str, list[str]]) -> None:
     )
 
 
-class _SavedError(Exception):
-    """The learner has saved a file since it was judged."""
-
-
-def _write(path: Path, text: bytes, model: Path | None = None, ask: Callable[[], None] | None = None) -> None:
+def _write(path: Path, text: bytes, model: Path | None = None) -> None:
     """Writes a file in one step, with the permissions of ``model``: there is the old one or the new one, no half.
 
     Raises:
         LabError: It cannot be written.
-        _SavedError: Of ``ask``.
     """
     mode = model.stat().st_mode & 0o777 if model else 0o644
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(path, prefix=TEMPORARY, mode=mode, ask=ask) as file:
+        with write_atomically(path, prefix=TEMPORARY, mode=mode) as file:
             file.write(text)
     except OSError as error:
         fix = "free some space, or see who owns the folder, then run: make workspace"

@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 import setup_venv
-from course.frameworks import FRAMEWORKS, find_lock
 
 # Stands in for the compiler: Horovod asks for C++14, and torch's headers need C++20. Debug information takes memory.
 COMPILER = """#!/bin/sh
@@ -23,7 +22,7 @@ exec "${REAL_CXX:-g++}" "$@"
 SITE = 'import sys\nif "-c" in sys.orig_argv:\n    import torch\n    torch.version.cuda = None\n'
 
 
-def compile_sources(name: str, python: Path) -> None:
+def compile_sources(sources: Path, tools: Path, options: dict[str, str], python: Path) -> None:
     """Compiles and installs a framework in the environment of a Python; what the build needs is gone afterwards.
 
     Raises:
@@ -39,16 +38,14 @@ def compile_sources(name: str, python: Path) -> None:
     # Not beside the environment: Horovod's linker script is not found in a folder whose name has a space.
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        tools = ("--no-deps", "--target", place, "--require-hashes", "-r", find_lock(f"{name}.build"))
-        setup_venv.install(*tools, python=python)
+        setup_venv.install("--no-deps", "--target", place, "--require-hashes", "-r", tools, python=python)
         (place / "sitecustomize.py").write_text(SITE, encoding="ascii")
         (compiler := place / "compiler").write_text(COMPILER, encoding="ascii")
         compiler.chmod(0o755)
-        settings = dict(option.split("=", 1) for option in FRAMEWORKS[name].options)
-        settings |= {"CXX": str(compiler), "REAL_CXX": os.environ.get("CXX", "")}
+        settings = options | {"CXX": str(compiler), "REAL_CXX": os.environ.get("CXX", "")}
         settings |= {"TMPDIR": folder, "PYTHONPATH": folder}
         settings["PATH"] = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
         settings["MAKEFLAGS"] = f"-j{min(os.cpu_count() or 1, 4)}"  # two files take 2 GB of memory each
         # Not from uv's cache, which does not know for which torch something was compiled.
-        words = ("--no-deps", "--no-cache", "--no-build-isolation", "--require-hashes", "-r", find_lock(name))
+        words = ("--no-deps", "--no-cache", "--no-build-isolation", "--require-hashes", "-r", sources)
         setup_venv.install(*words, python=python, **settings)

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -15,16 +15,13 @@ from lab_common import LabError
 
 
 @contextlib.contextmanager
-def write_atomically(
-    path: Path, *, prefix: str | None = None, mode: int = 0o644, ask: Callable[[], None] | None = None
-) -> Iterator[BinaryIO]:
+def write_atomically(path: Path, *, prefix: str | None = None, mode: int = 0o644) -> Iterator[BinaryIO]:
     """Opens a temporary file that takes the place of ``path``, safely on disk, when the block ends without error.
 
     Args:
         path: The file; its folder has to be there.
         prefix: How the temporary file's name begins, for a caller that clears up after killed processes.
         mode: The file's permissions; a temporary file is its owner's alone.
-        ask: Called as late as can be; what it raises leaves ``path`` as it is.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written, or a device lies there; ``path`` is as it was.
@@ -39,8 +36,6 @@ def write_atomically(
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).chmod(mode)
-            if ask:
-                ask()
             Path(file.name).replace(path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)

@@ -6,7 +6,6 @@ what it does on a real service, over a network, is not tried here.
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -117,7 +116,6 @@ def hub(root):
         said = made.run_notebook(made.home / "start_anywhere.ipynb", "--source", "labs.tar.gz")
         assert "as they were. The kernel for the labs is called Training Labs." in said
         assert "written" in said and "Processor" in said and "[fail]" not in said, said
-        assert "[ok]   the programs torchrun and tensorboard are this Python's own" in said
         yield made
         subprocess.run(["chmod", "-R", "u+w", folder], check=True)
 
@@ -153,13 +151,6 @@ def test_a_copy_asks_for_the_kernel_that_was_made_for_it(tmp_path):
         assert nbformat.read(tmp_path / folder / "00_lab.ipynb", as_version=4).metadata.kernelspec.name == wanted
 
 
-def test_the_oldest_versions_are_those_of_pyproject():
-    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert setup_anywhere.read_oldest().keys() == {*setup_anywhere.KEPT}
-    assert all(f"{name}>={oldest}" in needs for name, oldest in setup_anywhere.read_oldest().items())
-    assert setup_anywhere.explain_old(setup_anywhere.find_installed()) == ""
-
-
 def test_a_torch_that_is_too_old_is_named_with_a_build_for_the_same_cuda():
     old = {"torch": "2.10.0+cu128", "torchvision": "0.25.0+cu128", "numpy": "2.0.2"}
     said = setup_anywhere.explain_old(old)
@@ -193,16 +184,6 @@ def test_what_cannot_be_is_told_in_words(monkeypatch, fault, capfd):
     with pytest.raises(SystemExit, match=words):
         setup_anywhere.main()
     assert commands == []
-
-
-def test_the_notebook_names_what_is_there_and_has_no_output():
-    notebook = nbformat.read(ROOT / "docs" / "start_anywhere.ipynb", as_version=4)
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert not any(cell.outputs or cell.execution_count for cell in code)
-    text = "\n".join(cell.source for cell in notebook.cells)
-    assert text.count(setup_anywhere.TITLE) >= 2 and f"--kernel {setup_anywhere.KERNEL}" in text
-    for link in re.findall(r"\]\((?!http|#|\{)([^)]+)\)", text):
-        assert (ROOT / "docs" / link).exists(), link
 
 
 @pytest.mark.system

@@ -50,14 +50,6 @@ def test_a_terminal_shows_a_bar_unless_it_is_told_not_to(show):
     assert show or not said
 
 
-@pytest.mark.parametrize("show", [True, False])
-def test_a_notebook_shows_a_bar_unless_it_is_told_not_to(show):
-    notebook = new_notebook(cells=[new_code_cell(BAR.format(show=show))])
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    shown = [output.data for output in notebook.cells[0].outputs if output.output_type == "display_data"]
-    assert ["application/vnd.jupyter.widget-view+json" in data for data in shown] == [True] * show
-
-
 def test_a_notebook_forgets_a_bar_that_was_taken_away():
     """Also one that a cell makes by itself, after a lab's imports; one that stays is kept, and so is what was said."""
     bar = "from tqdm.auto import tqdm\nfor _ in tqdm(range(2), leave={}):\n    pass\nprint('done')"

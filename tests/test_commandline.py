@@ -64,7 +64,6 @@ LONG = f"/{'x' * 300}"
 COMMANDS = {
     "environment, a user that is not there": ("LAB_DATA=~nobodyx/x {} -m course.environment", "LAB_DATA leads nowhere"),
     "environment, too long a name": (f"LAB_DATA={LONG} {{}} -m course.environment", "File name too long"),
-    "environment, an odd number": ("OMP_NUM_THREADS=² {} -m course.environment", "OMP_NUM_THREADS has to be"),
     "data, too long a name": (f"LAB_DATA={LONG} {{}} -m lab_utils.data prepare", "File name too long"),
     "report, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.report", "LAB_RUNS leads nowhere"),
     "report, too long a name": (f"{{}} -m course.report --workspace {LONG}", "File name too long"),

@@ -131,11 +131,15 @@ def test_nbgrader_makes_the_assignment_and_grades_it(nbgrader, root, tmp_path, m
 
 def test_what_comes_before_jupyterlab_goes_on_if_a_check_fails(tmp_path, root):
     command = [sys.executable, "-m", "course.prepare", "--workspace", str(tmp_path / "labs")]
-    environment = os.environ | {"LAB_SCALE": "odd", "LAB_DATA": str(tmp_path)}
+    (program := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: one that torch cannot use'\n")
+    program.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "LAB_DATA": str(tmp_path)}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=300, check=False)
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
-    assert "fix: export LAB_SCALE=small" in said and said.count("[ok]") == 9, said
-    parts = ["[fail] LAB_SCALE", "The labs may not work properly", "shapes10", "Your copy of the labs"]
+    assert "fix: update the NVIDIA driver" in said and said.count("[ok]") == 4, said
+    parts = ["[fail] There is a GPU", "The labs may not work properly", "shapes10", "Your copy of the labs"]
     assert sorted(parts, key=said.index) == parts, "the checks stand first"
     assert (tmp_path / "labs" / "START.md").is_file()

@@ -125,15 +125,13 @@ def test_no_cell_of_these_labs_has_a_magic(root):
 
 SMI = """#!/bin/sh
 case $1 in
-*clocks.applications*) echo 'Field "clocks.applications.graphics" is not a valid field to query.'; exit 2 ;;
-*=driver_version) echo '580.95.05' ;;
-*=clocks.max.sm) echo '1980' ;;
+*driver_version*) echo '580.95.05, P0, 345, 2619, 1980, 2619, 700.00, 31, 143771' ;;
 *) echo '1' ;;
 esac
 """
 
 
-def test_a_gpus_clocks_are_known_where_nvidia_smi_refuses_a_field(tmp_path, monkeypatch):
+def test_a_gpus_clocks_are_known(tmp_path, monkeypatch):
     assert reference.read_gpus() == [] or os.access("/dev/nvidia0", os.R_OK)
     program = tmp_path / "nvidia-smi"
     program.write_text(SMI)
@@ -141,7 +139,7 @@ def test_a_gpus_clocks_are_known_where_nvidia_smi_refuses_a_field(tmp_path, monk
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (gpu_found,) = reference.read_gpus()
     assert gpu_found["driver_version"] == "580.95.05" and gpu_found["clocks.max.sm"] == "1980"
-    assert gpu_found.keys() == set(reference.GPU_FIELDS) - {"clocks.applications.graphics"}
+    assert gpu_found.keys() == set(reference.GPU_FIELDS)
     here = reference.describe_machine()
     assert here["driver"] == "580.95.05" and here["clocks"] == [gpu_found] and here["label"]
 
@@ -173,20 +171,6 @@ def test_a_reference_run_holds_what_was_measured_on_the_gpu_alone(on_gpu):
         label.startswith("NVIDIA H200, torch 2.") and "+" not in label and label[-10:] == records.read()[0]["when"][:10]
     )
     assert reference.recorded("lab4", "training", by="batch") == reference.recorded("lab5", "x", by="y") == ("", {})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("clocks", None), ("python", 3), ("cuda", None), ("gpus", "one"), ("when", "yesterday")]
-)
-def test_a_reference_run_of_a_gpu_without_versions_clocks_or_date_is_refused(on_gpu, name, value):
-    timing.Records("lab0").add("step", [timing.Timing("one", (0.5,), device="cuda:0")], model="tiny")
-    path = reference.save_reference("lab0")
-    assert reference.read("lab0")["machine"]["gpus"][0]["name"] == "NVIDIA H200"
-    run = json.loads(path.read_text())
-    (run if name == "when" else run["machine"])[name] = value
-    path.write_text(json.dumps(run))
-    with pytest.raises(LabError, match="cannot be read"):
-        reference.read("lab0")
 
 
 def test_several_labs_are_recorded_at_once(on_gpu, tmp_path, monkeypatch, capsys):

@@ -166,9 +166,11 @@ def test_both_nodes_of_a_team_have_the_frameworks_of_the_labs(hosted):
             python = hosted.podman.ask(f"labtest-red-{node}", "python", "-c", find, name)
             said = hosted.podman.ask(f"labtest-red-{node}", python, "-c", f"import {name}, torch; print('both')")
             assert said.strip() == "both"
-        for name in frameworks.FRAMEWORKS.keys() - have:
+        for name in frameworks.read_table().keys() - have:
             refused = hosted.podman.call("exec", f"labtest-red-{node}", "python", "-c", find, name, check=False)
-            assert f"fix: ask your instructor for an image with {frameworks.FRAMEWORKS[name].title}" in refused.stderr
+            assert (
+                f"fix: ask your instructor for an image with {frameworks.read_table()[name]['title']}" in refused.stderr
+            )
 
 
 def test_a_team_starts_a_slurm_of_its_own_and_ends_it(hosted):

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from course import memory
 from course.exercises.lab10.formulas import find_activation_bytes
 from course.exercises.ranks import run_on_ranks
 from lab_common import LabError
+from lab_utils import memory
 from lab_utils.timing import count_saved_bytes
 
 MB = 10**6
@@ -146,7 +146,7 @@ def test_a_step_is_recorded_in_three_parts():
 
 FIND = """
 import torch
-from course import memory
+from lab_utils import memory
 
 def train(layers):
     return [torch.empty(20 * 10**6, dtype=torch.uint8) for _ in range(layers)]
@@ -172,7 +172,7 @@ def test_an_error_that_is_none_of_memory_is_named():
 def test_on_a_gpu_the_limit_is_its_own(monkeypatch):
     """No fork: CUDA's state does not survive one. A pretend GPU, which fails from 38 layers on."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "fork_ranks", None)
+    monkeypatch.setattr(memory, "multiprocessing", None)
     tried = []
 
     def train(layers):

@@ -16,7 +16,7 @@ import torch
 
 import nodelaunch as launch
 from course import frameworks
-from course.frameworks import FRAMEWORKS
+from course.frameworks import read_table
 from course.ranks import fork_ranks
 from lab_common import LabError
 
@@ -141,7 +141,7 @@ def test_a_framework_that_computes_something_else_breaks_the_lab_s_claim(run_cel
 
 def test_each_framework_has_an_environment(sources):
     names = re.findall(r"ENGINE=(\w+)", sources["title"])
-    assert names and set(names) <= FRAMEWORKS.keys()
+    assert names and set(names) <= read_table().keys()
 
 
 def test_the_figure_shows_zero_as_zero(run_cells_of, runs):
@@ -157,7 +157,7 @@ def test_the_figure_shows_zero_as_zero(run_cells_of, runs):
 
 def test_a_gradient_of_age_0_is_plain_training_and_an_older_one_is_late(run_cells_of, runs, monkeypatch):
     """By hand: weights after three updates, whose gradients were computed at those of ``age`` updates before."""
-    monkeypatch.setattr("course.engines.share", lambda *functions: None)
+    monkeypatch.setattr("lab_utils.engines.share", lambda *functions: None)
     servers = {"serve_in_turn": None, "serve_at_once": None}
     cells = run_cells_of(NOTEBOOK, "worker", "gradient", "train", "late", **servers)
     seen = []
@@ -192,7 +192,7 @@ def test_the_figure_of_ages_takes_the_guess_and_the_extremes(run_cells_of, runs,
 @pytest.mark.parametrize("style", ["as in the lab", "an array of ages, and the weights returned"])
 def test_the_ranks_train_with_servers_of_any_style(run_cells_of, runs, monkeypatch, style):
     """On forked ranks, two workers and one that has no work: weights, ages, and nobody waits at the end."""
-    monkeypatch.setattr("course.engines.share", lambda *functions: None)
+    monkeypatch.setattr("lab_utils.engines.share", lambda *functions: None)
     cells = run_cells_of(NOTEBOOK, "in-turn", "at-once", "worker", "gradient", "train")
     train = cells["train_on_ranks"]
     in_turn, at_once = cells["serve_in_turn"], cells["serve_at_once"]

@@ -13,8 +13,8 @@ from matplotlib import pyplot as plt
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
-from course import loading
 from lab_utils.timing import Timing
+from scripts import loading
 
 pytestmark = pytest.mark.usefixtures("runs")
 

@@ -145,7 +145,7 @@ def test_the_script_is_started_by_mpich(root):
 
 def test_functions_are_shared_with_what_they_use():
     """Including functions that import modules themselves, and that call one another."""
-    from course import engines
+    from lab_utils import engines
 
     with pytest.raises(LabError, match="No ranks are live"):
         engines.share(len)

@@ -6,9 +6,9 @@ import nbformat
 import pytest
 import torch
 
-from course import nets
 from course.ranks import fork_ranks
 from lab_common import LabError
+from scripts import nets
 
 VERSIONS = ("after_backward", "in_hooks", "in_buckets", "overlap")
 
@@ -26,7 +26,7 @@ def compare(cells):
         def work(rank):
             names = {"rank": rank, "inputs": draw_inputs(rank)}
             exec("import torch\nimport torch.distributed as dist\n", names)
-            exec("from course import nets\nfrom course.calls import count_collectives\n", names)
+            exec("from scripts import nets\nfrom lab_utils.calls import count_collectives\n", names)
             for cell in ("versions", "buckets", "fill"):
                 exec(cells[cell], names)
             exec(cells["overlap"].partition("check.exercise")[0], names)

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from course import links
 from course.exercises.ranks import run_on_ranks
 from lab_common import LabError
+from lab_utils import links
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="NOT TESTED HERE: pacing is Linux's")
 
@@ -91,7 +91,7 @@ def test_a_rate_that_is_none_is_refused(rate):
 
 
 def test_other_systems_are_refused_in_words(monkeypatch):
-    monkeypatch.setattr("course.links.sys.platform", "darwin")
+    monkeypatch.setattr("lab_utils.links.sys.platform", "darwin")
     for call in (lambda: links.pace(1e6), links.count_sent):
         with pytest.raises(LabError, match="cannot be paced or counted here") as refused:
             call()

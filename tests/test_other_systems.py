@@ -21,15 +21,16 @@ from harness.elsewhere import ONLY_LINUX, leave_linux
 from packaging.markers import default_environment
 from test_pins import CUDA_PARTS, read_lock
 
-from course import environment, loading, memory
+from course import environment
 from course.check import NotYetError
 from course.exercises import ranks
-from course.race import on_node, records
+from course.race import on_node
 from lab_common import LabError, cores, files
-from lab_utils import machine
+from lab_utils import machine, memory
 from lab_utils.timing.memory import return_memory
 from nodelaunch import local_nodes
 from nodelaunch.node import facts, guard, probe, processes, supervisor, watch
+from scripts import loading
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
 # Where a name of Linux's is used all the same: the tests below show each of these places without it.
@@ -37,7 +38,7 @@ GUARDED = {
     ("lab_common/cores.py", "sched_getaffinity"),
     ("nodelaunch/node/watch.py", "TCP_INFO"),
     ("nodelaunch/node/watch.py", "pthread_getcpuclockid"),
-    ("course/links.py", "TCP_INFO"),
+    ("lab_utils/links.py", "TCP_INFO"),
 }
 # A Mac with one of Apple's processors.
 MAC = {"os_name": "posix", "sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"}
@@ -165,7 +166,7 @@ def test_memory_is_not_limited_and_a_processor_not_named(elsewhere, monkeypatch)
     return_memory()
     with pytest.raises(LabError, match="Memory cannot be limited here"), memory._limit(2**20):
         pytest.fail("it was limited")
-    assert on_node.describe()["cpu"] == "an unnamed processor"
+    assert on_node.describe("/")["cpu"] == "an unnamed processor"
 
 
 def test_a_rank_that_macos_ends_is_not_the_answer_s_fault(elsewhere, monkeypatch):
@@ -199,7 +200,7 @@ def test_a_disk_without_locks_or_synchronised_folders_is_used(tmp_path, monkeypa
         return call
 
     monkeypatch.setattr(fcntl, "flock", fail(errno.ENOLCK))
-    with records.hold_race(tmp_path / "race"), files.hold_folder(tmp_path, "never"):
+    with files.hold_folder(tmp_path, "never"):
         pass
     monkeypatch.setattr(os, "fsync", fail(errno.EINVAL))
     files.sync_folder(tmp_path)

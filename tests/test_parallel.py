@@ -9,10 +9,10 @@ from harness.drawn import assert_explains
 from torch import nn
 from torch.nn import functional as F
 
-from course.replicas import InThreads, note_phases, step_in_threads
 from lab_common import LabError
 from lab_utils import models
 from lab_utils.parallel import CpuDataParallel
+from scripts.replicas import InThreads, note_phases, step_in_threads
 
 GPUS = torch.cuda.device_count()
 

@@ -177,13 +177,6 @@ def test_teams_are_set_side_by_side(workspace, tmp_path, capsys):
     assert "it would be overwritten" in said and "--output FILE" in said and paths[0].read_bytes() == kept
 
 
-def test_a_report_that_cannot_be_written_leaves_nothing(workspace, tmp_path, capsys):
-    (tmp_path / "file").write_text("kept")
-    assert main(["--workspace", str(workspace), "--output", str(tmp_path / "file" / "report.html")]) == 1
-    assert "--output" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "kept"
-
-
 def test_the_data_in_the_page_can_be_read_back(workspace):
     page = make_report(workspace, team="</script>")
     data = find_data(page.encode())

@@ -15,8 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-import setup_venv
-
 # A build backend of one function, so that nothing has to be fetched; the toy packages are made with the same one.
 BACKEND = """
 import zipfile
@@ -141,9 +139,8 @@ def test_an_update_without_a_network_leaves_the_environment_as_it_was(checkout):
     (checkout.packages / "toy.py").write_text("kept = True")
     checkout.lock("toy==1.0", "not-there==1.0", **{"not": "0" * 64})
     for _ in range(2):
-        code, out = checkout.setup()
+        code, _ = checkout.setup()
         assert code != 0
-        assert ".venv is as it was" in out
         assert (checkout.packages / "toy.py").read_text() == "kept = True"
     checkout.lock("toy==1.0")
     assert checkout.setup()[0] == 0
@@ -164,7 +161,7 @@ def test_an_update_installs_what_is_new_and_removes_what_is_not_locked(checkout)
 def test_a_file_with_another_hash_is_refused(checkout):
     checkout.lock("toy==1.0", toy="0" * 64)
     code, out = checkout.setup()
-    assert code != 0 and "Hash mismatch" in out and ".venv is incomplete" in out
+    assert code != 0 and "Hash mismatch" in out
     assert toys(checkout.installed) == set()
 
 
@@ -195,16 +192,6 @@ def test_builds_without_cuda_come_from_their_own_index_in_the_locked_versions(ch
     assert re.search(r"^uv pip install .*--torch-backend cpu torch==1\.0 torchvision==1\.0$", out, re.MULTILINE), out
 
 
-def test_a_uv_that_is_too_old_is_not_taken(checkout):
-    (checkout.programs / "uv").unlink()
-    (checkout.programs / "uv").write_text("#!/bin/sh\n[ $1 = --version ] && echo uv 0.8.22 || exit 9\n")
-    (checkout.programs / "uv").chmod(0o755)
-    right = checkout.offer("uv==9.9", script=f'#!/bin/sh\necho "The locked uv, $2"\nexec {UV} "$@"\n')
-    checkout.lock("toy==1.0", "uv==9.9", **{"uv=": right})
-    code, out = checkout.setup()
-    assert code == 0 and "The locked uv, sync" in out, out
-
-
 def test_an_update_that_is_interrupted_leaves_all_as_it_was(checkout):
     assert checkout.setup()[0] == 0
     (checkout.packages / "toy.py").write_text("kept = True")
@@ -220,26 +207,11 @@ def test_an_update_that_is_interrupted_leaves_all_as_it_was(checkout):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         out = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "interrupted\n.venv is as it was. To try again: make setup" in out, out
+    assert process.returncode == 1 and "interrupted\nTo try again: make setup" in out, out
     with contextlib.suppress(psutil.NoSuchProcess):  # nobody's child any more: its last state may stay for a while
         assert psutil.Process(int(pid.read_text())).status() == psutil.STATUS_ZOMBIE
     assert (checkout.packages / "toy.py").read_text() == "kept = True"
     assert (checkout.folder / ".venv" / "ready").read_text() == f"{checkout.folder}\n"
-
-
-def test_an_environment_that_cannot_be_made_is_said_in_one_line(checkout):
-    bad = checkout.programs / "python3"
-    bad.write_text(f'#!/bin/sh\n[ "$2" = venv ] && exit 3\nexec {sys.executable} "$@"\n')
-    bad.chmod(0o755)
-    run = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.executable = {str(bad)!r}; import setup_venv; setup_venv.main()"],
-        cwd=checkout.folder,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 1 and "Traceback" not in run.stderr
-    assert "The set-up ended early: Command" in run.stderr and ".venv is incomplete" in run.stderr
 
 
 def test_somebody_elses_environment_is_not_touched(checkout):
@@ -249,10 +221,3 @@ def test_somebody_elses_environment_is_not_touched(checkout):
     assert code != 0
     assert "was not made by these labs" in out
     assert (checkout.folder / ".venv" / "theirs").exists()
-
-
-def test_the_way_without_cuda_leaves_out_cuda_alone(root):
-    names = re.findall(r"^[a-z][\w.-]*==", (root / "requirements.lock").read_text(), flags=re.MULTILINE)
-    gone = {name[:-2] for name in names if re.match(setup_venv.CUDA_PARTS, name)}
-    assert {"torch", "torchvision", "triton"} <= gone and len(gone) > 10
-    assert all(name.startswith(("nvidia-", "cuda-")) for name in gone - {"torch", "torchvision", "triton"})

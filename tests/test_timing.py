@@ -622,33 +622,6 @@ def test_the_command_line_refuses_in_one_message(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"[]", b"[" * 100_000, b'{"Timing": []}', b'{"machine": {"label": "x"}, "records": []}', b"\xff"],
-    ids=["a list", "deep", "no Timing", "half", "no text"],
-)
-def test_a_reference_run_that_is_none_is_named(in_checkout, content):
-    path = in_checkout / "data" / "reference" / "lab9.json"
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    with pytest.raises(LabError) as caught:
-        reference.read("lab9")
-    assert_explains(caught.value, "lab9.json")
-
-
-def test_a_reference_run_with_half_a_record_is_named(in_checkout):
-    Records("lab9").add("sweep", [1])
-    path = save_reference("lab9", allow_cpu=True)
-    path.write_text(path.read_text().replace('"settings"', '"setting"'))
-    with pytest.raises(LabError):
-        reference.read("lab9")
-    path.unlink()
-    path.mkdir()
-    with pytest.raises(LabError) as caught:
-        save_reference("lab9", allow_cpu=True)
-    assert_explains(caught.value, "lab9.json")
-
-
 def test_saved_bytes_are_those_of_the_activations_alone():
     layer, images = nn.Linear(8, 4, bias=False), torch.randn(32, 8)
     assert timing.count_saved_bytes(lambda: layer(images), layer) == 32 * 8 * 4  # the input, and not the weight

@@ -8,7 +8,7 @@ import pytest
 from harness.drawn import assert_explains
 
 from course import transcripts
-from course.transcripts import MOST_CHARACTERS, MOST_COMMANDS, Transcript
+from course.transcripts import MOST_CHARACTERS, Transcript
 from lab_common import LabError
 
 HERE = "toy 1.0"
@@ -62,12 +62,6 @@ def test_nothing_is_recorded_unasked_and_long_output_is_cut(record, monkeypatch,
     assert not record.exists() and len(text) <= MOST_CHARACTERS and "\x1b" not in text
     monkeypatch.setenv("LAB_RECORD", "1")
     assert Transcript("lab/toy", None)("true") == "" and not record.exists()
-    show = Transcript("lab/toy", HERE)
-    with pytest.raises(LabError) as caught:
-        for number in range(MOST_COMMANDS + 1):
-            show("true", number)
-    assert_explains(caught.value, str(MOST_COMMANDS), "fewer")
-    assert record.stat().st_size < 2**20
 
 
 def test_a_command_that_cannot_be_run_is_explained(record):
@@ -77,15 +71,6 @@ def test_a_command_that_cannot_be_run_is_explained(record):
             show(*command, seconds=0.2)
         assert_explains(caught.value, command[0], words, "run the cell again")
     assert show("sh", "-c", "echo odd >&2; exit 3") == "", "what failed is shown, and raises nothing"
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"a": [{}]}', '{"a": 7}', '{"a": ["b"]}', '{"a": [{"on": 1}]}'])
-def test_a_damaged_record_is_refused(record, text):
-    record.parent.mkdir(parents=True)
-    record.write_text(text)
-    with pytest.raises(LabError) as caught:
-        Transcript("lab/toy", None)
-    assert_explains(caught.value, "recorded", "anew")
 
 
 def test_a_result_is_measured_here_and_recalled_elsewhere(record, monkeypatch):
@@ -100,20 +85,10 @@ def test_a_result_is_measured_here_and_recalled_elsewhere(record, monkeypatch):
     assert transcripts.recall("lab/toy", lambda: 7, HERE) == (7, "measured here"), "what is here comes first"
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "7", '{"on": 1}', '{"on": "a", "when": 7, "result": 0}', "{}"])
-def test_a_result_that_cannot_be_recalled_is_explained(record, text):
-    if text is not None:
-        record.parent.mkdir(parents=True)
-        record.write_text(text)
-    with pytest.raises(LabError) as caught:
-        transcripts.recall("lab/toy", None, "another")
-    assert_explains(caught.value, "recorded", "toy.json", "anew")
-
-
 def test_the_labs_own_records_name_no_place_of_a_machine(root):
     records = [path for path in (root / "data" / "reference").glob("lab*/*.json")]
     assert records
     for path in records:
-        assert transcripts._load(path, lambda _: True)
+        assert transcripts._load(path)
         assert path.stat().st_size < 2**18
         assert not [place for place in ("/root", "/home/", "/tmp/", "/work/", "/Users/") if place in path.read_text()]

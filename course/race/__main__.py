@@ -7,8 +7,9 @@ import os
 import sys
 
 from course.race import baseline, judge
+from course.race.board import read_entries, write_board
 from course.race.images import NAMES
-from course.race.leagues import LEAGUES
+from course.race.records import LEAGUES
 from lab_common import env_folder
 from lab_common.commandline import find_user, read_option, run_command
 from lab_common.text import clean, clean_name
@@ -22,18 +23,10 @@ def main() -> None:
     lap = commands.add_parser(
         "lap", help="run a script as a lap", description="Everything after the script's name is passed to the script."
     )
-    rule = lap.add_mutually_exclusive_group()
-    rule.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
-    rule.add_argument("--within", type=float, metavar="SECONDS", help="reach the most top-1 in this time")
+    lap.add_argument("--league", choices=LEAGUES, default="sprint", help="reach its top-1 in the least time")
     # In a team's container every user is called "learner".
     lap.add_argument("--name", default=os.environ.get("LAB_TEAM") or find_user(), help="your name on the leaderboard")
-    lap.add_argument(
-        "--nodes",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="2: on both nodes of LAB_NODES, after the first one alone",
-    )
+    lap.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: those of LAB_NODES, after one alone")
     lap.add_argument("--processes", type=int, default=1, help="on each node")
     lap.add_argument("--data", choices=NAMES, help="default: CINIC-10 if you have it, otherwise shapes10")
     lap.add_argument("script", type=read_option)
@@ -41,38 +34,25 @@ def main() -> None:
     board = commands.add_parser("board", help="write the leaderboard of race folders")
     board.add_argument("folders", nargs="+", type=read_option, help="such as runs/race; or folders that hold several")
     board.add_argument("--to", type=read_option, default=env_folder("LAB_RUNS", "runs") / "race.html")
-    board.add_argument("--evaluate", action="store_true", help="evaluate all saved weights again")
     thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
     thresholds.add_argument("league", choices=LEAGUES)
     args = parser.parse_args()
-    {"lap": _run, "board": _write_board, "thresholds": _set_threshold}[args.command](args)
+    if args.command == "lap":
+        _run(args)
+    elif args.command == "board":
+        _write_board(args)
+    else:
+        print(baseline.measure_threshold(args.league))
 
 
 def _run(args: argparse.Namespace) -> None:
+    options = {"league": args.league, "name": args.name, "dataset": args.data, "nproc_per_node": args.processes}
     nodes = choose_nodes()[:2] if args.nodes == 2 else local_nodes(1)
-    record = judge.run_lap(
-        args.script,
-        args.args,
-        nodes=nodes,
-        nproc_per_node=args.processes,
-        league=args.league,
-        within=args.within,
-        dataset=args.data,
-        name=args.name,
-        compare=args.nodes == 2,
-    )
-    print(clean(judge.tell(record)))
-
-
-def _set_threshold(args: argparse.Namespace) -> None:
-    print(baseline.measure_threshold(args.league))
+    print(clean(judge.tell(judge.run_lap(args.script, args.args, nodes=nodes, **options))))
 
 
 def _write_board(args: argparse.Namespace) -> None:
-    from course.race.board import read_entries
-    from course.race.board_page import write_board
-
-    entries, refused = read_entries(args.folders, evaluate=args.evaluate)
+    entries, refused = read_entries(args.folders)
     write_board(entries, refused, args.to, baseline=baseline.SCRIPT.read_text())
     print(f"entries: {len(entries)}, refused: {len(refused)}; {clean_name(args.to)}")
     for line in refused:

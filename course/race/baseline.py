@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import time
 from pathlib import Path
 
 from course.race.images import HELD_OUT
-from course.race.judge import LIMIT, run_lap
-from course.race.leagues import THRESHOLDS, read_thresholds
+from course.race.judge import run_lap
+from course.race.records import THRESHOLDS, read_thresholds
 from lab_common import checkout
 from lab_common.files import write_atomically
 from lab_utils import data
@@ -25,7 +26,7 @@ def count_epochs(league: str, images: int) -> int:
     return max(1, round(PASSES[league] / images))
 
 
-def measure_threshold(league: str, script: Path = SCRIPT) -> dict:
+def measure_threshold(league: str) -> dict:
     """Runs five laps of the baseline and writes the league's top-1 down: what the worst of them reaches, rounded down.
 
     Returns:
@@ -36,10 +37,9 @@ def measure_threshold(league: str, script: Path = SCRIPT) -> dict:
     """
     dataset = data.load()
     epochs = count_epochs(league, round((1 - HELD_OUT) * len(dataset.train)))
-    laps = [
-        run_lap(script, ["--epochs", epochs, "--seed", seed], within=LIMIT, name="baseline", show=False)
-        for seed in range(SEEDS)
-    ]
+    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+        options = {"league": league, "threshold": 0.0, "home": Path(folder), "show": False}
+        laps = [run_lap(SCRIPT, ["--epochs", epochs, "--seed", seed], **options) for seed in range(SEEDS)]
     found = {
         "data": dataset.name,
         "train": len(dataset.train),
@@ -47,7 +47,7 @@ def measure_threshold(league: str, script: Path = SCRIPT) -> dict:
         "top1": math.floor(100 * min(lap["top1"] for lap in laps)) / 100,
         "epochs": epochs,
         "laps": [{"top1": lap["top1"], "seconds": round(lap["seconds"], 1)} for lap in laps],
-        "hardware": laps[0]["hardware"],
+        "hardware": laps[0]["class"],
         "torch": laps[0]["versions"]["torch"],
         "date": time.strftime("%Y-%m-%d"),
     }

@@ -7,72 +7,58 @@ small, begins a new entry; the page therefore also shows how many laps and entri
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from course.race import images
-from course.race.evaluate import evaluate
-from course.race.leagues import LEAGUES
-from course.race.records import CODE, CODE_BYTES, RECORD, WEIGHTS, read_record
-from course.report.pages import shorten
-from lab_common import LabError
-from lab_common.files import read_bounded
-from lab_utils import data
+from course.diff import show_diff
+from course.race.records import CODE, CODE_BYTES, RECORD, read_record
+from course.report.pages import escape_line, make_page, make_table, shorten
+from lab_common.files import read_bounded, write_atomically
+from lab_common.text import clean, cut_lines
 
 LAPS = 3  # from which on an entry has a place
 LEVELS = 3  # folders between a folder that somebody names and the record of a lap
-MOST_LAPS = 2000
-# Another device sums in another order, and a few images lie just between two classes.
-ROUNDING = 0.005
+HONOUR = 0.95  # busy share of the devices
+NOTES = (
+    "The score of an entry is the <strong>median of all its laps</strong>: all laps of the same code with the same "
+    "arguments, by the same name. One lucky lap does not help. A lap that failed or was interrupted counts as one that "
+    f"did not reach its goal. An entry with fewer than {LAPS} laps is provisional and has no place.",
+    "Compare entries <strong>within one table only</strong>. Each table has one data set, one league, and one class of "
+    "hardware.",
+    "★ is the bar of honour: the devices were busy for 95 % of the training or more.",
+)
+HEAD = (
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+    "<style>body{max-width:80rem;overflow-wrap:anywhere}td{overflow-wrap:normal}table{display:block;overflow-x:auto}"
+    "summary{cursor:pointer;padding:.5rem;background:#f3f5f7}</style>"
+)
 
 
 @dataclass(frozen=True)
 class Lap:
-    """A lap that somebody recorded.
+    """A lap that somebody recorded: types and ranges in its record are checked, and all texts are untrusted."""
 
-    Attributes:
-        folder: The lap's folder, in its race folder.
-        label: Its race folder and its own, as they are shown.
-        record: What the judge wrote; types and ranges are checked, texts are untrusted.
-        code: The text of each file of its code.
-    """
-
-    folder: Path
-    label: str
+    label: str  # its race folder and its own, as they are shown
     record: dict[str, Any]
-    code: dict[str, str]
+    code: str  # the text of its script
 
 
 @dataclass(frozen=True)
 class Entry:
-    """All laps of the same code, by the same name, in one race folder, on the same class of hardware.
+    """All laps of the same code, by the same name, in one race folder, on the same class of hardware."""
 
-    Attributes:
-        laps: At least one, from the best to the worst.
-    """
-
-    laps: tuple[Lap, ...]
+    laps: tuple[Lap, ...]  # at least one, from the best to the worst
 
     @property
     def record(self) -> dict[str, Any]:
-        """The record of the median lap, of two in the middle the better one; or of the worst one that ended."""
-        ended = sum(not lap.record["failed"] for lap in self.laps)
-        return self.laps[min((len(self.laps) - 1) // 2, max(ended, 1) - 1)].record
-
-    @property
-    def ended(self) -> bool:
-        """True if any of its laps did."""
-        return not all(lap.record["failed"] for lap in self.laps)
-
-    @property
-    def timed(self) -> bool:
-        """True if the time to a threshold is the score; else it is the top-1 within a time."""
-        return self.record["threshold"] is not None
+        """The record of the median lap, of two in the middle the better one."""
+        return self.laps[(len(self.laps) - 1) // 2].record
 
     @property
     def provisional(self) -> bool:
@@ -80,144 +66,172 @@ class Entry:
         return len(self.laps) < LAPS
 
     @property
-    def scores(self) -> list[float]:
-        """The score of each lap, the best first: seconds, infinite without the threshold; or top-1."""
-        return [score_lap(lap.record) for lap in self.laps]
-
-    @property
     def score(self) -> float:
-        """The median over all laps."""
-        return statistics.median(self.scores)
+        """The median over all laps: seconds, infinite without the threshold."""
+        return statistics.median(score_lap(lap.record) for lap in self.laps)
 
-    @property
-    def order(self) -> tuple:
-        """The key by which entries of one table are sorted."""
-        seconds = self.median(lambda record: record["seconds"]) or math.inf
-        return self.provisional, self.score if self.timed else -self.score, seconds, self.record["name"]
-
-    def median(self, get: Callable[[dict[str, Any]], float | None]) -> float | None:
+    def median(self, key: str) -> float | None:
         """The median of a number over the laps that have it; None if none has."""
-        values = [value for lap in self.laps if (value := get(lap.record)) is not None]
+        values = [lap.record[key] for lap in self.laps if lap.record[key] is not None]
         return statistics.median(values) if values else None
 
 
 def score_lap(record: dict[str, Any]) -> float:
-    """Seconds to the threshold, infinite if it was not reached; or the top-1 within a time."""
-    if record["threshold"] is None:
-        return record["top1"] or 0.0
+    """Seconds to the threshold, infinite if it was not reached."""
     return record["seconds"] if record["reached"] else math.inf
 
 
-def read_entries(folders: Sequence[Path], *, evaluate: bool = False) -> tuple[list[Entry], list[str]]:
+def read_entries(folders: Sequence[Path]) -> tuple[list[Entry], list[str]]:
     """Reads race folders, whoever wrote them.
 
     Args:
         folders: Race folders, or folders that hold several at most two levels below.
-        evaluate: True to evaluate all saved weights again, for which the data set has to be here.
 
     Returns:
         The entries, the best of a table first; and one line for each lap that is refused, which says why.
     """
-    laps, refused, seen = [], [], set()
+    groups, refused = defaultdict(list), []
     for folder in folders:
-        found = sorted(path for level in range(1, LEVELS + 1) for path in folder.glob("*/" * level + RECORD))
+        found = sorted(path.parent for level in range(1, LEVELS + 1) for path in folder.glob("*/" * level + RECORD))
         if not found:
             refused.append(f"{shorten(folder, 100)}: there are no laps in it")
-        if len(found) > MOST_LAPS:
-            refused.append(f"{shorten(folder, 100)}: only {MOST_LAPS} of its laps are read")
-        for path in found[:MOST_LAPS]:
-            if path.resolve() in seen:
-                continue
-            seen.add(path.resolve())
-            label = shorten(f"{path.parents[1].relative_to(folder.parent)}/{path.parent.name}", 90)
+        for path in found:
+            label = shorten(f"{path.parent.relative_to(folder.parent)}/{path.name}", 90)
             try:
-                record = read_record(path.parent)
-                lap = Lap(path.parent, label, record, _read_code(path.parent, record))
-                if evaluate and not record["failed"]:
-                    _evaluate_again(lap)
-                laps.append(lap)
+                record = read_record(path)
+                lap = Lap(label, record, _read_code(path, record["script"]))
+                # Of one race folder: otherwise a stranger's bad laps could take another's name.
+                same = path.parent, record["name"], record["code"], record["script"]
+                groups[*same, *record["args"], record["processes"], _find_table(record)].append(lap)
             except (OSError, ValueError) as error:
                 words = f"its record: {error.strerror}" if isinstance(error, OSError) else error
                 refused.append(f"{label}: {shorten(words, 300)}")
-    return make_entries(laps), refused
-
-
-def _read_code(folder: Path, record: dict[str, Any]) -> dict[str, str]:
-    """Returns the text of each file of a lap's code.
-
-    Raises:
-        ValueError: A file is missing, too large, or not text.
-    """
-    code = {}
-    for name in record["code"]:
-        try:
-            code[name] = read_bounded(folder / CODE / name, CODE_BYTES, follow=False).decode()
-        except (OSError, ValueError) as error:
-            raise ValueError(f"its code {shorten(name, 40)} cannot be read") from error
-    if record["script"] not in code:
-        raise ValueError("its script is not in its code")
-    return code
-
-
-def _evaluate_again(lap: Lap) -> None:
-    """Evaluates the weights of a lap once more, on the same images.
-
-    Raises:
-        ValueError: The record is wrong, or it cannot be tested; the message says why.
-    """
-    told = lap.record["data"]
-    if told["name"] not in images.NAMES:  # nobody is made to fetch another data set
-        raise ValueError("it cannot be evaluated again: the race does not use its data set")
-    try:
-        dataset = data.load(told["name"])
-    except LabError as error:
-        raise ValueError(f"it cannot be evaluated again: {error.what}") from error
-    classes = len(dataset.class_names)
-    if (told["classes"], told["valid"]) != (classes, len(dataset.valid)):
-        raise ValueError("it cannot be evaluated again: its data set differs from the one on this machine")
-    if isinstance(told["seed"], float) or (told["seed"] is None) != (images.choose_seed(dataset) is None):
-        raise ValueError("its images were not chosen by the judge")
-    if sorted(told["mapping"]) != list(range(classes)):
-        raise ValueError("its classes were not numbered by the judge")
-    (found,) = evaluate([lap.folder / WEIGHTS], images.find_images(dataset, told["mapping"], told["seed"]))
-    if isinstance(found, str):
-        raise ValueError(f"its weights cannot be evaluated: {found}")
-    net, top1 = found
-    if net != lap.record["net"] or abs(top1 - lap.record["top1"]) > ROUNDING:
-        raise ValueError(f"its weights fit the network {net} and reach {top1:.1%} top-1, the record says otherwise")
-
-
-def make_entries(laps: Iterable[Lap]) -> list[Entry]:
-    """Groups laps by all that makes them comparable, and sorts them."""
-    groups = defaultdict(list)
-    for lap in laps:
-        # Of one race folder: otherwise a stranger's bad laps could take another's name.
-        groups[_find_key(lap.record), lap.folder.parent].append(lap)
-    entries: list[Entry] = []
     for group in groups.values():
-        sign = 1 if group[0].record["threshold"] is not None else -1
-        group.sort(key=lambda lap: (sign * score_lap(lap.record), lap.record["seconds"] or math.inf, lap.label))
-        entries.append(Entry(tuple(group)))
-    return sorted(entries, key=_find_place)
+        group.sort(key=lambda lap: (score_lap(lap.record), lap.record["seconds"] or math.inf, lap.label))
+    entries = [Entry(tuple(group)) for group in groups.values()]
+    entries.sort(key=lambda one: (_find_table(one.record), one.provisional, one.score, one.record["name"]))
+    return entries, refused
 
 
-def _find_place(entry: Entry) -> tuple:
-    """Returns an entry's place on the page: data set, league, class, then its place in this table."""
-    *size, league, threshold, within = find_section(entry.record)
-    rule = [*LEAGUES, ""].index(league), threshold or 0, within or 0
-    return *size, *rule, entry.record["class"], entry.order
+def _read_code(folder: Path, script: str) -> str:
+    """Returns the text of a lap's script.
+
+    Raises:
+        ValueError: It is missing, too large, or not text.
+    """
+    try:
+        return read_bounded(folder / CODE / script, CODE_BYTES, follow=False).decode()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"its code {shorten(script, 40)} cannot be read") from error
 
 
-def find_section(record: dict[str, Any]) -> tuple:
-    """Returns what the laps of a section have in common: data set, league, threshold, and time."""
+def _find_table(record: dict[str, Any]) -> tuple:
+    """Returns what the laps of a table have in common: data set, league, threshold, and class of hardware."""
     data = record["data"]
-    size = data["name"], data["train"], data["valid"], data["classes"]
     # Not the league's name alone: a record may name an easier threshold.
-    return *size, record["league"], record["threshold"], record["within"]
+    return data["name"], data["train"], data["valid"], record["threshold"], record["league"], record["class"]
 
 
-def _find_key(record: dict[str, Any]) -> tuple:
-    """Returns what the laps of one entry have in common."""
-    code = tuple(sorted(record["code"].items()))
-    start = record["script"], tuple(record["args"]), record["processes"]
-    return *find_section(record), record["class"], record["name"], code, start
+def write_board(entries: Sequence[Entry], refused: Sequence[str], path: Path, *, baseline: str) -> None:
+    """Writes the leaderboard as one page that needs no other file.
+
+    Args:
+        entries: As :func:`read_entries` returns them.
+        refused: One line for each lap that is not on the board.
+        path: The page; its folder is made.
+        baseline: The text of the script that each entry's script is compared with.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    parts = [f'<ul class="notes">{"".join(f"<li>{note}</li>" for note in NOTES)}</ul>']
+    for _, group in itertools.groupby(entries, key=lambda entry: _find_table(entry.record)):
+        group = list(group)
+        record, data, rows = group[0].record, group[0].record["data"], [_list_cells(entry, group) for entry in group]
+        goal = f"Reach {record['threshold']:.0%} top-1 in the least time."
+        counts = f"{data['train']:,} training images, {data['valid']:,} validation images"
+        parts.append(f"<h2>{escape_line(data['name'])}: {record['league']}</h2><p>{goal} {counts}.</p>")
+        parts.append(make_table(record["class"], [tuple(row.values()) for row in rows], tuple(rows[0])))
+        parts += [_describe_entry(entry, group, baseline) for entry in group]
+    if refused:
+        lines = "".join(f"<li>{escape_line(line)}</li>" for line in refused)
+        parts.append(f"<h2>Refused</h2><p>These laps do not count:</p><ul>{lines}</ul>")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as file:
+        file.write(make_page("The race", parts, head=HEAD).encode())
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1%}"
+
+
+def _seconds(seconds: float) -> str:
+    return "not reached" if math.isinf(seconds) else f"{seconds:.1f} s"
+
+
+def _find_place(entry: Entry, group: Sequence[Entry]) -> str:
+    return "–" if entry.provisional or math.isinf(entry.score) else str(1 + group.index(entry))
+
+
+def _list_cells(entry: Entry, group: Sequence[Entry]) -> dict[str, str]:
+    """Returns the text of each cell by its column."""
+    record, count = entry.record, len(entry.laps)
+    best, worst = (_seconds(score_lap(entry.laps[at].record)) for at in (0, -1))
+    busy, speed_up = entry.median("busy"), entry.median("speed_up")
+    return {
+        "place": _find_place(entry, group),
+        "name": record["name"] or "(no name)",
+        "median seconds": _seconds(entry.score),
+        "best to worst": f"{best} to {worst}",
+        "laps": f"provisional, {count} of {LAPS} laps" if entry.provisional else str(count),
+        "top-1": _percent(entry.median("top1")),
+        "device-seconds": f"{entry.median('device_seconds') or 0:,.0f}",
+        "nodes": f"{record['nodes']:,}",
+        "speed-up": "–" if speed_up is None else f"{speed_up:.2f}",
+        "busy": f"{'★ ' if (busy or 0) >= HONOUR else ''}{_percent(busy)}",
+    }
+
+
+def _describe_entry(entry: Entry, group: Sequence[Entry], baseline: str) -> str:
+    """Returns the text that is folded away below the table."""
+    record, place = entry.record, _find_place(entry, group)
+    same = [other for other in group if other.record["name"] == record["name"]]
+    count = sum(len(other.laps) for other in same)
+    facts = {
+        "started as": " ".join([record["script"], *record["args"]]),
+        "network": record["net"] or "–",
+        "processes": f"{record['processes']:,} on {record['nodes']:,} node{'s' * (record['nodes'] > 1)}",
+        "torch": record["versions"]["torch"],
+        "this name in this table": f"{count} laps, {len(same)} {'entry' if len(same) == 1 else 'entries'}",
+    }
+    name = escape_line(record["name"]) or "(no name)"
+    return "\n".join(
+        [
+            f"<details><summary>{'' if place == '–' else f'{place}. '}{name}: script and laps</summary>",
+            make_table("Hardware and versions", facts.items()),
+            make_table("Laps, the best first", map(_list_lap, entry.laps), ["lap", "seconds", "top-1", "began (UTC)"]),
+            *_show_code(entry, baseline),
+            "</details>",
+        ]
+    )
+
+
+def _list_lap(lap: Lap) -> tuple[str, ...]:
+    one = lap.record
+    if one["failed"]:
+        return lap.label, "–", f"failed: {one['failed']}", one["began"][:16]
+    end = f"{_percent(one['top1'])}{'' if one['reached'] else ', not reached'}"
+    return lap.label, f"{one['seconds']:.1f}", end, one["began"][:16]
+
+
+def _show_code(entry: Entry, baseline: str) -> Iterator[str]:
+    """Shows the script as a diff; neither a line nor the whole is too long for a page."""
+    old, new = (
+        cut_lines(clean("\n".join(text.splitlines()).expandtabs(4)), first=400, last=100, longest=160)
+        for text in (baseline, entry.laps[0].code)
+    )
+    yield f"<h4>Changes in <code>{escape_line(entry.record['script'])}</code></h4>"
+    if old == new:
+        yield "<p>None: it is the baseline's script.</p>"
+    else:
+        yield f"<p>Compared with the baseline: + is new, − is gone.</p>{show_diff(old, new).data}"

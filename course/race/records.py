@@ -1,66 +1,76 @@
-"""The records of laps. Each lap has a folder with its record, its code and its weights."""
+"""The leagues, and the records of laps: each lap has a folder with its record, its script and its weights."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jsonschema
 
-from course.race.leagues import LEAGUES
 from lab_common import LabError, env_folder
-from lab_common.files import hold_lock, read_bounded, write_atomically
-from lab_common.text import clean
+from lab_common.files import read_bounded, write_atomically
+from lab_utils import data
 
-FORMAT = 3
+LEAGUES = ("sprint", "distance")
+THRESHOLDS = Path(__file__).with_name("thresholds.json")
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
 RECORD_BYTES, CODE_BYTES = 2**20, 16 * 2**10
 # The results of a lap that did not end.
-NOTHING = dict.fromkeys(
-    ("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up", "efficiency")
-) | {"reached": False, "curve": []}
+NOTHING = dict.fromkeys(("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up")) | {
+    "reached": False,
+    "curve": [],
+}
 
 COUNT = {"type": "integer", "minimum": 0, "maximum": 10**9}
 SHARE = {"type": ["number", "null"], "minimum": 0, "maximum": 1}
 POSITIVE = {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1e9}
-POINT = [POSITIVE | {"type": "number"}, SHARE | {"type": "number"}]
-TEXT = {"type": ["string", "null"], "maxLength": 2000}
-LONG = {"type": "string", "maxLength": 2000}
-FILE = {"type": "string", "maxLength": 100, "pattern": r"^(?!\.\.?$)[^/\\\x00\n]+$"}  # a name, not a path
+TEXT = {"type": "string", "maxLength": 2000}
+NAME = {"type": "string", "maxLength": 100, "pattern": r"^(?!\.\.?$)[^/\\\x00\n]+$"}  # of a file, not a path
+DATA = {"name": TEXT, "train": COUNT, "valid": COUNT}
+VERSIONS = {"python": TEXT, "torch": TEXT}
+# What the leaderboard shows; a lap's own `curve`, `one_node`, `weights`, `seed` and `mapping` are for its owner.
 PROPERTIES = {
-    "format": {"const": FORMAT},
-    "lap": FILE,
-    "script": FILE,
+    "lap": NAME,
+    "script": NAME,
     "args": {"type": "array", "items": {"type": "string"}, "maxItems": 200},
-    "league": {"enum": [*LEAGUES, ""]},
-    "data": {
-        "type": "object",
-        "required": ["name", "source", "train", "valid", "classes", "seed", "mapping"],
-        "properties": {
-            "name": {"type": "string"},
-            "source": {"type": "string"},
-            "mapping": {"type": "array", "items": COUNT},
-        }
-        | dict.fromkeys(("train", "valid", "classes"), COUNT)
-        | {"seed": {"type": ["integer", "null"], "minimum": 0}},
-    },
-    "code": {"type": "object", "propertyNames": FILE, "additionalProperties": {"type": "string"}, "maxProperties": 50},
-    "curve": {"type": "array", "items": {"type": "array", "prefixItems": POINT, "minItems": 2, "maxItems": 2}},
-    "one_node": {"type": ["object", "null"], "properties": {"seconds": POSITIVE, "top1": SHARE}},
-    "versions": {"type": "object", "required": ["python", "torch"]},
+    "league": {"enum": LEAGUES},
+    "data": {"type": "object", "required": [*DATA], "properties": DATA},
+    "versions": {"type": "object", "required": [*VERSIONS], "properties": VERSIONS},
     "reached": {"type": "boolean"},
-    **dict.fromkeys(("name", "began", "failed", "class", "hardware"), LONG),
-    **dict.fromkeys(("weights", "net"), TEXT),
-    **dict.fromkeys(("threshold", "top1", "busy"), SHARE),
-    **dict.fromkeys(("within", "seconds", "device_seconds", "speed_up", "efficiency"), POSITIVE),
+    "net": {"type": ["string", "null"], "maxLength": 2000},
+    "threshold": SHARE | {"type": "number"},
+    **dict.fromkeys(("name", "began", "failed", "class", "code"), TEXT),
+    **dict.fromkeys(("top1", "busy"), SHARE),
+    **dict.fromkeys(("seconds", "device_seconds", "speed_up"), POSITIVE),
     **dict.fromkeys(("nodes", "processes", "devices"), COUNT),
 }
 VALIDATOR = jsonschema.Draft202012Validator({"type": "object", "required": [*PROPERTIES], "properties": PROPERTIES})
+
+
+def read_thresholds() -> list[dict]:
+    """The thresholds that were set: data set, its number of training images, league, top-1, and from which laps."""
+    return json.loads(THRESHOLDS.read_text())
+
+
+def find_threshold(dataset: data.Dataset, league: str) -> float:
+    """The top-1 of a league.
+
+    Raises:
+        LabError: Nobody has set it for this data set.
+    """
+    for one in read_thresholds():
+        if (one["data"], one["train"], one["league"]) == (dataset.name, len(dataset.train), league):
+            return one["top1"]
+    raise LabError(
+        f"No threshold is set for {dataset.name} with {len(dataset.train):,} training images.",
+        where=f"league {league!r}",
+        cause="it comes from five laps of the baseline, which nobody has run on this data set",
+        fix="run `python -m course.race thresholds sprint`, or race on shapes10: `--data shapes10`",
+    )
 
 
 def find_home() -> Path:
@@ -72,30 +82,6 @@ def hash_file(path: Path) -> str:
     """Returns the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def hold_race(home: Path) -> Iterator[Path]:
-    """Locks a race folder for one lap: two at once would slow each other down.
-
-    Raises:
-        LabError: Another lap runs, or the folder cannot be written.
-    """
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        lock = os.open(home / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        fix = "export LAB_RUNS=/another/folder"
-        raise LabError(f"No lap can be kept here: {error.strerror}.", where=clean(home), fix=fix) from error
-    try:
-        try:
-            hold_lock(lock)
-        except BlockingIOError:
-            cause, fix = "two laps at once would slow each other", "wait for its end, or interrupt it"
-            raise LabError("Another lap is running.", where=clean(home), cause=cause, fix=fix) from None
-        yield home
-    finally:
-        os.close(lock)
 
 
 def write_record(folder: Path, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,22 +101,17 @@ def read_record(folder: Path) -> dict[str, Any]:
     """
     text = read_bounded(folder / RECORD, RECORD_BYTES, follow=False)
     try:
-        record = json.loads(text.decode(), parse_constant=_refuse_constant)
+        record = json.loads(text.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError("its record is not valid JSON") from error
     if error := next(VALIDATOR.iter_errors(record), None):
         keys = " in ".join(repr(str(part)) for part in reversed(error.absolute_path))
-        raise ValueError(f"{keys or 'a key'} in its record is missing or not valid (format {FORMAT})")
+        raise ValueError(f"{keys or 'a key'} in its record is missing or not valid")
     if record["lap"] != folder.name:
         raise ValueError("its record belongs to another lap")
     if not record["failed"] and None in (record["seconds"], record["top1"], record["device_seconds"]):
         raise ValueError("its record has no result")
     return record
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    """Refuses NaN and Infinity, which Python reads although JSON has neither."""
-    raise ValueError(name)
 
 
 def read_laps(home: Path) -> list[dict[str, Any]]:

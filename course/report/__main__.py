@@ -51,13 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _write(output: Path, page: str) -> None:
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(output) as file:
-            file.write(page.encode())
-    except OSError as error:
-        cause, fix = error.strerror or "", "give --output FILE in a folder that you may write to"
-        raise LabError("The report cannot be written.", where=shorten(output), cause=cause, fix=fix) from error
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(output) as file:
+        file.write(page.encode())
     print(f"written: {shorten(output)} ({len(page) / 1e6:.1f} MB)")
 
 

@@ -1,4 +1,4 @@
-"""The figures that are saved in a notebook, whatever has become of its file."""
+"""The figures that are saved in a notebook."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from course.notebooks import load_notebook
 from course.report.pages import escape_line
 
 # Of one lab; ten labs stay below what a report may have.
 FIGURES_BYTES = 6 * 2**20
-PNG = b"\x89PNG\r\n\x1a\n"
 # In pixels; a figure of one panel has 750.
 WIDE = 900
 LAB = re.compile(r"# Lab ([0-9]{1,2})\b")
@@ -23,11 +22,11 @@ HEADING = re.compile(r"^#{1,6} +(.+)$", re.MULTILINE)
 
 
 class Figure(NamedTuple):
-    """A figure: the heading above it, numbered if it has several; and its PNG in base 64, "" if it is none.
+    """A figure.
 
     Attributes:
-        caption: The heading.
-        source: The PNG.
+        caption: The heading above it, numbered if that has several.
+        source: The PNG in base 64.
         wide: Whether it has several panels in a row, which nobody could read in half of a page.
     """
 
@@ -42,23 +41,22 @@ def show_figures(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         try:
             figures = read_figures(path)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             why = getattr(error, "strerror", None) or error
             yield f"<p>{escape_line(path.name)} could not be read: {escape_line(why)}</p>"
             continue
-        kinds = {"no PNG": 0, "too large": 0}
+        large = 0
         for figure in figures:
-            if not figure.source or len(figure.source) > left:
-                kinds["too large" if figure.source else "no PNG"] += 1
+            if len(figure.source) > left:
+                large += 1
                 continue
             left -= len(figure.source)
             text = escape_line(figure.caption)
             place = ' class="wide"' if figure.wide else ""
             yield f'<figure{place}><img alt="{text}" src="data:image/png;base64,{figure.source}">'
             yield f"<figcaption>{text}</figcaption></figure>"
-        for kind, count in kinds.items():
-            if count:
-                yield f"<p>{count} of the figures of {escape_line(path.name)} left out: {kind}.</p>"
+        if large:
+            yield f"<p>{large} of the figures of {escape_line(path.name)} left out: too large.</p>"
 
 
 def read_figures(path: Path) -> list[Figure]:
@@ -66,45 +64,28 @@ def read_figures(path: Path) -> list[Figure]:
 
     Raises:
         OSError: The file cannot be read, or is not a regular file.
-        ValueError: It is no notebook of nbformat 4.
+        ValueError: It is no notebook of nbformat 4; or another error of a half-written one.
     """
-    cells = [cell for cell in load_notebook(path)["cells"] if isinstance(cell, dict)]
     figures, heading, count = [], path.stem, Counter()
-    for cell in cells:
-        if cell.get("cell_type") == "markdown":
-            heading = (HEADING.findall(_join(cell.get("source"))) or [heading])[-1]
-        outputs = cell.get("outputs")
-        for output in outputs if isinstance(outputs, list) else ():
-            data = output.get("data") if isinstance(output, dict) else None
-            picture = data.get("image/png") if isinstance(data, dict) else None
-            if picture:
+    for cell in load_notebook(path)["cells"]:
+        if cell["cell_type"] == "markdown":
+            heading = (HEADING.findall("".join(cell["source"])) or [heading])[-1]
+        for output in cell.get("outputs", ()):
+            if "image/png" in output.get("data", {}):
+                # Decoded and encoded again: what stands in the page is base 64 and nothing else.
+                picture = base64.b64decode("".join(output["data"]["image/png"]))
                 count[heading] += 1
                 number = f" ({count[heading]})" if count[heading] > 1 else ""
-                figures.append(Figure(heading + number, *_read_png(_join(picture))))
+                # The first part of a PNG says how many pixels wide it is.
+                wide = int.from_bytes(picture[16:20]) > WIDE
+                figures.append(Figure(heading + number, base64.b64encode(picture).decode(), wide))
     return figures
 
 
 def find_lab(path: Path) -> int:
     """The number of the lab that a notebook is: by its first heading, otherwise by its name; -1 if neither says one."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         for cell in load_notebook(path)["cells"]:
-            if isinstance(cell, dict) and (found := LAB.match(_join(cell.get("source")))):
+            if found := LAB.match("".join(cell["source"])):
                 return int(found[1])
     return int(path.name[:2]) if re.match(r"[0-9]{2}_", path.name) else -1
-
-
-def _join(text: Any) -> str:
-    """A text as notebooks hold it, in one piece or as a list of lines; "" for anything else."""
-    parts = text if isinstance(text, list) else [text]
-    return "".join(parts) if all(isinstance(part, str) for part in parts) else ""
-
-
-def _read_png(text: str) -> tuple[str, bool]:
-    """A PNG picture's base 64 without white space, and whether it is a wide one; "" if it is none."""
-    text = "".join(text.split())
-    try:
-        picture = base64.b64decode(text, validate=True)
-    except ValueError:
-        picture = b""
-    # Its first part says how many pixels wide it is.
-    return (text, int.from_bytes(picture[16:20]) > WIDE) if picture.startswith(PNG) else ("", False)

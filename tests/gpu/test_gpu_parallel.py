@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course import replicas
 from lab_utils import models, timing
 from lab_utils.parallel import CpuDataParallel
+from scripts import replicas
 
 pytestmark = pytest.mark.gpu
 

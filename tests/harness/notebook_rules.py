@@ -5,7 +5,6 @@ import math
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from IPython.core.inputtransformer2 import TransformerManager
 from nbformat import reader
 
 from course.notebooks import BEGIN, END
-from course.workspace import GUESS, GUESS_MARK
 
 IMPORTS = {
     "torch",
@@ -43,38 +41,12 @@ SECTIONS_OF_LAB_0 = SECTIONS[1:]
 # Where a machine's places begin; preceded by a letter it is the path of a web address.
 ABSOLUTE = re.compile(r"(?<![\w.])/(?:home|tmp|root|work|Users|mnt|opt|var|workspace)/|\b[A-Z]:\\(?!n)")
 ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
-MEASURED = re.compile(
-    r"(?<![\w.,])(?!\d{3}0s\b)\d[\d.,]*\s?(?:ns|µs|us|ms|s|sec|nanoseconds?|microseconds?|milliseconds?|seconds?|minutes?|hours?"
-    r"|(?:images|img|samples|steps|it)/s)(?![\w/])"
-    r"|\d[\d.,]*\s?(?:x|×|-?fold|times|%)\s(?:faster|slower|quicker|as fast|as slow)"
-)
-# Times that are a plan or a definition, and no measurement: exactly these words are let pass.
-NOT_MEASURED = ("to sleep for 20 milliseconds",)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Size limits of a lab: lines of code in total and per cell, characters per line, words of text."""
-
-    lines: int | None
-    cell: int
-    line: int
-    words: int
-
-
 # A line of 88 characters fits into the page of JupyterLab: a longer one is scrolled sideways.
-LIMITS = Limits(lines=300, cell=20, line=88, words=2200)
-# The minutes that a lab may take a learner, and what they are made of. All but the run is assumed. Adults read 238
+LINE = 88
+# What the minutes of a lab are made of. All but the run is assumed. Adults read 238
 # words of their own language a minute (M. Brysbaert, 2019, doi:10.1016/j.jml.2019.104047); ours read with care, and in
 # another one. An exercise takes so many minutes, and more where its solution is long. Reading code is not counted.
-MOST_MINUTES = 45
 WORDS_PER_MINUTE, MINUTES_PER_EXERCISE, LINES_OF_EXERCISE, MINUTES_PER_LINE = 150, 5, 5, 0.5
-# Labs 4 to 6 are still longer than they should be.
-LIMITS_OF_LONG_LABS, LONG_LABS = Limits(lines=None, cell=55, line=88, words=3000), range(4, 7)
-
-
-def choose_limits(lab: int) -> Limits:
-    return LIMITS_OF_LONG_LABS if lab in LONG_LABS else LIMITS
 
 
 def find_solutions(notebook):
@@ -89,16 +61,13 @@ def find_faults(path: Path) -> list[str]:
         return [f"{path.stat().st_size / 2**20:.1f} MiB; the limit is 1 MiB"]
     # Not nbformat.read, which silently gives a doubled id a new name.
     notebook = reader.reads(path.read_text(encoding="utf-8"))
-    lab = int(re.match(r"\d+", path.name)[0])
     return [
         *find_format_faults(notebook),
         *find_run_faults(notebook),
         *find_output_faults(notebook),
-        *find_code_faults(notebook, choose_limits(lab)),
-        *find_size_faults(notebook, choose_limits(lab)),
+        *find_code_faults(notebook),
         *find_prose_faults(notebook, path.parent),
-        *find_anatomy_faults(notebook, lab, path.parent),
-        *find_guess_faults(notebook),
+        *find_anatomy_faults(notebook, int(path.name[:2]), path.parent),
     ]
 
 
@@ -189,34 +158,20 @@ def texts_of(outputs) -> list[str]:
     return texts
 
 
-def find_code_faults(notebook, limits: Limits = LIMITS) -> list[str]:
-    """Checks for short lines, short cells, and imports that the labs install."""
-    faults, lengths = [], []
+def find_code_faults(notebook) -> list[str]:
+    """Checks for short lines, and imports that the labs install."""
+    faults = []
     for cell in code_cells(notebook):
-        lines = count_lines(cell)
-        lengths.append(lines)
-        if lines > limits.cell:
-            faults.append(f"{name_cell(cell)}: {lines} lines of code; the limit is {limits.cell}")
         longest = max(map(len, cell.source.splitlines()), default=0)
-        if longest > limits.line:
-            faults.append(f"{name_cell(cell)}: a line of {longest} characters; the limit is {limits.line}")
+        if longest > LINE:
+            faults.append(f"{name_cell(cell)}: a line of {longest} characters; the limit is {LINE}")
         if ABSOLUTE.search(cell.source):
             faults.append(f"{name_cell(cell)}: absolute path in the code")
         if re.search(r"^\s*assert\b", cell.source, re.MULTILINE):
             faults.append(f"{name_cell(cell)}: a bare assertion; check.claim says what was found")
         unknown = find_imports(cell.source) - IMPORTS - set(sys.stdlib_module_names)
         faults += [f"{name_cell(cell)}: import of {name}" for name in sorted(unknown)]
-    average = limits.cell * 3 // 4
-    if lengths and sum(lengths) > average * len(lengths):
-        faults.append(f"code cells of {sum(lengths) / len(lengths):.1f} lines on average; the limit is {average}")
-    if limits.lines and sum(lengths) > limits.lines:
-        faults.append(f"{sum(lengths)} lines of code; the limit is {limits.lines}")
     return faults
-
-
-def count_lines(cell) -> int:
-    """Counts the lines of code of a cell, without blank ones and nbgrader's markers."""
-    return len([line for line in cell.source.splitlines() if line.strip() and line.strip() not in (BEGIN, END)])
 
 
 def count_words(notebook) -> int:
@@ -233,17 +188,6 @@ def find_imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or ".").split(".")[0])
     return names
-
-
-def find_size_faults(notebook, limits: Limits = LIMITS) -> list[str]:
-    """Checks for the size of a lab of 30 to 45 minutes."""
-    faults = []
-    words = count_words(notebook)
-    if not 25 <= len(notebook.cells) <= 45:
-        faults.append(f"{len(notebook.cells)} cells; 25 to 45 are right")
-    if not 1200 <= words <= limits.words:
-        faults.append(f"{words:,} words; 1,200 to {limits.words:,} are right")
-    return faults
 
 
 def count_minutes(notebook, folder: Path) -> int:
@@ -263,7 +207,7 @@ def count_minutes(notebook, folder: Path) -> int:
 
 
 def find_prose_faults(notebook, folder: Path) -> list[str]:
-    """Checks text: pictures exist and are described, no local paths, no measured numbers."""
+    """Checks text: pictures exist and are described, links are addresses, no local paths."""
     text = prose(notebook)
     pictures = re.findall(r"!\[([^\]]*)\]\(([^)\s]+)", text)
     for element in re.findall(r"<img\b[^>]*>", text):
@@ -275,11 +219,7 @@ def find_prose_faults(notebook, folder: Path) -> list[str]:
     # Whether a page is still there only a network can tell; that it is an address, and no slip of the pen, we can.
     links = re.findall(r"(?<!!)\[[^\]\n]+\]\(([^)\n]*)\)", re.sub(r"`[^`\n]*`", "", text))
     faults += [f"the link {link!r} is no address" for link in links if not is_link(link, folder)]
-    plain = "\n".join(line for line in text.splitlines() if not re.match(r"\|\s*\**It takes\b", line))
-    plain = " ".join(re.sub(r"`[^`\n]*`", "", plain).split())
-    for phrase in NOT_MEASURED:
-        plain = plain.replace(phrase, "")
-    return faults + [f"a measured number in the prose: {found[0]!r}" for found in MEASURED.finditer(plain)]
+    return faults
 
 
 def is_link(target: str, folder: Path) -> bool:
@@ -313,32 +253,10 @@ def find_anatomy_faults(notebook, lab: int, folder: Path) -> list[str]:
     code = "\n".join(cell.source for cell in code_cells(notebook))
     # A script is one solution, however many gaps it has: its parts only run together.
     beside = {name for name in find_exercise_scripts(code) if BEGIN in read_if_there(folder / name)}
-    # torchrun runs files, so the change that a lab is about may be in one. That takes no cell of the notebook, which
-    # has room for one exercise more then.
-    most, words = (5, "five") if beside else (4, "four")
-    if lab and not 2 <= len(exercises) <= most:
-        faults.append(f"{len(exercises)} exercises; two to {words} are right")
     faults += [f"exercise {number} is not checked" for number in exercises if f'check.exercise("{number}"' not in code]
     solutions = code.count(BEGIN) + len(beside)
     if solutions < len(exercises):
         faults.append(f"{solutions} solutions for {len(exercises)} exercises")
-    return faults
-
-
-def find_guess_faults(notebook) -> list[str]:
-    """Checks for an example guess in the first code cell below each heading *Predict*, in the required form."""
-    faults, predicts = [], False
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            predicts = predicts or re.search(r"^#+ Predict\b", cell.source, re.MULTILINE) is not None
-            continue
-        lines = [line for line in cell.source.splitlines() if GUESS_MARK in line]
-        if predicts and not lines:
-            faults.append(f"{name_cell(cell)}: no line ends with '{GUESS_MARK}: …', below a heading 'Predict'")
-        faults += [
-            f"{name_cell(cell)}: {line.strip()!r} has no number to replace" for line in lines if not GUESS.match(line)
-        ]
-        predicts = False
     return faults
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from course.calls import count_collectives
 from course.check.verdicts import expect
 from course.exercises.lab8.witness import note_collectives
 from course.exercises.lab10.mistakes import refusing_mistakes
 from course.exercises.ranks import run_on_ranks
+from lab_utils.calls import count_collectives
 
 STEPS, SIZE, RATE = 3, 12, 0.1
 LATE = 0.1  # seconds that the last rank is late in the first step, so that a collective without its end shows

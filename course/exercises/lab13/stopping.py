@@ -30,13 +30,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from course.calls import count_collectives
 from course.check.verdicts import NotYetError, expect
 from course.exercises.ranks import NETWORK
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
 from course.ranks import Outcome, fork_ranks
 from lab_common import read_path
 from lab_utils import data
+from lab_utils.calls import count_collectives
 
 # Four full batches of each rank make an epoch; four images are left over.
 RANKS, BATCH_SIZE, STEPS, EPOCHS = 2, 8, 4, 3

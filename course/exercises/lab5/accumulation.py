@@ -11,10 +11,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from course.calls import count_collectives
 from course.check.verdicts import expect
 from course.exercises.probe import Probe
 from course.exercises.ranks import run_on_ranks
+from lab_utils.calls import count_collectives
 
 # Micro-batches of each step. Two steps, because what the first leaves behind shows in the second.
 STEPS, SIZE, RANKS, CLOSE = (3, 2), 4, 2, 1e-10

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from course.calls import count_collectives
 from course.check.verdicts import expect, refusing
 from course.exercises.lab9.nets import Stack, draw, expecting_works, find_gradients, find_loss, format_norm, is_close
 from course.exercises.ranks import run_on_ranks
+from lab_utils.calls import count_collectives
 
 # A weight of 8×8 and its bias have 576 bytes in float64, all gradients 1,888: with the first limit two buckets are full
 # during backward, with the second one is, and the last bucket is not. Two steps, because what the first leaves behind

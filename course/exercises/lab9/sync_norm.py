@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional as F
 
-from course.calls import count_collectives
 from course.check.verdicts import expect, refusing
 from course.exercises.lab9.nets import are_close, is_close
 from course.exercises.ranks import run_on_ranks
+from lab_utils.calls import count_collectives
 
 # Images of each rank: of two with equal shares, and of three with unequal ones.
 CASES, EPS = ((4, 4), (2, 5, 1)), 1e-3

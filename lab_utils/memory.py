@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import multiprocessing
 import resource
 import shutil
 import signal
@@ -21,7 +22,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from course.ranks import fork_ranks
 from lab_common import LabError
 from lab_utils.timing.memory import return_memory
 
@@ -194,17 +194,30 @@ def find_most_layers(train: Callable[[int], object], card: int) -> int:
     if torch.cuda.is_available():
         return _search(train)
 
-    def work(_: int) -> int:
-        train(FEWEST)  # one-time memory: kernels, buffers
-        with _limit(card):
-            return _search(train)
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
 
-    (outcome,) = fork_ranks(work, train, 1, limit=PATIENCE)
-    if not isinstance(outcome.value, int):
-        cause = str(outcome.error or "it took too long, or was killed")
+    def work() -> None:
+        try:
+            train(FEWEST)  # one-time memory: kernels, buffers
+            with _limit(card):
+                theirs.send(_search(train))
+        except Exception as error:
+            theirs.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=work)
+    child.start()
+    theirs.close()
+    found: int | str = "it took too long, or was killed"
+    with contextlib.suppress(EOFError):
+        if ours.poll(PATIENCE):
+            found = ours.recv()
+    child.kill()
+    child.join()
+    if isinstance(found, str):
         fix = "give a smaller card, or close other programs"
-        raise LabError("The search did not end.", where="find_most_layers()", cause=cause, fix=fix)
-    return outcome.value
+        raise LabError("The search did not end.", where="find_most_layers()", cause=found, fix=fix)
+    return found
 
 
 def _search(train: Callable[[int], object]) -> int:

@@ -3,9 +3,10 @@
 ``engines.start(4)`` starts four ipyparallel engines on this machine and joins them to one Gloo process group. A cell
 that begins with ``%%px`` then runs on all of them, with the names ``torch``, ``dist``, ``rank`` and ``world_size``.
 
-The kernel starts a supervisor, ``python -m course.engines``, which starts the controller and the engines, and holds its
-standard input: that ends when the kernel does, however it ends, and the supervisor then ends them all. They ask Linux
-to end with the supervisor, too. (Linux ends a process when the *thread* that started it ends. The supervisor has one.)
+The kernel starts a supervisor, ``python -m lab_utils.engines``, which starts the controller and the engines, and holds
+its standard input: that ends when the kernel does, however it ends, and the supervisor then ends them all. They ask
+Linux to end with the supervisor, too. (Linux ends a process when the *thread* that started it ends. The supervisor has
+one.)
 
 All of ipyparallel's sockets are files in a folder that only this user can enter, and the ranks meet in a file there:
 what ipyparallel sends to its subscribers is neither signed nor secret. Gloo's own sockets listen on the loopback.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import json
 import multiprocessing
 import os
@@ -34,18 +36,15 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
 from lab_common import LabError, checkout
-from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
 
 if TYPE_CHECKING:
     from ipyparallel import Client, DirectView
-    from IPython.core.interactiveshell import InteractiveShell
 
 MOST = 16
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 # Of a start, on a machine that does other things, too. It mostly takes 10 to 20 seconds there.
 PATIENCE = 120.0
 GRACE = 5.0
-# The path of a socket has room for 104 bytes on macOS, 108 on Linux; 12 of them are for its name.
-LONGEST_FOLDER = 90
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,19 +82,18 @@ def start(n: int = 4, *, threads: int = 1, timeout: float = 20.0) -> Engines:
     Args:
         n: How many ranks, 1 to 16.
         threads: Threads that torch uses in each of them.
-        timeout: Seconds that a collective waits for the other ranks before it raises an error, 1 to 600. It is that
-            of the Gloo process group.
+        timeout: Seconds that a collective waits for the other ranks before it raises an error: that of the Gloo process
+            group.
 
     Raises:
-        LabError: An argument is of another kind or out of its range, or the ranks did not start.
+        LabError: ``n`` is out of its range, or the ranks did not start.
     """
-    _check_count("n", n, MOST)
-    _check_count("threads", threads, 1024)
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 1 <= timeout <= 600:
-        raise LabError(f"timeout is {timeout!r}.", where="engines.start", fix="give seconds, from 1 to 600")
+    if n not in range(1, MOST + 1):
+        raise LabError(f"n is {n!r}.", where="engines.start", fix=f"give a whole number from 1 to {MOST}")
     stop()
     deadline = time.monotonic() + PATIENCE
-    folder = _make_folder()
+    # For this user alone (mode 0700), and in /tmp: the path of a socket has room for 104 bytes on macOS, 108 on Linux.
+    folder = Path(tempfile.mkdtemp(prefix="ranks-", dir="/tmp"))
     supervisor = _start_supervisor(folder, n, threads)
     try:
         pids = _read_pids(supervisor, deadline, folder)
@@ -108,7 +106,9 @@ def start(n: int = 4, *, threads: int = 1, timeout: float = 20.0) -> Engines:
     except BaseException:  # an interrupt as well
         stop() if _live else _end(supervisor, folder)
         raise
-    if shell := _find_shell():
+    from IPython import get_ipython
+
+    if shell := get_ipython():  # None if a program started the ranks
         view.activate()
         # So a cell prints the same each time: in the order of the ranks, when all have ended, and without a bar.
         magics = shell.magics_manager.registry["ParallelMagics"]
@@ -127,19 +127,6 @@ def stop() -> None:
 
 
 atexit.register(stop)
-
-
-def interrupt() -> None:
-    """Interrupts what the ranks run, as Ctrl-C does; a rank inside a collective hears it when that ends.
-
-    Where ranks are in unequal places after it, start them again.
-
-    Raises:
-        LabError: No ranks are live.
-    """
-    if not _live:
-        raise LabError("No ranks are live.", where="engines.interrupt", fix="run the cell engines.start() first")
-    _signal(_live[-1].pids, signal.SIGINT)
 
 
 def share(*functions: Callable) -> None:
@@ -181,24 +168,10 @@ def _collect(called: str, function: Callable, known: dict[str, object]) -> None:
                 known[name] = value
 
 
-def _check_count(name: str, value: object, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        fix = f"give a whole number from 1 to {most}"
-        raise LabError(f"{name} is {value!r}.", where="engines.start", fix=fix)
-
-
 def _signal(pids: tuple[int, ...], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _make_folder() -> Path:
-    made = Path(tempfile.mkdtemp(prefix="ranks-"))  # for this user alone: mode 0700
-    if len(os.fsencode(made)) > LONGEST_FOLDER:
-        made.rmdir()
-        made = Path(tempfile.mkdtemp(prefix="ranks-", dir="/tmp"))
-    return made
 
 
 def _start_supervisor(folder: Path, n: int, threads: int) -> subprocess.Popen:
@@ -212,7 +185,7 @@ def _start_supervisor(folder: Path, n: int, threads: int) -> subprocess.Popen:
         environment.pop(name, None)
     with (folder / "log.txt").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "course.engines", str(folder), str(n)],
+            [sys.executable, "-m", "lab_utils.engines", str(folder), str(n)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -273,13 +246,6 @@ def _join_group(made: Engines, deadline: float) -> None:
     ]
     for call in calls:
         call.get(timeout=max(1.0, deadline - time.monotonic()))
-
-
-def _find_shell() -> InteractiveShell | None:
-    """The notebook's; None if a program started the ranks."""
-    from IPython import get_ipython
-
-    return get_ipython()
 
 
 def _end(supervisor: subprocess.Popen, folder: Path) -> None:
@@ -366,9 +332,10 @@ def run_engine(folder: Path, rank: int, parent: int) -> None:
 
 def _die_with(parent: int) -> None:
     os.setsid()
-    die_with_parent = partial(set_process, PR_SET_PDEATHSIG, signal.SIGKILL)
-    die_with_parent()
-    os.register_at_fork(after_in_child=die_with_parent)  # the controller has a process that watches the heartbeats
+    if sys.platform.startswith("linux"):
+        die_with_parent = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
+        os.register_at_fork(after_in_child=die_with_parent)  # the controller has a process that watches the heartbeats
     if os.getppid() != parent:
         os._exit(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the supervisor's ends with the kernel, and is for it alone
