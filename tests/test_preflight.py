@@ -367,20 +367,14 @@ def test_a_node_that_does_not_answer_is_red_in_time_and_the_others_are_judged(pa
         assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", program], capture_output=True).stdout == b""
 
 
-HOSTILE = "<script>alert('n')</script>&\x1b[31m\nroot"
-
-
 def test_the_table_shows_red_first_wraps_and_is_safe():
     green = Verdict("n1", "disk", "ok", "much room")
     red = Verdict("n2", "disk", "red", "word " * 60 + "\n  n1  3.11\n  n2  3.12", "cause", "python -m x " + "y" * 150)
-    odd = Verdict(HOSTILE, "names", "red", f"{HOSTILE} is odd", HOSTILE, f"rm {HOSTILE}")
+    hostile = "\x1b[31m\nroot"
+    odd = Verdict(hostile, "names", "red", f"{hostile} is odd", hostile, f"rm {hostile}")
     found = Preflight((green, replace(green, node="n3"), red, odd), seconds=0.1)
-    page, text = found._repr_html_(), str(found)
-    assert page.index("word word") < page.index("much room")
-    assert page.index("python -m x") < page.index("much room")
-    assert "<script" not in page and "&lt;script&gt;alert(&#x27;n&#x27;)" in page
-    assert "\x1b" not in page + text
-    assert text.startswith("[red]")
+    text = str(found)
+    assert text.startswith("[red]") and "\x1b" not in text
     assert text.splitlines()[-2].split() == ["[ok]", "n1,", "n3", "disk", "much", "room"]
     assert "y" * 150 in text, "a command is not broken"
     assert re.search(r"\n +n1  3.11\n +n2  3.12\n", text)
@@ -504,20 +498,12 @@ def time_check(nodes, **options) -> Preflight:
 
 
 @pytest.mark.drill
-def test_two_hosts_are_green_in_two_seconds_and_a_name_on_the_loopback_is_a_note(remote, hosts):
+def test_two_hosts_are_green_in_two_seconds(remote, hosts):
     found = min((time_check(remote) for _ in range(3)), key=lambda found: found.seconds)
     assert found.ok, found
     assert found.seconds <= 2
     assert found.addresses == {node: hosts.address(node) for node in ("n1", "n2")}
     assert found.interfaces == {"n1": "eth0", "n2": "eth0"}
-    hosts.set_hosts("n1", "127.0.0.1 localhost\n127.0.1.1 n1\n")
-    found = time_check(remote)
-    assert found.ok, found
-    (verdict,) = find(found, "names", "n1")
-    assert verdict.state == "note"
-    assert "its own name n1 stands for 127.0.1.1 (/etc/hosts)" in verdict.found
-    assert f'"{hosts.address("n1")} n1"' in verdict.fix
-    assert found.addresses["n1"] == hosts.address("n1")
 
 
 @pytest.mark.drill

@@ -45,15 +45,9 @@ def collect(tasks, seconds):
 
 
 def find_system():
-    """The host's name; ``machine`` is the same for processes that reach each other by the loopback interface."""
-    host = socket.gethostname()
+    """``machine``, the same for processes that reach each other by the loopback interface."""
     boot, net = read("/proc/sys/kernel/random/boot_id").strip(), link("/proc/self/ns/net")
-    return {"host": host, "machine": f"{boot} {net}" if boot and net else host}
-
-
-def find_own_addresses():
-    """The IPv4 addresses that the host's own name stands for."""
-    return [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return {"machine": f"{boot} {net}" if boot and net else socket.gethostname()}
 
 
 def find_versions():

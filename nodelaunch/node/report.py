@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 from lab_common import LabError
 from lab_common.files import write_atomically
-from nodelaunch.node import RANKS
 
+# Where the ranks of a node hand over what they print, in the job's folder.
+RANKS = "ranks.sock"
 # Each rank's result goes over the connection to its node in one line.
 LONGEST = 8 * 2**20
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lab_common import LabError
-from lab_common.markup import escape
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node.facts import identify_data
 from nodelaunch.node.probe import find_free_port
@@ -63,9 +62,7 @@ class Preflight:
         first, *others = self.reds
         headline, *lines = first.found.split("\n")
         what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
-        # A headline that is too long is repeated below the first line.
-        cut = [headline] if what.endswith(" …") else []
-        where = "; ".join([first.node, *cut, *map(str.strip, lines)])
+        where = "; ".join([first.node, *([headline] if what.endswith(" …") else []), *map(str.strip, lines)])
         more = f" (+ {len(others)} more)" if others else ""
         raise LabError(what + more, where=where, cause=first.cause, fix=first.fix)
 
@@ -73,15 +70,10 @@ class Preflight:
         return str(self)
 
     def __str__(self) -> str:
-        return "\n".join([*verdicts.write_lines(self.verdicts), self._summarise()])
-
-    def _repr_html_(self) -> str:
-        return f"{verdicts.write_html(self.verdicts)}<div>{escape(self._summarise())}</div>"
-
-    def _summarise(self) -> str:
         notes = sum(verdict.state == "note" for verdict in self.verdicts)
         counts = [f"{count} {word}" for count, word in ((len(self.reds), "red"), (notes, "to note")) if count]
-        return f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
+        summary = f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
+        return "\n".join([*verdicts.write_lines(self.verdicts), summary])
 
 
 def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
@@ -124,7 +116,6 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     offers = find_offers(by_name, facts, wanted)
     found = [
         *(verdicts.judge_error(name, error) for name, error in {**errors, **late}.items()),
-        *routes.judge_names(network, chosen),
         *(routes.judge_address(network, name, chosen.get(name)) for name in facts),
         *routes.judge_exposure(network, chosen),
         *routes.judge_routes(network, chosen, seconds=connecting),

@@ -96,7 +96,7 @@ def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
     """True if the GPUs have to be hidden on all nodes: some process sees one, and another has none.
 
     The choice of env= is left alone. Nothing is hidden for a node that could not find out its GPUs: the ranks compare
-    what they see before the script starts (:mod:`nodelaunch.node.agreement`).
+    what they see before the script starts (:func:`nodelaunch.node.worker.check_agreement`).
     """
     if wanted.visible is not None or None in offers.values():
         return False

@@ -89,19 +89,6 @@ def name_target(name: str, address: str, kind: str) -> str:
     return f"{kind} {address} {name}"
 
 
-def judge_names(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:
-    """Notes a node's own name that stands for the loopback; the job uses addresses."""
-    verdicts = []
-    for name, found in () if network.one_machine else network.facts.items():
-        host, own = found["system"]["host"], [a for a in find_part(found, "own") if a.startswith("127.")]
-        if own:
-            what = f"its own name {host} stands for {own[0]} (/etc/hosts)"
-            cause = "the labs pass addresses and need no names (--local-addr, is_host); other programs may fail"
-            fix = f'in /etc/hosts of every node: "{chosen.get(name, "ADDRESS")} {host}", and the same for the others'
-            verdicts.append(Verdict(name, "names", "note", what, cause, fix))
-    return verdicts
-
-
 def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
     """Judges a node's address and interface, given or found."""
     node, interfaces = network.nodes[name], network.list_interfaces(name)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab_common import LabError
-from lab_common.markup import COLOURS, TAG, escape
 from lab_common.text import clean
 from nodelaunch.backends.nodes import Node
 from nodelaunch.spec import DataFolder
@@ -237,27 +236,9 @@ def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
     for cells, verdict in rows:
         start = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)) + "  "
         lines += _wrap(verdict.found, start, sum(widths) + 6)
-        lines += [line for label, text in _list_hints(verdict) for line in _wrap(text, f"{'':8}{label}: ", 13)]
+        hints = {"likely": verdict.cause, "fix": verdict.fix} if verdict.state != "ok" else {}
+        lines += [line for label, text in hints.items() if text for line in _wrap(text, f"{'':8}{label}: ", 13)]
     return lines
-
-
-def write_html(verdicts: Sequence[Verdict]) -> str:
-    """Returns the same as an HTML table."""
-    rows = []
-    for verdict in _arrange(verdicts):
-        hints = "".join(f"<br><i>{label}:</i> {escape(text)}" for label, text in _list_hints(verdict))
-        mark = f'<span style="{TAG};background-color:{COLOURS[verdict.state]}">{verdict.state}</span>'
-        texts = (mark, escape(verdict.node), escape(verdict.check), escape(verdict.found) + hints)
-        # JupyterLab would set them to the right.
-        cells = "".join(f'<td style="text-align:left">{text}</td>' for text in texts)
-        rows.append(f'<tr style="vertical-align:top">{cells}</tr>')
-    head = "".join(f'<th style="text-align:left">{title}</th>' for title in ("", "node", "check", "found"))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _list_hints(verdict: Verdict) -> list[tuple[str, str]]:
-    hints = (("likely", verdict.cause), ("fix", verdict.fix)) if verdict.state != "ok" else ()
-    return [(label, text) for label, text in hints if text]
 
 
 def _arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
