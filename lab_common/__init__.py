@@ -12,14 +12,9 @@ from typing import Any
 
 
 class LabError(Exception):
-    """An error that a learner can cause and fix: what happened, where, the likely cause, one fix, the log.
+    """An error that a learner can cause and fix: what happened, where, the likely cause, one fix, the log's path.
 
-    Args:
-        what: One sentence, at most 120 characters, for the first line.
-        where: The file, cell, host or address concerned.
-        cause: The likely cause.
-        fix: One command or action that fixes it.
-        log: Path of the log with the details.
+    ``what`` is one sentence of at most 120 characters, for the first line; ``fix`` is one command or action.
     """
 
     def __init__(self, what: str, *, where: object = "", cause: str = "", fix: str = "", log: object = "") -> None:
@@ -69,10 +64,8 @@ def read_path(text: str | os.PathLike[str]) -> Path:
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        cause, fix = (
-            "there is no such user, or nobody knows where their home is",
-            "write the path in full: /home/you/...",
-        )
+        cause = "there is no such user, or nobody knows where their home is"
+        fix = "write the path in full: /home/you/..."
         raise LabError("The path leads nowhere.", where=str(text)[:300], cause=cause, fix=fix) from error
 
 
