@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from nodelaunch.node import facts
 from nodelaunch.node.facts import collect
@@ -37,17 +38,16 @@ def examine(request):
         "gpus": facts.find_gpus,
         "gpu_users": facts.find_gpu_users,
     }
-    for name, find in {"disk": facts.find_disk, "data": facts.find_data, "jobs": find_jobs, "ports": listen}.items():
+    for name, find in {"disk": facts.find_disk, "jobs": find_jobs, "ports": listen}.items():
         tasks[name] = functools.partial(find, request)
+    tasks["data"] = lambda: facts.find_data(Path(request["data"]).expanduser())
     return {"time": time.time(), **collect(tasks, request["seconds"])}
 
 
 def listen(request):
-    """Listens on a random port, and on node 0 also on that of the rendezvous.
+    """Listens on a random port (``any``), and on node 0 also on that of the rendezvous (``port``).
 
-    Returns:
-        ``any`` and ``port``: the ports at which a listener answers with the token. On node 0 also ``chosen``, the
-        rendezvous' port, and ``busy``, the reason why it cannot be listened on, or None.
+    Node 0 also reports ``chosen``, the rendezvous' port, and ``busy``, why it cannot be listened on, or None.
     """
     found = {"any": open_listener(request["address"], 0, request["token"])}
     if request["port"] is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node.facts import identify_data
+from nodelaunch.node.facts import find_data
 from nodelaunch.node.probe import find_free_port
 from nodelaunch.preflight import routes, verdicts
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
@@ -92,7 +92,7 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     port = check_value("preflight", "port", port, PORT)
     check_value("preflight", "nproc_per_node", wanted.nproc_per_node, PROCESSES)
     if wanted.data and wanted.data.copy_data:
-        own = identify_data(wanted.data.path / wanted.data.identity)
+        own = find_data(wanted.data.path / wanted.data.identity)
         wanted = replace(wanted, data_hash="" if own["missing"] else own["hash"] or "")
     by_name = {node.name: node for node in nodes}
     head, tokens = nodes[0].name, {name: secrets.token_hex(16) for name in by_name}
