@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from harness.jobs import make_odd
 
 from lab_common import LabError
 from nodelaunch import DataFolder
@@ -53,23 +54,6 @@ VERSIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Odd(LocalNode):
-    """A node on this machine with settings of its own, or whose programs are run by others, such as ``sleep 60``."""
-
-    env: dict = field(default_factory=dict)
-    before: tuple = ()
-    instead: tuple = ()
-    cwd: str | None = None
-    late: float = 0.0
-
-    def popen(self, argv):
-        time.sleep(self.late)
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = self.instead or (*self.before, *argv)
-        return subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, **self.env}, cwd=self.cwd)
-
-
 @pytest.fixture
 def pair(tmp_path):
     return local_nodes(2, folder=tmp_path / "nodes")
@@ -97,11 +81,6 @@ def look(nodes, **options) -> Preflight:
     found = check_nodes(nodes, **options)
     own = tuple(v for v in found.verdicts if v.check != "jobs" or "job preflight-" in v.found)
     return replace(found, verdicts=own)
-
-
-def make_odd(node: LocalNode, **settings) -> Odd:
-    """The same node, but odd."""
-    return Odd(**{**vars(node), **settings})
 
 
 def find(found: Preflight, check: str, node: str = "") -> list[Verdict]:
