@@ -177,14 +177,10 @@ def test_a_second_interrupt_leaves_nothing_either(write):
     assert_gone(job_id, 10)
 
 
-def test_a_stop_while_nothing_runs_is_forgotten_and_what_was_red_is_looked_at_again(write):
-    with socket.socket() as holder:
-        holder.bind(("0.0.0.0", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), port=port, **PYTHON)
+def test_what_was_red_is_looked_at_again(write):
+    with socket.create_server(("0.0.0.0", 0)) as holder:
+        job = TorchrunJob(write("train.py", "print()"), nodes=local_nodes(1), port=holder.getsockname()[1], **PYTHON)
         assert "port" in {verdict.check for verdict in job.preflight().reds}
-    job.stop()
     assert job.run(show=False).ok
 
 

@@ -51,14 +51,7 @@ TCP_BYTES = slice(120, 136)
 
 
 class HangWatch(threading.Thread):
-    """A thread that checks once a second if the main thread has moved.
-
-    Args:
-        events: Takes the reports.
-        script: The training script, whose line is named.
-        seconds: How long the main thread has to stand before that is reported.
-        groups: Knows which of torchrun's variables the script has changed.
-    """
+    """A thread that checks once a second if the main thread has moved, and reports if it stands for ``seconds``."""
 
     def __init__(self, events: Events, script: str, seconds: float, groups: Groups) -> None:
         super().__init__(daemon=True, name="hang watch")

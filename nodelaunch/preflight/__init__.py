@@ -67,9 +67,6 @@ class Preflight:
         raise LabError(what + more, where=where, cause=first.cause, fix=first.fix)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         notes = sum(verdict.state == "note" for verdict in self.verdicts)
         counts = [f"{count} {word}" for count, word in ((len(self.reds), "red"), (notes, "to note")) if count]
         summary = f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
