@@ -38,8 +38,9 @@ def unpack(stream, folder, targets):
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     code = [folder / target for target in targets if target.startswith("code/")]
-    if code:
-        with contextlib.suppress(OSError):  # another launch removes from it, too
+    with contextlib.suppress(OSError):  # another launch removes from it, too, or it is another user's
+        for path in code:
+            os.utime(path)  # when it was used last
             trim(folder)
     return any(hash_tree(path) != path.name for path in code)
 
@@ -55,8 +56,6 @@ def put(source, place):
         if place.parent.name == "jobs":  # a script that was started by hand has made the job's folder already
             for path in source.iterdir():
                 path.replace(place / path.name)
-    with contextlib.suppress(OSError):  # it is another user's
-        os.utime(place)  # when it was used last
 
 
 def trim(folder):
