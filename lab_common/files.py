@@ -22,8 +22,8 @@ def write_atomically(
 
     Args:
         path: The file; its folder has to be there.
-        prefix: The beginning of the temporary file's name, for a caller that clears up after killed processes.
-        mode: The file's permissions.
+        prefix: How the temporary file's name begins, for a caller that clears up after killed processes.
+        mode: The file's permissions; a temporary file is its owner's alone.
         ask: Called as late as can be; what it raises leaves ``path`` as it is.
 
     Raises:

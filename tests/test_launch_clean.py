@@ -1,16 +1,15 @@
 """Copies of code and folders of jobs on a node: received whole, and removed when they are old and not used."""
 
+import io
 import os
+import tarfile
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
-from nodelaunch import local_nodes
-from nodelaunch.copying import send
 from nodelaunch.node.facts import hash_files
-from nodelaunch.node.receive import KEPT, WEEK, trim
+from nodelaunch.node.receive import KEPT, WEEK, trim, unpack
 
 JOB = "train-0102-030405-abcd"
 FILES = {"a.py": b"pass"}
@@ -18,18 +17,24 @@ CODE = f"code/{hash_files(FILES)}"
 
 
 @pytest.fixture
-def node(runs):
-    """A node of this machine."""
-    (found,) = local_nodes(1)
+def folder(tmp_path):
+    """That of a node."""
+    found = tmp_path / "node"
+    found.mkdir()
     return found
 
 
-@pytest.fixture
-def folder(node):
-    """Its folder."""
-    found = Path(node.folder)
-    found.mkdir(parents=True)
-    return found
+def receive(folder, targets):
+    """Unpacks these folders, each with files by their name, as the launcher sends them; False if code was changed."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w|") as archive:
+        for target, files in targets.items():
+            for name, text in files.items():
+                entry = tarfile.TarInfo(f"{target}/{name}")
+                entry.size, entry.mode = len(text), 0o600
+                archive.addfile(entry, io.BytesIO(text))
+    stream.seek(0)
+    return not unpack(stream, folder, [*targets])
 
 
 def make(path, *, weeks=2.0):
@@ -61,27 +66,27 @@ def test_nothing_but_old_code_of_ours_is_removed(folder, tmp_path):
     assert not any(path.exists() for path in [*old, left]) and not list(folder.glob(".receiving-old*"))
 
 
-def test_the_program_that_is_sent_copies_and_removes(node, folder):
+def test_what_is_sent_is_put_beside_what_is_there(folder):
     make_code(folder, 25)
     sent = {CODE: FILES, f"jobs/{JOB}": {"node0.sh": b"true"}}
     make(folder / "jobs" / JOB)  # a script that was started by hand has made it already
-    assert send(node, node.folder, sent, started=[])
+    assert receive(folder, sent)
     assert len(list((folder / "code").iterdir())) == KEPT
     assert list_all(folder / "jobs" / JOB) == {"node0.sh", "file"}
     (folder / CODE / "a.py").write_text("fail")
     os.utime(folder / CODE, (0, 0))
-    assert not send(node, node.folder, sent, started=[]), "code was changed"
+    assert not receive(folder, sent), "code was changed"
     assert (folder / CODE / "a.py").read_text() == "fail", "and is left alone, as what was just used"
 
 
-def test_copies_at_the_same_time_do_not_disturb_each_other(node, folder):
+def test_copies_at_the_same_time_do_not_disturb_each_other(folder):
     """As with nodes that share a folder."""
     make_code(folder, 100)
     told = []
 
     def copy(number):
         sent = {CODE: FILES, f"jobs/t-0102-030405-{number:04x}": {"node0.sh": b"true"}}
-        told.append(send(node, node.folder, sent, started=[]))
+        told.append(receive(folder, sent))
 
     threads = [threading.Thread(target=copy, args=[number]) for number in range(4)]
     for thread in threads:

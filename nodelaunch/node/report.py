@@ -55,13 +55,7 @@ def report(value: Any) -> None:
 
 
 class Events:
-    """Lines of JSON in a file that all ranks of a node append to, each in one write.
-
-    A rank has started (``worker``) or failed (``error``); its main thread stands (``still``), or goes on (``moves``);
-    it opened groups of some sizes (``groups``), or may join others unseen (``elsewhere``); its script has ended
-    (``done``), its threads have not (``lingers``), or have, too (``left``). The supervisor passes these on, and adds
-    ``started``, ``halted``, ``stack``, ``result`` and ``ended``.
-    """
+    """Lines of JSON in a file that all ranks of a node append to, each in one write; nodelaunch.state reads them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank, self._file = folder / "events.jsonl", rank, -1

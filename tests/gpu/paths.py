@@ -174,7 +174,7 @@ PATHS = (
     ),
     GpuPath(
         "the device, without starting CUDA",
-        "nodelaunch/node/worker.py: find_device",
+        "nodelaunch/node/agreement.py: find_device",
         "launch: the_device_of_a_rank_is_found_and_cuda_not_started",
     ),
     GpuPath("NCCL, one rank", f"{SCRIPTS}/compare_parallel.py: main", "launch: nccl_connects_one_rank"),
