@@ -1,7 +1,6 @@
 """Runs around a training script on every rank: compares the nodes, keeps the script's error, shows where it hangs.
 
-``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does,
-and ``torchrun … -m nodelaunch.node.worker -m package.train`` runs a module as ``torchrun … -m package.train`` does.
+``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does.
 The rest is for the node's supervisor, which passes on the lines of ``events.jsonl`` and the files of ``results/``.
 """
 
@@ -10,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import gc
 import hashlib
-import importlib.util
 import json
 import os
 import platform
@@ -31,7 +29,7 @@ from nodelaunch.node.groups import Groups
 from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
 from nodelaunch.node.report import Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
-from nodelaunch.node.watch import HangWatch, list_threads, shorten_path
+from nodelaunch.node.watch import HangWatch, list_threads
 
 MEETING = timedelta(seconds=30)
 DEVICES = (
@@ -51,12 +49,13 @@ class MismatchError(RuntimeError):
 
 
 def main() -> None:
-    """Runs the training script that stands first among the arguments, or the module behind ``-m``."""
-    script, module = _take_arguments()
+    """Runs the training script that stands first among the arguments, as Python does."""
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.path.insert(0, str(Path(script).parent))
+    os.environ.pop("PYTHONSAFEPATH", None)  # the programs that it starts look there, too
     rank, folder = int(os.environ["RANK"]), Path(os.environ["LAB_JOB_FOLDER"])
     # A project is the current folder; a script without one lies beside its files.
-    here = Path.cwd()
-    root = here if module or here in Path(script).parents else Path(script).parents[1]
+    root = Path.cwd() if Path.cwd() in Path(script).parents else Path(script).parents[1]
     set_process(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun, which started it, may end by SIGKILL, too
     events = Events(folder, rank)
     if output := open_output(folder, rank):  # else torchrun shows it
@@ -72,13 +71,11 @@ def main() -> None:
     faulthandler.enable(file=file)  # and where it crashed in C
     local_rank, processes = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     events.introduce(pid=os.getpid(), local_rank=local_rank, processes=processes)
-    watch = None
     try:
         # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at each
         # step of the training, takes time and finds none.
         gc.disable()
         guard_stores()  # also those that the script makes, and that of a job whose workers were restarted
-        script = script or find_module(module)
         check_agreement(script)
         gc.freeze()
         gc.enable()
@@ -86,12 +83,9 @@ def main() -> None:
         groups.watch()
         watch = HangWatch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
         watch.start()
-        if module:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if end.code not in (None, 0) or watch is None:
+        if end.code not in (None, 0):
             events.write("error", kind="exit", message=f"SystemExit: {end.code}", traceback="", location="")
             write_out()  # the interpreter's own end no longer finds the script's files
             raise
@@ -104,25 +98,6 @@ def main() -> None:
         # Not by the interpreter's own end: Gloo's threads would be torn down in mid-wait, and abort noisily.
         os._exit(1)
     _finish(events, groups, watch)
-
-
-def _take_arguments() -> tuple[str, str]:
-    """Returns the script and "", or "" and the module; leaves the arguments and the path as Python does for each."""
-    module = sys.argv[2] if sys.argv[1] == "-m" else ""
-    script, sys.argv = "" if module else sys.argv[1], sys.argv[2 if module else 1 :]
-    sys.path.insert(0, str(Path.cwd() if module else Path(script).parent))
-    os.environ.pop("PYTHONSAFEPATH", None)  # the programs that it starts look there, too
-    return script, module
-
-
-def find_module(module: str) -> str:
-    """The file that ``python -m`` runs; looking for it imports the packages around it."""
-    spec = importlib.util.find_spec(module)
-    if spec and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{module}.__main__")
-    if not spec:
-        raise ModuleNotFoundError(f"No module named {module!r}")
-    return spec.origin
 
 
 def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
@@ -227,9 +202,8 @@ def _find_own(trace: TracebackType | None, script: str) -> str:
 
 
 def _describe(error: BaseException, script: str, root: Path) -> dict:
-    """The fields of the event; without a script, the error is of a package around the module."""
+    """The fields of the event."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    script = script or next((file for file in reversed(files) if file.startswith(f"{root}/")), "")
     script = _find_own(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
@@ -240,8 +214,8 @@ def _describe(error: BaseException, script: str, root: Path) -> dict:
         "kind": "mismatch" if isinstance(error, MismatchError) else "exception",
         "message": message,
         # The copy that runs here lies deep in a folder with a hash for a name; the reader knows the script by its own.
-        "traceback": text.replace(script, shorten_path(script)).replace(f"{root}/", "").rstrip(),
-        "location": f"{shorten_path(script)}, line {line}" if line else "",
+        "traceback": text.replace(script, Path(script).name).replace(f"{root}/", "").rstrip(),
+        "location": f"{Path(script).name}, line {line}" if line else "",
         "disk": find_full_disk(error),
         "file": files[-1],
         # What our own errors (LabError) know of themselves.
