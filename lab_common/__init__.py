@@ -12,14 +12,9 @@ from typing import Any
 
 
 class LabError(Exception):
-    """An error that a learner can cause and fix: what happened, where, the likely cause, one fix, the log.
+    """An error that a learner can cause and fix: what happened, where, the likely cause, one fix, the log's path.
 
-    Args:
-        what: One sentence, at most 120 characters, for the first line.
-        where: The file, cell, host or address concerned.
-        cause: The likely cause.
-        fix: One command or action that fixes it.
-        log: Path of the log with the details.
+    ``what`` is one sentence of at most 120 characters, for the first line; ``fix`` is one command or action.
     """
 
     def __init__(self, what: str, *, where: object = "", cause: str = "", fix: str = "", log: object = "") -> None:
@@ -60,20 +55,18 @@ def checkout() -> Path:
     return next((one for one in around if (one / "lab_common").is_dir()), here)
 
 
-def read_path(text: str | os.PathLike[str]) -> Path:
+def read_path(text: str | os.PathLike[str], name: str = "The path") -> Path:
     """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``.
 
     Raises:
-        LabError: There is no such user.
+        LabError: There is no such user; ``name`` begins its first line.
     """
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        cause, fix = (
-            "there is no such user, or nobody knows where their home is",
-            "write the path in full: /home/you/...",
-        )
-        raise LabError("The path leads nowhere.", where=str(text)[:300], cause=cause, fix=fix) from error
+        cause = "there is no such user, or nobody knows where their home is"
+        fix = "write the path in full: /home/you/..."
+        raise LabError(f"{name} leads nowhere.", where=str(text)[:300], cause=cause, fix=fix) from error
 
 
 def read_folder(text: str | os.PathLike[str]) -> Path:
@@ -86,25 +79,20 @@ def read_folder(text: str | os.PathLike[str]) -> Path:
     with contextlib.suppress(OSError):  # what cannot be asked is told where the folder is used
         place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         if not place.is_dir():
-            what, cause = "A file lies where a folder is meant.", "a file's name was given, or a path goes on below one"
+            kind, cause = "file", "a file's name was given, or a path goes on below one"
             if place.is_symlink():
-                what, cause = "A link lies where a folder is meant.", f"it leads to {place.readlink()}"
-            raise LabError(what, where=place, cause=cause, fix=f"name a folder: a new one, or {place.parent}")
+                kind, cause = "link", f"it leads to {place.readlink()}"
+            fix = f"name a folder: a new one, or {place.parent}"
+            raise LabError(f"A {kind} lies where a folder is meant.", where=place, cause=cause, fix=fix)
     return folder
 
 
 def env_folder(variable: str, default: str) -> Path:
     """Returns the folder that an environment variable names, or ``default``.
 
-    Relative paths start at the repository's root, not at the current folder, so that ``make`` there and a
-    notebook in ``workspace/`` mean the same folder.
+    Relative paths start at the labs' folder, so that ``make`` there and a notebook in ``workspace/`` mean the same.
 
     Raises:
-        LabError: The variable begins with the home of an unknown user, or follows links in a circle.
+        LabError: The variable begins with the home of an unknown user.
     """
-    value = os.environ.get(variable) or default
-    try:
-        return (checkout() / Path(value).expanduser()).resolve()
-    except RuntimeError as error:
-        what, fix = f"{variable} leads nowhere.", f"export {variable}=/a/folder/of/yours, then start JupyterLab again"
-        raise LabError(what, where=value[:300], cause=str(error)[:300], fix=fix) from error
+    return (checkout() / read_path(os.environ.get(variable) or default, variable)).resolve()

@@ -17,12 +17,9 @@ from lab_common.text import clean
 def run_command(main: Callable[[], int | None]) -> int:
     """Runs a command to its exit status. What ends it from outside is told in words: a traceback would help nobody.
 
-    Args:
-        main: Returns the status; None is 0.
-
     Returns:
-        What it returned; 130 after an interrupt; 1 after a LabError or an OSError, and where the reader of a pipe has
-        gone, as with ``| head``.
+        What ``main`` returned, None being 0; 130 after an interrupt; 1 after a LabError or an OSError, and if the
+        reader of a pipe has gone, as with ``| head``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can
         sys.stdout.reconfigure(errors="backslashreplace")

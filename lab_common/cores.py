@@ -18,11 +18,10 @@ def count_cores() -> float:
 def read_cpu_quota(root: Path = ROOT, own: Path = OWN) -> float | None:
     """Returns the lowest processor quota of this process's control groups, in processors; None without one."""
     found = [text.split() for text in read_cgroup_files(root, own, "", "cpu.max")]
-    # Version 1 has a file for each of the two numbers. Python 3.9's zip has no `strict`.
+    # Version 1 has a file for each of the two numbers; -1 is no quota. Python 3.9's zip has no `strict`.
     quotas, periods = (read_cgroup_files(root, own, "cpu", f"cpu.cfs_{name}_us") for name in ("quota", "period"))
-    found += [[quota, period] for quota, period in zip(quotas, periods)]  # noqa: B905
-    pairs = (pair for pair in found if len(pair) == 2 and all(map(str.isdigit, pair)))
-    return min((int(quota) / int(period) for quota, period in pairs if int(period)), default=None)
+    found += zip(quotas, periods)  # noqa: B905
+    return min((int(quota) / int(period) for quota, period in found if quota.isdigit()), default=None)
 
 
 def read_cgroup_files(root: Path, own: Path, controller: str, name: str) -> list[str]:
@@ -34,10 +33,6 @@ def read_cgroup_files(root: Path, own: Path, controller: str, name: str) -> list
             if controller in controllers.split(","):
                 group = Path(path.lstrip("/"))
                 groups |= {group, *group.parents}
-    texts = []
-    for file in (root / controller / group / name for group in sorted(groups)):
-        try:
-            texts.append(file.read_text().strip())
-        except OSError:  # a container sees its own group as the root, and not the path that the host gives it
-            continue
-    return texts
+    # A container sees its own group as the root, and not the path that the host gives it.
+    files = [root / controller / group / name for group in sorted(groups)]
+    return [file.read_text().strip() for file in files if file.is_file()]

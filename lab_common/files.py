@@ -65,23 +65,19 @@ def hold_lock(descriptor: int) -> bool:
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise
-    except OSError:  # ENOLCK, EBADF, ENOTSUP: as some network file systems answer
+    except OSError as error:  # ENOLCK, EBADF, ENOTSUP: as some network file systems answer
+        if isinstance(error, BlockingIOError):
+            raise
         return False
     return True
 
 
 @contextlib.contextmanager
 def hold_folder(folder: Path, taken: str) -> Iterator[None]:
-    """Keeps a folder for one process at a time, where its file system has locks; it ends with the process.
-
-    Args:
-        folder: Which has to be there.
-        taken: What is told where another process has it.
+    """Keeps a folder for one process at a time, if its file system has locks; a lock ends with its process.
 
     Raises:
-        LabError: Another process has it.
+        LabError: Another process has it; ``taken`` is its first line.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -98,12 +94,8 @@ def hold_folder(folder: Path, taken: str) -> Iterator[None]:
 def open_regular(path: Path, *, follow: bool = True) -> Iterator[BinaryIO]:
     """Opens a regular file for reading; what else may lie there is neither opened nor waited for.
 
-    Args:
-        path: The file.
-        follow: Whether the file may be behind a symbolic link.
-
     Raises:
-        OSError: It is not there, no regular file, or cannot be read; ``strerror`` says which.
+        OSError: It is not there, no regular file (or behind a link, without ``follow``), or cannot be read.
     """
     _refuse_other(path.stat(follow_symlinks=follow))  # opening a device may do something, if only to a tape
     # Asked again once it is open, since it may be replaced in between; a pipe would wait for somebody to write.
@@ -121,12 +113,7 @@ def _refuse_other(found: os.stat_result) -> None:
 
 
 def read_bounded(path: Path, most: int, *, follow: bool = True) -> bytes:
-    """Returns the content of a regular file of at most ``most`` bytes.
-
-    Args:
-        path: The file.
-        most: Bytes; a larger file is refused before it is read, and one that grows meanwhile after that many.
-        follow: Whether the file may be behind a symbolic link.
+    """Returns the content of a regular file of at most ``most`` bytes; a link is followed unless told otherwise.
 
     Raises:
         OSError: It is not there, no regular file, too large, or cannot be read; ``strerror`` says which.
@@ -134,7 +121,7 @@ def read_bounded(path: Path, most: int, *, follow: bool = True) -> bytes:
     with open_regular(path, follow=follow) as file:
         size = os.fstat(file.fileno()).st_size
         content = (file.read(most + 1) or b"") if size <= most else b""  # None: a file of the kernel's has nothing now
-    size = max(size, len(content))
+    size = max(size, len(content))  # it may have grown meanwhile
     if size > most:
         raise OSError(errno.EFBIG, f"it has {size / 2**20:,.1f} MB, and {most / 2**20:,.0f} is the most")
     return content

@@ -38,11 +38,7 @@ def run_smi(*arguments: str, seconds: float = 30.0) -> list[str]:
 
 
 def query_smi(query: str, *, seconds: float = 30.0) -> list[list[str]]:
-    """Returns the rows of a query such as ``gpu=index,uuid``, split into fields.
-
-    Raises:
-        OSError: See :func:`run_smi`.
-    """
+    """Returns the rows of a query such as ``gpu=index,uuid``, split into fields; raises as :func:`run_smi`."""
     return [split_row(line) for line in run_smi(f"--query-{query}", PLAIN_ROWS, seconds=seconds) if line.strip()]
 
 

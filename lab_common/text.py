@@ -8,10 +8,9 @@ COLOUR = re.compile(r"\x1b\[[0-9;:]*[mK]")  # as compilers, pip and torch write 
 
 
 def clean(text: object, longest: int | None = None) -> str:
-    """Replaces what a terminal would obey rather than show; lines stay lines.
+    """Replaces by U+FFFD what a terminal would obey rather than show; lines stay lines.
 
-    Control characters, and those that turn the direction of the text around, become U+FFFD; so does half a character
-    (a lone surrogate), which no terminal and no file can take.
+    That is control characters, those that turn the direction of the text around, and lone surrogates.
 
     Args:
         text: What somebody else wrote, or any object, by its ``str``.
@@ -34,13 +33,9 @@ def clean_name(name: object, longest: int | None = None) -> str:
 
 
 def cut_lines(text: str, *, first: int = 20, last: int = 80, longest: int = 500) -> str:
-    """Keeps the first and the last lines of a long text, and the beginning of a long line; says what is left out.
+    """Keeps the first and the last lines of a long text, such as a traceback, and at most ``longest`` characters each.
 
-    Args:
-        text: Such as a traceback, which a notebook would keep whole.
-        first: How many of the first lines are kept.
-        last: How many of the last.
-        longest: The most characters of a line.
+    The number of the lines that are left out stands between them.
     """
     lines = text.split("\n")
     left = len(lines) - first - last

@@ -21,7 +21,6 @@ from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import ThisMachine
 from nodelaunch.bundle import Bundle
 from nodelaunch.copying import copy_to_nodes
-from nodelaunch.node.cleaning import mark_used
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, judge_error
 from nodelaunch.script import Bash, Placement, write_environment, write_start
@@ -253,7 +252,6 @@ def start(
             if facts["JobState"] not in WAITING or stop.is_set():
                 break
             job.beat()
-            mark_used(job.folder, Path(places[0].code_folder))  # it may wait for hours
             time.sleep(LOOK_SECONDS)
     except BaseException:
         job.end()

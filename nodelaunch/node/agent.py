@@ -15,13 +15,11 @@ import threading
 import time
 from pathlib import Path
 
-from nodelaunch.node.cleaning import mark_used
 from nodelaunch.node.report import leave
 from nodelaunch.node.stores import guard_stores
 
 # The launcher and the supervisor end a job by the same limits, with a better message; they come first.
 MARGIN, GRACE = 10.0, 5.0
-MARK_SECONDS = 300.0
 
 
 def main() -> None:
@@ -58,19 +56,11 @@ def keep_bounds() -> None:
 def _wait_for_bounds(events: Path, before: int) -> None:
     start = time.monotonic()
     join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
-    _wait(min(join, limit) + MARGIN)
+    time.sleep(min(join, limit) + MARGIN)
     if _measure(events) == before:
         _end(f"No worker has started within {join:g} s: the other nodes did not come.")
-    _wait(limit + MARGIN - (time.monotonic() - start))
+    time.sleep(max(0.0, limit + MARGIN - (time.monotonic() - start)))
     _end(f"The job's time limit of {limit:g} s is over.")
-
-
-def _wait(seconds: float) -> None:
-    """Waits, and keeps the job's folder and its code from being cleaned meanwhile."""
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        mark_used(Path(os.environ["LAB_JOB_FOLDER"]).parent, Path(__file__).parents[2])
-        time.sleep(min(left, MARK_SECONDS))
 
 
 def _measure(path: Path) -> int:

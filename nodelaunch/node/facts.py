@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import sys
 import threading
@@ -45,15 +46,9 @@ def collect(tasks, seconds):
 
 
 def find_system():
-    """The host's name; ``machine`` is the same for processes that reach each other by the loopback interface."""
-    host = socket.gethostname()
+    """``machine``, the same for processes that reach each other by the loopback interface."""
     boot, net = read("/proc/sys/kernel/random/boot_id").strip(), link("/proc/self/ns/net")
-    return {"host": host, "machine": f"{boot} {net}" if boot and net else host}
-
-
-def find_own_addresses():
-    """The IPv4 addresses that the host's own name stands for."""
-    return [entry[4][0] for entry in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return {"machine": f"{boot} {net}" if boot and net else socket.gethostname()}
 
 
 def find_versions():
@@ -119,21 +114,19 @@ def find_disk(request):
     """The room in the folder, or in the nearest one above it that exists, and in shared memory."""
     folder = Path(request["folder"])
     there = next(path for path in (folder, *folder.parents) if path.exists())
-    usage = os.statvfs(str(there))
-    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
     return {
         "folder": str(there),
-        "free": usage.f_bavail * usage.f_frsize,
-        "writable": there.is_dir() and os.access(str(there), os.W_OK | os.X_OK),
-        "shm": shm and shm.f_blocks * shm.f_frsize,
+        "free": shutil.disk_usage(there).free,
+        "writable": there.is_dir() and os.access(there, os.W_OK | os.X_OK),
+        "shm": shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
     }
 
 
 def hash_tree(folder):
     """SHA-256 over the names and contents of a folder's files, without those that Python and Jupyter make."""
-    paths = {path.relative_to(folder): path for path in Path(folder).rglob("*") if path.is_file()}
-    kept = {name.as_posix(): path for name, path in paths.items() if not set(SKIPPED) & set(name.parts)}
-    return hash_files({name: path.read_bytes() for name, path in kept.items()})
+    paths = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
+    kept = {name.as_posix(): path.read_bytes() for name, path in paths.items() if not {*SKIPPED} & {*name.parts}}
+    return hash_files(kept)
 
 
 def hash_files(contents):
@@ -144,15 +137,9 @@ def hash_files(contents):
     return whole.hexdigest()
 
 
-def find_data(request):
-    """The identity of a job's data on this node."""
-    path = Path(request["data"]).expanduser()
-    return {"path": str(path), **identify_data(path)}
-
-
-def identify_data(path):
+def find_data(path):
     """The hash of a data folder's identity file, and the files it lists that are missing; see nodelaunch.DataFolder."""
-    found = {"hash": None, "missing": []}
+    found = {"path": str(path), "hash": None, "missing": []}
     if path.is_file():
         raw = path.read_bytes()
         try:

@@ -15,12 +15,9 @@ CHUNK = 64 * 2**10
 
 
 class Lines:
-    """Splits pieces of output into lines, in bounded memory.
+    """Splits pieces of output into lines of at most ``longest`` bytes, in bounded memory.
 
-    A line that is too long is cut. A progress bar writes its line again and again; its last text is kept.
-
-    Args:
-        longest: The most bytes of a line.
+    A longer line is cut. A progress bar writes its line again and again; its last text is kept.
     """
 
     def __init__(self, longest: int = LINE) -> None:
@@ -56,16 +53,10 @@ def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
 
 
 class Output:
-    """Output that is passed on line by line within an allowance of bytes.
+    """Output that ``pass_on`` gets line by line, behind a prefix: ``burst`` bytes at once, and ``rate`` per second.
 
     What is beyond that is dropped, except for the last lines. They follow a line with the number of dropped bytes when
     the allowance has grown again, when nothing is printed, and at the end.
-
-    Args:
-        pass_on: Takes each line.
-        prefix: Added before each line.
-        burst: The bytes that may come at once.
-        rate: The bytes per second after that.
     """
 
     def __init__(
@@ -110,12 +101,7 @@ class Output:
 
 
 class Log(Output):
-    """A file of lines that grows to a limit; later, only the last lines are added at the end.
-
-    Args:
-        path: The file, which is added to.
-        room: Its bytes from now on.
-    """
+    """A file of lines, to which ``room`` bytes are added at most; after that, only the last lines at the end."""
 
     def __init__(self, path: Path, room: int = LOG) -> None:
         # Unbuffered: a log that is read while the job runs, or after its writer was killed, has to be whole.

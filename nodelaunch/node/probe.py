@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 from nodelaunch.node import facts
 from nodelaunch.node.facts import collect
@@ -34,21 +35,19 @@ def examine(request):
         "system": facts.find_system,
         "versions": facts.find_versions,
         "interfaces": facts.find_interfaces,
-        "own": facts.find_own_addresses,
         "gpus": facts.find_gpus,
         "gpu_users": facts.find_gpu_users,
     }
-    for name, find in {"disk": facts.find_disk, "data": facts.find_data, "jobs": find_jobs, "ports": listen}.items():
+    for name, find in {"disk": facts.find_disk, "jobs": find_jobs, "ports": listen}.items():
         tasks[name] = functools.partial(find, request)
+    tasks["data"] = lambda: facts.find_data(Path(request["data"]).expanduser())
     return {"time": time.time(), **collect(tasks, request["seconds"])}
 
 
 def listen(request):
-    """Listens on a random port, and on node 0 also on that of the rendezvous.
+    """Listens on a random port (``any``), and on node 0 also on that of the rendezvous (``port``).
 
-    Returns:
-        ``any`` and ``port``: the ports at which a listener answers with the token. On node 0 also ``chosen``, the
-        rendezvous' port, and ``busy``, the reason why it cannot be listened on, or None.
+    Node 0 also reports ``chosen``, the rendezvous' port, and ``busy``, why it cannot be listened on, or None.
     """
     found = {"any": open_listener(request["address"], 0, request["token"])}
     if request["port"] is not None:
@@ -138,7 +137,7 @@ def main():
             answer = {"error": f"{type(error).__name__}: {error}"}
         sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
         sys.stdout.flush()
-    os._exit(0)  # without waiting for threads that still hang for a silent name server
+    os._exit(0)  # without waiting for threads that still hang, for a driver or a disk
 
 
 if __name__ == "__main__":

@@ -36,8 +36,9 @@ def find_jobs(request):
             continue
         # A host sees the processes of its containers, which are not this node's.
         if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
-            supervisor = "\0nodelaunch.node.supervisor\0" in read(f"/proc/{pid}/cmdline")
-            found.append({"id": identity, "pid": pid, "command": command_of(pid), "supervisor": supervisor})
+            command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+            supervisor = " nodelaunch.node.supervisor " in command
+            found.append({"id": identity, "pid": pid, "command": command[:80], "supervisor": supervisor})
     return {"jobs": found}
 
 
@@ -77,11 +78,6 @@ def job_of(pid):
     return next((line[len(VARIABLE) :].decode(errors="replace") for line in lines if line.startswith(VARIABLE)), "")
 
 
-def command_of(pid):
-    """The beginning of a process's command line."""
-    return read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]
-
-
 def find_owner(port):
     """The owner of a TCP port: {"pid", "user", "command", "job"}, as far as this user may know."""
     users = {}
@@ -99,7 +95,8 @@ def find_owner(port):
             job = job_of(pid)
             if job in {job_of(above) for above in list_ancestors(os.getpid())}:
                 job = ""  # see find_jobs
-            return {"pid": pid, "user": users[socket], "command": command_of(pid), "job": job}
+            command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]
+            return {"pid": pid, "user": users[socket], "command": command, "job": job}
     return {"user": next(iter(users.values()), "")}
 
 

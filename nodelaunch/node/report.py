@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 
 from lab_common import LabError
 from lab_common.files import write_atomically
-from nodelaunch.node import RANKS
 
+# Where the ranks of a node hand over what they print, in the job's folder.
+RANKS = "ranks.sock"
 # Each rank's result goes over the connection to its node in one line.
 LONGEST = 8 * 2**20
 
@@ -54,13 +55,7 @@ def report(value: Any) -> None:
 
 
 class Events:
-    """Lines of JSON in a file that all ranks of a node append to, each in one write.
-
-    A rank has started (``worker``) or failed (``error``); its main thread stands (``still``), or goes on (``moves``);
-    it opened groups of some sizes (``groups``), or may join others unseen (``elsewhere``); its script has ended
-    (``done``), its threads have not (``lingers``), or have, too (``left``). The supervisor passes these on, and adds
-    ``started``, ``halted``, ``stack``, ``result`` and ``ended``.
-    """
+    """Lines of JSON in a file that all ranks of a node append to, each in one write; nodelaunch.state reads them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank, self._file = folder / "events.jsonl", rank, -1

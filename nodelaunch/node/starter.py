@@ -44,8 +44,7 @@ def main() -> int:
 
 def _start(options: argparse.Namespace, local_rank: int) -> subprocess.Popen:
     rank, folder = options.node_rank * options.nproc_per_node + local_rank, Path(os.environ["LAB_JOB_FOLDER"])
-    env = {name: text for name, text in os.environ.items() if name != "PYTHONSAFEPATH"}
-    env |= {
+    env = os.environ | {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "GROUP_RANK": str(options.node_rank),
@@ -54,22 +53,21 @@ def _start(options: argparse.Namespace, local_rank: int) -> subprocess.Popen:
         "MASTER_ADDR": options.master_addr,
         "MASTER_PORT": str(options.master_port),
     }
+    env.pop("PYTHONSAFEPATH", None)
     output, events = open_output(folder, rank), Events(folder, rank)
     who = {"local_rank": local_rank, "processes": options.nproc_per_node}
     try:
         process = start_child(options.command, env=env, stdout=output, stderr=output)
-        events.introduce(pid=process.pid, **who)
-        return process
     except OSError as error:
         events.introduce(pid=os.getpid(), **who)
         message = f"{options.command[0]} cannot be started: {error.strerror}"
         cause, fix = "this node has no such program, or not in its PATH", "give its path: program=['/path/to/it']"
         events.write("error", kind="exit", message=message, traceback="", location="", cause=cause, fix=fix)
-        print(message, file=sys.stderr, flush=True)
-        sys.exit(127)
-    finally:
-        if output is not None:
-            os.close(output)
+        sys.exit(message)
+    if output is not None:
+        os.close(output)
+    events.introduce(pid=process.pid, **who)
+    return process
 
 
 def _follow(processes: list[subprocess.Popen], first: int) -> int:

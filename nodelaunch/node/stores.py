@@ -12,13 +12,12 @@ import io
 import os
 import pickle
 import socket
-from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 
 RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 # All that the state of a rendezvous is made of.
-STATE = {(RENDEZVOUS, name) for name in ("_RendezvousState", "_NodeDesc")}
-STATE |= {(kind.__module__, kind.__name__) for kind in (datetime, timedelta, timezone, set)}
+STATE = {(RENDEZVOUS, "_RendezvousState"), (RENDEZVOUS, "_NodeDesc"), ("builtins", "set")}
+STATE |= {("datetime", name) for name in ("datetime", "timedelta", "timezone")}
 
 
 class _StateUnpickler(pickle.Unpickler):
@@ -36,10 +35,8 @@ def load_state(content: bytes) -> object:
     """
     try:
         return _StateUnpickler(io.BytesIO(content)).load()
-    except pickle.UnpicklingError:
-        raise
     except Exception as error:  # a damaged pickle raises what it likes, and the rendezvous expects one kind
-        raise pickle.UnpicklingError(f"{type(error).__name__}: {error}") from error
+        raise pickle.UnpicklingError(str(error)) from error
 
 
 def guard_stores() -> None:
@@ -71,11 +68,7 @@ def guard_stores() -> None:
 
 
 def _check_name(host: str, told: str) -> None:
-    """Checks that a name has an address; torch would ask again for as long as the group's timeout, half an hour.
-
-    Raises:
-        RuntimeError: It has none.
-    """
+    """Checks that a name has an address; torch would ask again for as long as the group's timeout, half an hour."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -86,11 +79,7 @@ def _check_name(host: str, told: str) -> None:
 
 
 def _bind(host: str, port: int) -> tuple[int, int]:
-    """A socket that listens at this address only, as a descriptor for its new owner; and its port.
-
-    Raises:
-        torch.distributed.DistNetworkError: The port is in use, or the address is not this machine's.
-    """
+    """A socket that listens at this address only, as a descriptor for its new owner; and its port."""
     from torch.distributed import DistNetworkError
 
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -27,10 +27,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from nodelaunch.node import RANKS, guard
+from nodelaunch.node import guard
 from nodelaunch.node.errors import StopReason, measure_room
 from nodelaunch.node.guard import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
-from nodelaunch.node.output import CHUNK, EVENT, Lines, Log, Output
+from nodelaunch.node.output import CHUNK, EVENT, Lines, Output
+from nodelaunch.node.report import RANKS
 
 MARK = "\x1e"
 STOPPED = 124
@@ -43,8 +44,7 @@ class Supervisor:
         self._options = arguments
         self._folder = Path(arguments.job_folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._log = Log(self._folder / "output.log")
-        self._guard: subprocess.Popen | None = None
+        self._guard = _start_guard()
         self._pumps: list[threading.Thread] = []
         self._events: BinaryIO | None = None
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -53,7 +53,6 @@ class Supervisor:
         self._started = self._beat = time.monotonic()
         self._touched = 0
         self._passing, self._noted = threading.Lock(), Lines(EVENT)
-        self._writing = threading.Lock()
         self._workers: dict[int, int] = {}  # pid -> rank
         self._memory: dict[int, int] = {}  # rank -> largest resident set, bytes
         self._halted: set[int] = set()  # ranks that are stopped by a signal
@@ -65,7 +64,6 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._stop(StopReason.SIGNAL, f"signal {number}"))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        self._guard = _start_guard()
         ranks = self._open_socket()
         # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the same.
         process = start_child(self._options.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -94,8 +92,6 @@ class Supervisor:
         self._say("ended", **facts, room=measure_room(self._folder))
         self._out.put(None)
         self._wait_for(writer)
-        with contextlib.suppress(OSError):
-            self._log.close()
         if self._stopped:
             return STOPPED
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -192,8 +188,6 @@ class Supervisor:
         output.end()
 
     def _pass_on(self, line: bytes) -> None:
-        with self._writing, contextlib.suppress(OSError):  # a full disk costs the log, and not the job
-            self._log.feed(line)
         # A job that prints faster than the launcher reads waits, as it would in a terminal.
         while self._out.qsize() > 1000 and not (self._stopped or self._muted):
             time.sleep(0.01)
@@ -205,7 +199,7 @@ class Supervisor:
             try:
                 while line:
                     line = line[os.write(1, line) :]
-            except OSError:  # it is dead, which must neither stop the log nor end the job by SIGPIPE
+            except OSError:  # it is dead; the lease decides when the job ends
                 self._muted = True
                 return
 
@@ -268,11 +262,10 @@ class Supervisor:
 
     def close(self) -> None:
         """Ends all that is left, and then the guard."""
-        kill_all(self._find_own if self._guard else _find_descendants)
-        if self._guard:
-            with contextlib.suppress(OSError):
-                os.write(self._guard.stdin.fileno(), guard.QUIT)
-            self._guard.wait()
+        kill_all(self._find_own)
+        with contextlib.suppress(OSError):
+            os.write(self._guard.stdin.fileno(), guard.QUIT)
+        self._guard.wait()
 
 
 def _start_guard() -> subprocess.Popen:
@@ -300,7 +293,7 @@ def _find_descendants(family: Sequence[int] = ()) -> list[int]:
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--job-folder", required=True, help="where output.log goes and the workers' files lie")
+    parser.add_argument("--job-folder", required=True, help="where the workers' files lie")
     parser.add_argument("--lease", type=float, default=6.0, help="seconds without a heartbeat after which all ends")
     parser.add_argument("--lease-file", help="a file that the launcher touches, in place of standard input")
     parser.add_argument("--grace", type=float, default=2.0, help="seconds between SIGTERM and SIGKILL")

@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import json
 import linecache
-import os
 import re
 import socket
 import sys
@@ -51,14 +50,7 @@ TCP_BYTES = slice(120, 136)
 
 
 class HangWatch(threading.Thread):
-    """A thread that checks once a second if the main thread has moved.
-
-    Args:
-        events: Takes the reports.
-        script: The training script, whose line is named.
-        seconds: How long the main thread has to stand before that is reported.
-        groups: Knows which of torchrun's variables the script has changed.
-    """
+    """A thread that checks once a second if the main thread has moved, and reports if it stands for ``seconds``."""
 
     def __init__(self, events: Events, script: str, seconds: float, groups: Groups) -> None:
         super().__init__(daemon=True, name="hang watch")
@@ -112,7 +104,7 @@ class HangWatch(threading.Thread):
         stack = traceback.extract_stack(frame)
         own = [number for number, one in enumerate(stack) if one.filename == self._script] or [0]
         text = "".join(traceback.format_list(stack[own[0] :]))
-        facts["traceback"] = text.replace(self._script, shorten_path(self._script))
+        facts["traceback"] = text.replace(self._script, Path(self._script).name)
         raised = sys._current_exceptions().get(main)  # its `finally` or `except` waits for the others
         raised = raised[1] if isinstance(raised, tuple) else raised  # in Python 3.11 with its type and traceback
         if raised is not None:
@@ -123,12 +115,6 @@ class HangWatch(threading.Thread):
 def list_threads() -> list[threading.Thread]:
     """The threads for which Python waits at its end."""
     return [one for one in threading.enumerate() if not one.daemon and one is not threading.main_thread()]
-
-
-def shorten_path(script: str) -> str:
-    """The name of a script, or the path of a module from the folder on in which Python found it."""
-    folders = [folder for folder in sys.path if folder and script.startswith(f"{folder}/")]
-    return os.path.relpath(script, max(folders, key=len)) if folders else Path(script).name
 
 
 def _list_frames(frame: FrameType | None) -> list[FrameType]:
@@ -208,7 +194,7 @@ def name_place(frame: FrameType, script: str) -> str:
     own = next((n for n, one in enumerate(frames) if one.f_code.co_filename == script), None)
     if own is None:
         return f"{frame.f_globals.get('__name__', '?')}.{frame.f_code.co_name}"
-    line = f"{shorten_path(script)}, line {frames[own].f_lineno}"
+    line = f"{Path(script).name}, line {frames[own].f_lineno}"
     called = f"{frames[own - 1].f_globals.get('__name__', '?')}.{frames[own - 1].f_code.co_qualname}"
     # A function in C has no frame, and one of torch's with a decorator has the decorator's name.
     if own == 0 or "<locals>" in called or called.startswith("torch.distributed") or called.endswith("_call_impl"):

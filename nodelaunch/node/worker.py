@@ -1,7 +1,6 @@
-"""Runs around a training script on every rank: keeps its error, shows where it hangs, compares the nodes.
+"""Runs around a training script on every rank: compares the nodes, keeps the script's error, shows where it hangs.
 
-``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does,
-and ``torchrun … -m nodelaunch.node.worker -m package.train`` runs a module as ``torchrun … -m package.train`` does.
+``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does.
 The rest is for the node's supervisor, which passes on the lines of ``events.jsonl`` and the files of ``results/``.
 """
 
@@ -9,68 +8,88 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib.util
+import hashlib
+import json
 import os
+import platform
 import re
 import runpy
 import signal
+import socket
 import sys
 import threading
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from nodelaunch.node.agreement import MismatchError, check_agreement
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
 from nodelaunch.node.groups import Groups
 from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
 from nodelaunch.node.report import Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
-from nodelaunch.node.watch import HangWatch, list_threads, shorten_path
+from nodelaunch.node.watch import HangWatch, list_threads
+
+MEETING = timedelta(seconds=30)
+DEVICES = (
+    "a node has no GPU, or its driver is too old for its torch: nccl there and gloo here would wait for each other",
+    "env={'CUDA_VISIBLE_DEVICES': ''} hides the GPUs on all nodes, which then use the CPU",
+)
+STARTED = ("a script was changed or started by hand with other arguments", "start all nodes with job.run()")
+
+
+class MismatchError(RuntimeError):
+    """The nodes of a job do not run the same thing; with the likely cause and the fix."""
+
+    def __init__(self, differences: list[str]) -> None:
+        super().__init__("; ".join(differences))
+        only_devices = all(text.startswith("device: ") for text in differences)
+        self.cause, self.fix = DEVICES if only_devices else STARTED
 
 
 def main() -> None:
-    """Runs the training script that stands first among the arguments, or the module behind ``-m``."""
-    script, module = _take_arguments()
+    """Runs the training script that stands first among the arguments, as Python does."""
+    script, sys.argv = sys.argv[1], sys.argv[1:]
+    sys.path.insert(0, str(Path(script).parent))
+    os.environ.pop("PYTHONSAFEPATH", None)  # the programs that it starts look there, too
     rank, folder = int(os.environ["RANK"]), Path(os.environ["LAB_JOB_FOLDER"])
     # A project is the current folder; a script without one lies beside its files.
-    here = Path.cwd()
-    root = here if module or here in Path(script).parents else Path(script).parents[1]
+    root = Path.cwd() if Path.cwd() in Path(script).parents else Path(script).parents[1]
     set_process(PR_SET_PDEATHSIG, signal.SIGKILL)  # torchrun, which started it, may end by SIGKILL, too
     events = Events(folder, rank)
-    stacks = folder / "stacks"
-    stacks.mkdir(parents=True, exist_ok=True)
     if output := open_output(folder, rank):  # else torchrun shows it
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
+    stacks = folder / "stacks"
+    stacks.mkdir(parents=True, exist_ok=True)
     # Open to the end of the process: a crash of its last moments is written there, too.
     file = (stacks / f"rank{rank}.txt").open("w")
     # torchrun ends a worker with SIGTERM: where it stood then is what tells which rank waited for which.
     faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
     faulthandler.enable(file=file)  # and where it crashed in C
     local_rank, processes = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    events.introduce(pid=(own := os.getpid()), local_rank=local_rank, processes=processes)
-    groups = watch = None
+    events.introduce(pid=os.getpid(), local_rank=local_rank, processes=processes)
     try:
         # torch, which is imported in there, makes 270,000 objects; the search for garbage among them, then and at each
         # step of the training, takes time and finds none.
         gc.disable()
         guard_stores()  # also those that the script makes, and that of a job whose workers were restarted
-        script = script or find_module(module)
-        groups, watch = _prepare(script, events)
-        run_target(script, module)
+        check_agreement(script)
+        gc.freeze()
+        gc.enable()
+        groups = Groups(events, script)
+        groups.watch()
+        watch = HangWatch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
+        watch.start()
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
-        if os.getpid() != own:  # a process that the script made by os.fork, which is no rank
-            raise
-        if end.code not in (None, 0) or groups is None:
+        if end.code not in (None, 0):
             events.write("error", kind="exit", message=f"SystemExit: {end.code}", traceback="", location="")
             write_out()  # the interpreter's own end no longer finds the script's files
             raise
     except BaseException as error:
-        if os.getpid() != own:
-            raise
         _add_parameter_names(error)
         facts = _describe(error, script, root)
         events.write("error", **facts)
@@ -78,35 +97,7 @@ def main() -> None:
         write_out()
         # Not by the interpreter's own end: Gloo's threads would be torn down in mid-wait, and abort noisily.
         os._exit(1)
-    if os.getpid() == own:
-        _finish(events, groups, watch)
-
-
-def _take_arguments() -> tuple[str, str]:
-    """Returns the script and "", or "" and the module; leaves the arguments and the path as Python does for each."""
-    module = sys.argv[2] if sys.argv[1] == "-m" else ""
-    script, sys.argv = "" if module else sys.argv[1], sys.argv[2 if module else 1 :]
-    sys.path.insert(0, str(Path.cwd() if module else Path(script).parent))
-    os.environ.pop("PYTHONSAFEPATH", None)  # the programs that it starts look there, too
-    return script, module
-
-
-def find_module(module: str) -> str:
-    """The file that ``python -m`` runs; looking for it imports the packages around it."""
-    spec = importlib.util.find_spec(module)
-    if spec and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{module}.__main__")
-    if not spec:
-        raise ModuleNotFoundError(f"No module named {module!r}")
-    return spec.origin
-
-
-def run_target(script: str, module: str) -> None:
-    """Runs a module if there is one, else the script."""
-    if module:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(script, run_name="__main__")
+    _finish(events, groups, watch)
 
 
 def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
@@ -120,24 +111,87 @@ def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
     leave(0)
 
 
-def _prepare(script: str, events: Events) -> tuple[Groups, HangWatch]:
-    """Does what comes before the script's first line; returns what notes its groups, and what watches it."""
-    check_agreement(script)
-    gc.freeze()
-    gc.enable()
-    groups = Groups(events, script)
-    groups.watch()
-    watch = HangWatch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
-    watch.start()
-    return groups, watch
+# Before the script starts.
+
+
+def check_agreement(script: str) -> None:
+    """Compares what the nodes are about to run, over the store through which their workers meet.
+
+    torch itself notices only parameters of different shapes; another batch size or another version of the script trains
+    silently, and not what was meant.
+
+    Raises:
+        MismatchError: The nodes differ in script, arguments, number of nodes or processes, torch, Python or device, or
+            two of them run the script of the same node.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
+    if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
+        raise MismatchError([f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came"])
+    # With max_restarts torchrun's store is not shared with the workers (see script.py), and nothing is compared.
+    if world_size == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    import torch
+    from torch.distributed import TCPStore
+
+    mine = {
+        "node": f"{node} ({socket.gethostname()})",
+        "number": node,
+        "torchrun": os.environ.get("GROUP_RANK"),
+        "script": hashlib.sha256(Path(script).read_bytes()).hexdigest()[:12],
+        "arguments": sys.argv[1:],
+        "number of nodes": os.environ.get("LAB_TOLD_NODES"),
+        "processes in all": [wanted, world_size],
+        # As the preflight compares them: a build for CPUs and one for CUDA train together over Gloo.
+        "torch": torch.__version__.partition("+")[0],
+        "Python": ".".join(platform.python_version().split(".")[:2]),
+        "device": find_device(),
+    }
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=MEETING)
+    place = f"nodelaunch/{os.environ['LAB_JOB_ID']}"
+    store.set(f"{place}/{rank}", json.dumps(mine))
+    if rank == 0:
+        ranks = [json.loads(store.get(f"{place}/{number}")) for number in range(world_size)]
+        store.set(f"{place}/verdict", json.dumps(_find_differences(ranks)))
+    if differences := json.loads(store.get(f"{place}/verdict")):
+        raise MismatchError(differences)
+
+
+def find_device() -> str:
+    """Returns "GPU" if torch will find one, otherwise "CPU", without starting CUDA.
+
+    ``torch.cuda.is_available()`` would start it, and a script could no longer choose its GPU by CUDA_VISIBLE_DEVICES.
+    """
+    import torch
+
+    return "GPU" if torch.cuda.device_count() else "CPU"
+
+
+def _find_differences(ranks: list[dict]) -> list[str]:
+    """Names, in words, every fact in which a rank's node differs from that of rank 0, with both nodes' values."""
+    first, found = ranks[0], []
+    owners: dict[str, dict] = {}  # by the node's number, the first rank that has it
+    for other in ranks:
+        owner = owners.setdefault(other["number"], other)
+        if other["torchrun"] != owner["torchrun"]:
+            found.append(f"node {owner['node']} and node {other['node']} both run node{other['number']}.sh")
+        wanted, there = other["processes in all"]
+        if wanted != there:
+            found.append(f"node {other['node']} was told of {wanted} processes in all, and {there} came")
+        for fact in ("script", "arguments", "number of nodes", "torch", "Python", "device"):
+            if other[fact] != first[fact]:
+                found.append(f"{fact}: {first[fact]} on node {first['node']}, {other[fact]} on node {other['node']}")
+    return list(dict.fromkeys(found))
+
+
+# What is said of an error.
 
 
 def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
     """Leaves out the frames of this file and of runpy, which say nothing about the training script."""
-    start = trace
-    while start is not None and start.tb_frame.f_code.co_filename != script:
-        start = start.tb_next
-    return start
+    while trace is not None and trace.tb_frame.f_code.co_filename != script:
+        trace = trace.tb_next
+    return trace
 
 
 def _find_own(trace: TracebackType | None, script: str) -> str:
@@ -148,9 +202,8 @@ def _find_own(trace: TracebackType | None, script: str) -> str:
 
 
 def _describe(error: BaseException, script: str, root: Path) -> dict:
-    """The fields of the event; without a script, the error is of a package around the module."""
+    """The fields of the event."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    script = script or next((file for file in reversed(files) if file.startswith(f"{root}/")), "")
     script = _find_own(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
@@ -161,8 +214,8 @@ def _describe(error: BaseException, script: str, root: Path) -> dict:
         "kind": "mismatch" if isinstance(error, MismatchError) else "exception",
         "message": message,
         # The copy that runs here lies deep in a folder with a hash for a name; the reader knows the script by its own.
-        "traceback": text.replace(script, shorten_path(script)).replace(f"{root}/", "").rstrip(),
-        "location": f"{shorten_path(script)}, line {line}" if line else "",
+        "traceback": text.replace(script, Path(script).name).replace(f"{root}/", "").rstrip(),
+        "location": f"{Path(script).name}, line {line}" if line else "",
         "disk": find_full_disk(error),
         "file": files[-1],
         # What our own errors (LabError) know of themselves.

@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lab_common import LabError
-from lab_common.markup import escape
 from nodelaunch.backends.nodes import Node
-from nodelaunch.node.facts import identify_data
+from nodelaunch.node.facts import find_data
 from nodelaunch.node.probe import find_free_port
 from nodelaunch.preflight import routes, verdicts
 from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
@@ -63,25 +62,15 @@ class Preflight:
         first, *others = self.reds
         headline, *lines = first.found.split("\n")
         what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
-        # A headline that is too long is repeated below the first line.
-        cut = [headline] if what.endswith(" …") else []
-        where = "; ".join([first.node, *cut, *map(str.strip, lines)])
+        where = "; ".join([first.node, *([headline] if what.endswith(" …") else []), *map(str.strip, lines)])
         more = f" (+ {len(others)} more)" if others else ""
         raise LabError(what + more, where=where, cause=first.cause, fix=first.fix)
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
-        return "\n".join([*verdicts.write_lines(self.verdicts), self._summarise()])
-
-    def _repr_html_(self) -> str:
-        return f"{verdicts.write_html(self.verdicts)}<div>{escape(self._summarise())}</div>"
-
-    def _summarise(self) -> str:
         notes = sum(verdict.state == "note" for verdict in self.verdicts)
         counts = [f"{count} {word}" for count, word in ((len(self.reds), "red"), (notes, "to note")) if count]
-        return f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
+        summary = f"Preflight: {', '.join(counts) or 'all is well'}; {self.seconds:.1f} s."
+        return "\n".join([*verdicts.write_lines(self.verdicts), summary])
 
 
 def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
@@ -100,7 +89,7 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     port = check_value("preflight", "port", port, PORT)
     check_value("preflight", "nproc_per_node", wanted.nproc_per_node, PROCESSES)
     if wanted.data and wanted.data.copy_data:
-        own = identify_data(wanted.data.path / wanted.data.identity)
+        own = find_data(wanted.data.path / wanted.data.identity)
         wanted = replace(wanted, data_hash="" if own["missing"] else own["hash"] or "")
     by_name = {node.name: node for node in nodes}
     head, tokens = nodes[0].name, {name: secrets.token_hex(16) for name in by_name}
@@ -124,7 +113,6 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     offers = find_offers(by_name, facts, wanted)
     found = [
         *(verdicts.judge_error(name, error) for name, error in {**errors, **late}.items()),
-        *routes.judge_names(network, chosen),
         *(routes.judge_address(network, name, chosen.get(name)) for name in facts),
         *routes.judge_exposure(network, chosen),
         *routes.judge_routes(network, chosen, seconds=connecting),

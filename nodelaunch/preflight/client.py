@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -81,31 +82,28 @@ def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
 
 def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[dict[str, dict], dict[str, LabError]]:
     """Runs a task for each node, all at once; returns what they returned, and the error of each of the other nodes."""
+    errors: dict[str, LabError] = {}
 
-    def run(task: Callable[[], dict]) -> dict | LabError:
+    def run(name: str) -> dict:
         try:
-            return task()
+            return tasks[name]()
         except LabError as error:
-            return error
+            errors[name] = error
+            return {}
 
-    found = probe.collect({name: lambda task=task: run(task) for name, task in tasks.items()}, seconds)
-    answers, errors = {}, {}
-    for name in tasks:
-        answer = found.get(name)
-        if answer is None:
+    found = probe.collect({name: functools.partial(run, name) for name in tasks}, seconds)
+    for name in [name for name in tasks if name not in errors]:
+        if name not in found:
             cause = "the machine is off or overloaded, or a firewall drops what is sent to it"
             fix = "log in there by hand; when that works at once, run the preflight again"
             what = f"{name} did not answer within {seconds:.1f} s."
             errors[name] = LabError(what, where=name, cause=cause, fix=fix)
-        elif isinstance(answer, LabError):
-            errors[name] = answer
-        elif "error" in answer:
+        elif "error" in found[name]:
             fix = "run the preflight again; if it says the same, use a newer Python on that node"
             what = f"{name} could not be examined."
-            errors[name] = LabError(what, where=name, cause=answer["error"], fix=fix)
-        else:
-            answers[name] = answer
-    return answers, errors
+            errors[name] = LabError(what, where=name, cause=found[name]["error"], fix=fix)
+    answers = {name: found[name] for name in tasks if name not in errors}
+    return answers, {name: errors[name] for name in tasks if name in errors}
 
 
 def ask_once(nodes: Sequence[Node], request: Mapping) -> dict[str, dict | LabError]:

@@ -18,7 +18,7 @@ from nodelaunch.preflight.verdicts import Facts, Verdict, Wanted, find_part, lis
 GPU_IDLE = 600  # MiB: a GPU without any process has a little of its memory in use
 # The first driver that runs a CUDA of this major number:
 # https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
-FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
+FIRST_DRIVERS = {"11": 450, "12": 525, "13": 580}
 # The variable may also name a GPU, or a part of one, in this way.
 IDENTITY = re.compile(r"(GPU|MIG)-")
 CAUSE = "NCCL needs a GPU for each process, and all nodes have to take the same backend"
@@ -26,31 +26,21 @@ CAUSE = "NCCL needs a GPU for each process, and all nodes have to take the same 
 
 @dataclass(frozen=True)
 class Offer:
-    """The GPUs that a node has for a job.
-
-    Attributes:
-        words: A description.
-        seen: The number that torch can use, and sees there if nobody hides them.
-        room: The number of processes of each node that can have one: nodes on one machine share its GPUs.
-        here: True if the node is on the launcher's machine.
-        cause: The reason why torch cannot use them; "" if it can, or if there are none.
-        fix: The remedy for that.
-    """
+    """The GPUs that a node has for a job."""
 
     words: str
-    seen: int = 0
-    room: int = 0
-    here: bool = False
-    cause: str = ""
-    fix: str = ""
+    seen: int = 0  # that torch can use, and sees there if nobody hides them
+    room: int = 0  # processes of each node that can have one: nodes on one machine share its GPUs
+    here: bool = False  # on the launcher's machine
+    cause: str = ""  # why torch cannot use them; "" if it can, or if there are none
+    fix: str = ""  # the remedy for that
 
 
 def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
     """The GPUs that a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that does not exist.
 
-    Args:
-        names: All GPUs of the machine, by number; empty if nobody could count them.
-        visible: The variable; None if it is not set.
+    ``names`` are all GPUs of the machine, by number, or none if nobody could count them; ``visible`` is the variable,
+    None if it is not set.
     """
     if visible is None:
         return list(names)
@@ -82,10 +72,10 @@ def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
 
 def _find_trouble(versions: Mapping, driver: str) -> tuple[str, str]:
     """The reason why the torch of a node cannot use its GPUs, and the fix; twice "" if it can."""
-    cuda = versions.get("cuda")
+    cuda = versions.get("cuda") or ""
     if versions.get("torch") and not cuda:
         return "torch is a build without CUDA", "install a build of torch with CUDA there, as on the other nodes"
-    number, first = driver.partition(".")[0], FIRST_DRIVERS.get(int(cuda.partition(".")[0]), 0) if cuda else 0
+    number, first = driver.partition(".")[0], FIRST_DRIVERS.get(cuda.partition(".")[0], 0)
     if number.isdigit() and int(number) < first:
         cause = f"the driver {driver} is too old for the CUDA {cuda} of torch, which needs {first} or newer"
         return cause, "install a newer driver there, or on all nodes a build of torch for an older CUDA"
@@ -96,7 +86,7 @@ def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
     """True if the GPUs have to be hidden on all nodes: some process sees one, and another has none.
 
     The choice of env= is left alone. Nothing is hidden for a node that could not find out its GPUs: the ranks compare
-    what they see before the script starts (:mod:`nodelaunch.node.agreement`).
+    what they see before the script starts (:func:`nodelaunch.node.worker.check_agreement`).
     """
     if wanted.visible is not None or None in offers.values():
         return False

@@ -15,16 +15,11 @@ KINDS = ("any", "port")  # a random port, and on node 0 the rendezvous'
 
 @dataclass(frozen=True)
 class Network:
-    """The nodes that answered, and what they found out about each other.
+    """The nodes that answered, and what they found out about each other."""
 
-    Attributes:
-        nodes: By name; the first is node 0, where the rendezvous listens.
-        facts: Per node that answered.
-        reached: Per node, the outcomes of :func:`nodelaunch.node.probe.reach` by :func:`name_target`.
-    """
-
-    nodes: Mapping[str, Node]
+    nodes: Mapping[str, Node]  # by name; the first is node 0, where the rendezvous listens
     facts: Facts
+    # Per node, the outcomes of nodelaunch.node.probe.reach by name_target.
     reached: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
@@ -89,19 +84,6 @@ def name_target(name: str, address: str, kind: str) -> str:
     return f"{kind} {address} {name}"
 
 
-def judge_names(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:
-    """Notes a node's own name that stands for the loopback; the job uses addresses."""
-    verdicts = []
-    for name, found in () if network.one_machine else network.facts.items():
-        host, own = found["system"]["host"], [a for a in find_part(found, "own") if a.startswith("127.")]
-        if own:
-            what = f"its own name {host} stands for {own[0]} (/etc/hosts)"
-            cause = "the labs pass addresses and need no names (--local-addr, is_host); other programs may fail"
-            fix = f'in /etc/hosts of every node: "{chosen.get(name, "ADDRESS")} {host}", and the same for the others'
-            verdicts.append(Verdict(name, "names", "note", what, cause, fix))
-    return verdicts
-
-
 def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
     """Judges a node's address and interface, given or found."""
     node, interfaces = network.nodes[name], network.list_interfaces(name)
@@ -145,17 +127,17 @@ def _judge_route(
     # An address that it has itself does not lead to another node, whatever answers there.
     own = any(address in held for held in network.list_interfaces(source).values()) and not address.startswith("127.")
     outcome = "stranger" if own else outcomes[failed[0]] or "dropped"
-    words, cause = {
-        "dropped": (
-            f"no answer in {seconds:.1f} s (dropped)",
-            f"a firewall or security group drops what {target} is sent",
-        ),
-        "refused": ("refused", f"a firewall of {target} refuses it, or {address} belongs to another machine"),
-        "stranger": (
+    words, cause = outcome, "no network joins the two, or a firewall refuses"
+    if outcome == "dropped":
+        words = f"no answer in {seconds:.1f} s (dropped)"
+        cause = f"a firewall or security group drops what {target} is sent"
+    elif outcome == "refused":
+        cause = f"a firewall of {target} refuses it, or {address} belongs to another machine"
+    elif outcome == "stranger":
+        words, cause = (
             "another one answers",
-            f"{address} is also the address of another machine, or of a bridge such as docker0",
-        ),
-    }.get(outcome, (outcome, "no network joins the two, or a firewall refuses"))
+            f"{address} is also another machine's, or that of a bridge such as docker0",
+        )
     where = "any port" if len(failed) == len(outcomes) else f"port {ports[failed[0]]}"
     what = f"{source} does not reach {target} at {address}, {where}: {words}"
     if len(failed) < len(outcomes):

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lab_common import LabError
-from lab_common.markup import COLOURS, TAG, escape
 from lab_common.text import clean
 from nodelaunch.backends.nodes import Node
 from nodelaunch.spec import DataFolder
@@ -29,49 +28,31 @@ WIDTH = 118
 
 @dataclass(frozen=True)
 class Verdict:
-    """One judged fact.
+    """One judged fact, with its likely cause and the command or action that fixes it."""
 
-    Attributes:
-        node: The node's name, or several.
-        check: The subject, in a word or two.
-        state: "ok"; "note": worth knowing, the job runs; "red": the job would fail, hang, or compute something else.
-        found: The fact; further lines are a table.
-        cause: The likely cause.
-        fix: The command or action that fixes it.
-    """
-
-    node: str
-    check: str
-    state: str
-    found: str
+    node: str  # or several
+    check: str  # the subject, in a word or two
+    state: str  # "ok"; "note": the job runs; "red": the job would fail, hang, or compute something else
+    found: str  # further lines are a table
     cause: str = ""
     fix: str = ""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The needs of a job.
-
-    Attributes:
-        nproc_per_node: Processes on each node.
-        data: The data that each node needs, if any.
-        data_hash: Hash of the data that the launcher copies; "" if it has no whole folder or copies none.
-        job_id: The job that asks, whose own processes are not leftovers.
-        torchrun: False if another program runs the script, which may do without torch.
-        visible: CUDA_VISIBLE_DEVICES as env= sets it; None if it does not.
-    """
+    """The needs of a job."""
 
     nproc_per_node: int = 1
-    data: DataFolder | None = None
-    data_hash: str = ""
-    job_id: str = ""
-    torchrun: bool = True
-    visible: str | None = None
+    data: DataFolder | None = None  # that each node needs
+    data_hash: str = ""  # of the data that the launcher copies; "" if it has no whole folder or copies none
+    job_id: str = ""  # of the job that asks, whose own processes are not leftovers
+    torchrun: bool = True  # False if another program runs the script, which may do without torch
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES as env= sets it
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
     """Returns the verdict for a node that could not be asked."""
-    where = f" ({error.where})" if error.where and error.where != name else ""
+    where = f" ({error.where})" if error.where not in ("", name) else ""
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
 
@@ -118,7 +99,7 @@ def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
         name: ", ".join(f"{title} {own[key]}" if own[key] else f"no {title}" for key, title in titles.items())
         for name, own in have.items()
     }
-    torches = [own for own in have.values() if own["torch"]]
+    table, torches = list_per_node(texts), [own for own in have.values() if own["torch"]]
     with_gpus = any(find_part(found, "gpus").get("gpus") for found in facts.values())
     kinds = {
         "Python": ("red", {own["python"].rpartition(".")[0] for own in have.values()}),
@@ -126,13 +107,14 @@ def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
         "NCCL": ("red" if with_gpus else "note", {own["nccl"] for own in torches}),
         "CUDA": ("note", {own["cuda"] for own in torches}),
     }
-    differing = {kind: state for kind, (state, values) in kinds.items() if len(values) > 1}
-    for kind, state in differing.items():
-        cause = "the environments were made at different times, or python= names another one on one node"
-        fix = "install the same versions on every node, by the same requirements file"
-        words = f"{kind} is not the same on all nodes{list_per_node(texts)}"
-        verdicts.append(Verdict(", ".join(have), "versions", state, words, cause, fix))
-    return verdicts + [Verdict(name, "versions", "ok", text) for name, text in texts.items() if not differing]
+    cause = "the environments were made at different times, or python= names another one on one node"
+    fix = "install the same versions on every node, by the same requirements file"
+    differing = [
+        Verdict(", ".join(have), "versions", state, f"{kind} is not the same on all nodes{table}", cause, fix)
+        for kind, (state, values) in kinds.items()
+        if len(values) > 1
+    ]
+    return verdicts + (differing or [Verdict(name, "versions", "ok", text) for name, text in texts.items()])
 
 
 def judge_disks(facts: Facts) -> list[Verdict]:
@@ -237,27 +219,9 @@ def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
     for cells, verdict in rows:
         start = "  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)) + "  "
         lines += _wrap(verdict.found, start, sum(widths) + 6)
-        lines += [line for label, text in _list_hints(verdict) for line in _wrap(text, f"{'':8}{label}: ", 13)]
+        hints = {"likely": verdict.cause, "fix": verdict.fix} if verdict.state != "ok" else {}
+        lines += [line for label, text in hints.items() if text for line in _wrap(text, f"{'':8}{label}: ", 13)]
     return lines
-
-
-def write_html(verdicts: Sequence[Verdict]) -> str:
-    """Returns the same as an HTML table."""
-    rows = []
-    for verdict in _arrange(verdicts):
-        hints = "".join(f"<br><i>{label}:</i> {escape(text)}" for label, text in _list_hints(verdict))
-        mark = f'<span style="{TAG};background-color:{COLOURS[verdict.state]}">{verdict.state}</span>'
-        texts = (mark, escape(verdict.node), escape(verdict.check), escape(verdict.found) + hints)
-        # JupyterLab would set them to the right.
-        cells = "".join(f'<td style="text-align:left">{text}</td>' for text in texts)
-        rows.append(f'<tr style="vertical-align:top">{cells}</tr>')
-    head = "".join(f'<th style="text-align:left">{title}</th>' for title in ("", "node", "check", "found"))
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-
-
-def _list_hints(verdict: Verdict) -> list[tuple[str, str]]:
-    hints = (("likely", verdict.cause), ("fix", verdict.fix)) if verdict.state != "ok" else ()
-    return [(label, text) for label, text in hints if text]
 
 
 def _arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:

@@ -57,7 +57,7 @@ def test_a_rank_that_waits_for_its_gpu_does_not_look_busy(gpu):
 
 
 def test_the_device_of_a_rank_is_found_and_cuda_not_started(real_gpu):
-    ask = "import torch; from nodelaunch.node.agreement import find_device"
+    ask = "import torch; from nodelaunch.node.worker import find_device"
     ask += "; print(find_device(), torch.cuda.is_initialized())"
     root = worker.__file__.partition("/nodelaunch/")[0]
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, cwd=root)

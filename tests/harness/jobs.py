@@ -20,6 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from nodelaunch import JobError, TorchrunJob
+from nodelaunch.backends.local import LocalNode
 from nodelaunch.running import RunningJob
 from nodelaunch.state import JobState
 
@@ -136,6 +137,28 @@ for address, port in sorted(found):
     print(address, port)
 """
 PYTHON = {"program": ["python"]}
+
+
+@dataclass(frozen=True)
+class OddNode(LocalNode):
+    """A node on this machine with settings of its own, or whose programs are run by others, such as ``sleep 60``."""
+
+    env: dict = field(default_factory=dict)
+    before: tuple = ()
+    instead: tuple = ()
+    cwd: str | None = None
+    late: float = 0.0
+
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
+        time.sleep(self.late)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = self.instead or (*self.before, *argv)
+        return subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, **self.env}, cwd=self.cwd)
+
+
+def make_odd(node: LocalNode, **settings: object) -> OddNode:
+    """The same node, but odd."""
+    return OddNode(**{**vars(node), **settings})
 
 
 def hear(state: JobState, node: str, event: str, /, **facts: object) -> None:
