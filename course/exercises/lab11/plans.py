@@ -140,24 +140,9 @@ def _verify_cut(yours: object, times: Sequence[float], stages: int) -> None:
             f"equal counts of layers do not take equal seconds: {TRY_ALL}": AnyOf(
                 ([each + 1] * more + [each] * (stages - more), [each] * (stages - 1) + [each + more])
             ),
-            f"a stage that ends near the mean can leave too much for the others: {TRY_ALL}": _cut_at_mean(
-                times, stages
-            ),
         },
         show=lambda some: f"{some}, the slowest stage {find_slowest(some):.3f} s",
     )
-
-
-def _cut_at_mean(times: Sequence[float], stages: int) -> list[int]:
-    """Counts of layers where each stage ends as soon as it has the mean."""
-    mean, counts, seconds = sum(times) / stages, [0], 0.0
-    for time in times:
-        if counts[-1] and len(counts) < stages and seconds > mean / CLOSE:
-            counts.append(0)
-            seconds = 0.0
-        counts[-1] += 1
-        seconds += time
-    return counts
 
 
 def verify_bytes_sent(bytes_sent: Callable) -> str:
