@@ -57,7 +57,7 @@ WRONG_STEPS = [
     (PAIRS, "[*zip(received, outputs)][:: -1 if rank == last else 1]", "in the same order of micro-batches"),
     (PAIRS, "[*zip(received, outputs)][-1:]", "one backward for each"),
     (SEND, "dist.send(output.detach().double(), rank + 1)", "float32"),
-    (SEND, "dist.send(output.detach() / 2, rank + 1)", "use it as it is"),
+    (SEND, "dist.send(output.detach() / 2, rank + 1)", "what the rank before found, as it is"),
     (SEND, "dist.send(output.detach(), rank)", "sends to r + 1"),
     (KEPT, "outputs.append(output.detach())\n", "call backward of output itself"),
     (BACKWARD, "output.backward()", "output.backward(gradient), with what came from rank + 1"),

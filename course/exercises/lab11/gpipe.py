@@ -237,7 +237,7 @@ def _judge_reports(reports: Sequence[_Report], case: _Case) -> None:
             report.given,
             right=right[rank].given,
             case=f"{case}, rank {rank}: what its stage got",
-            hint=f"rank {rank} has to get what rank {rank - 1} found: send output, and use it as it is",
+            hint="rank 0 calls stage(x) with its inputs, all others with what the rank before found, as it is",
             wrong={"above rank 0, call stage(x) with the x of dist.recv, and not with your own inputs": inputs},
             within=CLOSE,
         )

@@ -39,10 +39,8 @@ def verify_one_f_one_b(one_f_one_b: Callable) -> str:
     for ranks, micro in cases:
         orders = [_read_order(one_f_one_b(rank, ranks, micro), rank, ranks, micro) for rank in range(ranks)]
         rows, waiting = simulate(orders, forward=FORWARD, backward=BACKWARD)
-        total, right = (
-            max(some[-1]["end"] for some in rows.values() if some),
-            (micro + ranks - 1) * (FORWARD + BACKWARD),
-        )
+        total = max(some[-1]["end"] for some in rows.values() if some)
+        right = (micro + ranks - 1) * (FORWARD + BACKWARD)
         expect(
             not waiting and total <= right,
             f"ranks: {ranks}, micro-batches: {micro}: the time of all, with {FORWARD} for a forward and {BACKWARD} for "
@@ -85,7 +83,7 @@ def _read_order(yours: object, rank: int, ranks: int, micro: int) -> list[str]:
             ]
         },
     )
-    held = list(accumulate(1 if one[0] == "F" else -1 for one in order))
+    held = list(accumulate(1 if one.startswith("F") else -1 for one in order))
     most = min(ranks - rank, micro)
     shown, hint = " ".join(order), f"too many forward passes before a backward: {WARM_UP}"
     if len(order) > 2 * micro or min(held) < 0:
