@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from subprocess import PIPE, STDOUT
 
 import matplotlib.pyplot as plt
@@ -94,6 +96,22 @@ def test_horovod_takes_torch_s_steps_on_two_hosts(root, start, take_steps, hosts
         text = run.communicate(timeout=240)[0]
     assert run.returncode == 0, text
     assert_torch_s(dict(np.load(out)), take_steps("torch", launch.local_nodes(2)))
+
+
+def test_the_lab_s_horovod_script_trains_as_ddp_s_does(root, horovod, tmp_path):
+    """By Horovod's own launcher, and again from its checkpoint: the weights of lab 5's script, bit for bit."""
+    options = ["--data", "shapes10", "--images", "320", "--batch-size", "32"]
+    programs = {
+        "horovod": [horovod.with_name("horovodrun"), "--gloo", "-np", "2", "-H", "localhost:2", horovod],
+        "ddp": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    }
+    for epochs in ("1", "2"):
+        for name, program in programs.items():
+            script, saved = root / "notebooks" / "scripts" / f"train_{name}.py", tmp_path / f"{name}.pt"
+            command = [*program, script, *options, "--epochs", epochs, "--checkpoint", saved]
+            subprocess.run(command, check=True, timeout=300, env={**os.environ, **CPU}, capture_output=True)
+        found, right = (torch.load(tmp_path / f"{name}.pt")["model"] for name in programs)
+        assert all(torch.equal(found[name], one) for name, one in right.items()), epochs
 
 
 def test_the_diff_from_horovod_to_torch_is_that_of_the_scripts(root, sources):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from course.check.verdicts import Exercise
-from course.exercises.lab11.cut import verify_cut
 from course.exercises.lab11.gpipe import verify_gpipe_step
-from course.exercises.lab11.schedule import verify_one_f_one_b
-from course.exercises.lab11.traffic import verify_bytes_sent
+from course.exercises.lab11.plans import verify_bytes_sent, verify_cut, verify_one_f_one_b
 
 EXERCISES = {
     "11.1": Exercise("A step of GPipe", verify_gpipe_step),

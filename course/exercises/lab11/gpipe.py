@@ -1,23 +1,34 @@
-"""Exercise 11.1: a step of GPipe, in which each rank has one stage of the network."""
+"""Exercise 11.1: a step of GPipe, on forked ranks that have one stage each, and whose messages are watched."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import RawArray
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from course.check.verdicts import NotYetError, expect
+from course.check.judge import AnyOf, judge
+from course.check.verdicts import NotYetError
 from course.exercises.lab8.witness import MisuseError
-from course.exercises.lab10.mistakes import refusing_mistakes
-from course.exercises.lab11.pipeline import EARLIER, NEIGHBOURS, WIDTH, Case, Counters, Report, find_right, take_step
-from course.exercises.ranks import NETWORK, PRINTED
+from course.exercises.messages import expect_no_error, show_printed, watch_messages
 from course.ranks import Outcome, fork_ranks
-from lab_common.text import clean
 
-# What was received in place of the inputs shows by its values in the first, and by its shape in the second.
-CASES = (Case(ranks=2, micro=4, width=WIDTH), Case(ranks=3, micro=2, width=6))
+BATCH, WIDTH = 2, 4  # rows of a micro-batch, and numbers in each row that a stage sends
+SHAPE = (BATCH, WIDTH)
+EARLIER = 0.5  # the gradient that each parameter has before the step
 LIMIT = 15.0  # seconds for what takes milliseconds, also beside other programs
+# Seconds that a stage's last pass waits for its neighbour's first one, which in a pipeline has begun long ago.
+PATIENCE = 5.0
+CLOSE = 1e-4
+ONE_EACH = "one message of the given shape for each micro-batch, float32: receive it into torch.empty(shape)"
+ENDS = "rank 0 has no rank before it, and the last rank, world_size − 1, none after it"
+NEIGHBOURS = "rank r receives from r − 1 and sends to r + 1, and the gradients go the other way"
 OWN = "each micro-batch needs tensors of its own: make x = torch.empty(shape) inside of the loop"
 MISTAKES = {
     "shapes cannot be multiplied": "a stage got what is not its own: each rank above 0, and there can be more than "
@@ -34,169 +45,251 @@ MISTAKES = {
 }
 
 
+@dataclass(frozen=True)
+class _Case:
+    """One test case; ``width`` is the width of the inputs."""
+
+    ranks: int
+    micro: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks, {self.micro} micro-batches"
+
+    def draw(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns inputs and targets of all micro-batches, float32, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.ranks)
+        inputs = torch.randn(self.micro, BATCH, self.width, generator=generator)
+        return list(inputs), list(torch.randn(self.micro, *SHAPE, generator=generator))
+
+    def build(self, rank: int) -> nn.Linear:
+        """Returns the layer of a rank's stage."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rank)
+            return nn.Linear(WIDTH if rank else self.width, WIDTH)
+
+
+# What was received in place of the inputs shows by its values in the first, and by its shape in the second.
+CASES = (_Case(ranks=2, micro=4, width=WIDTH), _Case(ranks=3, micro=2, width=6))
+
+
+@dataclass
+class _Report:
+    """The work that a rank did, or should have done.
+
+    Attributes:
+        gradients: The gradients of its parameters; None for a missing one.
+        given: The stage's input in each forward pass.
+        found: The gradient of each output, by forward pass.
+        passes: ``F`` and ``B`` in the order in which the passes began.
+        late: Kinds of passes, ``F`` or ``B``, that the neighbour began only after this rank's last one.
+    """
+
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    given: list[torch.Tensor] = field(default_factory=list)
+    found: dict[int, torch.Tensor] = field(default_factory=dict)
+    passes: str = ""
+    late: str = ""
+
+
+class _Stage(nn.Module):
+    """A layer and tanh; notes its passes, and counts them in ``begun``, by kind and rank, which all forks share."""
+
+    def __init__(self, case: _Case, rank: int, begun: dict) -> None:
+        super().__init__()
+        self.layer = case.build(rank)
+        self._micro, self._rank, self._begun = case.micro, rank, begun
+        self.report = _Report()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps (2, width) to (2, 4)."""
+        number = len(self.report.given)
+        self.report.given.append(x.detach().clone())
+        self._note("F", self._rank + 1)
+        output = torch.tanh(self.layer(x))
+        if output.requires_grad:
+            output.register_hook(partial(self._note_gradient, number))
+        return output
+
+    def _note_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        self.report.found[number] = gradient.detach().clone()
+        self._note("B", self._rank - 1)
+
+    def _note(self, kind: str, neighbour: int) -> None:
+        """Notes a pass; the last one of its kind waits until the neighbour, if there is one, has begun its first."""
+        begun = self._begun[kind]
+        self.report.passes += kind
+        begun[self._rank] += 1
+        if begun[self._rank] != self._micro or not 0 <= neighbour < len(begun):
+            return
+        end = time.monotonic() + PATIENCE
+        while not begun[neighbour]:
+            if time.monotonic() > end:
+                self.report.late += kind
+                return
+            time.sleep(0.001)
+
+
 def verify_gpipe_step(gpipe_step: Callable) -> str:
     """Takes a step on two and on three ranks, and compares with the whole network in one process."""
     # backward(gradient) imports hundreds of modules: once here, and not in each rank of each check.
     import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
     for case in CASES:
-        _verify(gpipe_step, case)
+        begun = {kind: RawArray("i", case.ranks) for kind in "FB"}
+        outcomes = fork_ranks(partial(_take_step, gpipe_step, case, begun), gpipe_step, case.ranks, limit=LIMIT)
+        show_printed(dict(enumerate(outcomes)))
+        expected = f"{case.micro} forward and {case.micro} backward passes on each rank"
+        expect_no_error(outcomes, str(case), expected, MISTAKES)
+        _expect_return(outcomes, begun, case, expected)
+        _judge_reports([outcome.value for outcome in outcomes], case)
     return "the gradients of the whole network on 2 and on 3 ranks, and neighbours work at the same time"
 
 
-def _verify(gpipe_step: Callable, case: Case) -> None:
-    counters = Counters(case.ranks)
-    outcomes = fork_ranks(partial(take_step, gpipe_step, case, counters), gpipe_step, case.ranks, limit=LIMIT)
-    for rank, outcome in enumerate(outcomes):
-        for line in outcome.printed.splitlines()[:PRINTED]:
-            print(f"[rank {rank}] {clean(line, 200)}")
-    _expect_ends(outcomes, counters, case)
-    reports = [outcome.value for outcome in outcomes]
-    for rank, report in enumerate(reports):
-        _expect_passes(report.passes, case.micro, f"{case}, rank {rank}")
-    right = find_right(case)
-    for rank in reversed(range(case.ranks)):
-        yours, wanted = reports[rank].gradients, right[rank].gradients
-        expect(
-            _are_close(yours, wanted),
-            f"{case}: the gradients of rank {rank}, their length",
-            yours=_format_length(yours),
-            expected=_format_length(wanted),
-            hint=_explain(reports, right, rank, case),
+def _take_step(gpipe_step: Callable, case: _Case, begun: dict, rank: int) -> _Report:
+    """Takes one step on a rank; returns its report."""
+
+    def inspect(tensor: torch.Tensor, peer: int | None) -> None:
+        if peer is not None and not 0 <= peer < case.ranks:
+            raise MisuseError(ENDS)
+        if peer is not None and abs(peer - rank) != 1:
+            raise MisuseError(NEIGHBOURS)
+        if tensor.nbytes != 4 * math.prod(SHAPE):
+            raise MisuseError(ONE_EACH)
+
+    witness, stage = watch_messages(inspect), _Stage(case, rank, begun)
+    for one in stage.parameters():  # of an earlier step, to which this one adds
+        one.grad = torch.full_like(one, EARLIER)
+    inputs, targets = case.draw()
+    gpipe_step(stage, inputs, targets, _find_loss, SHAPE)
+    if any(one.requires_grad for one in inputs):
+        raise MisuseError(
+            "requires_grad_() only on what was received: inputs can be whole numbers, such as the GPT's bytes, with no "
+            "gradient"
         )
-    for rank, report in enumerate(reports):
-        _expect_overlap(report.late, rank, str(case))
+    if witness.count_open():
+        raise MisuseError("wait() for every isend and irecv before you return: else it may not have ended")
+    stage.report.gradients = [one.grad for one in stage.parameters()]
+    return stage.report
 
 
-def _expect_ends(outcomes: Sequence[Outcome], counters: Counters, case: Case) -> None:
-    """Raises what an answer gets that did not return on every rank."""
-    expected = f"{case.micro} forward and {case.micro} backward passes on each rank"
-    for rank, one in enumerate(outcomes):
-        # Not what a rank says that only lost its neighbour.
-        if not one.error or any(word in str(one.error) for word in (*NETWORK, "closed by peer", "Wait timeout")):
-            continue
-        if isinstance(one.error, MisuseError):
-            where = f"rank {rank}: {one.line or 'at its end'}"
-            raise NotYetError(f"{case}: the messages", yours=where, expected=expected, hint=str(one.error))
-        one.error.line_of_answer = one.line
-        with refusing_mistakes(f"{case}: rank {rank}", expected, MISTAKES):
-            raise one.error
+def _find_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of a micro-batch, from its output and its target in this order."""
+    if target.requires_grad:
+        raise MisuseError("find_loss takes the output first, and then the target")
+    return F.mse_loss(output, target)
+
+
+def _find_right(case: _Case) -> list[_Report]:
+    """Returns the right report of each rank, from the whole network in one process."""
+    layers = [case.build(rank) for rank in range(case.ranks)]
+    reports = [_Report() for _ in layers]
+    for number, (x, y) in enumerate(zip(*case.draw(), strict=True)):
+        for layer, report in zip(layers, reports, strict=True):
+            report.given.append(x.detach())
+            x = torch.tanh(layer(x))
+            x.register_hook(partial(report.found.__setitem__, number))
+        (_find_loss(x, y) / case.micro).backward()
+    for layer, report in zip(layers, reports, strict=True):
+        report.gradients = [one.grad + EARLIER for one in layer.parameters()]
+    return reports
+
+
+def _expect_return(outcomes: Sequence[Outcome], begun: dict, case: _Case, expected: str) -> None:
+    """Expects every rank to return; otherwise the passes at which they have stopped give the hint."""
     silent = [rank for rank, one in enumerate(outcomes) if one.error or one.stuck or one.number]
-    if silent:
-        lines = [f"rank {rank} stands in {outcomes[rank].line}" for rank in silent if outcomes[rank].line]
-        forward, backward = counters.read("F"), counters.read("B")
-        ended = f"rank {', '.join(map(str, silent))} did not return"
-        raise NotYetError(
-            f"{case}: the step did not end",
-            yours=f"forward passes by rank: {forward}, backward: {backward}; {(lines or [ended])[0]}",
-            expected=expected,
-            hint=_explain_wait(forward, backward, case.micro),
+    if not silent:
+        return
+    forward, backward = list(begun["F"]), list(begun["B"])
+    hint = f"a rank waits for a message that nobody sends, or a loop does not end: {NEIGHBOURS}"
+    for rank in reversed(range(1, case.ranks)):
+        if backward[rank] and forward[rank - 1] == case.micro and not backward[rank - 1]:
+            hint = f"rank {rank - 1} got no gradient: each rank above 0 sends x.grad to rank − 1 after each backward"
+        if forward[rank - 1] and not forward[rank]:
+            hint = f"rank {rank} got no output: each rank but the last, world_size − 1, sends its own to rank + 1"
+    if backward[-1] and forward[-1] < case.micro:
+        hint = "all forward passes come first, also on the last rank: run backward in a second loop"
+    lines = [f"rank {rank} stands in {outcomes[rank].line}" for rank in silent if outcomes[rank].line]
+    lines += [f"rank {', '.join(map(str, silent))} did not return"]
+    raise NotYetError(
+        f"{case}: the step did not end",
+        yours=f"forward passes by rank: {forward}, backward: {backward}; {lines[0]}",
+        expected=expected,
+        hint=hint,
+    )
+
+
+def _judge_reports(reports: Sequence[_Report], case: _Case) -> None:
+    right, inputs = _find_right(case), case.draw()[0]
+    for rank, report in enumerate(reports):
+        judge(
+            report.passes,
+            right="F" * case.micro + "B" * case.micro,
+            case=f"{case}, rank {rank}: forward (F) and backward passes (B), in their order",
+            hint="call stage(x) once for each micro-batch; a second loop runs one backward for each, on every rank",
+            wrong={
+                "GPipe runs all forward passes first: keep the outputs in a list, and run backward in a second loop": (
+                    "FB" * case.micro
+                )
+            },
+        )
+        judge(
+            report.given,
+            right=right[rank].given,
+            case=f"{case}, rank {rank}: what its stage got",
+            hint="rank 0 calls stage(x) with its inputs, all others with what the rank before found, as it is",
+            wrong={"above rank 0, call stage(x) with the x of dist.recv, and not with your own inputs": inputs},
+            within=CLOSE,
+        )
+    for rank in reversed(range(case.ranks)):
+        _judge_gradients(reports[rank], right[rank], rank, case)
+    for rank, report in enumerate(reports):
+        judge(
+            report.late,
+            right="",
+            case=f"{case}, rank {rank}: passes (F, B) that its neighbour begins only after the last one here",
+            hint="the ranks have to work at the same time",
+            wrong={
+                "the next rank could work meanwhile: receive, compute and send one micro-batch before the next one": (
+                    AnyOf(("F", "FB"))
+                ),
+                "the rank before could work meanwhile: one backward for each micro-batch, and send x.grad before the "
+                "next one": "B",
+            },
+            show=lambda late: late or "none",
         )
 
 
-def _explain_wait(forward: list[int], backward: list[int], micro: int) -> str:
-    """The hint that fits passes at which the ranks have stopped."""
-    for rank in range(1, len(forward)):
-        if forward[rank] > forward[rank - 1]:
-            return f"rank {rank} ran forward without rank {rank - 1}'s output: above rank 0, dist.recv comes first"
-    for rank in range(1, len(forward)):
-        if forward[rank - 1] > 0 and not forward[rank]:
-            return f"rank {rank} got no output: each rank but the last, world_size − 1, sends its own to rank + 1"
-    if backward[-1] and forward[-1] < micro:
-        return "all forward passes come first, also on the last rank: run backward in a second loop"
-    if 0 < backward[-1] < micro:
-        return "each rank runs a backward pass for each micro-batch, also the last one"
-    for rank in range(1, len(backward)):
-        if backward[rank] > 0 and not backward[rank - 1]:
-            return f"rank {rank - 1} got no gradient: each rank above 0 sends x.grad to rank − 1 after each backward"
-    return f"a rank waits for a message that nobody sends, or a loop does not end: {NEIGHBOURS}"
-
-
-def _expect_passes(passes: str, micro: int, case: str) -> None:
-    forward, backward = passes.count("F"), passes.count("B")
-    hint = "call stage(x) once for each micro-batch, and keep its output for backward"
-    expect(forward == micro, f"{case}: forward passes", yours=forward, expected=micro, hint=hint)
-    hint = "a second loop runs one backward for each micro-batch, on every rank"
-    expect(backward == micro, f"{case}: backward passes", yours=backward, expected=micro, hint=hint)
-    right = "F" * micro + "B" * micro
-    hint = "GPipe runs all forward passes first: keep the outputs in a list, and run backward in a second loop"
-    expect(passes == right, f"{case}: the order of its passes", yours=passes, expected=right, hint=hint)
-
-
-def _expect_overlap(late: str, rank: int, case: str) -> None:
-    hint = "the next rank could work meanwhile: receive, compute and send one micro-batch before the next one"
-    yours = f"rank {rank + 1} begins only after rank {rank}'s last one"
-    expected = f"rank {rank + 1} begins when rank {rank} has sent the first output"
-    expect("F" not in late, f"{case}: the forward passes", yours=yours, expected=expected, hint=hint)
-    hint = (
-        "the rank before could work meanwhile: one backward for each micro-batch, and send x.grad before the next one"
-    )
-    yours = f"rank {rank - 1} begins only after rank {rank}'s last one"
-    expected = f"rank {rank - 1} begins when rank {rank} has sent the first gradient"
-    expect("B" not in late, f"{case}: the backward passes", yours=yours, expected=expected, hint=hint)
-
-
-def _explain(reports: list[Report], right: list[Report], rank: int, case: Case) -> str:
-    """The hint that fits wrong gradients: where what a stage got is not what it should have got."""
-    for place, (report, wanted) in enumerate(zip(reports, right, strict=True)):
-        if not _are_close(report.given, wanted.given):
-            if place and _are_close(report.given, case.draw()[0]):
-                return f"rank {place} used its own inputs: above rank 0, call stage(x) with the x of dist.recv"
-            return (
-                f"rank {place}'s stage got something else than rank {place - 1} found: send output, and use it as it is"
-            )
-    if _are_close(reports[rank].gradients, [one - EARLIER + EARLIER / case.micro for one in right[rank].gradients]):
-        return "dividing .grad at the end also divides what was there before the step: divide each micro-batch's loss"
-    last = case.ranks - 1
-    for place in reversed(range(rank, case.ranks)):
-        yours, wanted = (list(map(one[place].found.get, range(case.micro))) for one in (reports, right))
-        if not _are_close(yours, wanted):
-            return _explain_loss(yours, wanted, case) if place == last else _explain_gradients(yours, wanted, place)
-    if any(one is None for one in reports[rank].gradients):
-        return "backward leaves the gradients in the parameters' .grad: let them stay there"
-    if _are_close(reports[rank].gradients, [one - EARLIER for one in right[rank].gradients]):
-        return "the step adds to the gradients that are there: zero_grad() is the caller's"
-    for factor in (case.micro, case.ranks):
-        if _are_close(reports[rank].gradients, [one / factor for one in right[rank].gradients]):
-            return "divided twice: the loss divided by len(inputs) is enough"
-    return (
-        "the gradients of all micro-batches add up in .grad: do not set them to zero between, and change nothing else"
-    )
-
-
-def _explain_loss(yours: list[torch.Tensor], wanted: list[torch.Tensor], case: Case) -> str:
-    """The hint for gradients that the loss gave to the last stage's outputs."""
-    ratios = {
-        case.micro: "the losses are added up, and no mean is taken: divide each micro-batch's loss by len(inputs)",
-        case.micro
-        / case.ranks: "divide the loss by the number of micro-batches, len(inputs), and not by that of ranks",
-        1 / case.micro: "divided twice: divide each micro-batch's loss by len(inputs) once",
+def _judge_gradients(report: _Report, right: _Report, rank: int, case: _Case) -> None:
+    """Compares the gradients of a rank's outputs, which come from the next rank or the loss, then its parameters'."""
+    found, wanted = ([one.found.get(number) for number in range(case.micro)] for one in (report, right))
+    wrong = {
+        "a gradient met another micro-batch's output: all ranks run backward in the same order of micro-batches": (
+            wanted[::-1]
+        )
     }
-    for ratio, hint in ratios.items():
-        if _are_close(yours, [ratio * one for one in wanted]):
-            return hint
-    return "on the last rank: find_loss(output, target) of the same micro-batch, divided by len(inputs)"
-
-
-def _explain_gradients(yours: list[torch.Tensor], wanted: list[torch.Tensor], place: int) -> str:
-    """The hint for gradients with which a stage that has no loss ran backward."""
-    if all(any(_are_close([one], [other]) for other in wanted) for one in yours):
-        return "a gradient met another micro-batch's output: all ranks run backward in the same order of micro-batches"
-    totals = [sum(wanted[: number + 1]) for number in range(len(wanted))]
-    if _are_close(yours, totals):
-        return OWN
-    return f"rank {place}'s backward needs what rank {place + 1} found in x.grad, as it is: output.backward(gradient)"
-
-
-def _are_close(some: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(
-        one is not None and one.shape == other.shape and torch.allclose(one.float(), other, rtol=1e-4, atol=1e-6)
-        for one, other in zip(some, others, strict=True)
+    hint = f"rank {rank}'s backward needs what rank {rank + 1} found in x.grad, as it is: output.backward(gradient)"
+    if rank == case.ranks - 1:
+        hint = "on the last rank: find_loss(output, target) of the same micro-batch, divided by len(inputs)"
+        wrong = {
+            "the losses are added up, and no mean is taken: divide each micro-batch's loss by len(inputs)": [
+                case.micro * one for one in wanted
+            ],
+            "divide the loss by the number of micro-batches, len(inputs), and not by that of ranks": [
+                case.micro / case.ranks * one for one in wanted
+            ],
+        }
+    words = f"{case}, rank {rank}: the gradients"
+    judge(found, right=wanted, case=f"{words} of its outputs", hint=hint, wrong=wrong, within=CLOSE)
+    judge(
+        report.gradients,
+        right=right.gradients,
+        case=f"{words} of its parameters",
+        hint="all micro-batches add up in .grad: do not set it to zero between, and leave the sum there",
+        wrong={
+            "the step adds to the gradients that are there: zero_grad() is the caller's": [
+                one - EARLIER for one in right.gradients
+            ]
+        },
+        within=CLOSE,
     )
-
-
-def _format_length(gradients: Sequence[torch.Tensor | None]) -> str:
-    """The length of all as one vector."""
-    if any(one is None for one in gradients):
-        return "None"
-    return f"{float(torch.cat([one.flatten() for one in gradients]).norm()):.6f}"

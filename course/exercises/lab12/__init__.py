@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from course.check.verdicts import Exercise
 from course.exercises.lab12.callback import verify_callback
+from course.exercises.lab12.counts import verify_count_steps, verify_read_logs
 from course.exercises.lab12.lightning_script import verify_lightning_script
-from course.exercises.lab12.logged import verify_read_logs
-from course.exercises.lab12.steps import verify_count_steps
 
 EXERCISES = {
     "12.1": Exercise("The LightningModule", verify_lightning_script),

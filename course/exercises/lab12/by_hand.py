@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,16 +15,8 @@ from lab_utils import data, models
 
 # Another rate than the default of train_single.py, so that one that stands fixed in a script shows; its momentum.
 LR, MOMENTUM = 0.06, 0.9
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Means:
-    """The loss and the accuracy of each batch that a rank evaluates, and the batch's size."""
-
-    losses: tuple[float, ...]
-    accuracies: tuple[float, ...]
-    sizes: tuple[int, ...]
+# Of each batch that a rank evaluates: the loss, the accuracy, and the batch's size.
+Means = tuple[tuple[float, float, int], ...]
 
 
 @contextmanager
@@ -40,15 +31,7 @@ def _alone() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def train(
-    dataset: data.Dataset,
-    *,
-    batch_size: int,
-    epochs: int,
-    ranks: int = 1,
-    loss: Loss = F.cross_entropy,
-    mean: bool = True,
-) -> list[nn.Module]:
+def train(dataset: data.Dataset, *, batch_size: int, epochs: int, ranks: int = 1) -> list[nn.Module]:
     """Trains the tiny network from seed 0, as ``train_single.py`` does, or as ``train_ddp.py`` on several ranks.
 
     Args:
@@ -56,8 +39,6 @@ def train(
         batch_size: Images per rank and step.
         epochs: Number of epochs.
         ranks: Number of ranks; several share the images by torch's DistributedSampler.
-        loss: The loss as a function of logits and labels.
-        mean: True to average the ranks' gradients; otherwise each rank trains alone.
 
     Returns:
         The network of each rank. They differ in batch norm's statistics, which come from each rank's own images; DDP
@@ -76,24 +57,18 @@ def train(
             for one in samplers if ranks > 1 else ():
                 one.set_epoch(epoch)
             for batches in zip(*loaders, strict=True):
-                _take_step(nets, optimizers, batches, loss, mean=mean)
+                for net, (images, labels) in zip(nets, batches, strict=True):
+                    net.zero_grad()
+                    F.cross_entropy(net(images), labels).backward()
+                for parameters in zip(*(net.parameters() for net in nets), strict=True):
+                    gradient = sum(parameter.grad / ranks for parameter in parameters)
+                    for parameter in parameters:
+                        parameter.grad = gradient.clone()
+                for optimizer in optimizers:
+                    optimizer.step()
             # Each pass over a loader draws a random number, and the script has evaluated here.
             list(DataLoader(dataset.valid, batch_size))
         return nets
-
-
-def _take_step(
-    nets: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], batches: Sequence, loss: Loss, *, mean: bool
-) -> None:
-    for net, optimizer, (images, labels) in zip(nets, optimizers, batches, strict=True):
-        optimizer.zero_grad()
-        loss(net(images), labels).backward()
-    for parameters in zip(*(net.parameters() for net in nets), strict=True) if mean else ():
-        gradient = sum(parameter.grad / len(nets) for parameter in parameters)
-        for parameter in parameters:
-            parameter.grad = gradient.clone()
-    for optimizer in optimizers:
-        optimizer.step()
 
 
 @torch.no_grad()
@@ -107,11 +82,4 @@ def evaluate(net: nn.Module, split: data.Split, *, batch_size: int, rank: int = 
             logits = net(images)
             hits = (logits.argmax(1) == labels).float().mean()
             found.append((float(F.cross_entropy(logits, labels)), float(hits), len(labels)))
-    return Means(*(tuple(column) for column in zip(*found, strict=True)))
-
-
-def measure_difference(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Returns the largest difference in parameters and statistics of two networks; infinite if one lacks some."""
-    if not all(name in found and found[name].shape == one.shape for name, one in expected.items()):
-        return float("inf")
-    return max(float((found[name].double() - one.double()).abs().max()) for name, one in expected.items())
+    return tuple(found)

@@ -7,26 +7,26 @@ the machine is.
 
 from __future__ import annotations
 
-import mmap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import RawArray
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from course.check.judge import AnyOf, judge
 from course.check.verdicts import NotYetError, expect
-from course.exercises.lab8.witness import MisuseError, Witness
-from course.exercises.lab10.mistakes import refusing_mistakes
-from course.exercises.ranks import PRINTED
+from course.exercises.lab8.witness import MisuseError
+from course.exercises.messages import expect_no_error, show_printed, watch_messages
 from course.ranks import Outcome, fork_ranks
 from lab_common.text import clean
 
-# Numbers of the weights: more than gradients come, so that it shows which of them are in a step.
-SIZE = 16
+SIZE = 16  # numbers of the weights
 LIMIT = 6.0  # seconds for what takes milliseconds
 PAUSE = 0.001  # seconds between two looks of a worker that holds its gradient back
+CLOSE = 1e-4
 OPEN = (
     "a send or a receive is still open at the end: wait() for each that you start, and start no receive after the last "
     "gradient that you take"
@@ -34,6 +34,9 @@ OPEN = (
 WORKERS = "send to, and receive from, the ranks in `workers`, and no other: rank 0 serves"
 WHOLE = "each message is all weights, or one gradient: a float32 tensor as long as weights, torch.empty_like(weights)"
 EARLY = "these are not numbers: wait() for an irecv before you use its tensor"
+SIGN = "the step has the wrong sign: subtract it from the weights"
+RATE = "lr is not in the step: multiply by it"
+IN_PLACE = "weights = … names a new tensor, and the caller keeps the old one: change it in place, weights -= …"
 MISTAKES = {"same as the rank of the current process": WORKERS}
 
 
@@ -58,14 +61,14 @@ class _Case:
     def __str__(self) -> str:
         return f"{len(self.workers)} workers, {self.steps} {'updates' if self.order else 'rounds'}"
 
-    def is_next(self, worker: int, received: dict[int, int]) -> bool:
+    def is_next(self, worker: int, received: Sequence[int]) -> bool:
         """Returns True if a worker may send its gradient now, given how often each one has received weights."""
         number = received[worker]
         if not self.order:
-            return min(received.values()) >= number
+            return min(received[other] for other in self.workers) >= number
         places = [place for place, other in enumerate(self.order) if other == worker]
         place = places[number - 1] if number <= len(places) else self.steps
-        return all(count > self.order[:place].count(other) for other, count in received.items())
+        return all(received[other] > self.order[:place].count(other) for other in self.workers)
 
 
 # Two workers alone would hide a division by two.
@@ -84,35 +87,6 @@ def find_gradient(worker: int, weights: torch.Tensor) -> torch.Tensor:
     return slope * weights + shift
 
 
-class _Board:
-    """Counters for each worker, in memory shared by the forks, so that they can be read even if nobody returns."""
-
-    ROWS = ("sent", "received", "offered", "taken")
-
-    def __init__(self, workers: Iterable[int]) -> None:
-        self._workers, self._bytes = sorted(workers), mmap.mmap(-1, len(self.ROWS) * (1 + max(workers)))
-
-    def add(self, row: str, worker: int) -> None:
-        """Adds one to a row: weights sent or received, or gradients offered or taken."""
-        place = self._place(row, worker)
-        self._bytes[place] = min(self._bytes[place] + 1, 255)
-
-    def read(self, row: str) -> dict[int, int]:
-        """Returns the count of each worker."""
-        return {worker: self._bytes[self._place(row, worker)] for worker in self._workers}
-
-    def end(self) -> None:
-        """Notes that the answer has returned: no worker needs to hold anything back any more."""
-        self._bytes[0] = 1
-
-    def has_ended(self) -> bool:
-        """Returns True if the answer has returned."""
-        return self._bytes[0] == 1
-
-    def _place(self, row: str, worker: int) -> int:
-        return worker * len(self.ROWS) + self.ROWS.index(row)  # those of rank 0, no worker, begin with the end
-
-
 @dataclass(frozen=True)
 class _Run:
     """The result of an answer.
@@ -129,42 +103,43 @@ class _Run:
     on_way: tuple[int, ...]
     ages: list[float] | str
 
-    def count_taken(self, worker: int) -> int:
-        """Returns how many gradients of a worker the answer received: one for each time that the worker got weights."""
-        return len(self.received[worker]) - (worker in self.on_way)
+    def count_taken(self) -> int:
+        """Returns how many gradients the answer received: one for each time that a worker got weights."""
+        return sum(map(len, self.received.values())) - len(self.on_way)
 
 
 def _run(answer: Callable, case: _Case) -> _Run:
-    board = _Board(case.workers)
+    ranks = 1 + len(case.workers) + case.idle
+    # How often each rank has got weights; rank 0 gets none, and has a 1 once the answer has returned.
+    received = RawArray("i", ranks)
 
     def take_part(rank: int) -> Any:
         if not rank:
-            return _serve(answer, case, board)
-        return _work(rank, case, board) if rank in case.workers else []
+            return _serve(answer, case, received)
+        return _work(rank, case, received) if rank in case.workers else []
 
-    outcomes = fork_ranks(take_part, answer, 1 + len(case.workers) + case.idle, limit=LIMIT)
-    for line in outcomes[0].printed.splitlines()[:PRINTED]:
-        print(f"[rank 0] {clean(line, 200)}")
-    _expect_ends(outcomes, case, board)
+    outcomes = fork_ranks(take_part, answer, ranks, limit=LIMIT)
+    show_printed({0: outcomes[0]})
+    expected = "it returns, and every worker was served"
+    expect_no_error(outcomes[:1], str(case), expected, MISTAKES)
+    _expect_return(outcomes, case, received, expected)
     return _Run({worker: outcomes[worker].value for worker in case.workers}, *outcomes[0].value)
 
 
-def _work(rank: int, case: _Case, board: _Board) -> list[torch.Tensor]:
+def _work(rank: int, case: _Case, received: Any) -> list[torch.Tensor]:
     """Does a worker's job; returns the weights that it got."""
-    received: list[torch.Tensor] = []
+    got: list[torch.Tensor] = []
     while True:
         weights = torch.empty(SIZE)
         dist.recv(weights, src=0)
         if _is_end(weights):
             dist.send(weights, dst=0)
-            return received
-        received.append(weights)
-        board.add("received", rank)
-        while not (case.is_next(rank, board.read("received")) or board.has_ended()):
+            return got
+        got.append(weights)
+        received[rank] += 1
+        while not (case.is_next(rank, received) or received[0]):
             time.sleep(PAUSE)
-        board.add("offered", rank)
         dist.send(find_gradient(rank, weights), dst=0)
-        board.add("taken", rank)
 
 
 def _is_end(message: torch.Tensor) -> bool:
@@ -172,44 +147,27 @@ def _is_end(message: torch.Tensor) -> bool:
     return bool(message.isposinf().all())
 
 
-def _serve(answer: Callable, case: _Case, board: _Board) -> tuple[torch.Tensor, tuple[int, ...], list[float] | str]:
+def _serve(answer: Callable, case: _Case, received: Any) -> tuple[torch.Tensor, tuple[int, ...], list[float] | str]:
     """Runs the answer on rank 0; returns rank 0's part of a :class:`_Run`."""
-    witness, weights = _watch_messages(case, board), make_weights()
+
+    def inspect(tensor: torch.Tensor, peer: int | None) -> None:
+        if peer is not None and peer not in case.workers:
+            raise MisuseError(WORKERS)
+        if tensor.numel() != SIZE or tensor.dtype != torch.float32:
+            raise MisuseError(WHOLE)
+
+    witness, weights = watch_messages(inspect), make_weights()
     returned = answer(weights, case.workers[:], case.steps, case.lr)
     if witness.count_open():
         raise MisuseError(OPEN)
     final = weights.detach().clone()
-    board.end()
+    received[0] = 1
     on_way = tuple(worker for worker in case.workers if _dismiss(worker))
-    return final, on_way, _read_ages(returned)
-
-
-def _watch_messages(case: _Case, board: _Board) -> Witness:
-    """Watches the messages of this process, and refuses those that no worker expects; see :class:`Witness`."""
-    witness, group = Witness(), dist.ProcessGroup
-    send, receive, receive_any = group.send, group.recv, group.recv_anysource
-
-    def inspect(tensors: Sequence[torch.Tensor], peer: int) -> None:
-        if peer not in case.workers:
-            raise MisuseError(WORKERS)
-        if tensors[0].numel() != SIZE or tensors[0].dtype != torch.float32:
-            raise MisuseError(WHOLE)
-
-    def send_inspected(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        inspect(tensors, peer)
-        board.add("sent", peer)
-        return send(group, tensors, peer, tag)
-
-    def receive_inspected(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], peer: int, tag: int = 0) -> Any:
-        inspect(tensors, peer)
-        return receive(group, tensors, peer, tag)
-
-    def receive_from_any(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
-        inspect(tensors, case.workers[0])
-        return receive_any(group, tensors, tag)
-
-    group.send, group.recv, group.recv_anysource = send_inspected, receive_inspected, receive_from_any
-    return witness
+    try:
+        ages: list[float] | str = [float(age) for age in returned]
+    except (TypeError, ValueError, RuntimeError):
+        ages = clean(repr(returned), 60)
+    return final, on_way, ages
 
 
 def _dismiss(worker: int) -> bool:
@@ -224,298 +182,137 @@ def _dismiss(worker: int) -> bool:
     return on_way
 
 
-def _read_ages(returned: Any) -> list[float] | str:
-    try:
-        return [float(age) for age in returned]
-    except (TypeError, ValueError, RuntimeError):
-        return clean(repr(returned), 60)
-
-
-def _expect_ends(outcomes: Sequence[Outcome], case: _Case, board: _Board) -> None:
-    """Raises the error for an answer that did not return, or had to be ended."""
-    server, expected = outcomes[0], "it returns, and every worker was served"
-    if isinstance(server.error, MisuseError):
-        yours = server.line or "at its end"
-        raise NotYetError(f"{case}: the messages", yours=yours, expected=expected, hint=str(server.error))
-    if server.error:
-        server.error.line_of_answer = server.line
-        with refusing_mistakes(str(case), expected, MISTAKES):
-            raise server.error
-    if server.calls is None:
-        hint = "leave the function with return, and let the process live"
-        raise NotYetError(str(case), yours="the server's process ended", expected=expected, hint=hint)
-    if any(one.stuck or one.number or one.error for one in outcomes):
-        explain = _explain_wait_at_once if case.order else _explain_wait_in_turn
-        yours = f"it stands in {server.line}" if server.line else "it did not return"
-        raise NotYetError(f"{case}: the server did not end", yours=yours, expected=expected, hint=explain(case, board))
-
-
-def _sort_workers(board: _Board) -> tuple[list[int], list[int], list[int]]:
-    """Returns the workers that wait for weights, that hold a gradient back, and whose gradient nobody receives."""
-    received, offered, taken = map(board.read, ("received", "offered", "taken"))
-    waiting = [worker for worker in received if taken[worker] == received[worker]]
-    holding = [worker for worker in received if offered[worker] < received[worker]]
-    return waiting, holding, [worker for worker in received if worker not in waiting + holding]
-
-
-def _explain_wait_in_turn(case: _Case, board: _Board) -> str:
-    """Returns the hint for a synchronous server that got stuck."""
-    received = board.read("received")
-    _, holding, offering = _sort_workers(board)
-    if max(received.values()) > case.steps + 1:
-        return "the loop does not end: `rounds` says how many rounds there are"
-    if offering:
-        worker = min(offering, key=received.get)
-        return (
-            f"worker {worker} sends a gradient that nobody receives: each round receives one from every worker, before "
-            "the next weights go out"
+def _expect_return(outcomes: Sequence[Outcome], case: _Case, received: Sequence[int], expected: str) -> None:
+    """Expects the answer to return; otherwise the weights that each worker has got give the hint."""
+    if not any(one.stuck or one.number or one.error for one in outcomes):
+        return
+    without = [worker for worker in case.workers if not received[worker]]
+    if max(received) > case.steps + 1:
+        hint = "the loop does not end: `rounds`, or `updates`, says how many there are"
+    elif without:
+        hint = f"worker {without[0]} has no weights: first send them to all of `workers`, then wait for a gradient"
+    elif case.order:
+        hint = (
+            "take whichever gradient comes first, by a recv without src, and answer it, by a step and new weights to "
+            "its worker alone, before the next recv"
         )
-    last = min(received, key=received.get)
-    if holding:
-        return f"worker {last} has no weights, and the server waits for a gradient: first send to all of `workers`"
-    if not received[last]:
-        return "a worker sends a gradient only after it got weights: each round sends first, and then receives"
-    return "all workers wait for weights again: each round sends the weights anew"
-
-
-def _explain_wait_at_once(case: _Case, board: _Board) -> str:
-    """Returns the hint for an asynchronous server that got stuck."""
-    sent, received = board.read("sent"), board.read("received")
-    waiting, _, offering = _sort_workers(board)
-    if max(received.values()) > case.steps + 1:
-        return "the loop does not end: `updates` says how many gradients to take"
-    for worker in received:
-        if sent[worker] > received[worker]:
-            return (
-                f"worker {worker} gets weights while it still computes: send new weights only to the worker that the "
-                "gradient came from"
-            )
-    for worker in received:
-        if not received[worker]:
-            return f"worker {worker} has no weights: at the start all workers get them, before the first gradient"
-    if offering:
-        return (
-            f"worker {offering[0]} has a gradient ready, and the server waits for a slower one: a recv without src "
-            "takes whichever comes first"
-        )
-    if waiting:
-        return (
-            f"worker {waiting[0]} waits for new weights, and the server for a slower worker: answer each gradient, by "
-            "a step and new weights, before the next recv"
-        )
-    return "a loop does not end"
+    else:
+        hint = "each round sends the weights anew to every worker, and then receives one gradient from every worker"
+    yours = f"it stands in {outcomes[0].line}" if outcomes[0].line else "it did not return"
+    raise NotYetError(f"{case}: the server did not end", yours=yours, expected=expected, hint=hint)
 
 
 def verify_serve_in_turn(answer: Callable) -> str:
     """Serves two and three workers, and compares each one's weights with the steps in one process."""
     for case in IN_TURN:
-        _verify_in_turn(answer, case)
+        run, points, gradients = _run(answer, case), [make_weights()], []
+        for _ in range(case.steps):
+            gradients.append([find_gradient(worker, points[-1]) for worker in case.workers])
+            points.append(points[-1] - case.lr * sum(gradients[-1]) / len(case.workers))
+        for number, point in enumerate(points[: case.steps]):
+            for worker in case.workers:
+                found = run.received[worker][number : number + 1]
+                words = f"{case}: what worker {worker} got in round {number + 1}"
+                _judge_weights(found, point, words, _list_mean_mistakes(points[:number], gradients[:number], case.lr))
+        taken, wanted = run.count_taken(), case.steps * len(case.workers)
+        hint = "each of the `rounds` sends to every worker, and receives a gradient from every worker, the last one too"
+        counts = {worker: len(some) for worker, some in run.received.items()}
+        words = f"{case}: how many gradients were received, and how often each worker got weights"
+        right = taken == wanted and set(counts.values()) == {case.steps}
+        expected = f"{wanted}, {dict.fromkeys(counts, case.steps)}"
+        expect(right, words, yours=f"{taken}, {counts}", expected=expected, hint=hint)
+        wrong = {IN_PLACE: points[0], **_list_mean_mistakes(points[:-1], gradients, case.lr)}
+        _judge_weights([run.final], points[-1], f"{case}: the caller's weights at the end", wrong)
     return "2 and 3 workers, each with all weights at once, and in every round one step with their mean"
 
 
-def _verify_in_turn(answer: Callable, case: _Case) -> None:
-    run, points, gradients = _run(answer, case), [make_weights()], []
-    for _ in range(case.steps):
-        gradients.append([find_gradient(worker, points[-1]) for worker in case.workers])
-        points.append(points[-1] - case.lr * sum(gradients[-1]) / len(case.workers))
-    for worker in case.workers:
-        words = f"{case}: how often worker {worker} got weights"
-        hint = "it is left out: go through all of `workers`"
-        expect(bool(run.received[worker]), words, yours="never", expected=case.steps, hint=hint)
-    for number, point in enumerate(points):
-        for worker in case.workers:
-            for found in run.received[worker][number : number + 1]:
-                words = f"{case}: what worker {worker} got in round {number + 1}"
-                _expect_mean(found, point, points[:number], gradients[:number], case, words)
-    for worker in case.workers:
-        count = len(run.received[worker])
-        hint = "each round sends the weights: there are `rounds` of them"
-        if count > case.steps:
-            hint = "a round ends with its step: after the last one nothing is sent"
-        words = f"{case}: how often worker {worker} got weights"
-        expect(count == case.steps, words, yours=count, expected=case.steps, hint=hint)
-        hint = "the last round, too, receives a gradient from every worker"
-        words = f"{case}: gradients received from worker {worker}"
-        expect(worker not in run.on_way, words, yours=run.count_taken(worker), expected=case.steps, hint=hint)
-    _expect_in_place(run.final, points, case)
-    _expect_mean(run.final, points[-1], points[:-1], gradients, case, f"{case}: the weights at the end")
-
-
-def _expect_mean(
-    found: torch.Tensor,
-    right: torch.Tensor,
-    earlier: Sequence[torch.Tensor],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    case: _Case,
-    words: str,
-) -> None:
-    """Expects ``found`` to be a step from the last ``earlier`` weights with the mean of the last ``gradients``."""
-    if _are_close(found, right):
-        return
-    hint = "total begins every round at zero, and adds up the gradients of that round, as they are"
-    if not earlier:
-        hint = "the first weights that are sent are those that you were given, unchanged"
-        raise NotYetError(words, yours=_format(found), expected=_format(right), hint=hint)
-    names = [f"g{worker}" for worker in case.workers]
-    expected = _format_step([1 / len(names)] * len(names), names)
-    step = found - earlier[-1]
-    shares = _find_shares(step, gradients[-1], case.lr)
-    if found.isnan().any():
-        hint = EARLY
-    elif shares:
-        hint = _explain_mean(shares, case)
-    elif len(gradients) > 1 and _find_shares(step, [*gradients[-1], *gradients[-2]], case.lr):
-        hint = "gradients of an earlier round are in the step again: set the total to zero in each round"
-    yours = _format_step(shares, names) if shares else _format(found)
-    expected = f"{expected}, where g{case.workers[0]} is worker {case.workers[0]}'s gradient"
-    raise NotYetError(words, yours=yours, expected=expected, hint=hint)
-
-
-def _explain_mean(shares: Sequence[float], case: _Case) -> str:
-    """Returns the hint for a step in which the gradients' shares are not one over the number of workers."""
-    count, absent = len(shares), [worker for worker, share in zip(case.workers, shares, strict=True) if share == 0]
-    if len(absent) == count:
-        return "no step was taken between the rounds: step in place, after all gradients have come"
-    if absent:
-        if max(shares) > 1 - 1e-3:
-            return (
-                "one gradient counts for all: a receive overwrites its tensor, so add it up first, or give each irecv "
-                "a tensor of its own"
-            )
-        return f"worker {absent[0]}'s gradient is not in it: add up all of the round, and then take one step"
-    if max(shares) - min(shares) > 1e-3:
-        return "all gradients have the same share in a mean: add all up, divide once, and take one step"
-    ratios = {
-        1: "a step with the sum, or one with each gradient: the mean is the sum divided by the number of workers",
-        1 / (count + 1): "divided by the number of ranks: rank 0 has no gradient, so divide by that of workers",
-        1 / 2: "divided by two, whatever the number of workers: it is len(workers)",
-        1 / count**2: "divided twice: divide once by len(workers)",
-        1 / count / case.lr: "lr is not in the step: multiply the mean by it",
-        1 / case.lr: "lr is not in the step, and it is the sum in place of the mean: divide by len(workers)",
-        -1 / count: "the step has the wrong sign: subtract it from the weights",
-        -1: "the step has the wrong sign, and it is the sum: subtract the mean from the weights",
+def _list_mean_mistakes(
+    points: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]], lr: float
+) -> dict[str, object]:
+    """Returns what mistakes make of the last of the ``points`` with all rounds' ``gradients``; nothing at the start."""
+    if not points:
+        return {}
+    last, total, count = points[-1], sum(gradients[-1]), len(gradients[-1])
+    steps = {
+        "a step with the sum, or one with each gradient: the mean is the sum divided by len(workers)": [total],
+        "rank 0 has no gradient: divide by the number of workers, len(workers), and not by that of ranks": [
+            total / (count + 1)
+        ],
+        "no step was taken between the rounds: step in place, after all gradients have come": [0 * total],
+        SIGN: [-total / count],
+        RATE: [total / count / lr, total / lr],
+        "one gradient counts for all: a receive overwrites its tensor, so add it up first, or give each irecv a tensor "
+        "of its own": [*gradients[-1], *(one / count for one in gradients[-1])],
+        "gradients of an earlier round are in the step again: set the total to zero in each round": [
+            sum(sum(some) for some in gradients) / count
+        ],
     }
-    return _pick(ratios, shares[0]) or "the mean is the sum divided by len(workers); the step is lr times the mean"
+    return {hint: AnyOf(tuple(last - lr * step for step in some)) for hint, some in steps.items()}
 
 
 def verify_serve_at_once(answer: Callable) -> str:
     """Serves two and three workers of unequal speed, whose gradients arrive in a known order."""
     for case in AT_ONCE:
-        _verify_at_once(answer, case)
+        _verify_at_once(_run(answer, case), case)
     return "2 and 3 workers of unequal speed: a step for each gradient as it came, none waited, and all ages"
 
 
-def _verify_at_once(answer: Callable, case: _Case) -> None:
-    run, points, gradients, ages = _run(answer, case), [make_weights()], [], []
-    seen = dict.fromkeys(case.workers, 0)
+def _verify_at_once(run: _Run, case: _Case) -> None:
+    points, ages, seen, tables = [make_weights()], [], dict.fromkeys(case.workers, 0), []
     for number, worker in enumerate(case.order):
-        gradients.append(find_gradient(worker, points[seen[worker]]))
-        points.append(points[-1] - case.lr * gradients[-1])
+        gradient, last = find_gradient(worker, points[seen[worker]]), points[-1]
+        points.append(last - case.lr * gradient)
+        tables.append(
+            {
+                "first the step, in place, and then the new weights go to the worker": AnyOf(tuple(points[:-1])),
+                "each gradient is a whole step here: do not divide it": last - case.lr * gradient / len(case.workers),
+                RATE: last - gradient,
+                SIGN: last + case.lr * gradient,
+            }
+        )
         ages.append(number - seen[worker])
         seen[worker] = number + 1
     for worker in case.workers:
-        words, yours = f"{case}: what worker {worker} got first", run.received[worker][:1]
-        hint = "at the start every worker gets the weights that you were given, unchanged"
-        right = bool(yours) and _are_close(yours[0], points[0])
-        shown = _format(yours[0]) if yours else "nothing"
-        expect(right, words, yours=shown, expected=_format(points[0]), hint=hint)
-    taken = sum(map(run.count_taken, case.workers))
+        _judge_weights(run.received[worker][:1], points[0], f"{case}: what worker {worker} got first", {})
+    taken, words = run.count_taken(), f"{case}: gradients taken"
     hint = "one gradient for each of `updates`, counted over all workers"
-    expect(taken == case.steps, f"{case}: gradients taken", yours=taken, expected=case.steps, hint=hint)
+    expect(taken == case.steps, words, yours=taken, expected=case.steps, hint=hint)
     got = {worker: iter(some[1:]) for worker, some in run.received.items()}
     for number, worker in enumerate(case.order):
+        found = [next(got[worker], None)]
         words = f"{case}: what worker {worker} got after update {number + 1}"
-        if (found := next(got[worker], None)) is None:
-            hint = f"worker {worker} waits for weights: they go out after every update, the last one included"
-            raise NotYetError(words, yours="nothing", expected="the new weights", hint=hint)
-        past = points[: number + 2]
-        _expect_step(found, past, gradients[: number + 1], case, words)
-    _expect_in_place(run.final, points, case)
-    _expect_step(run.final, points, gradients, case, f"{case}: the weights at the end")
-    _expect_ages(run.ages, ages, case)
+        _judge_weights(found, points[number + 1], words, tables[number])
+    _judge_weights([run.final], points[-1], f"{case}: the caller's weights at the end", {IN_PLACE: points[0]})
+    judge(
+        run.ages,
+        right=ages,
+        case=f"{case}: the ages, with gradients of workers {', '.join(map(str, case.order))}",
+        hint="return a list in the order of the updates: the number of each, from 0, less how many updates were "
+        "in the weights that its worker got",
+        wrong={
+            "all are one too old: a gradient of the newest weights has age 0": [age + 1 for age in ages],
+            "the weights that are sent after update 0 have 1 update in them": [
+                age + (worker in case.order[:number])
+                for number, (age, worker) in enumerate(zip(ages, case.order, strict=True))
+            ],
+            "these count from the start: note, when a worker gets new weights, how many updates are in them": list(
+                range(case.steps)
+            ),
+            "these count each worker's own updates: those of all other workers make its weights older": [
+                case.order[:number].count(worker) for number, worker in enumerate(case.order)
+            ],
+        },
+    )
 
 
-def _expect_step(
-    found: torch.Tensor, points: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], case: _Case, words: str
+def _judge_weights(
+    found: Sequence[torch.Tensor | None], right: torch.Tensor, case: str, wrong: Mapping[str, object]
 ) -> None:
-    """Expects ``found`` to be the last of the ``points``, to which the last of the ``gradients`` led."""
-    if _are_close(found, points[-1]):
-        return
-    expected = "the previous weights − lr * gradient"
-    for number, point in enumerate(points[:-1]):
-        if _are_close(found, point):
-            hint = "first the step, in place, and then the new weights go to the worker"
-            yours = f"the weights after update {number}" if number else "the weights of the start"
-            raise NotYetError(words, yours=yours, expected=expected, hint=hint)
-    step = found - points[-2]
-    share = _find_shares(step, gradients[-1:], case.lr)
-    ratios = {
-        1 / len(case.workers): "each gradient is a whole step here: do not divide it",
-        1 / case.lr: "lr is not in the step: multiply the gradient by it",
-        -1: "the step has the wrong sign: subtract it from the weights",
-    }
-    hint = "a step takes the gradient that came last, as it is, and no other"
-    if found.isnan().any():
-        hint = EARLY
-    elif share:
-        hint = _pick(ratios, share[0]) or hint
-    elif _find_shares(step, gradients, case.lr):
-        hint = "earlier gradients are in the step again: take only the one that came last"
-    yours = f"the previous weights − lr * {share[0]:.3g} * gradient" if share else _format(found)
-    raise NotYetError(words, yours=yours, expected=expected, hint=hint)
-
-
-def _expect_ages(yours: list[float] | str, ages: Sequence[int], case: _Case) -> None:
-    words = f"{case}: the ages, with gradients of workers {', '.join(map(str, case.order))}"
-    hint = f"return a list with one age for each update, {case.steps} here, in the order of the updates"
-    is_list = isinstance(yours, list) and len(yours) == len(ages)
-    shown = [int(age) if age.is_integer() else age for age in yours] if isinstance(yours, list) else yours
-    expect(is_list, words, yours=shown, expected=list(ages), hint=hint)
-    first = [case.order.index(worker) == number for number, worker in enumerate(case.order)]
-    hint = "the age is the number of this update, from 0, less how many updates were in the weights its worker got"
-    if all(one == age + 1 for one, age in zip(yours, ages, strict=True)):
-        hint = "all are one too old: a gradient of the newest weights has age 0"
-    elif all(one == age + (not new) for one, age, new in zip(yours, ages, first, strict=True)):
-        hint = "one too old, except for first gradients: the weights sent after update 0 have 1 update in them"
-    elif yours == list(range(len(ages))):
-        hint = "these count from the start: note, when a worker gets new weights, how many updates are in them"
-    elif not any(yours) or yours == [case.order[:number].count(worker) for number, worker in enumerate(case.order)]:
-        hint = "these count each worker's own updates: those of all other workers make its weights older"
-    expect(yours == list(ages), words, yours=shown, expected=list(ages), hint=hint)
-
-
-def _expect_in_place(final: torch.Tensor, points: Sequence[torch.Tensor], case: _Case) -> None:
-    """Expects the caller's weights to have changed, once the workers' weights were right."""
-    hint = "weights = … names a new tensor, and the caller keeps the old one: change it in place, weights -= …"
-    words = f"{case}: the caller's weights at the end"
-    is_new = not _are_close(final, points[0])
-    expect(is_new, words, yours="as at the start", expected="those of the last step", hint=hint)
-
-
-def _find_shares(step: torch.Tensor, gradients: Sequence[torch.Tensor], lr: float) -> list[float] | None:
-    """Returns how much of each gradient a step contains, in units of −lr; None if it contains anything else."""
-    matrix, wanted = torch.stack(list(gradients)).double().T, -step.double() / lr
-    if not wanted.isfinite().all():
-        return None
-    shares = torch.linalg.lstsq(matrix, wanted.unsqueeze(1)).solution.squeeze(1)
-    if not torch.allclose(matrix @ shares, wanted, rtol=1e-4, atol=1e-4):
-        return None
-    return [round(share, 3) + 0.0 for share in shares.tolist()]  # no -0
-
-
-def _pick(hints: dict[float, str], share: float) -> str:
-    """Returns the hint for the first known number that a share equals; "" if there is none."""
-    return next((hint for number, hint in hints.items() if abs(share - number) < 2e-3), "")
-
-
-def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one.float(), other, rtol=1e-4, atol=1e-5)
-
-
-def _format(tensor: torch.Tensor) -> str:
-    return f"[{', '.join(f'{value:.4f}' for value in tensor[:3].tolist())}, …]"
-
-
-def _format_step(shares: Sequence[float], names: Sequence[str]) -> str:
-    terms = " + ".join(f"{share:.3g} {name}" for share, name in zip(shares, names, strict=True))
-    return f"the previous weights − lr * ({terms})"
+    """Compares one message, or the weights at the end; ``found`` is empty if the message was not sent."""
+    hint = "these are not the previous weights − lr * the mean, or here the one gradient that came last, and no more"
+    if not wrong:
+        hint = "the first weights that every worker gets are those that you were given, unchanged"
+    yours = found[0].float() if found and found[0] is not None else None
+    nothing = {"it got none: send to all of `workers` in each round, or after each update, the last one included": None}
+    unread = {EARLY: torch.full((SIZE,), torch.nan)}
+    judge(yours, right=right, case=case, hint=hint, wrong={**nothing, **unread, **wrong}, within=CLOSE)
