@@ -24,7 +24,7 @@ REDUCE, WRITE = "    all_reduce(sums)\n    if rank == 0:", "with open_writer() a
         ("2.1", LOSS, 'writer.add_scalars("loss", {"train": 1.0}, step)', "writer.add_scalar(tag, value, step)"),
         ("2.1", LOSS, LOSS.replace("loss.item()", "loss.item() * len(labels)"), "the loss of this very batch"),
         ("2.1", LOSS, LOSS.replace(", step", ", 6 * step"), "counts batches over all epochs"),
-        ("2.1", "        lr = ", "        scheduler.step()\n        lr = ", "before scheduler.step()"),
+        ("2.1", "lr = ", "lr = 0.8 * ", "before scheduler.step()"),
         ("2.1", "top1, top5 =", "top5, top1 =", "top-1 belongs to acc1"),
         ("2.1", RETURN, "return pd.DataFrame(rows, columns=COLUMNS)", "return the rows as a DataFrame"),
         ("2.1", RETURN, "return pd.DataFrame(rows, columns=COLUMNS), len(rows)", "first_step + len(rows)"),
@@ -41,7 +41,7 @@ REDUCE, WRITE = "    all_reduce(sums)\n    if rank == 0:", "with open_writer() a
         ("2.3", REDUCE, "    if rank == 0:\n        all_reduce(sums)", "all ranks call all_reduce"),
         ("2.3", "all_reduce(sums)", "sums = all_reduce(sums).clone()", "in place"),
         ("2.3", WRITE, "writer = open_writer()\n        if True:", "close the writer"),
-        ("2.3", ", step", "", "value, step)"),
+        ("2.3", "loss / images, step", "loss / images", "value, step)"),
         ("2.3", 'writer.add_scalar("acc1/valid", hits / images, step)', "pass", "'acc1/valid'"),
     ],
 )

@@ -18,7 +18,6 @@ from course.check.verdicts import Exercise, NotYetError, expect, refusing
 TAGS = ("loss/train", "acc1/train", "acc5/train", "lr")
 COLUMNS = ["images", "loss", "top1", "top5", "lr"]
 SIZES = (6, 6, 4)  # the last batch is smaller, as it mostly is
-GAMMA = 0.8
 CLOSE = 1e-5
 # For wrong values of a tag, and of a share.
 VALUES = {
@@ -79,7 +78,7 @@ def _make_run() -> dict:
         model[1].weight.copy_(0.1 * torch.randn(10, 48, generator=generator))
         model[1].bias.zero_()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=GAMMA)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
     return {"model": model, "batches": batches, "optimizer": optimizer, "scheduler": scheduler}
 
 
