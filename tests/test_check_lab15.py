@@ -20,7 +20,7 @@ MEDIAN = 'statistics.median(\n        lap["seconds"] if lap["reached"] else math
     ("number", "old", "new", "hint"),
     [
         ("15.1", LAP, "return start", "one number"),
-        ("15.1", LAP, "return times[-1]", "one number"),
+        ("15.1", LAP, "return times[-1]", "the first point"),
         ("15.1", LAP, "return [start + epochs * epoch, 0.5]", "one number"),
         ("15.1", "for seconds, _ in curve", "for _, seconds in curve", "stand first"),
         ("15.1", "epoch = (times", "curve.pop(0)\n    epoch = (times", "leave it"),

@@ -34,7 +34,7 @@ LOAD = "model.load_state_dict(replicas[0].state_dict())"
         ("4.1", CHUNKS, "images.split(max(1, len(images) // count))", "at most count"),
         ("4.1", f"chunks = {CHUNKS}", f"return\n    chunks = {CHUNKS}", "a forward pass of a replica for each"),
         ("4.1", "for _ in chunks", "for _ in range(count)", "fewer chunks than `count`"),
-        ("4.1", COPY, "model for", "own memory"),
+        ("4.1", f"[{COPY} _ in chunks]", "[model] * len(chunks)\n    model.zero_grad()", "own memory"),
         ("4.1", COPY, "copy.deepcopy(model).train() for", "one loss of the whole batch"),
         ("4.1", f"[{COPY} _ in chunks]", f"model.__dict__.setdefault('kept', [{COPY} _ in chunks])", "one loss of"),
         ("4.1", POOL, "[replica(chunk) for replica, chunk in zip(replicas, chunks)]", "start all threads"),
@@ -46,7 +46,7 @@ LOAD = "model.load_state_dict(replicas[0].state_dict())"
         ("4.1", SUM, f"(0 if parameter.grad is None else parameter.grad) + {SUM}", "the step before"),
         ("4.1", STEP, "pass", "nothing moved"),
         ("4.1", STEP, f"{STEP}\n    {STEP}", "one optimizer.step()"),
-        ("4.1", STEP, f"{STEP}\n    {LOAD}", "do not change the model's weights"),
+        ("4.1", STEP, f"{STEP}\n    {LOAD}", "the replicas are dropped"),
         ("4.1", STEP, f"{OWN_OPTIMIZER}\n    {LOAD}", "one optimizer.step()"),
         ("4.1", "loss.detach()", "loss", "detach"),
         ("4.1", "return loss.detach()", "", "return loss.detach()"),
@@ -56,7 +56,7 @@ LOAD = "model.load_state_dict(replicas[0].state_dict())"
         ("4.3", f"{FULL}\n", "torch.empty(batch).tensor_split(count) if len(chunk)\n", "chunk rounds up"),
         ("4.3", "return min(", "return 1 or min(", "for the full batch and for the last one"),
         ("4.3", "return min(", "return 0.0 + min(", "an int"),
-        ("4.3", "set()\n", "{batch_size}\n", "for the last one"),
+        ("4.3", "set()\n", "{batch_size}\n", "chunk rounds up"),
     ],
 )
 def test_an_edited_solution_is_refused_with_its_hint(number, old, new, hint):

@@ -81,19 +81,19 @@ def verify_find_smallest_chunk(find_smallest_chunk: Callable) -> str:
         yours, right = find_smallest_chunk(images, size, count, drop_last), _find_smallest(count, *batches)
         hint = "return a whole number of images, an int"
         expect(type(yours) is int, case, yours=repr(yours), expected=right, hint=hint)
-        wrong = {
-            "a full batch can also have a small last chunk": _find_smallest(count, rest or full),
+        if drop_last:
+            wrong = {"with drop_last the last, smaller batch is left out": _find_smallest(count, full, rest)}
+        else:
+            wrong = {
+                "without drop_last the last batch is smaller, and it is split, too": _find_smallest(count, size),
+                "a full batch can also have a small last chunk": _find_smallest(count, rest or full),
+            }
+        wrong |= {
             "a device that gets no chunk runs no replica, and does not count: the least is one image": 0,
             "chunk rounds up, and the last gets what is left: 10 images on 4 are 3, 3, 3, 1, not 2 or 3": AnyOf(
                 (size // count, -(-size // count))
             ),
         }
-        if drop_last:
-            wrong["with drop_last the last, smaller batch is left out"] = _find_smallest(count, full, rest)
-        else:
-            wrong["without drop_last the last batch is smaller, images % batch_size; it is split, too"] = (
-                _find_smallest(count, size)
-            )
         hint = "for the full batch and for the last one: min(len(chunk) for chunk in torch.empty(batch).chunk(count))"
         judge(yours, right=right, case=case, wrong=wrong, hint=hint)
     return f"the sizes that torch's chunk makes, in {len(CHUNK_CASES)} cases"

@@ -140,7 +140,7 @@ def _compare_steps(answer: Callable, count: int, batch: int) -> None:
         theirs["optimizer"].zero_grad()
         F.cross_entropy(twin(images), labels).backward()
         theirs["optimizer"].step()
-        wrong = {"nothing moved: with the gradients added up in the model, optimizer.step() takes the step": before}
+        wrong = {"nothing moved: optimizer.step() of the model takes the step, and the replicas are dropped": before}
         hint = "one optimizer.step() of the model, for the whole batch; do not change the model's weights after it"
         right, name = _join(twin.parameters()), f"{case}: the weights after the step"
         judge(_join(model.parameters()), right=right, case=name, wrong=wrong, hint=hint)
