@@ -46,7 +46,7 @@ def verify_amp_step(amp_step: Callable) -> str:
             hint = "compute the loss inside autocast too: it runs cross_entropy in float32"
             judge(loss.dtype, right=torch.float32, case=f"{case}: the dtype of the loss", hint=hint)
             wrong = {
-                "the gradients still carry the loss scale: scaler.step(optimizer) takes it away": (SCALE),
+                "the gradients still carry the loss scale: scaler.step(optimizer) takes it away": SCALE,
                 "nothing moved: scaler.scale(loss).backward(), and the gradients are cleared before it, not after": (
                     AnyOf((0.0, 1 / SCALE))
                 ),
