@@ -240,7 +240,6 @@ def test_the_lab_s_own_script_is_accepted(write, right, monkeypatch, capsys):
         ("RuntimeError: Default process group has not been initialized", "comes first"),
         ("ValueError: DDP device_ids must be None on CPU", "this run is on the CPU"),
         ("AttributeError: 'NoneType' object has no attribute 'tolist'", "returns None: assign nothing"),
-        ("NameError: name 'sampler' is not defined", "assign it in the gap"),
         ("TypeError: unsupported type for timedelta minutes component", "mend what this line says"),
     ],
 )
@@ -484,7 +483,7 @@ def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count
 
 FORGOTTEN = "len(orders) > 1 and all(order == orders[0] for order in orders[1:])"
 SYNC = "model.no_sync() if number < len(micro_batches) else torch.enable_grad()"
-SHARE, BACK = "(loss / len(micro_batches))", "            (loss / len(micro_batches)).backward()\n    optimizer.step()"
+BACK = "            (loss / len(micro_batches)).backward()\n    optimizer.step()"
 ZERO = "optimizer.zero_grad()"
 FORWARD = "loss = torch.nn.functional.cross_entropy(model(images), labels)"
 REDUCE = "[torch.distributed.all_reduce(one.grad, torch.distributed.ReduceOp.AVG) for one in model.parameters()]"
@@ -498,25 +497,19 @@ TOTAL = f"total = {FORWARD.partition('= ')[2]} / len(micro_batches) + (total if 
         ("5.3", FORGOTTEN, "True", "the orders differ"),
         ("5.3", FORGOTTEN, "sorted(orders[0]) == sorted(orders[-1])", "compare the lists themselves"),
         ("5.3", FORGOTTEN, "len({order[0] for order in orders}) == 1 < len(orders)", "compare whole orders"),
-        ("5.3", FORGOTTEN, "len({(*order[:3],) for order in orders}) == 1 < len(orders)", "compare whole orders"),
         ("5.3", FORGOTTEN, "len({(order[0], order[-1]) for order in orders}) == 1 < len(orders)", "whole orders"),
         ("5.3", FORGOTTEN, "len(orders) > 1 and orders[0] == orders[1] == orders[-1]", "however many there are"),
         ("5.3", FORGOTTEN, "len(orders) > 1 and orders[0] == orders[1]", "compare all epochs with the first"),
-        ("5.3", FORGOTTEN, "len(orders) > 1 and orders[-2] == orders[-1]", "compare all epochs"),
         ("5.3", FORGOTTEN, "len(orders) > 1 and orders[0] == orders[-1]", "compare all epochs"),
         ("5.3", "len(orders) > 1 and ", "", "one epoch is not enough to decide"),
         ("5.3", FORGOTTEN, "len(orders) == 3 and orders[0] == orders[1] == orders[2]", "any number of"),
         ("5.3", FORGOTTEN, "'yes' if orders[0] == orders[1] else ''", "return True or False"),
         ("5.3", FORGOTTEN, "(torch.tensor(orders) == torch.tensor(orders[0])).all()", "bool(...)"),
-        ("5.4", SHARE, "loss", "divide each loss"),
-        ("5.4", SHARE, "(loss / len(micro_batches) / 2)", "divided by the number of ranks already"),
         ("5.4", SYNC, "torch.enable_grad()", "all micro-batches but the last"),
         ("5.4", SYNC, "model.no_sync()", "through model, outside"),
         ("5.4", SYNC, SYNC.replace("number < len(micro_batches)", "number > 1"), "send in the last pass"),
-        ("5.4", FORWARD, FORWARD.replace("model(", "model.module("), "through model, outside"),
         ("5.4", f"    {ZERO}\n", "", "the gradients of this step alone"),
         ("5.4", SYNC + ":", f"{SYNC}:\n            {ZERO}", "only the last micro-batch counts"),
-        ("5.4", "    optimizer.step()", f"    {ZERO}\n    optimizer.step()", "did not move"),
         ("5.4", BACK, BACK.replace("    opt", "        opt"), "once, after the last micro-batch"),
         (
             "5.4",

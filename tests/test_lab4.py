@@ -12,7 +12,7 @@ from torch import nn
 
 import nodelaunch as launch
 from course.check.guesses import read_guesses
-from lab_utils import models, plots
+from lab_utils import models
 from lab_utils.timing import Timing
 from nodelaunch import GpuUsage, Usage
 
@@ -114,8 +114,6 @@ def test_the_figure_shows_the_records(run_cells):
         lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
         seconds = zip(NAMES[kind], (2.0, 1.6, 1.0), strict=False)
         assert lines == {name: [batch / one for batch in (16, 64, 256)] for name, one in seconds}, kind
-        colours = [line.get_color() for line in ax.lines]
-        assert colours == [plots.COLOURS[name] for name in ("device", "DP", "DDP")], "one colour for each set-up"
     right = names["axes"][2]
     assert read_guesses() == {
         "lab 4: DP against one device": (0.7, 1.25),
@@ -124,11 +122,6 @@ def test_the_figure_shows_the_records(run_cells):
     lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
     assert lines["DP, training"] == pytest.approx([1.25] * 3) and lines["DDP, training"] == pytest.approx([2.0] * 3)
     assert (lines["my guess for DP"][0], lines["my guess for DDP"][0]) == (0.7, 1.5)
-    assert lines["1 device"] == [1, 1] and right.lines[-1].get_label() == "1 device", "a guess of 1 hides the line"
-    assert "1 device" in [text.get_text() for text in right.get_legend().get_texts()]
-    colours = {line.get_label(): line.get_color() for line in right.lines}
-    assert colours["DP, training"] == plots.COLOURS["DP"] and colours["DDP, training"] == plots.COLOURS["DDP"]
-    assert right.get_ylim()[0] == 0 and right.get_ylim()[1] > 2, "a line is cut off"
 
 
 def test_what_others_published_stands_there_with_its_source(run_cells, capsys, root):
@@ -238,10 +231,7 @@ def test_the_three_trainings_lie_over_each_other(run_cells, capsys):
     left, middle, right = run_cells("train-figure", **names)["axes"]
     for ax, means in ((left, [2, 1.75, 1.5]), (middle, [0.1, 0.15, 0.2])):
         assert [line.get_label() for line in ax.lines] == [*TRAINED]
-        assert [line.get_color() for line in ax.lines] == [plots.COLOURS[name] for name in ("device", "DP", "DDP")]
         assert all(list(line.get_ydata()) == pytest.approx(means) for line in ax.lines)
-        widths = [line.get_linewidth() for line in ax.lines]
-        assert widths == sorted(widths, reverse=True) and len({*widths}) == 3, "one line hides another"
     assert [bar.get_height() for bar in right.patches] == [64, 32, 128]  # images per second
     assert "✔ DP and DDP: the same loss" in capsys.readouterr().out
     assert not right.texts[3:]  # three numbers, and no remark on noise
@@ -303,10 +293,6 @@ def test_the_ways_of_a_step_differ_in_time_only(run_cells, monkeypatch, gpus):
         gradients[name] = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
         assert torch.allclose(gradients[name], gradients["1 device"], atol=1e-12), name
     assert len(steps[copying]()) == 2
-    labels = [label.get_text() for label in names["axes"][0].get_yticklabels()]
-    assert labels == [*steps]
-    left, right = names["axes"]
-    assert left.get_xlim() == right.get_xlim(), "bars of the same length take the same time"
 
 
 def train_by_script(root, device, how, *arguments):

@@ -41,10 +41,8 @@ def verify_predict_running_mean(predict_running_mean: Callable) -> str:
             "chunks'": old + momentum * (images.mean((0, 2, 3)) - old),
             "the replicas' statistics are not averaged: all but replica 0's go with the replica": sum(moved)
             / len(moved),
-            "not the last replica, the first: it shares its buffers with the module, the others are copies": moved[-1],
             "momentum was left out: the running mean moves towards the new mean, it does not become it": means[0],
             "PyTorch's momentum weighs the new value, 1 - momentum the old one": means[0] + momentum * (old - means[0]),
-            "it does change: replica 0 shares its buffers with the module, so what it writes there stays": old,
             "one update per step, not one per chunk: the others write into buffers that are dropped": every,
         }
         hint = "(1 - momentum) * batch_norm.running_mean + momentum * images.chunk(count)[0].mean((0, 2, 3))"
