@@ -56,7 +56,7 @@ LOAD = "model.load_state_dict(replicas[0].state_dict())"
         ("4.3", f"{FULL}\n", "torch.empty(batch).tensor_split(count) if len(chunk)\n", "chunk rounds up"),
         ("4.3", "return min(", "return 1 or min(", "for the full batch and for the last one"),
         ("4.3", "return min(", "return 0.0 + min(", "an int"),
-        ("4.3", "set()\n", "{batch_size}\n", "chunk rounds up"),
+        ("4.3", "set()\n", "{batch_size}\n", "without drop_last"),
     ],
 )
 def test_an_edited_solution_is_refused_with_its_hint(number, old, new, hint):
