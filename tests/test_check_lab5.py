@@ -268,7 +268,7 @@ def test_wrong_shares_get_their_hint(right):
 
 
 def test_wrong_gradients_and_weights_get_their_hint():
-    weights, alone = {"w": torch.ones(2)}, [{"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 6.0])}]
+    weights, alone = {"w": torch.ones(2)}, [{"w": torch.tensor([1.0, 3.0])}, {"w": torch.tensor([3.0, 5.0])}]
     mean = {"w": torch.tensor([2.0, 4.0])}
     good = {"weights": weights, "gradients": mean}
     script_runs.expect_gradients([good, good], alone, "step 1")
