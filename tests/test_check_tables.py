@@ -51,6 +51,7 @@ def test_values_agree_to_rounding_in_every_part():
         (torch.tensor(3), 3),
         (None, None),
         ("text", "text"),
+        (float("nan"), float("nan")),
     ]
     assert all(agree(*pair, within=1e-9) for pair in same)
     other = [(1, 2), (1, True), (tensor, tensor[:2]), (tensor, [0, 1]), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (None, 0)]

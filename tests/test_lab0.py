@@ -3,10 +3,8 @@
 import re
 
 import nbformat
-import pandas as pd
 import pytest
 
-from lab_utils import timing
 from lab_utils.timing import Timing
 
 
@@ -52,18 +50,3 @@ def test_a_recorded_run_of_a_step_has_a_figure_of_its_own_below_the_learners(
     assert below.get_title(loc="left") == "NVIDIA H200, torch 2.14.1, 2026-12-01, resnet18, batch 1024"
     longest = [max(bar.get_x() + bar.get_width() for bar in ax.patches) for ax in (above, below)]
     assert longest[0] / longest[1] == pytest.approx(20), "each has the times of its own run"
-
-
-def test_the_recorded_rates_of_devices_stand_below_the_learners(
-    no_reference, run_cells_of, record_run, runs, monkeypatch
-):
-    tables = []
-    monkeypatch.setattr(timing, "measure", lambda *_, **__: Timing("", (0.001,)))
-    monkeypatch.setattr(pd.DataFrame, "round", lambda table, _: tables.append(table))
-    run_cells_of("00_start_here", "devices")
-    record_run("lab0", "NVIDIA H200", "devices", side=[(8192, {"GPU, float32": {"GFLOP/s": 51e3, "GB/s": 4e3}})])
-    run_cells_of("00_start_here", "devices")
-    mine, both = tables
-    assert mine.index.name is None and not [name for name in mine.index if "recorded" in name]
-    assert both.index.name == "NVIDIA H200, torch 2.14.1, 2026-12-01"
-    assert list(both.loc["GPU, float32, recorded"]) == [51e3, 4e3]

@@ -11,7 +11,6 @@ from lab_utils.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("runs")
 STEP = ("baseline", "amp-step", "setups", "steps")
-BUILD = models.build
 
 
 @pytest.fixture
@@ -97,28 +96,6 @@ def test_tf32_is_what_a_gpu_does_by_default(run_cells):
     for precision in ("tf32", "ieee"):
         names["run_step"]((), precision, None, None)
     assert seen == [("tf32", "ieee"), ("ieee", "ieee")]
-
-
-def test_products_are_timed_in_float32_whatever_the_steps_before_them_used(run_cells, monkeypatch):
-    """A run whose sweep comes from the records has set nothing before."""
-    monkeypatch.setenv("LAB_ROUNDS", "2")
-    monkeypatch.setattr(models, "build", lambda net, **more: BUILD("tiny"))
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    names = run_cells(*STEP, "speed-up", "count-calls", pair={"candidate": "bf16"})
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
-    for row in names["rows"].values():
-        assert list(row) == ["fp32, µs", "bf16, µs", "no casts, µs", "speed-up"]
-        assert row["speed-up"] == pytest.approx(row["fp32, µs"] / row["bf16, µs"])
-
-
-def test_the_tracker_counts_what_is_alive_and_lets_go_of_what_is_not(run_cells):
-    tracker_of = run_cells("tracker")["PeakTracker"]
-    kept = torch.zeros(1000)
-    with tracker_of([kept]) as tracker:
-        for _ in range(5):
-            assert torch.ones(1000).add(kept).sum() == 1000  # 4,000 bytes twice, for a moment
-        kept.view(10, 100)
-    assert 12_000 <= tracker.peak < 12_100
 
 
 def test_a_reference_run_stands_beside_the_learners_with_its_hardware_versions_and_date(run_cells, capsys, record_run):

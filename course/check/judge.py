@@ -96,7 +96,8 @@ def agree(one: object, other: object, *, within: float) -> bool:
     if isinstance(one, Number) and isinstance(other, Number):
         if isinstance(one, bool) or isinstance(other, bool):
             return one is other
-        return math.isclose(one, other, rel_tol=within, abs_tol=within)
+        close = math.isclose(one, other, rel_tol=within, abs_tol=within)
+        return close or (one != one and other != other)  # NaN
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(agree(one[key], other[key], within=within) for key in one)
     if isinstance(one, list) and isinstance(other, list):

@@ -6,10 +6,10 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 
 from course.check.verdicts import expect
 
-UNITS = {"weeks": 604800, "days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 BY_RANK = "RANK counts over all nodes, and a GPU belongs to one: LOCAL_RANK counts the processes of a node"
 NO_NUMBER = (
     'torch.device("cuda", local_rank): "cuda" alone has no number, "cuda:0" is the same GPU for all ranks of a node'
@@ -25,27 +25,31 @@ def expect_precautions(tree: ast.AST) -> None:
     values = find_values(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call) for call in calls]
-    starts = [call for name, call in named if name == "init_process_group"]
+    names = {name for name, _ in named}
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     expect(
-        bool(starts),
+        "init_process_group" in names,
         "how the processes meet",
         yours="no init_process_group",
         expected="dist.init_process_group(backend, timeout=...)",
         hint="torchrun sets the addresses and ranks; init_process_group reads them and connects the processes",
     )
-    _expect_backend(tree, starts, values)
-    _expect_timeout(named, starts)
-    _expect_all_ranks(named)
-    _expect_chosen_images(named)
-    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    names = {name for name, _ in named}
-    expect(
-        "LOCAL_RANK" in texts or "get_node_local_rank" in names,
-        "which GPU a process takes",
-        yours="LOCAL_RANK is not read",
-        expected='int(os.environ["LOCAL_RANK"])',
-        hint=BY_RANK,
-    )
+    _expect_backend(tree, named, values)
+    _expect_timeout(named)
+    counts = _find_arguments(named, "DistributedSampler", 1, "num_replicas")
+    fixed = [ast.unparse(one) for one in counts if isinstance(one, ast.Constant) and one.value is not None]
+    hint = "leave num_replicas out, or take dist.get_world_size(): torchrun says how many ranks there are"
+    case = "among how many ranks the images are divided"
+    expect(not fixed, case, yours=", ".join(fixed), expected="the number of ranks that there are", hint=hint)
+    sources = [
+        one for name in ("DistributedSampler", "DataLoader") for one in _find_arguments(named, name, 0, "dataset")
+    ]
+    whole = "dataset.train" in map(ast.unparse, sources)
+    hint = "train, and not dataset.train: it has only as many images as --images says"
+    expect(not whole, "which images are shared out", yours="dataset.train", expected="those of train", hint=hint)
+    case, expected = "which GPU a process takes", 'int(os.environ["LOCAL_RANK"])'
+    read = "LOCAL_RANK" in texts or "get_node_local_rank" in names
+    expect(read, case, yours="LOCAL_RANK is not read", expected=expected, hint=BY_RANK)
     expect_no_rank(named, values)
     expect(
         bool({"set_device", "set_device_index"} & names),
@@ -56,116 +60,52 @@ def expect_precautions(tree: ast.AST) -> None:
     )
     if "CUDA_VISIBLE_DEVICES" not in texts:  # where each process sees one GPU, its number is 0
         expect_local_rank(named, values)
-    expect(
-        "save" in names,
-        "a checkpoint",
-        yours="torch.save(...) is not called",
-        expected="rank 0 saves",
-        hint="if args.checkpoint and rank == 0: torch.save(state, args.checkpoint)",
-    )
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.If | ast.While)]
+    # Around torch.save the name of a checkpoint may have been assigned to another before.
+    used = [_list_used(node.test, values if "attr='save'" in ast.dump(node) else {}) for node in tests]
+    asked = "save" in names and any("checkpoint" in one for one in used)
+    hint = "if args.checkpoint and rank == 0: torch.save(state, args.checkpoint); only then is there a name to save to"
+    expect(asked, "a checkpoint", yours="none, or also where no name is given", expected="rank 0 saves", hint=hint)
 
 
-def _expect_all_ranks(named: Sequence[tuple[str, ast.Call]]) -> None:
-    """Expects no sampler that divides the images among a fixed number of ranks."""
-    counts = [
-        one for name, call in named if name == "DistributedSampler" for one in _find_argument(call, 1, "num_replicas")
-    ]
-    fixed = [ast.unparse(one) for one in counts if isinstance(one, ast.Constant) and one.value is not None]
-    expect(
-        not fixed,
-        "among how many ranks the images are divided",
-        yours=", ".join(fixed),
-        expected="the number of ranks that there are",
-        hint="leave num_replicas out, or take dist.get_world_size(): torchrun says how many ranks there are",
-    )
+def _find_arguments(named: Sequence[tuple[str, ast.Call]], function: str, place: int, name: str) -> list[ast.expr]:
+    """The values of one argument in all calls of a function; ``**options``, which may hold it, counts too."""
+    calls = [call for found, call in named if found == function]
+    by_name = [keyword.value for call in calls for keyword in call.keywords if keyword.arg in (name, None)]
+    return [one for call in calls for one in call.args[place : place + 1]] + by_name
 
 
-def _expect_chosen_images(named: Sequence[tuple[str, ast.Call]]) -> None:
-    """Expects sampler and loader to use ``train``, which ``--images`` shortens."""
-    whole = [
-        ast.unparse(call)
-        for name, call in named
-        if name in ("DistributedSampler", "DataLoader")
-        for one in _find_argument(call, 0, "dataset")
-        if ast.unparse(one) == "dataset.train"
-    ]
-    expect(
-        not whole,
-        "which images are shared out",
-        yours=whole[0] if whole else "",
-        expected="those of train",
-        hint="train, and not dataset.train: it has only as many images as --images says",
-    )
+def _expect_timeout(named: Sequence[tuple[str, ast.Call]]) -> None:
+    """Expects an explicit timeout for the processes' waits, and not one of days, or of seconds."""
+    case, expected = "how long a process waits for one that does not answer", "timeout=timedelta(minutes=2)"
+    waits = [ast.unparse(one) for one in _find_arguments(named, "init_process_group", 2, "timeout")]
+    hint = "without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs"
+    yours = "timeout=None, the default" if waits else "init_process_group without timeout="
+    expect(any(wait != "None" for wait in waits), case, yours=yours, expected=expected, hint=hint)
+    for name, call in named:
+        if name == "timedelta":
+            written = ast.unparse(ast.Call(ast.Name("timedelta"), call.args, call.keywords))
+            try:
+                span = eval(written, {"timedelta": timedelta, "__builtins__": {}})
+            except Exception:  # only a run can tell
+                continue
+            hint = "some minutes: timedelta(minutes=2); its first number counts days, and after some seconds a process "
+            hint += "that only starts slowly would be given up"
+            fits = timedelta(seconds=30) <= span <= timedelta(minutes=10)
+            expect(fits, case, yours=written, expected=expected, hint=hint)
 
 
-def _find_argument(call: ast.Call, place: int, name: str) -> list[ast.expr]:
-    return call.args[place : place + 1] + [keyword.value for keyword in call.keywords if keyword.arg == name]
-
-
-def _expect_timeout(named: Sequence[tuple[str, ast.Call]], starts: Sequence[ast.Call]) -> None:
-    """Expects an explicit timeout for the processes' waits, and not one of days."""
-    # A keyword without a name is **options, which may hold it.
-    waits = [keyword.value for call in starts for keyword in call.keywords if keyword.arg in ("timeout", None)]
-    waits += [call.args[2] for call in starts if len(call.args) > 2]
-    expect(
-        any(not (isinstance(wait, ast.Constant) and wait.value is None) for wait in waits),
-        "how long a process waits for one that does not answer",
-        yours="timeout=None, the default" if waits else "init_process_group without timeout=",
-        expected="timeout=timedelta(minutes=2)",
-        hint="without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs",
-    )
-    spans = [call for name, call in named if name == "timedelta"]
-    wrong = [call for call in spans if _is_long(call) or 0 < _count_seconds(call) < 30]
-    hint = "two minutes are enough: write timedelta(minutes=2), or seconds="
-    if wrong and _is_long(wrong[0]) and wrong[0].args:
-        hint = "the first number of timedelta counts days: write minutes= or seconds="
-    elif wrong and not _is_long(wrong[0]):
-        hint = "a process that only starts slowly would be given up: wait for some minutes"
-    expect(
-        not wrong,
-        "how long a process waits for one that does not answer",
-        yours=ast.unparse(wrong[0]) if wrong else "",
-        expected="timeout=timedelta(minutes=2)",
-        hint=hint,
-    )
-
-
-def _is_long(call: ast.Call) -> bool:
-    """Returns True if a ``timedelta(...)`` is longer than ten minutes, judging by its literal numbers."""
-    if any(ast.unparse(one) != "0" for one in call.args[:1]):
-        return True
-    return _count_seconds(call) > 600
-
-
-def _count_seconds(call: ast.Call) -> float:
-    """Returns the seconds in the keywords of a ``timedelta(...)``; 0 if only a run can tell."""
-    return sum(UNITS.get(one.arg or "", 0) * _multiply(one.value) for one in call.keywords)
-
-
-def _multiply(node: ast.expr) -> float:
-    """Returns the value of a number or a product of numbers; 0 for anything else, which only a run can tell."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _multiply(node.left) * _multiply(node.right)
-    number = getattr(node, "value", 0)
-    return number if isinstance(number, int | float) else 0
-
-
-def _expect_backend(tree: ast.AST, starts: Sequence[ast.Call], values: Mapping[str, list[ast.expr]]) -> None:
+def _expect_backend(tree: ast.AST, named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
     """Expects another backend besides Gloo where the group is made, or, if none is named there, in the script."""
-    chosen = [one for call in starts for one in call.args[:1]]
-    chosen += [word.value for call in starts for word in call.keywords if word.arg in ("backend", None)]
+    chosen = _find_arguments(named, "init_process_group", 0, "backend")
     words = [word for one in chosen for word in _list_used(one, values)]
     for used in (words, [getattr(node, "attr", getattr(node, "value", "")) for node in ast.walk(tree)]):
         backends = {one for one in ("gloo", "nccl") if any(one in str(word).lower() for word in used)}
         if backends:
             break
-    expect(
-        backends != {"gloo"},  # where none is named, torch chooses by the device
-        "the backend between GPUs",
-        yours="gloo alone is named",
-        expected='"nccl" if cuda else "gloo"',
-        hint="gloo sends a GPU's gradients through the processor's memory; nccl is made for GPUs",
-    )
+    hint = "gloo sends a GPU's gradients through the processor's memory; nccl is made for GPUs"
+    case, expected = "the backend between GPUs", '"nccl" if cuda else "gloo"'  # if none is named, torch chooses
+    expect(backends != {"gloo"}, case, yours="gloo alone is named", expected=expected, hint=hint)
 
 
 def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, ast.expr]]:
@@ -174,7 +114,7 @@ def _list_chosen(named: Sequence[tuple[str, ast.Call]]) -> Iterator[tuple[str, a
         if name in ("set_device", "set_device_index", "device"):
             yield from ((name, one) for one in [*call.args, *(keyword.value for keyword in call.keywords)])
         elif name in ("DDP", "DistributedDataParallel"):
-            yield from ((name, one) for one in _find_argument(call, 1, "device_ids"))
+            yield from ((name, one) for one in _find_arguments([(name, call)], name, 1, "device_ids"))
 
 
 def expect_no_rank(named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
@@ -251,10 +191,3 @@ def _list_used(expression: ast.AST, values: Mapping[str, list[ast.expr]]) -> set
         used.add(getattr(node, "attr", getattr(node, "id", getattr(node, "value", ""))))
         nodes += [child for child in ast.iter_child_nodes(node) if child is not getattr(node, "test", None)]
     return used
-
-
-def asks_for_checkpoint(tree: ast.AST) -> bool:
-    """Returns True if a condition names the checkpoint, as around ``torch.save``; otherwise a run has to tell."""
-    tests = (node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.While))
-    names = (getattr(node, "attr", getattr(node, "id", "")) for test in tests for node in ast.walk(test))
-    return "checkpoint" in names

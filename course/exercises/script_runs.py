@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from course.check.judge import judge
 from course.check.verdicts import NotYetError, expect
 
 # Shares of 63 images, and 3 full batches: a sampler that does not drop the last image gives 64, and so a fourth batch.
@@ -17,6 +18,32 @@ STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
 CHECKPOINT = "saved-here.pt"  # not the name that the script itself has as an example
 # What the script prints at the end of an epoch.
 PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images")
+
+
+def expect_gradients(states: Sequence[Mapping], alone: Sequence[Mapping[str, torch.Tensor]], step: str) -> None:
+    """All ranks have the same weights, bit for bit, and the mean of the gradients.
+
+    Args:
+        states: Of each rank the weights, and the gradients that its optimizer's step took, by parameter.
+        alone: The gradients of each rank's own images; none after the last step.
+        step: Its name.
+    """
+    weights, *others = (state["weights"] for state in states)
+    hint = "each rank trains a model of its own: the forward pass has to run through DDP(model)"
+    for other in others:
+        judge(other, right=weights, case=f"the weights of the two ranks at {step}", hint=hint, within=0.0)
+    if not alone:
+        return
+    total = {name: sum(one[name] for one in alone) for name in alone[0]}
+    mean, twice = ({name: one / by for name, one in total.items()} for by in (RANKS, RANKS**2))
+    for rank, state in enumerate(states):
+        wrong = {
+            "these are of this rank's own images: the forward pass has to run through DDP(model)": alone[rank],
+            "this is the sum: DDP averages, once is enough": total,
+            "DDP has divided by the ranks already": twice,
+        }
+        hint = "leave it to DDP to average the gradients, once: backward(), then optimizer.step()"
+        judge(state["gradients"], right=mean, case=f"gradients of rank {rank} at {step}", wrong=wrong, hint=hint)
 
 
 def expect_images(taken: Sequence[list[list[int]]]) -> None:
@@ -35,48 +62,30 @@ def expect_images(taken: Sequence[list[list[int]]]) -> None:
             hint="a DistributedSampler divides the images: give it to the DataLoader as sampler=, one seed for all",
         )
     order = orders[0]
-    expect(
-        order[:half] != sorted(order[:half]),
-        "the order of the images",
-        yours="that of the data set",
-        expected="shuffled",
-        hint="DistributedSampler shuffles, unless it is told shuffle=False",
-    )
-    expect(
-        order[:half] != order[half:],
-        "the order of the images",
-        yours="the same in both epochs",
-        expected="another one in each epoch",
-        hint="sampler.set_epoch(epoch) before each epoch chooses its order",
-    )
+    case, shuffled = "the order of the images", order[:half] != sorted(order[:half])
+    hint = "DistributedSampler shuffles, unless it is told shuffle=False"
+    expect(shuffled, case, yours="that of the data set", expected="shuffled", hint=hint)
+    hint, expected = "sampler.set_epoch(epoch) before each epoch chooses its order", "another one in each epoch"
+    expect(order[:half] != order[half:], case, yours="the same in both epochs", expected=expected, hint=hint)
 
 
 def _expect_batches(taken: Sequence[list[list[int]]], orders: Sequence[list[int]]) -> None:
     """Every rank takes full batches, as many as its share of the images has, and not the share of another."""
     sizes, share = [len(step) for step in taken[0]], EPOCHS * -(-IMAGES // RANKS)
-    hint = "args.batch_size is the number of images of each process: give it to the DataLoader as it is"
-    if not any(orders):
-        hint = "the batches come from `train`: DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
-    elif len(orders[0]) > share:
+    hint = "DataLoader(train, args.batch_size, sampler=sampler, drop_last=True): args.batch_size is of each process"
+    if len(orders[0]) > share:
         hint = "both ranks went through all images: give the sampler to the DataLoader, as sampler=sampler"
     elif sizes == [*[BATCH_SIZE] * STEPS, IMAGES // RANKS % BATCH_SIZE] * EPOCHS:
         hint = "drop_last=True for the DataLoader: without it the last batch of an epoch is not a full one"
     elif sizes == [BATCH_SIZE] * (share // BATCH_SIZE):
         hint = "drop_last=True for the DistributedSampler: without it one image comes twice, to make the shares equal"
-    expect(
-        [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS),
-        f"the batches that a rank takes in {EPOCHS} epochs of {IMAGES} images",
-        yours=f"{len(sizes)} batches, of {' and '.join(map(str, sorted(set(sizes), reverse=True))) or 'no'} images",
-        expected=f"{EPOCHS * STEPS} batches, of {BATCH_SIZE} images",
-        hint=hint,
-    )
-    expect(
-        orders[0] != orders[1],
-        "the images of the two ranks",
-        yours="the same ones, in the same order",
-        expected="different ones",
-        hint="both ranks got the same share: rank is the number in the whole job; LOCAL_RANK is 0 on each node",
-    )
+    full = [len(step) for steps in taken for step in steps] == [BATCH_SIZE] * (RANKS * EPOCHS * STEPS)
+    case = f"the batches that a rank takes in {EPOCHS} epochs of {IMAGES} images"
+    yours = f"{len(sizes)} batches, of {' and '.join(map(str, sorted(set(sizes), reverse=True))) or 'no'} images"
+    expect(full, case, yours=yours, expected=f"{EPOCHS * STEPS} batches, of {BATCH_SIZE} images", hint=hint)
+    hint = "both ranks got the same share: rank is the number in the whole job; LOCAL_RANK is 0 on each node"
+    same, yours = orders[0] == orders[1], "the same ones, in the same order"
+    expect(not same, "the images of the two ranks", yours=yours, expected="different ones", hint=hint)
 
 
 def expect_saved_once(paths: Mapping[str, Path], first: str) -> None:
@@ -121,23 +130,16 @@ def expect_state(path: Path, weights: Mapping[str, torch.Tensor], epochs: int) -
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         hint = "torch.save(state, ...) of a dictionary of state_dict()s"
         raise NotYetError("the checkpoint", yours=line[:160], expected="loads again", hint=hint) from None
-    model = state.get("model", {}) if isinstance(state, Mapping) else {}
-    missing = [name for name in weights if name not in model]
-    expect(
-        not missing,
-        "the weights in the checkpoint",
-        yours=", ".join(list(model)[:2]) + ", …" if model else "not there",
-        expected=", ".join(list(weights)[:2]) + ", …",
-        hint="save state as it was put together, with model and optimizer; model.module's names have no 'module.'",
-    )
-    expect(
-        bool(state.get("optimizer")),
-        "the optimizer in the checkpoint",
-        yours="not there",
-        expected="its state_dict(), as 'optimizer'",
-        hint="save the state as it was put together: the script loads the optimizer's momentum when it goes on",
-    )
-    difference = max(float((model[name] - one).abs().max()) for name, one in weights.items())
+    state = state if isinstance(state, Mapping) else {}
+    hint = "save state as it was put together, with model and optimizer; model.module's names have no 'module.'"
+    names = list(state.get("model", {}))
+    missing = set(weights) - set(names)
+    yours, expected = (f"{', '.join(list(one)[:2])}, …" for one in (names, weights))
+    expect(not missing, "the weights in the checkpoint", yours=yours, expected=expected, hint=hint)
+    hint = "save the state as it was put together: the script loads the optimizer's momentum when it goes on"
+    case, expected = "the optimizer in the checkpoint", "its state_dict(), as 'optimizer'"
+    expect(bool(state.get("optimizer")), case, yours="not there", expected=expected, hint=hint)
+    difference = max(float((state["model"][name] - one).abs().max()) for name, one in weights.items())
     expect(
         difference == 0 and state.get("epoch") == epochs,
         "the last checkpoint",

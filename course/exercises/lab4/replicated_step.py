@@ -2,238 +2,215 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from unittest import mock
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from course.check.verdicts import NotYetError, expect
-from course.exercises.lab4.replicas import PATIENCE, Net, Step, Watch, is_close, join, make_trial
+from course.check.judge import AnyOf, judge
+from course.check.verdicts import expect, refusing
 
 # Replicas and images. With 5 and 9 ``chunk`` makes five chunks, with 5 and 6 three, and with 4 and 1 a single one.
 CASES = ((1, 4), (2, 8), (3, 7), (5, 9), (5, 6), (4, 1))
+PATIENCE = 2.5  # seconds that a replica waits for the others before we say that none comes
 
 
-def _join_gradients(model: Net) -> torch.Tensor | None:
-    """The gradients as one vector, those that are missing as zeros; None where all are."""
-    parameters = list(model.parameters())
-    if all(parameter.grad is None for parameter in parameters):
-        return None
-    return join(torch.zeros_like(one) if one.grad is None else one.grad for one in parameters)
+class _Watch:
+    """Watches every forward pass of a network and of all its copies, and delays each until the others have started.
+
+    Attributes:
+        weights: A weight of each that ran, which is kept so that no later replica gets the same memory.
+        alone: True if one of them waited in vain, as the first does if replicas run one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.begin(1)
+
+    def begin(self, parts: int, *, failing: int | None = None) -> None:
+        """Clears the notes; ``parts`` passes have to meet, and the pass with the number ``failing`` raises."""
+        self.weights: list[torch.Tensor] = []
+        self.alone, self._parts, self._failing, self._complete = False, parts, failing, threading.Event()
+
+    def __deepcopy__(self, memo: dict) -> _Watch:
+        return self  # the copies of a network report to the same watch
+
+    def note(self, weight: torch.Tensor) -> None:
+        """Notes a forward pass, and waits in it for the others."""
+        with self._lock:
+            self.weights.append(weight)
+            number = len(self.weights)
+        if number == self._failing:
+            raise RuntimeError(f"replica {number - 1} was made to fail")
+        if number >= self._parts:
+            self._complete.set()
+        if not self._complete.wait(PATIENCE):
+            self.alone = True
+            self._complete.set()  # once is enough: whoever comes later does not wait again
+
+
+class _Net(nn.Module):
+    """A small classifier that reports each forward pass, also those of its copies, to a :class:`_Watch`."""
+
+    def __init__(self, watch: _Watch | None) -> None:
+        super().__init__()
+        self.watch = watch
+        with torch.random.fork_rng(devices=[]):  # leaves the random numbers of the learner's notebook as they are
+            torch.manual_seed(0)
+            self.convolution, self.head = nn.Conv2d(3, 6, 3, padding=1), nn.Linear(6, 5)
+            self.norm = nn.BatchNorm2d(6)
+            self.norm.running_mean.uniform_(-1, 1)
+            self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Maps (N, 3, H, W) images to (N, 5) logits."""
+        if self.watch and len(images):
+            self.watch.note(self.convolution.weight)
+        return self.head(torch.relu(self.norm(self.convolution(images))).mean((2, 3)))
+
+
+def _make_trial(watch: _Watch | None, batch: int) -> dict:
+    """A network in float64, a batch of distinct images, and an optimizer; the same numbers each time.
+
+    The network is in evaluation mode: in training BatchNorm's statistics would be those of a chunk, and the step would
+    rightly differ from one device's.
+    """
+    generator = torch.Generator().manual_seed(1)
+    model = _Net(watch).double().eval()
+    return {
+        "model": model,
+        "images": torch.randn(batch, 3, 4, 4, generator=generator, dtype=torch.float64),
+        "labels": torch.randint(0, 5, (batch,), generator=generator),
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+    }
+
+
+def _join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A copy of the tensors as one vector without a graph."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def _join_gradients(model: nn.Module) -> torch.Tensor:
+    """The gradients as one vector, those that are missing as zeros."""
+    return _join(torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters())
 
 
 def verify_data_parallel_step(data_parallel_step: Callable) -> str:
     """Takes two steps for each number of replicas, beside one device, and one step in which a replica fails."""
-    watch = Watch()  # one for all, so that replicas that are kept from an earlier step are seen
-    for normalized in (False, True):
-        for count, batch in CASES:
-            _compare_steps(data_parallel_step, watch, count, batch, normalized)
-    _expect_error(data_parallel_step, watch)
+    for count, batch in CASES:
+        _compare_steps(data_parallel_step, count, batch)
+    _expect_error(data_parallel_step)
     where = "on 1, 2, 3 and 5 replicas, for uneven batches too"
     return f"loss, gradients and weights equal one device's in float64, {where}"
 
 
-def _compare_steps(answer: Callable, watch: Watch, count: int, batch: int, normalized: bool) -> None:
-    ours, theirs = make_trial(watch, batch, normalized=normalized), make_trial(None, batch, normalized=normalized)
+def _compare_steps(answer: Callable, count: int, batch: int) -> None:
+    watch, earlier = _Watch(), 0.0
+    ours, theirs = _make_trial(watch, batch), _make_trial(None, batch)
     model, twin, images, labels = ours["model"], theirs["model"], ours["images"], ours["labels"]
-    used: list[torch.Tensor | None] = []  # the gradients that each optimizer.step() finds
-    ours["optimizer"].register_step_pre_hook(lambda *_: used.append(_join_gradients(model)))
-    earlier = None
-    for number in (1, 2):  # what the first leaves behind shows in the second
-        name = f"{batch} image{'s' * (batch > 1)} on {count} replica{'s' * (count > 1)}, step {number}"
-        step = Step(name, copy.deepcopy(twin), images, labels, earlier)
-        before = join(model.parameters())
-        used.clear()
-        parts = len(images.chunk(count))
-        watch.begin(model.list_weights(), parts)
-        try:
-            returned = answer(**ours, count=count)
-        except (RuntimeError, ValueError) as error:
-            # Wrong shares say more than the error that they cause, but one before all have run is the learner's own.
-            misshapen = any(call.images.shape[1:] != images.shape[1:] for call in watch.calls)
-            if (misshapen or len(watch.calls) >= parts) and not isinstance(error, NotImplementedError):
-                _expect_shares(step, watch, count)
-            raise
-        except TypeError as error:
-            missing = parts < count and "NoneType" in str(error)
-            hint = "there are fewer chunks than `count`: a replica without a chunk has no gradient, so leave it out"
-            expect(not missing, name, yours=str(error)[:80], expected=f"{parts} replicas", hint=hint)
-            raise
-        _expect_shares(step, watch, count)
-        _expect_replicas(step, watch)
-        loss, gradient = step.differentiate(list(range(batch)))
-        _expect_loss(step, returned, loss, watch)
-        _expect_gradient(step, used, gradient, watch, moved=not torch.equal(before, join(model.parameters())))
-        left = _join_gradients(model)
-        expect(
-            left is not None and is_close(left, gradient),
-            f"{name}: the gradients after the step",
-            yours="none" if left is None or not left.any() else "others",
-            expected="those of this step",
-            hint="leave them in the model: zero_grad() comes before the next backward(), and the next cell reads them",
+    chunks, before = images.chunk(count), _join(model.parameters())
+    hints = {
+        "channels": "split along dimension 0, the images, as images.chunk(count) does",
+        "batch_size": "the outputs do not fit the labels: replica number i gets images.chunk(count)[i], which leaves "
+        "no remainder",
+    }
+    if len(chunks) < count:
+        hints["NoneType"] = (
+            "there are fewer chunks than `count`: a replica without a chunk has no gradient, leave it out"
         )
+    for number in (1, 2):  # what the first leaves behind shows in the second
+        case = f"{batch} image{'s' * (batch > 1)} on {count} replica{'s' * (count > 1)}, step {number}"
+        parts = [_differentiate(twin, *pair) for pair in zip(chunks, labels.chunk(count), strict=True)]
+        loss, gradient = _differentiate(twin, images, labels)
+        watch.begin(len(chunks))
+        with refusing(RuntimeError, ValueError, TypeError, case=case, expected="a step", hints=hints):
+            returned = answer(**ours, count=count)
+        _expect_replicas(case, watch, len(chunks), count)
+        scalar = isinstance(returned, torch.Tensor) and returned.dim() == 0 and not returned.requires_grad
+        hint = "end with: return loss.detach(); with its graph it would keep all replicas in memory"
+        what = "a loss that still holds its graph" if isinstance(returned, torch.Tensor) else type(returned).__name__
+        expected = "the loss, a tensor of one number without its graph"
+        expect(scalar, f"{case}: what the function returns", yours=what, expected=expected, hint=hint)
+        losses, gradients = zip(*parts, strict=True)
+        _judge_loss(f"{case}: the loss", returned, loss, losses, chunks)
+        _judge_gradient(f"{case}: the gradients", _join_gradients(model), gradient, earlier, gradients, chunks)
         theirs["optimizer"].zero_grad()
         F.cross_entropy(twin(images), labels).backward()
         theirs["optimizer"].step()
-        expect(
-            is_close(join(model.parameters()), join(twin.parameters())),
-            f"{name}: the weights after the step",
-            yours="others than one device's",
-            expected="one device's",
-            hint="do not change the model's weights after optimizer.step(): the replicas are dropped after the step",
-        )
-        earlier = gradient
+        wrong = {"nothing moved: optimizer.step() of the model takes the step, and the replicas are dropped": before}
+        hint = "one optimizer.step() of the model, for the whole batch; do not change the model's weights after it"
+        right, name = _join(twin.parameters()), f"{case}: the weights after the step"
+        judge(_join(model.parameters()), right=right, case=name, wrong=wrong, hint=hint)
+        earlier, before = gradient, right
 
 
-def _expect_shares(step: Step, watch: Watch, count: int) -> None:
-    """Looks at what the replicas were given."""
-    batch, parts = len(step.images), len(step.images.chunk(count))
-    shapes = [tuple(call.images.shape) for call in watch.calls]
-    whole = tuple(step.images.shape[1:])
-    expect(
-        all(shape[1:] == whole for shape in shapes),
-        f"{step.case}: the shapes of the chunks",
-        yours=shapes,
-        expected=f"(N, {', '.join(map(str, whole))}), each image whole",
-        hint="split along dimension 0, the images, as images.chunk(count) does; the others are channels, height, width",
-    )
-    shares = [step.find_share(call) for call in watch.calls]
-    seen = sorted(number for share in shares for number in share)
-    hint = "each image goes to one replica: images.chunk(count)"
-    if not shapes:
-        hint = "no forward pass was seen: call each replica with its chunk, replica(chunk)"
-    elif len(shares) > 1 and any(len(share) == batch for share in shares):
-        hint = "a replica got the whole batch: the replica with number i gets images.chunk(count)[i]"
-    elif len(shares) < parts:
-        hint = "some chunks had no replica to go to: as many replicas as chunks, and a forward pass for each"
-    elif len(seen) < batch:
-        hint = "the remainder was forgotten: images.chunk(count) leaves no image over, its last chunk is smaller"
-    expect(
-        seen == list(range(batch)),
-        f"{step.case}: the images that the replicas got",
-        yours=shares,
-        expected=f"each of the numbers 0 to {batch - 1} once",
-        hint=hint,
-    )
-    hint = "as many chunks as images.chunk(count) makes, and a replica for each"
-    if len(shares) > count:
-        hint = "at most count chunks, as images.chunk(count) makes: images.split(size) can make one more"
-    expect(
-        parts <= len(shares) <= count,
-        f"{step.case}: how many replicas had work",
-        yours=f"{len(shares)}, with {[len(share) for share in shares]} images",
-        expected=parts if parts == count else f"{parts} to {count}",
-        hint=hint,
-    )
+def _differentiate(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss of some images on one device, and its gradient as one vector."""
+    loss = F.cross_entropy(model(images), labels)
+    return loss.detach(), _join(torch.autograd.grad(loss, list(model.parameters())))
 
 
-def _expect_replicas(step: Step, watch: Watch) -> None:
-    """Looks at who ran, and at the same time as whom."""
-    calls = watch.calls
-    expect(
-        not watch.alone,
-        f"{step.case}: the forward passes",
-        yours="the replicas run one after the other",
-        expected=f"{len(calls)} at the same time",
-        hint="start all threads before you wait for any: ThreadPoolExecutor(len(chunks)).map(run, replicas, chunks)",
-    )
-    owners = len({call.weight.data_ptr() for call in calls})
-    expect(
-        owners == len(calls),
-        f"{step.case}: the replicas",
-        yours=f"{owners} with weights of its own",
-        expected=f"{len(calls)}, each with weights of its own",
-        hint="a replica for each thread, copy.deepcopy(model): one module for all would do on a CPU, but each GPU "
-        "needs the weights in its own memory",
-    )
-    expect(
-        all(call.fresh for call in calls),
-        f"{step.case}: the replicas' weights",
-        yours="not those of the model",
-        expected="the model's as the step begins",
-        hint="replicas of an earlier step are stale: optimizer.step() moves the model alone, so copy it in each step",
-    )
-    expect(
-        all(call.training == step.start.training for call in calls),
-        f"{step.case}: the mode of the replicas",
-        yours="training" if calls[0].training else "evaluation",
-        expected="training" if step.start.training else "evaluation",
-        hint="leave train() and eval() to the caller: the replicas run in the mode that the model is in",
-    )
+def _expect_replicas(case: str, watch: _Watch, parts: int, count: int) -> None:
+    """Looks at how many ran, at the same time, with weights of their own."""
+    ran = len(watch.weights)
+    hint = "as many chunks as images.chunk(count) makes, at most count, and a forward pass of a replica for each"
+    expected = parts if parts == count else f"{parts} to {count}"
+    expect(parts <= ran <= count, f"{case}: forward passes", yours=ran, expected=expected, hint=hint)
+    hint = "start all threads before you wait for any: ThreadPoolExecutor(len(chunks)).map(run, replicas, chunks)"
+    name, yours = f"{case}: the forward passes", "the replicas run one after the other"
+    expect(not watch.alone, name, yours=yours, expected=f"{ran} at the same time", hint=hint)
+    hint = "a replica for each thread, copy.deepcopy(model): each GPU needs the weights in its own memory"
+    owners = len({weight.data_ptr() for weight in watch.weights})
+    expect(owners == ran, f"{case}: replicas with weights of their own", yours=owners, expected=ran, hint=hint)
 
 
-def _expect_loss(step: Step, returned: object, loss: torch.Tensor, watch: Watch) -> None:
-    is_scalar = isinstance(returned, torch.Tensor) and returned.dim() == 0
-    expect(
-        is_scalar and not returned.requires_grad,
-        f"{step.case}: what the function returns",
-        yours="a loss that still holds its graph" if is_scalar else type(returned).__name__,
-        expected="the loss, a tensor of one number without its graph",
-        hint="end with: return loss.detach()" + "; with its graph it would keep all replicas in memory" * is_scalar,
-    )
-    shares = [step.find_share(call) for call in watch.calls]
-    means = torch.stack([step.differentiate(share)[0] for share in shares])
-    parts = [mean * len(share) / len(step.images) for mean, share in zip(means, shares, strict=True)]
+def _weigh(means: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> AnyOf:
+    """What one chunk alone gives: its mean, or its part of the mean over the whole batch."""
+    images = sum(map(len, chunks))
+    return AnyOf((*means, *(mean * len(chunk) / images for mean, chunk in zip(means, chunks, strict=True))))
+
+
+def _judge_loss(case: str, yours: torch.Tensor, right: torch.Tensor, means: Sequence, chunks: Sequence) -> None:
+    wrong = {
+        "a mean of means: the chunks differ in size. Take one mean over the whole batch": sum(means) / len(means),
+        "the chunks' means were added up: take one mean over the whole batch": sum(means),
+        "this is the loss of one replica's chunk alone: gather the outputs of all": _weigh(means, chunks),
+    }
     hint = "one loss of the whole batch, in the order of the chunks: F.cross_entropy(torch.cat(outputs), labels)"
-    if is_close(returned, means.mean()):
-        hint = "a mean of means: the chunks differ in size. Gather the outputs and take one mean over the whole batch"
-    elif is_close(returned, means.sum()):
-        hint = "the chunks' means were added up: gather the outputs and take one mean over the whole batch"
-    elif any(is_close(returned, part) for part in [*means, *parts]):
-        hint = "this is the loss of one replica's chunk alone: gather the outputs of all, torch.cat(outputs)"
-    yours = f"{returned.item():.6f}"
-    expect(is_close(returned, loss), f"{step.case}: the loss", yours=yours, expected=f"{loss.item():.6f}", hint=hint)
+    judge(yours, right=right, case=case, wrong=wrong, hint=hint)
 
 
-def _expect_gradient(
-    step: Step, used: list[torch.Tensor | None], gradient: torch.Tensor, watch: Watch, *, moved: bool
+def _judge_gradient(
+    case: str,
+    yours: torch.Tensor,
+    right: torch.Tensor,
+    earlier: torch.Tensor | float,
+    means: Sequence,
+    chunks: Sequence,
 ) -> None:
-    """Looks at the gradients that the optimizer's step found in the model."""
-    hint = "nothing moved: with the gradients added up in the model, optimizer.step() takes the step"
-    if len(used) > 1:
-        hint = "one step for the whole batch, after the gradients of all replicas have been added up"
-    elif moved:
-        hint = "the weights moved without it: add the gradients up in the model, whose one optimizer takes the step"
-    expect(len(used) == 1, f"{step.case}: calls of optimizer.step()", yours=len(used), expected=1, hint=hint)
-    yours = used[0]
-    if yours is not None and is_close(yours, gradient):
-        return
-    raise NotYetError(
-        f"{step.case}: the length of the gradient that optimizer.step() finds in the model",
-        yours="no gradient" if yours is None else f"{yours.norm().item():.6f}",
-        expected=f"{gradient.norm().item():.6f}",
-        hint=_explain_gradient(step, yours, gradient, [step.find_share(call) for call in watch.calls]),
-    )
+    total = sum(means)
+    wrong = {
+        "none is there: parameter.grad = the sum of the copies'; zero_grad() comes before backward()": 0 * right,
+        "the loss is the mean over the whole batch already, so the parts add up": right / len(chunks),
+        "the gradient of the step before is still in it: assign parameter.grad, or clear it first": right + earlier,
+        "these are one replica's gradients alone: add up those of all replicas": _weigh(means, chunks),
+        "each replica's loss was a mean over its own chunk, not the whole batch": AnyOf((total, total / len(means))),
+    }
+    hint = "for each parameter of the model the sum of the gradients of its copies: zip(model.parameters(), ...)"
+    judge(yours, right=right, case=case, wrong=wrong, hint=hint)
 
 
-def _explain_gradient(step: Step, yours: torch.Tensor | None, right: torch.Tensor, shares: list[list[int]]) -> str:
-    """The hint that fits a wrong gradient."""
-    if yours is None or not yours.any():
-        return "no gradient reached optimizer.step(): parameter.grad = the sum of the copies, after any zero_grad()"
-    if len(shares) > 1 and is_close(yours * len(shares), right):
-        return "the loss is the mean over the whole batch already, so the parts add up: their mean is too small"
-    if step.earlier is not None and is_close(yours, right + step.earlier):
-        return "the gradient of the step before is still in it: assign parameter.grad, or clear it first"
-    means = [step.differentiate(share)[1] for share in shares]
-    parts = [mean * len(share) / len(step.images) for mean, share in zip(means, shares, strict=True)]
-    if any(is_close(yours, part) for part in [*means, *parts]):
-        return "these are one replica's gradients alone: add up those of all replicas"
-    if is_close(yours, torch.stack(means).mean(0)) or is_close(yours, torch.stack(means).sum(0)):
-        return "each replica's loss was a mean over its own chunk: the loss is one mean, over the whole batch"
-    return "for each parameter of the model the sum of the gradients of its copies: zip(model.parameters(), ...)"
-
-
-def _expect_error(answer: Callable, watch: Watch) -> None:
+def _expect_error(answer: Callable) -> None:
     """Lets one replica fail, and wants to hear of it; in a thread, since an answer may wait for the result for ever."""
-    trial, heard = make_trial(watch, 4, normalized=False), ["returned as if nothing had happened"]
-    watch.begin(trial["model"].list_weights(), 1, failing=2)
+    watch, heard = _Watch(), ["returned as if nothing had happened"]
+    watch.begin(1, failing=2)
 
     def work() -> None:
         try:
-            answer(**trial, count=2)
+            answer(**_make_trial(watch, 4), count=2)
         except Exception as error:
             heard.append(type(error).__name__)
 

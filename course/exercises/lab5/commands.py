@@ -18,11 +18,12 @@ from torch.distributed.run import get_args_parser
 
 import nodelaunch as launch
 from course.check.verdicts import NotYetError, expect
-from nodelaunch.node.errors import failed_as_consequence
 
 NODES, SECONDS = 2, 90
 EXAMPLE = "torchrun --nnodes=2 --node-rank=0 --master-addr=… --master-port=… scripts/train_ddp.py"
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
+# With any folder in front, such as ../.venv/bin/torchrun.
+PROGRAM = re.compile(r"(\S*/)?(torchrun|python3? (-u )?-m torch\.distributed\.run)")
 # By what the two said; the first that fits.
 FAILURES = (
     (r"NotImplementedError", "scripts/train_ddp.py still has gaps: first exercise 5.1"),
@@ -44,10 +45,6 @@ FAILURES = (
 # Options of torchrun, which the script does not know.
 TORCHRUN_OPTION = re.compile(r"--(nnodes|node[-_]rank|nproc[-_]per[-_]node|master[-_](addr|port)|rdzv[-_]\w+)(=|$)")
 EPOCH = re.compile(r"epoch 1: .*")
-# A line of a traceback in the learner's script, and one that ends a traceback; in front of both stands the rank, by the
-# launcher and, where it is known, by torch too.
-FRAME = re.compile(r'\[rank \d+\] (?:\[rank\d+\]: )?  File ".*train_ddp\.py", line \d+')
-RAISED = re.compile(r"(\[rank \d+\]) (?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception)\b.*)")
 # What torch 2.14's Gloo printed at the very end of 2 of 15 such runs, all of whose training was done: likely, a thread
 # of it was still there when Python ended. The exit status is an abort's.
 ENDING = "terminate called without an active exception"
@@ -66,26 +63,21 @@ class _Command:
 def verify_commands(two_commands: Callable) -> str:
     """Parses the two commands, reports their conflicts, and runs them side by side."""
     commands = two_commands()
-    given = f"{len(commands)} of them" if isinstance(commands, list | tuple) else repr(commands)[:60]
     expect(
         isinstance(commands, list | tuple) and len(commands) == NODES and all(isinstance(one, str) for one in commands),
         "what the function returns",
-        yours=given,
+        yours=repr(commands)[:60],
         expected="a list of two texts, one command per node",
         hint=f'return ["{EXAMPLE}", "torchrun …"]',
     )
-    parsed = [_parse(number, command) for number, command in enumerate(commands)]
-    _expect_size(parsed)
-    _expect_meeting(parsed)
-    _expect_ranks(parsed)
-    _expect_same_program(parsed)
+    parsed = [_parse(f"command {number}", command) for number, command in enumerate(commands, start=1)]
+    _expect_one_job(parsed)
     print("Both commands run on this machine, on its processor ...", flush=True)
     _run(parsed)
     return "both nodes joined, and only rank 0 printed the result"
 
 
-def _parse(number: int, command: str) -> _Command:
-    case = f"command {number + 1}"
+def _parse(case: str, command: str) -> _Command:
     try:
         # In a terminal one may put a command into the background, or end it by a semicolon: the command is the same.
         line = command.replace("\\\n", " ").rstrip().removesuffix("&").removesuffix(";")
@@ -93,23 +85,14 @@ def _parse(number: int, command: str) -> _Command:
     except ValueError as error:
         hint = "a quotation mark has no partner"
         raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None
-    variables = []
-    if words[:1] == ["env"]:
-        words = words[1:]
+    words, variables = words[1:] if words[:1] == ["env"] else words, []
     while words and ASSIGNMENT.fullmatch(words[0]):
         variables.append(words.pop(0))
-    named = [Path(word).name for word in words[:1]] + words[1:]  # such as ../.venv/bin/torchrun
-    run = (["-m", "torch.distributed.run"], ["-u", "-m", "torch.distributed.run"])
-    for start in (["torchrun"], *([python, *rest] for python in ("python", "python3") for rest in run)):
-        if named[: len(start)] == start:
-            words = words[len(start) :]
-            break
-    else:
-        hint = "torchrun starts the ranks of a node: the command begins with it, or with NAME=value and then it"
-        if words[:1] in (["cd"], ["export"]):
-            hint = "without `cd` and `export`: the cell runs it in this folder; a variable stands before it, NAME=value"
-        raise NotYetError(case, yours=" ".join(words)[:60] or "nothing", expected=EXAMPLE, hint=hint)
-    said, parser = io.StringIO(), get_args_parser()
+    length = next((length for length in (1, 3, 4) if PROGRAM.fullmatch(" ".join(words[:length]))), 0)
+    hint = "the command begins with torchrun, or with NAME=value and then torchrun; no `cd` and no `export`: the cell "
+    yours = " ".join(words)[:60] or "nothing"
+    expect(length > 0, case, yours=yours, expected=EXAMPLE, hint=hint + "runs it in this folder")
+    words, said, parser = words[length:], io.StringIO(), get_args_parser()
     parser.prog = "torchrun"  # or it names the program that this process was started as
     try:
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
@@ -119,89 +102,46 @@ def _parse(number: int, command: str) -> _Command:
         hint = "torchrun --help lists its options; each stands before the script"
         raise NotYetError(case, yours=last[0][:200], expected=EXAMPLE, hint=hint) from None
     late = [word for word in options.training_script_args if TORCHRUN_OPTION.match(word)]
-    expect(
-        not late,
-        f"{case}: options after the script",
-        yours=" ".join(late),
-        expected=EXAMPLE,
-        hint="options of torchrun stand before the script: what stands after it goes to the script",
-    )
+    hint = "options of torchrun stand before the script: what stands after it goes to the script"
+    expect(not late, f"{case}: options after the script", yours=" ".join(late), expected=EXAMPLE, hint=hint)
     own = words[: len(words) - len(options.training_script_args) - 1]
     given = {word.split("=")[0].lstrip("-").replace("-", "_") for word in own if word.startswith("-")}
     return _Command(tuple(variables), frozenset(given), options, tuple(words))
 
 
-def _expect_size(parsed: Sequence[_Command]) -> None:
-    """Expects each command to name two nodes."""
-    for number, one in enumerate(parsed):
+def _find_meeting(one: _Command) -> str:
+    """Returns the nodes' meeting point, with the way to it unless it is torchrun's own; "" if none is named."""
+    options, way = one.options, ""
+    if options.rdzv_backend != "static" or options.rdzv_id != "none":
+        way = f" by {options.rdzv_backend}, id {options.rdzv_id}"
+    if options.rdzv_endpoint:
+        address, _, port = options.rdzv_endpoint.rpartition(":")
+        return f"{address or port}:{port if address else 29400}{way}"  # torchrun's own choice for c10d
+    return f"{options.master_addr}:{options.master_port or 29500}{way}" if "master_addr" in one.given else ""
+
+
+def _expect_one_job(parsed: Sequence[_Command]) -> None:
+    """Expects both commands to start one job: of two nodes, which meet, have numbers, and run the same program."""
+    for number, one in enumerate(parsed, start=1):
         size = "--standalone" if one.options.standalone else f"--nnodes={one.options.nnodes}"
-        hint = "without --nnodes=2 each command is a job of its own, on one node"
-        if one.options.standalone:
-            hint = "--standalone is for a job on one node: it looks for no other"
         expect(
             size.removesuffix(f":{NODES}") == f"--nnodes={NODES}",  # 2:2 is the same: at least and at most two
-            f"command {number + 1}: how many nodes the job has",
+            f"command {number}: how many nodes the job has",
             yours=size if "nnodes" in one.given or one.options.standalone else "1, as nothing is said",
             expected=f"--nnodes={NODES}",
-            hint=hint,
+            hint="without --nnodes=2, and with --standalone, each command is a job of its own, on one node",
         )
-
-
-def _find_meeting(one: _Command) -> str:
-    """Returns the nodes' meeting point as address and port; "" if none is named."""
-    if one.options.rdzv_endpoint:
-        address, _, port = one.options.rdzv_endpoint.rpartition(":")
-        return f"{address or port}:{port if address else 29400}"  # torchrun's own choice for c10d
-    if "master_addr" not in one.given:
-        return ""
-    return f"{one.options.master_addr}:{one.options.master_port or 29500}"
-
-
-def _expect_meeting(parsed: Sequence[_Command]) -> None:
-    """Expects both to name the same meeting point, and to look for it in the same way."""
     places = [_find_meeting(one) for one in parsed]
-    for number, place in enumerate(places):
-        expect(
-            bool(place),
-            f"command {number + 1}: where the nodes meet",
-            yours="no address",
-            expected="--master-addr=… --master-port=…",
-            hint="the address of the first node, in both commands: the second node has no other way to find it",
-        )
-    expect(
-        places[0] == places[1],
-        "where the nodes meet",
-        yours=" and ".join(places),
-        expected="the same in both commands",
-        hint="address and port are the first node's, on every node: there they all meet",
-    )
-    ways = [(one.options.rdzv_backend, one.options.rdzv_id) for one in parsed]
-    expect(
-        ways[0] == ways[1],
-        "how the nodes find each other",
-        yours=" and ".join(f"{backend}, id {job}" for backend, job in ways),
-        expected="the same in both commands",
-        hint="--rdzv-backend and --rdzv-id name one job: the same on every node",
-    )
-
-
-def _expect_ranks(parsed: Sequence[_Command]) -> None:
-    """Expects each node to have its own number, unless torchrun assigns the numbers."""
-    if parsed[0].options.rdzv_backend != "static":
-        return
-    ranks = [one.options.node_rank for one in parsed]
-    hint = "the nodes are numbered from 0: --node-rank=0 on the one whose address you gave, --node-rank=1 on the other"
-    expect(
-        sorted(ranks) == [0, 1],
-        "the numbers of the nodes",
-        yours=" and ".join(map(str, ranks)) + ("" if "node_rank" in parsed[1].given else ", as nothing is said"),
-        expected="0 and 1",
-        hint=hint,
-    )
-
-
-def _expect_same_program(parsed: Sequence[_Command]) -> None:
-    """Expects both nodes to run the same script with the same arguments and number of processes."""
+    hint = "the address and the port of the first node, in both commands, where all meet; and, with --rdzv-backend and "
+    hint += "--rdzv-id, the same way there"
+    yours = " and ".join(place or "no address" for place in places)
+    expected = "--master-addr=… --master-port=…, the same in both commands"
+    expect(places[0] == places[1] != "", "where the nodes meet", yours=yours, expected=expected, hint=hint)
+    if parsed[0].options.rdzv_backend == "static":  # any other numbers the nodes by itself
+        ranks = [one.options.node_rank for one in parsed]
+        hint = "the nodes are numbered from 0: --node-rank=0 on the one whose address you gave, 1 on the other"
+        yours = " and ".join(map(str, ranks))
+        expect(sorted(ranks) == [0, 1], "the numbers of the nodes", yours=yours, expected="0 and 1", hint=hint)
     programs = [shlex.join([one.options.training_script, *one.options.training_script_args]) for one in parsed]
     expect(
         programs[0] == programs[1] and programs[0].split()[0].endswith("train_ddp.py"),
@@ -211,13 +151,8 @@ def _expect_same_program(parsed: Sequence[_Command]) -> None:
         hint="every rank is the same program: only its number differs. Ranks with other batches or nets do not fit",
     )
     each = [one.options.nproc_per_node for one in parsed]
-    expect(
-        each[0] == each[1] == "1",
-        "the processes on each node",
-        yours=" and ".join(each),
-        expected="1",
-        hint="--nproc-per-node is one per device of a node; here each node is half of a machine, and gets one",
-    )
+    hint = "--nproc-per-node is one per device of a node; here each node is half of a machine, and gets one"
+    expect(each == ["1", "1"], "the processes on each node", yours=" and ".join(each), expected="1", hint=hint)
 
 
 def _run(parsed: Sequence[_Command]) -> None:
@@ -245,17 +180,15 @@ def _run(parsed: Sequence[_Command]) -> None:
         )
         result = job.run(check=False, show=False, force=True)
     found = [match.group() for line in result.lines if (match := EPOCH.search(line))]
-    said = "\n".join([*result.lines, result.failure.what if result.failure else ""])
-    hint, failure = "the log has each node's lines", result.failure and (result.failure.message or result.failure.what)
-    if own := _find_own_error(result.lines):
-        hint, failure, said = "the script itself fails: its traceback in the log names the line", own, own
-    hint = next((hint for pattern, hint in FAILURES if re.search(pattern, said)), hint)
-    if found and result.failure and result.failure.kind == "limit":
+    failure = result.failure
+    said = "\n".join([*result.lines, failure.what if failure else ""])
+    hint = next((hint for pattern, hint in FAILURES if re.search(pattern, said)), "the log has each node's lines")
+    if found and failure and failure.kind == "limit":
         hint = f"both met and train, but not to the end within {SECONDS} s: --images 640, and one epoch"
-    failure = failure and failure.strip().splitlines()[0][:160]
+    yours = (failure.message or failure.what).strip().splitlines()[0][:160] if failure else "an end without a failure"
     where = f"; all of it: {result.log}"
     done = result.ok or bool(found and ENDING in said)
-    expect(done, "the two commands", yours=f"{failure}{where}", expected="two that end well", hint=hint)
+    expect(done, "the two commands", yours=yours + where, expected="two that end well", hint=hint)
     expect(
         len(found) == 1,
         "what rank 0 said after the first epoch",
@@ -263,17 +196,3 @@ def _run(parsed: Sequence[_Command]) -> None:
         expected="one line",
         hint="give the script at least one epoch, and no --checkpoint of an earlier run; rank 0 alone prints",
     )
-
-
-def _find_own_error(lines: Sequence[str]) -> str:
-    """Returns the first error of the learner's script that is not a consequence of another rank's; "" if none."""
-    inside: set[str] = set()  # the ranks whose traceback has come by the script
-    for line in lines:
-        if FRAME.search(line):
-            inside.add(line.partition("] ")[0] + "]")
-        elif match := RAISED.match(line):
-            rank, error = match.groups()
-            if rank in inside and not failed_as_consequence(error):
-                return error
-            inside.discard(rank)
-    return ""
