@@ -204,10 +204,11 @@ def test_lines_that_are_left_out_of_the_display_are_counted(tmp_path):
 
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
     link, start = SilentLink(), time.monotonic()
-    running = make_running({"a": link}, JobState(["a"], ["127.0.0.1"]), tmp_path, limit=1)
+    state = JobState(["a"], ["127.0.0.1"], limit=1.0)
+    running = make_running({"a": link}, state, tmp_path, limit=1)
     running.follow()
     assert time.monotonic() - start < 1 + 2 + 5 + 2
-    assert running.reason == StopReason.LIMIT and link.let_go.is_set()
+    assert state.reason == StopReason.LIMIT and link.let_go.is_set()
     failure = running.wait(check=False).failure
     assert failure.kind == "limit" and failure.what == "The job ran into its time limit of 1 s."
     assert "supervisor on a was stopped" in failure.cause

@@ -166,14 +166,13 @@ def test_torchrun_that_gave_up_before_the_launcher_is_a_node_that_did_not_join()
 
 
 def test_a_stop_hides_no_failure_before_it_and_causes_none(state):
-    reason = StopReason.STOPPED
-    state.asked = 0.0
+    state.reason, state.asked = StopReason.STOPPED, 0.0
     error(1, LOST)(state)
     leave(0, -15)(state)
-    assert (diagnose(state, reason).kind, diagnose(state, reason).what) == ("stopped", "The job was stopped.")
+    assert (diagnose(state).kind, diagnose(state).what) == ("stopped", "The job was stopped.")
     state.asked = 1e12
     error(1, "ValueError: bad luck")(state)
-    assert diagnose(state, reason).what == "Rank 1 on b failed first: ValueError: bad luck"
+    assert diagnose(state).what == "Rank 1 on b failed first: ValueError: bad luck"
 
 
 # Ranks that stand: by name, the events, True if no rank can move any more, and words of the failure.
@@ -217,7 +216,7 @@ def test_ranks_that_stand_end_the_job_only_if_none_can_move(state, events, still
         happen(state)
     assert state.stands_still() is still
     if still:
-        state.standstill, state.asked = True, 1e12
+        state.reason, state.asked = StopReason.STANDSTILL, 1e12
         assert_words(diagnose(state), words)
 
 
@@ -225,8 +224,8 @@ def test_ranks_that_all_stand_elsewhere_are_named_at_the_limit(state):
     for rank in (0, 1):
         stand(rank, False, f"lock.acquire() (train.py, line {5 + rank})")(state)
     assert not state.stands_still(), "each may be about to go on"
-    state.limit = 90.0
-    failure = diagnose(state, StopReason.LIMIT)
+    state.limit, state.reason = 90.0, StopReason.LIMIT
+    failure = diagnose(state)
     assert failure.kind == "limit" and failure.fix.startswith("look at what each rank waits for there")
     assert "rank 0 in lock.acquire() (train.py, line 5); rank 1 in lock.acquire() (train.py, line 6)" in failure.cause
 

@@ -317,5 +317,4 @@ def test_a_job_says_the_torchrun_command_that_it_stands_for(tmp_path):
     assert TorchrunJob(script, nodes=nodes).command == (
         "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=gpu1:29500 --nproc-per-node=1 train.py"
     )
-    module = TorchrunJob(module="torch.utils.collect_env", nodes=[one], program=["python"])
-    assert module.command == "python -m torch.utils.collect_env"
+    assert TorchrunJob(script, nodes=[one], program=["python"]).command == "python train.py"

@@ -14,7 +14,7 @@ from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, copy_code, 
 
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
-from nodelaunch.backends.slurm import OVER, SlurmJob, SlurmLink, slurm_nodes, submit
+from nodelaunch.backends.slurm import SlurmJob, SlurmLink, slurm_nodes, submit
 
 HOSTILE = [
     "two words",
@@ -225,8 +225,8 @@ def test_by_hand_the_same_script_needs_no_launcher(slurm, train, folder):
     there = folder / "jobs" / job.id
     done = subprocess.run(["sbatch", "--parsable", "job.sbatch"], cwd=there, capture_output=True, text=True)
     by_hand = SlurmJob(int(done.stdout), there)
-    wait_for(lambda: by_hand.state in OVER)
-    assert by_hand.state == "COMPLETED", (there / f"slurm-{by_hand.number}.out").read_text()
+    wait_for(lambda: by_hand.is_over)
+    assert by_hand.facts["JobState"] == "COMPLETED", (there / f"slurm-{by_hand.number}.out").read_text()
     assert sorted(str(path.relative_to(there)) for path in there.glob("node*/results/*")) == [
         "node0/results/rank0.json",
         "node1/results/rank1.json",
@@ -238,7 +238,7 @@ def test_by_hand_the_same_script_needs_no_launcher(slurm, train, folder):
 def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
     (tmp_path / "job.sbatch").write_text("#!/bin/sh\n#SBATCH --output=slurm-%j.out\necho Something broke >&2\nexit 3\n")
     job = submit(tmp_path)
-    wait_for(lambda: job.state == "FAILED", 30)
+    wait_for(lambda: job.facts["JobState"] == "FAILED", 30)
     link = SlurmLink(0, job)
     assert link.poll() == 3
     assert_explains(link.explain(), "FAILED", "Something broke", "scontrol show job", f"slurm-{job.number}.out")
