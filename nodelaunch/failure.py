@@ -265,10 +265,7 @@ def _explain_standstill(facts: dict[int, dict]) -> tuple[str, str, str]:
     cause = "a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network"
     fix = "compare where the ranks stood: every rank has to call the same collectives in the same order"
     named = "; ".join(f"rank {rank} in {place}" for rank, place in list(places.items())[:4])
-    if places and all(re.search(r"\bi?recv\(", place) for place in places.values()):
-        cause = f"every rank waits to receive: {named}"
-        fix = "look at what each rank does before that line: a recv ends when its peer has sent"
-    elif 0 < sum(bool(fact.get("forward")) for fact in facts.values()) < len(facts):
+    if 0 < sum(bool(fact.get("forward")) for fact in facts.values()) < len(facts):
         cause = f"not every rank is in the forward of a DDP model: {named}"
         fix = "evaluate with model.module(…) on one rank alone, or call the model equally often on every rank"
     elif len(set(places.values())) > 1:

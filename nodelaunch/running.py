@@ -37,15 +37,8 @@ MOST_LINES = 100_000
 class RunningJob:
     """One launch of a job, from the start of its supervisors to its result.
 
-    Args:
-        spec: The job.
-        launch: Its names.
-        links: The running supervisors, by node.
-        state: Takes in what they say.
-        found: The preflight, if there was one.
-        started: When the launch began, by ``time.monotonic()``.
-        say: Shows a line to the user.
-        stop: Set from another thread to end the job.
+    It gets the running supervisors by node (``links``), the preflight if there was one (``found``), and when the launch
+    began by ``time.monotonic()`` (``started``). ``stop`` is set from another thread to end the job.
 
     Attributes:
         id: The job's id.

@@ -85,11 +85,9 @@ class RankState:
 
 
 class JobState:
-    """Everything that was heard of a job.
+    """Everything that was heard of a job, whose nodes have these names and addresses.
 
     Args:
-        names: The nodes' names.
-        addresses: The nodes' addresses.
         starter: What starts the ranks on each node, in words.
         restarts: True if torchrun may restart the workers.
         group: The size of the group that the ranks have to form; 0 for a job that needs none.

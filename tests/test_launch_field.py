@@ -64,27 +64,14 @@ MESSAGES = [
     # A full /dev/shm, which is no full disk; and a full disk.
     ("RuntimeError: unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left on device (28)", 0,
      "/dev/shm", "num_workers=0"),
-    ("RuntimeError: DataLoader worker (pid 1045) is killed by signal: Bus error. It is possible that dataloader's "
-     "workers are out of shared memory.", 0, "/dev/shm", "num_workers=0"),
-    ("OSError: [Errno 28] No space left on device: '/dev/shm/pym-1-x'", 0, "/dev/shm", "--shm-size"),
     ('Traceback (most recent call last):\n  File "/v/multiprocessing/synchronize.py", line 57, in __init__\n'
      "    sl = self._semlock = _multiprocessing.SemLock(\nOSError: [Errno 28] No space left on device", 0,
      "/dev/shm", "--shm-size"),
-    ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error\nError "
-     "while creating shared memory segment /dev/shm/nccl-y1kJvH", 0, "NCCL uses it", "--shm-size"),
     ("OSError: [Errno 28] No space left on device: '/data/out.pt'", 0, "the disk is full at /data/out.pt", "df -h"),
     # Open files, threads, memory.
-    ("RuntimeError: unable to open shared memory object </torch_1_2> in read-write mode: Too many open files (24)", 0,
-     "open files", "ulimit -n"),
     ('Traceback (most recent call last):\n  File "/v/subprocess.py", line 1885, in _execute_child\n'
      "BlockingIOError: [Errno 11] Resource temporarily unavailable", 0, "no more processes", "num_workers"),
-    ('Traceback (most recent call last):\n  File "train.py", line 9, in <module>\n    fcntl.lockf(file, flags)\n'
-     "BlockingIOError: [Errno 11] Resource temporarily unavailable", 0, "does not know this message", "line 9"),
-    ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 74.5 GiB for an array with shape (10, 10)", 0,
-     "memory is full", "memory"),
     ("torch.AcceleratorError: CUDA error: out of memory", 0, "the GPU's memory", "--batch-size"),
-    ("torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL", 0,
-     "ended without a word", "fewer processes"),
     ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Aborted. ", 0, "crashed in C code (Aborted)",
      "PYTHONFAULTHANDLER"),
     # DistributedDataParallel, weights, labels.
@@ -94,8 +81,6 @@ MESSAGES = [
     ("AttributeError: 'DistributedDataParallel' object has no attribute 'fc'", 0, "wraps the model", "model.module.fc"),
     ("ValueError: DistributedDataParallel device_ids and output_device arguments only work with single-device GPU "
      "modules", 0, "device_ids", "DDP(model)"),
-    ('RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "fc.weight".\n'
-     '\tUnexpected key(s) in state_dict: "_orig_mod.fc.weight".', 0, '"_orig_mod."', "consume_prefix"),
     ("RuntimeError: PytorchStreamReader failed reading zip archive", 0, "cut short", "dist.barrier()"),
     ("IndexError: Target 10 is out of bounds.", 0, "larger than", "num_classes="),
     # Devices.
@@ -108,8 +93,6 @@ MESSAGES = [
     # The group.
     ("RuntimeError: Detected mismatch between collectives on ranks.", 0, "different collectives", "same collective"),
     ("KeyError: 'SLURM_PROCID'", 0, "asks for SLURM_PROCID", "torchrun sets RANK"),
-    ("ValueError: Error initializing torch.distributed using tcp:// rendezvous: rank parameter missing", 0,
-     "asks for rank", "without init_method="),
     ("RuntimeError: the name 'gpu-node-01' of the meeting point is not known on this node, and the script set it", 0,
      "no address belongs to the name gpu-node-01 here, and the script set it", "leave MASTER_ADDR"),
     ("OSError: [Errno 99] Cannot assign requested address", 0, "does not belong to this node", "preflight"),
@@ -119,13 +102,8 @@ MESSAGES = [
      "interface="),
     ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL", 0, "gave up", "NCCL_DEBUG"),
     # How the script was started.
-    ("train.py: error: unrecognized arguments: --local-rank=0", 2, "--local_rank", "LOCAL_RANK"),
-    ("EOFError: EOF when reading a line", 0, "keyboard", "pdb"),
     # What a node lacks: a server, a program, a package, a file.
-    ("requests.exceptions.ConnectionError: HTTPSConnectionPool(host='x'): Max retries exceeded with url: /", 0,
-     "internet", "beforehand"),
     ("socket.gaierror: [Errno -3] Temporary failure in name resolution", 0, "by a name", "/etc/hosts"),
-    ("urllib.error.URLError: <urlopen error [Errno 111] Connection refused>", 0, "a server", "its address"),
     ("ImportError: /a/fused.so: undefined symbol: _ZN3c105Error", 0, "another version of torch", "in pairs"),
     ("ModuleNotFoundError: No module named 'apex'", 0, "does not have: apex", "pip install"),
     ("ImportError: cannot import name 'build' from partially initialized module 'model'", 0,
@@ -136,7 +114,6 @@ MESSAGES = [
      0, "the header Python.h", "python3-dev"),
     ("FileNotFoundError: [Errno 2] No such file or directory: 'data/x.npy'", 0, "a path that is not on this node",
      "root='.'"),
-    ("RuntimeError: Parent directory checkpoints does not exist.", 0, "a path that is not on this node", "barrier"),
     # What a script printed or wrote that has nothing to do with its end.
     ("UserWarning: GradScaler is enabled, but CUDA is not available. Disabling.\n  super().__init__(\nloss is nan", 3,
      "ended itself with this status", "last lines"),
@@ -148,10 +125,8 @@ MESSAGES = [
     # Signals, with the rank's own last words.
     ("Fatal Python error: none_dealloc: deallocating None\n" + "Thread 0x1 (most recent call first):\n" * 20
      + "Extension modules: numpy._core", -6, "none_dealloc", "last lines"),
-    ("UserWarning: GradScaler is enabled, but CUDA is not available. Disabling.", -11, "C code", ""),
     ("reading shard 7", -11, "the last that it printed: reading shard 7", "one by one"),
     ("", -10, "Slurm's --signal", "checkpoint"),
-    ("", -24, "man 7 signal", "last lines"),
 ]  # fmt: skip
 
 
@@ -327,10 +302,8 @@ def test_a_group_that_accelerate_leaves_alone_is_none(write, monkeypatch):
     ("act", "claimed"),
     [
         (lambda: list(DataLoader([1], num_workers=1)), True),
-        (lambda: multiprocessing.get_context("fork").Pool(1).terminate(), True),
         (lambda: multiprocessing.get_context("spawn").Process(target=print).start(), False),
         (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("python", ["python", "-c", ""])), False),
-        (lambda: sys.addaudithook.call_args[0][0]("subprocess.Popen", ("gcc", ["gcc", "python.c"])), True),
     ],
 )
 def test_of_a_script_whose_own_processes_may_meet_nothing_is_claimed(act, claimed, write, monkeypatch):
@@ -385,7 +358,6 @@ def watch(write, source, *, over=False, seconds=30.0):
 
 TOOLS = """
 import os, queue, subprocess, threading, time, torch
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 done, lock = threading.Event(), threading.Lock()
@@ -415,14 +387,11 @@ collective, nap = torch.futures.Future().wait, partial(time.sleep, 9)
         ("dist.irecv(torch.ones(1), 0).wait(60)", True),
         ("time.sleep(60)", False),
         ("run_in('torch.distributed', '/v/torch/distributed/api.py', collective)()", True),
-        ("run_in('torch.distributed', '/v/torch/distributed/rpc/api.py', collective)()", False),
         # Beside a collective, another thread of the script may be what the others wait for.
         ("beside(lambda: subprocess.run(['sleep', '3']))", False),
         ("beside(lambda: time.sleep(3))", False),
-        ("beside(lambda: done.wait(30))", False),
         ("beside(lambda: done.wait(0.2) or done.wait())", True),
         ("beside(queue.Queue().get)", True),
-        ("pool = ThreadPoolExecutor(1); pool.submit(print).result()", True),
         ("threading.Thread(target=run_in('tqdm', '/v/site-packages/tqdm/_monitor.py', partial(time.sleep, 9))).start()",
          True),
     ],
@@ -438,13 +407,10 @@ def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(sour
     ("source", "inside"),
     [
         ("loss.item(60)", True),
-        ("rank.loss.item(\n    60,\n)", True),
         ("loss > 60", True),
         ("time.sleep(60)", False),
-        ("time.sleep(60 + 0 * len([loss]))", False),
         ("os.read(os.pipe()[0], 1)", False),
         ("rank.lock.acquire()", False),
-        ("queue.SimpleQueue().get()", False),
     ],
 )
 def test_an_open_collective_counts_only_where_a_call_may_wait_for_it(source, inside, write, monkeypatch):
@@ -458,7 +424,6 @@ def test_an_open_collective_counts_only_where_a_call_may_wait_for_it(source, ins
         ("done.wait", True),
         ("queue.Queue().get", True),
         ("lambda: done.wait(60)", False),
-        ("threading.Timer(60, print).run", False),
         ("lambda: time.sleep(60)", False),
     ],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, run_badly, wait_for
+from harness.jobs import Heard, assert_gone, find_processes, kill, run_badly, wait_for
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
@@ -249,18 +249,6 @@ def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
         assert_explains(caught.value, *words)
 
 
-@pytest.mark.usefixtures("warm_torchrun")
-def test_a_file_that_is_not_copied_is_named_with_the_way_to_copy_it(project):
-    job = TorchrunJob(project / "examples" / "train.py", ["x"], nodes=local_nodes(1))
-    error = job.run(check=False, show=False).failure
-    assert "No module named 'helper'" in error.message and "root=" in error.fix
-    files = [project / "examples/helper.py", project / "net/model.py"]
-    (project / "examples/train.py").write_text("open('configs/small.json')")
-    error = TorchrunJob(project / "examples/train.py", files=files, nodes=local_nodes(1)).run(check=False, show=False)
-    assert "configs/small.json" in error.failure.message and "root=" in error.failure.fix
-    assert "runs in its own folder" in error.failure.cause
-
-
 def test_another_program_gets_the_variables_of_torchrun(plain):
     heard = Heard()
     job = plain("ok", "two words", "$(touch canary)", nproc_per_node=2, env={"COLOUR": "deep blue"})
@@ -331,22 +319,6 @@ def test_a_program_that_is_not_there_is_named(plain):
     error = plain("ok", program=["no-such-program"]).run(check=False, show=False).failure
     assert "no-such-program cannot be started" in error.what
     assert "has no such program" in error.cause and "/path/to" in error.fix
-
-
-def test_only_torchrun_starts_anew(plain):
-    with pytest.raises(LabError) as caught:
-        plain("ok", max_restarts=1).run(show=False)
-    assert_explains(caught.value, "Only torchrun", "max_restarts=1")
-
-
-def test_by_hand_it_needs_no_launcher(plain, runs):
-    job = plain("ok", nodes=local_nodes(1), nproc_per_node=2)
-    (path,) = job.write()
-    copy_code(job)
-    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.count("connected") == 2, done.stderr
-    assert len(list(runs.glob("nodes/node0/jobs/*/node0/results/rank*.json"))) == 2
-    assert_gone(job.id, 1)
 
 
 @pytest.mark.drill

@@ -10,7 +10,7 @@ import time
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, copy_code, list_processes, run_badly, wait_for
+from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, copy_code, list_processes, wait_for
 
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
@@ -242,33 +242,6 @@ def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
     link = SlurmLink(0, job)
     assert link.poll() == 3
     assert_explains(link.explain(), "FAILED", "Something broke", "scontrol show job", f"slurm-{job.number}.out")
-
-
-@pytest.mark.drill
-def test_the_rank_that_failed_first_is_named(slurm, train):
-    error = run_badly(TorchrunJob(train, ["raise"], nodes=slurm_nodes(2)), Heard(), seconds=15)
-    failure = error.result.failure
-    assert (failure.kind, failure.rank) == ("exception", 1)
-    (rank,) = [rank for rank in error.result.ranks if rank.rank == 1]
-    assert failure.node == rank.node and failure.node in error.what
-    for word in ("ValueError: bad luck in batch 7", "my train.py"):
-        assert word in str(error)
-    wait_for(lambda: not slurm.list_jobs(), 20)
-
-
-@pytest.mark.drill
-def test_a_job_is_stopped_while_it_waits_in_the_queue(slurm, train):
-    job = TorchrunJob(train, ["ok"], nodes=slurm_nodes(2, extra=["--begin=now+600"]))
-    begun = []
-
-    def stop(line):
-        begun.append(time.monotonic())
-        job.stop()
-
-    result = job.run(check=False, show=Heard({"PENDING (BeginTime)": stop}))
-    assert time.monotonic() - begun[0] < 10
-    assert result.failure.kind == "stopped"
-    wait_for(lambda: not slurm.list_jobs(), 10)
 
 
 @pytest.mark.drill

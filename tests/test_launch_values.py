@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness.drawn import assert_explains
-from harness.forked import drop_root_rights, run_forked
 
 from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
@@ -119,20 +118,6 @@ def test_a_file_that_cannot_be_a_script_is_named(tmp_path, write, make, words):
         with pytest.raises(LabError) as caught:
             make_job(**options).write()
         assert_explains(caught.value, *words)
-
-
-def write_without_rights(script):
-    drop_root_rights()
-    return [str(path) for path in make_job(script).write()]
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="gives up rights in Linux's way")
-def test_a_script_without_the_right_to_read_it_is_named(write):
-    path = write("own/train.py", "print()")
-    path.chmod(0)
-    with pytest.raises(LabError) as caught:
-        run_forked(write_without_rights, path)
-    assert_explains(caught.value, "'train.py' cannot be read", "Permission denied", "chmod u+r", str(path))
 
 
 def test_what_editors_leave_in_the_package_is_no_code(tmp_path, script, monkeypatch):
