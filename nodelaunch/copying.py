@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from lab_common import LabError
-from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle
 from nodelaunch.node import receive
@@ -21,18 +20,9 @@ from nodelaunch.spec import JobSpec, Launch
 
 
 def copy_to_nodes(
-    spec: JobSpec,
-    launch: Launch,
-    bundle: Bundle,
-    *,
-    nodes: Sequence[Node],
-    lacking: Collection[str],
-    force: bool,
-    say: Say,
+    spec: JobSpec, launch: Launch, bundle: Bundle, *, nodes: Sequence[Node], lacking: Collection[str]
 ) -> None:
     """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays.
-
-    With ``force``, code that was changed on a node is only reported.
 
     Raises:
         LabError: A node was not reached, or its disk is full; code there was changed; or the data are not here either.
@@ -49,12 +39,10 @@ def copy_to_nodes(
     def copy(node: Node) -> None:
         if not _send(node, node.folder, parts, started):
             where = f"{node.folder}/{code}"
-            if not force:
-                what = f"The code on {node.name} is not what its name says."
-                cause = "a file was changed there by hand; the launcher's copy is the one to change"
-                fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
-                raise LabError(what, where=where, cause=cause, fix=fix)
-            say(f"{node.name}: {where} is not what its name says; started anyway")
+            what = f"The code on {node.name} is not what its name says."
+            cause = "a file was changed there by hand; the launcher's copy is the one to change"
+            fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
+            raise LabError(what, where=where, cause=cause, fix=fix)
         if node.name in lacking:
             _send(node, node.data_folder, {spec.data.name: spec.data.path}, started)
 

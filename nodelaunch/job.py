@@ -172,21 +172,21 @@ class TorchrunJob:
                 say(bundle.note)
             places = self._place(bundle)
             self._write(places, launch)
-            self._copy(launch, bundle, found, force=force, say=say)
+            self._copy(launch, bundle, found)
             state = self._make_state(places, by_hand)
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
         finally:
             self._preflight = None
         return RunningJob(spec, launch, links=links, state=state, found=found, started=started, say=say, stop=stop)
 
-    def _copy(self, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
+    def _copy(self, launch: Launch, bundle: Bundle, found: Preflight | None) -> None:
         """Copies code and scripts to the nodes, and the data to those that lack them."""
         spec, verdicts = self.spec, found.verdicts if found else ()
         nodes, lacking = spec.nodes, {verdict.node for verdict in verdicts if verdict.found == WILL_COPY}
         if not self._backend.ONE_BY_ONE:  # they share one folder, which no preflight has looked into
             nodes = spec.nodes[:1]
             lacking = {nodes[0].name} if spec.data and spec.data.copy_data else ()
-        copy_to_nodes(spec, launch, bundle, nodes=nodes, lacking=lacking, force=force, say=say)
+        copy_to_nodes(spec, launch, bundle, nodes=nodes, lacking=lacking)
 
     def _make_state(self, places: Sequence[Placement], by_hand: Sequence[str]) -> JobState:
         spec, names = self.spec, [place.node.name for place in places]

@@ -323,4 +323,4 @@ def make_running(links: dict, state: JobState, folder: Path, say: Callable = lam
 
 def copy_code(job: TorchrunJob) -> None:
     """Copies the code as a launch does before it starts, for scripts that are started by hand."""
-    job._copy(job._launch, job._collect(), None, force=False, say=print)
+    job._copy(job._launch, job._collect(), None)
