@@ -104,36 +104,18 @@ def slurm_nodes(
 
 
 def check(spec: JobSpec, job_id: str) -> Preflight:
-    """Judges the queue. Slurm chooses the nodes later, so the ranks compare their versions when they meet."""
+    """Asks Slurm if it would take the job, and when; it chooses the nodes later, and the ranks compare them."""
     started = time.monotonic()
     try:
-        verdict = judge_queue(spec.nodes[0].options, len(spec.nodes))
+        done = _sbatch("--test-only", f"--nodes={len(spec.nodes)}", *spec.nodes[0].options, "--wrap=true")
+        said = clean(done.stderr.strip().rpartition("sbatch: ")[2], 300)
+        verdict = Verdict("Slurm", "queue", "ok", said)
+        if done.returncode:
+            cause, fix = "it has no such nodes, partition or option", "sinfo shows what there is"
+            verdict = Verdict("Slurm", "queue", "red", said, cause, fix)
     except LabError as error:
         verdict = judge_error("Slurm", error)
     return Preflight((verdict,), seconds=time.monotonic() - started)
-
-
-def judge_queue(options: Sequence[str], count: int) -> Verdict:
-    """Judges if Slurm has ``count`` nodes in service: "ok", "note" if the job will wait for some of them, or "red".
-
-    Raises:
-        LabError: Slurm is not here, or does not answer.
-    """
-    only = [option for option in options if option.startswith("--partition=")]
-    done = _ask("sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%t", *only)
-    if done.returncode:
-        fix = "ask who runs the cluster; sinfo shows when it is back"
-        raise LabError("Slurm does not answer.", where="sinfo", cause=done.stderr.strip()[-300:], fix=fix)
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
-    # A node may be in several partitions. States with another last character, such as *, are not in service.
-    usable = {node: state for _, up, node, state in rows if up == "up" and state in ("idle", "mix", "alloc", "comp")}
-    there, idle = len(usable), list(usable.values()).count("idle")
-    names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
-    found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
-    if there >= count:
-        return Verdict("Slurm", "queue", "note" if idle < count else "ok", found)
-    fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses"
-    return Verdict("Slurm", "queue", "red", found, "another partition was meant", fix)
 
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
@@ -257,9 +239,7 @@ def submit(folder: Path) -> SlurmJob:
         LabError: Slurm is not here, or refuses.
     """
     (folder / "lease").touch()
-    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
-    done = _ask("sbatch", "--parsable", SCRIPT, cwd=folder, env=env | {"LAB_LEASE": str(folder / "lease")})
+    done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
         cause = said[-1].rpartition("error: ")[2][:300]
@@ -361,6 +341,12 @@ class SlurmLink:
         what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
         fix = f"scontrol show job {number}"
         return LabError(what, where=facts["NodeList"], cause=clean(last, 300), fix=fix, log=log)
+
+
+def _sbatch(*argv: str, cwd: Path | None = None, lease: str = "") -> subprocess.CompletedProcess[str]:
+    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    return _ask("sbatch", *argv, cwd=cwd, env=env | {"LAB_LEASE": lease})
 
 
 def _ask(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
