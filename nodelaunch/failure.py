@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lab_common import LabError
 from lab_common.text import clean, clean_message
+from nodelaunch.backends.nodes import advise_room
 from nodelaunch.messages import look_up
 from nodelaunch.node.errors import FULL, StopReason, failed_as_consequence, name_full_disk, shorten_gloo
 from nodelaunch.result import Failure
@@ -318,7 +319,7 @@ def _explain_limit(state: JobState, limits: list[str]) -> Failure:
     fix = "look at what each rank waits for there; a larger limit= only if that ends by itself"
     if not state.still.keys() >= state.ranks.keys():  # a rank moved until the end
         fix = "a larger limit=, or less work"
-    what = f"The job ran into its {limits[0] if limits else f'time limit of {state.limit:g} s'}."
+    what = f"The job ran into its {limits[0] if limits else f'time limit of {state.spec.limit:g} s'}."
     return _fail("limit", what, cause, fix)
 
 
@@ -334,14 +335,16 @@ def _explain_alone(state: JobState) -> Failure:
     join = "init_process_group('gloo') with no other arguments uses what torchrun has set"
     advice = next((one.advice for one in ranks if one.advice), join)
     fix = f"{advice}; a script that needs no group: TorchrunJob(…, needs_group=False)"
-    return _fail("alone", f"The {state.group} ranks did not work together: each trained {trained}.", cause, fix)
+    what = f"The {state.spec.world_size} ranks did not work together: each trained {trained}."
+    return _fail("alone", what, cause, fix)
 
 
 def _explain_join(state: JobState) -> Failure:
     silent = [part.name for part in state.nodes.values() if not part.started]
     absent = silent or [part.name for part in state.nodes.values() if not part.joined]
     cause = "it was started, and did not reach the meeting point"
-    cause = f"{state.starter} was not started there" if silent else cause
+    starter = state.spec.starter if state.spec else "torchrun"
+    cause = f"{starter} was not started there" if silent else cause
     fix = "start it (bash node….sh on that node), or let job.preflight() say what is in the way"
     return _fail("join", f"Not all nodes joined in time; missing: {', '.join(absent)}.", cause, fix, node=absent[0])
 
@@ -374,24 +377,11 @@ def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
     disk = _explain_disk(part)
     cause, fix = disk if disk[0] else (cause, fix)
     facts = {"node": part.name, "message": said, "traceback": "\n".join(list(part.tail)[-15:])}
-    starter = state.starter[:1].upper() + state.starter[1:] if state.starter != "torchrun" else "torchrun"
+    starter = f"The starter of {state.spec.program[0]}" if state.spec and state.spec.program else "torchrun"
     return _fail("torchrun", f"{starter} ended on {part.name}: {said}", cause, fix or "read the log", **facts)
 
 
 # Full disks.
-
-
-def explain_full_disk(name: str, folder: str, stderr: str) -> LabError | None:
-    """The error of a program of the launcher that found no room on a node; None if it says nothing of that kind."""
-    if not FULL.search(stderr):
-        return None
-    path = name_full_disk(stderr) or folder
-    what = clean(f"The disk of {name} is full at {path}", 118) + "."
-    return LabError(what, where=path, cause=clean(stderr.strip().splitlines()[-1], 300), fix=_advise_room(path))
-
-
-def _advise_room(path: str) -> str:
-    return f"free some space there (df -h {clean(path, 200)}), or use a folder on a larger disk; then run the job again"
 
 
 def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
@@ -402,8 +392,8 @@ def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
     if path.startswith("/dev/shm/"):
         return look_up(f"No space left on device: '{path}'")
     if path:
-        return f"the disk is full at {path}", _advise_room(path)
-    return (f"a disk is full: {clean(part.full, 200)}", _advise_room("")) if part.full else ("", "")
+        return f"the disk is full at {path}", advise_room(path)
+    return (f"a disk is full: {clean(part.full, 200)}", advise_room("")) if part.full else ("", "")
 
 
 def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:

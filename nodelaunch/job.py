@@ -173,7 +173,9 @@ class TorchrunJob:
             places = self._place(bundle)
             self._write(places, launch)
             self._copy(launch, bundle, found)
-            state = self._make_state(places, by_hand)
+            state = JobState([node.name for node in spec.nodes], [place.address or "" for place in places], spec)
+            for name in by_hand:
+                state.nodes[name].by_hand = True
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
         finally:
             self._preflight = None
@@ -187,17 +189,6 @@ class TorchrunJob:
             nodes = spec.nodes[:1]
             lacking = {nodes[0].name} if spec.data and spec.data.copy_data else ()
         copy_to_nodes(spec, launch, bundle, nodes=nodes, lacking=lacking)
-
-    def _make_state(self, places: Sequence[Placement], by_hand: Sequence[str]) -> JobState:
-        spec, names = self.spec, [place.node.name for place in places]
-        starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
-        addresses = [place.address or "" for place in places]
-        group = len(names) * spec.nproc_per_node if spec.needs_group and not spec.program else 0
-        restarts, limit = spec.max_restarts > 0, spec.limit
-        state = JobState(names, addresses, starter, restarts=restarts, group=group, limit=limit)
-        for name in by_hand:
-            state.nodes[name].by_hand = True
-        return state
 
     def _check_by_hand(self, by_hand: Sequence[str]) -> None:
         names = {node.name for node in self.spec.nodes}

@@ -154,7 +154,7 @@ class RunningJob:
         state, spec = self._state, self._spec
         seconds = {"preflight": self._found.seconds if self._found else 0.0, "joined": self._joined}
         failure = diagnose(state)
-        size = max([len(spec.nodes) * spec.nproc_per_node, *(rank + 1 for rank in state.ranks)])
+        size = max([spec.world_size, *(rank + 1 for rank in state.ranks)])
         return JobResult(
             ok=failure is None,
             results=tuple(state.heard[rank].result for rank in range(size)),

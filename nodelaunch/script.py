@@ -127,7 +127,6 @@ def write_script(spec: JobSpec, launch: Launch, place: Placement) -> str:
 
 def write_environment(spec: JobSpec, launch: Launch, place: Placement, rendezvous_id: str) -> str:
     """Writes exports: our settings and the job's own, and after them, which counts, what the job's parts rely on."""
-    world_size = len(spec.nodes) * spec.nproc_per_node
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
 # The rank stands in front of each of its lines. torchrun has an option for it, too, but not yet in torch 2.11.
@@ -144,7 +143,7 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Where data and results are, and what the job's env= says.
 {settings}
 # What nodelaunch has to know about the job.
-export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={world_size}
+export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={spec.world_size}
 export LAB_JOIN_TIMEOUT={spec.join_timeout:g} LAB_HANG_TIMEOUT={spec.hang_timeout:g} LAB_LIMIT={spec.limit:g}
 {"" if spec.program else rendezvous}\
 # Lines appear when they are printed, and a crash in C code shows a traceback.

@@ -198,6 +198,16 @@ class JobSpec:
             raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
 
     @property
+    def world_size(self) -> int:
+        """Number of ranks, on all nodes together."""
+        return len(self.nodes) * self.nproc_per_node
+
+    @property
+    def starter(self) -> str:
+        """What starts the ranks on each node, in words."""
+        return f"the starter of {self.program[0]}" if self.program else "torchrun"
+
+    @property
     def script_path(self) -> str:
         """The script's path within the project, or its name if there is no project."""
         return self.script.relative_to(self.root).as_posix() if self.root else self.script.name

@@ -40,6 +40,7 @@ from lab_common.text import clean_message
 from nodelaunch.node.errors import FULL, StopReason
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.result import Rank
+from nodelaunch.spec import JobSpec
 
 # Lines of a rank that are enough for a traceback.
 TAIL = 60
@@ -88,23 +89,11 @@ class JobState:
     """Everything that was heard of a job, whose nodes have these names and addresses.
 
     Args:
-        starter: What starts the ranks on each node, in words.
-        restarts: True if torchrun may restart the workers.
-        group: The size of the group that the ranks have to form; 0 for a job that needs none.
-        limit: The job's limit in seconds.
+        spec: The job; None if only its log is left.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        addresses: list[str],
-        starter: str = "torchrun",
-        *,
-        restarts: bool = True,
-        group: int = 0,
-        limit: float = 0.0,
-    ) -> None:
-        self.starter, self.group, self.limit, self._restarts = starter, group, limit, restarts
+    def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
+        self.spec = spec
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}  # those that have started
         self.heard: dict[int, RankState] = defaultdict(RankState)
@@ -168,10 +157,11 @@ class JobState:
 
     @property
     def trained_alone(self) -> bool:
-        """True if ranks that should have formed one group formed none of that size."""
-        groups = [self.heard[rank].groups for rank in self.ranks]
-        formed = any(sizes is None or max(sizes, default=0) >= self.group for sizes in groups)
-        return self.group > 1 and not formed
+        """True if ranks that should have formed one group of all formed none."""
+        spec, groups = self.spec, [self.heard[rank].groups for rank in self.ranks]
+        if not spec or spec.program or not spec.needs_group or spec.world_size == 1:
+            return False
+        return not any(sizes is None or max(sizes, default=0) >= spec.world_size for sizes in groups)
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it if it is a rank's output, to be shown."""
@@ -279,7 +269,7 @@ class JobState:
         random; it is seldom one of before.
         """
         last = self._last.get(event["rank"], -1)
-        if not self._restarts:
+        if self.spec and not self.spec.max_restarts:
             return 0
         if last >= 0 and self.ranks[event["rank"]].pid == event["pid"]:
             return last

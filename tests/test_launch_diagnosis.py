@@ -9,9 +9,10 @@ from harness.jobs import hear
 from IPython.core.formatters import DisplayFormatter
 
 from lab_common import LabError
-from nodelaunch import Failure, JobError, JobResult
+from nodelaunch import Failure, JobError, JobResult, local_nodes
 from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.errors import StopReason
+from nodelaunch.spec import JobSpec
 from nodelaunch.state import JobState
 
 LOST = "RuntimeError: [/x/gloo/pair.cc:1] Connection closed by peer [10.0.0.1]:1"
@@ -212,7 +213,7 @@ def test_ranks_that_all_stand_elsewhere_are_named_at_the_limit(state):
     for rank in (0, 1):
         stand(rank, False, f"lock.acquire() (train.py, line {5 + rank})")(state)
     assert not state.stands_still(), "each may be about to go on"
-    state.limit, state.reason = 90.0, StopReason.LIMIT
+    state.spec, state.reason = JobSpec("train.py", nodes=local_nodes(2), limit=90), StopReason.LIMIT
     failure = diagnose(state)
     assert failure.kind == "limit" and failure.fix.startswith("look at what each rank waits for there")
     assert "rank 0 in lock.acquire() (train.py, line 5); rank 1 in lock.acquire() (train.py, line 6)" in failure.cause

@@ -24,14 +24,15 @@ from nodelaunch.messages import KNOWN
 from nodelaunch.node import watch as node_watch
 from nodelaunch.node.groups import Groups
 from nodelaunch.node.watch import HangWatch
+from nodelaunch.spec import JobSpec
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
 
 
-def make_state(**options):
+def make_state():
     """Two nodes, a and b, with one rank each, which have started."""
-    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"], **options)
+    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"], JobSpec("train.py", nodes=local_nodes(2)))
     for rank, node in enumerate("ab"):
         who = {"rank": rank, "pid": 57 + rank, "host": node, "local_rank": 0, "node": rank}
         hear(state, node, "worker", **who, processes=1)
@@ -246,7 +247,7 @@ def test_ranks_whose_collectives_differ_are_told_with_the_line_of_each():
 
 
 def test_ranks_that_formed_no_group_trained_alone():
-    state = make_state(group=2)
+    state = make_state()
     for rank, node in enumerate("ab"):
         hear(state, node, "groups", rank=rank, sizes=[1])
         hear(state, node, "done", rank=rank, believed=["it set WORLD_SIZE to 1 (torchrun: 2)"])
@@ -320,7 +321,7 @@ def test_of_a_script_whose_own_processes_may_meet_nothing_is_claimed(act, claime
 
 
 def test_a_rank_that_may_have_met_the_others_elsewhere_did_not_train_alone():
-    state = make_state(group=2)
+    state = make_state()
     for rank, node in enumerate("ab"):
         hear(state, node, "groups", rank=rank, sizes=[])
     assert state.trained_alone

@@ -15,7 +15,7 @@ from typing import ClassVar
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.failure import explain_full_disk
+from nodelaunch.node.errors import FULL, name_full_disk
 from nodelaunch.node.output import read_lines
 
 
@@ -68,12 +68,20 @@ class Node:
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that could not be run there."""
-        if full := explain_full_disk(self.name, self.folder, stderr):
-            return full
-        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
+        last = clean((stderr.strip().splitlines() or [f"exit status {returncode}"])[-1], 300)
+        if FULL.search(stderr):
+            path = name_full_disk(stderr) or self.folder
+            what = clean(f"The disk of {self.name} is full at {path}", 118) + "."
+            return LabError(what, where=path, cause=last, fix=advise_room(path))
         fix = "see that the folder can be written to and that the disk has room, then run the job again"
         what = f"A program could not be run on {self.name[:40]}."
-        return LabError(what, where=self.folder, cause=clean(last, 300), fix=fix)
+        return LabError(what, where=self.folder, cause=last, fix=fix)
+
+
+def advise_room(path: str) -> str:
+    """The fix for a disk that is full at a path; "" if that is not known."""
+    look = f"df -h {clean(path, 200)}".rstrip()
+    return f"free some space there ({look}), or use a folder on a larger disk; then run the job again"
 
 
 @dataclass(frozen=True, kw_only=True)

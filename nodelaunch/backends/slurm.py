@@ -241,8 +241,7 @@ def submit(folder: Path) -> SlurmJob:
     (folder / "lease").touch()
     done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
-        cause = said[-1].rpartition("error: ")[2][:300]
+        cause = clean(done.stderr.strip().rpartition("error: ")[2], 300)
         fix = f"sinfo shows what there is; by hand: cd {folder}; sbatch {SCRIPT}"
         raise LabError("Slurm does not take the job.", where=folder / SCRIPT, cause=cause, fix=fix)
     return SlurmJob(int(done.stdout.strip().split(";")[0]), folder)  # "12;cluster" if there are several clusters
