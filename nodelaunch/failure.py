@@ -343,10 +343,13 @@ def _explain_join(state: JobState) -> Failure:
     silent = [part.name for part in state.nodes.values() if not part.started]
     absent = silent or [part.name for part in state.nodes.values() if not part.joined]
     cause = "it was started, and did not reach the meeting point"
-    starter = state.spec.starter if state.spec else "torchrun"
-    cause = f"{starter} was not started there" if silent else cause
+    cause = f"{_name_starter(state, 'the')} was not started there" if silent else cause
     fix = "start it (bash node….sh on that node), or let job.preflight() say what is in the way"
     return _fail("join", f"Not all nodes joined in time; missing: {', '.join(absent)}.", cause, fix, node=absent[0])
+
+
+def _name_starter(state: JobState, article: str) -> str:
+    return f"{article} starter of {state.spec.program[0]}" if state.spec and state.spec.program else "torchrun"
 
 
 def _find_lost(state: JobState) -> NodeState | None:
@@ -377,8 +380,7 @@ def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
     disk = _explain_disk(part)
     cause, fix = disk if disk[0] else (cause, fix)
     facts = {"node": part.name, "message": said, "traceback": "\n".join(list(part.tail)[-15:])}
-    starter = f"The starter of {state.spec.program[0]}" if state.spec and state.spec.program else "torchrun"
-    return _fail("torchrun", f"{starter} ended on {part.name}: {said}", cause, fix or "read the log", **facts)
+    return _fail("torchrun", f"{_name_starter(state, 'The')} ended on {part.name}: {said}", cause, fix or "read the log", **facts)
 
 
 # Full disks.

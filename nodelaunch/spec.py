@@ -203,11 +203,6 @@ class JobSpec:
         return len(self.nodes) * self.nproc_per_node
 
     @property
-    def starter(self) -> str:
-        """What starts the ranks on each node, in words."""
-        return f"the starter of {self.program[0]}" if self.program else "torchrun"
-
-    @property
     def script_path(self) -> str:
         """The script's path within the project, or its name if there is no project."""
         return self.script.relative_to(self.root).as_posix() if self.root else self.script.name
