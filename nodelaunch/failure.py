@@ -380,7 +380,8 @@ def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
     disk = _explain_disk(part)
     cause, fix = disk if disk[0] else (cause, fix)
     facts = {"node": part.name, "message": said, "traceback": "\n".join(list(part.tail)[-15:])}
-    return _fail("torchrun", f"{_name_starter(state, 'The')} ended on {part.name}: {said}", cause, fix or "read the log", **facts)
+    what = f"{_name_starter(state, 'The')} ended on {part.name}: {said}"
+    return _fail("torchrun", what, cause, fix or "read the log", **facts)
 
 
 # Full disks.

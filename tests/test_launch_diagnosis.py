@@ -141,14 +141,6 @@ def test_what_failed_first(state, events, kind, rank, node, words):
     assert_words(failure, words)
 
 
-def test_hosts_may_give_their_processes_the_same_number():
-    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    for rank in (0, 1):
-        event(rank, "worker", pid=57, host="ab"[rank], local_rank=0, node=rank, processes=1)(state)
-    leave(0, -9, pid=57)(state)
-    assert "Rank 0 on a was killed by signal 9" in diagnose(state).what
-
-
 def test_torchrun_that_gave_up_before_the_launcher_is_a_node_that_did_not_join():
     state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
     state.nodes["a"].started = True

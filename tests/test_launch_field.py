@@ -288,17 +288,6 @@ def test_what_a_script_believed(source, env, words, write, monkeypatch):
     assert groups.advise() == advice
 
 
-def test_a_group_that_accelerate_leaves_alone_is_none(write, monkeypatch):
-    """On nodes without GPUs it opens one of all ranks, and then trains in one process (accelerate 1.15)."""
-    said = []
-    groups = Groups(SimpleNamespace(write=lambda event, **facts: said.append((event, facts))), write("train.py", ""))
-    for processes, told in ((2, []), (1, [("groups", {"sizes": [1]})])):
-        state = SimpleNamespace(_shared_state={"num_processes": processes})
-        monkeypatch.setitem(sys.modules, "accelerate.state", SimpleNamespace(PartialState=state))
-        groups.report_end()
-        assert said == told
-
-
 @pytest.mark.parametrize(
     ("act", "claimed"),
     [

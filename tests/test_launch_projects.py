@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import Heard, assert_gone, find_processes, kill, run_badly, wait_for
+from harness.jobs import Heard, assert_gone, find_processes, kill, run_badly
 
 from lab_common import LabError
-from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.bundle import LARGEST, MOST, TOTAL, find_project, name_work
 from nodelaunch.node.copy_project import LAST
 
@@ -297,17 +297,6 @@ def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
     assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
 
 
-@pytest.mark.usefixtures("warm_torchrun")
-def test_where_the_ranks_of_a_project_stand_is_said(project):
-    begin = "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))"
-    lines = ("import datetime, torch.distributed as dist", begin, "if dist.get_rank() == 0:")
-    (project / "train.py").write_text("\n".join([*lines, "    while True: pass", "dist.barrier()"]))
-    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), nproc_per_node=2, hang_timeout=3)
-    error = job.run(check=False, show=False).failure
-    assert error.kind == "hang"
-    assert "train.py, line 4, in <module>" in str(error) and "train.py, line 5, in <module>" in str(error), error
-
-
 def test_a_shell_script_is_a_program_too(write):
     script = write("each.sh", 'echo "node $GROUP_RANK of $1, $PWD"; test -d "$LAB_JOB_FOLDER"\n')
     job = TorchrunJob(script, ["two"], nodes=local_nodes(2), program=["bash", "-eu"])
@@ -338,20 +327,6 @@ def test_18_parts_of_such_a_job_that_are_killed(plain, part):
     error = run_badly(job, heard, seconds=10, since=lambda: times[0])
     said = {"node.starter": "The starter of python ended on node1", "plain.py": "Rank 1 on node1 was "}[part]
     assert error.what.startswith(said), str(error)
-
-
-@pytest.mark.drill
-def test_such_a_job_on_two_hosts_is_stopped(plain, hosts):
-    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
-    job = plain("stubborn", nodes=nodes)
-    running = job.start(show=(heard := Heard()))
-    wait_for(lambda: sum("connected" in line for line in heard.lines) == 2)
-    assert {rank for line in heard.lines for rank in ("[rank 0]", "[rank 1]") if rank in line}
-    start = time.monotonic()
-    running.stop()
-    assert running.wait(check=False).failure.kind == "stopped"
-    assert time.monotonic() - start < 5
-    assert_gone(job.id, 5)
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError\n"], ids=["well", "error"])
