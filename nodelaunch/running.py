@@ -153,11 +153,11 @@ class RunningJob:
     def _make_result(self) -> JobResult:
         state, spec = self._state, self._spec
         seconds = {"preflight": self._found.seconds if self._found else 0.0, "joined": self._joined}
-        failure = diagnose(state)
+        failure, results = diagnose(state), state.results
         size = max([spec.world_size, *(rank + 1 for rank in state.ranks)])
         return JobResult(
             ok=failure is None,
-            results=tuple(state.heard[rank].result for rank in range(size)),
+            results=tuple(results.get(rank) for rank in range(size)),
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
             restarts=tuple(describe_restart(errors) for errors in state.restarts),

@@ -133,6 +133,11 @@ class JobState:
         return {rank: self.heard[rank].still for rank in self.find(lambda one: one.still)}
 
     @property
+    def results(self) -> dict[int, object]:
+        """By rank, what it gave to ``nodelaunch.report``."""
+        return {rank: self.heard[rank].result for rank in self.find(lambda one: one.result is not None)}
+
+    @property
     def stacks(self) -> dict[int, str]:
         """By rank, where it stood when it was ended."""
         return {rank: self.heard[rank].stack for rank in self.find(lambda one: one.stack)}
