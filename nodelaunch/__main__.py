@@ -46,14 +46,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _make_nodes(arguments: argparse.Namespace) -> list[Node]:
-    if arguments.hosts and arguments.local is None:
-        options = {name: getattr(arguments, name) for name in ("python", "folder", "config")}
-        return ssh_nodes(arguments.hosts, interface=getattr(arguments, "interface", None), **options)
-    if arguments.hosts:
-        raise LabError("Hosts and --local do not go together.", where="--local", fix="leave one of them away")
-    nodes = local_nodes(1 if arguments.local is None else arguments.local)
     given = {name: value for name in ("interface", "python") if (value := getattr(arguments, name, None))}
-    return [replace(node, **given) for node in nodes]
+    if arguments.hosts and arguments.local is not None:
+        raise LabError("Hosts and --local do not go together.", where="--local", fix="leave one of them away")
+    if arguments.hosts:
+        return ssh_nodes(arguments.hosts, folder=arguments.folder, config=arguments.config, **given)
+    return [replace(node, **given) for node in local_nodes(1 if arguments.local is None else arguments.local)]
 
 
 def _preflight(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
@@ -70,8 +68,7 @@ def _stop(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
             return [f"{len(answer['stopped'])} process(es) of {arguments.job} ended"]
         return [f"no process of {arguments.job} runs"]
 
-    answers = ask_once(nodes, {"do": "stop_job", "id": arguments.job})
-    return _print_answers(answers, describe, failed="left")
+    return _print_answers(ask_once(nodes, {"do": "stop_job", "id": arguments.job}), describe)
 
 
 def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
@@ -81,12 +78,12 @@ def _list(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
     return _print_answers(ask_once(nodes, {"do": "jobs"}), describe)
 
 
-def _print_answers(answers: Mapping, describe: Callable[[Mapping], list[str]], failed: str = "") -> int:
-    """Prints what each node answered; returns 1 if one was not reached, or its answer says that something failed."""
+def _print_answers(answers: Mapping, describe: Callable[[Mapping], list[str]]) -> int:
+    """Prints what each node answered; returns 1 if one was not reached, or has processes that did not end."""
     for name, answer in answers.items():
         for line in [str(answer)] if isinstance(answer, LabError) else map(clean, describe(answer)):
             print(f"{clean(name)}: {line}")
-    return int(any(isinstance(answer, LabError) or answer.get(failed) for answer in answers.values()))
+    return int(any(isinstance(answer, LabError) or answer.get("left") for answer in answers.values()))
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
 """Collects what a job copies to its nodes: the script or the project, and what it imports, named by their hash.
 
-Of a project these are the files that are neither data, nor ignored by git, nor made by tools.
+Of a project these are the files that are neither data, nor ignored by git, nor made by tools. Without a project they
+are the script, the files beside it, and your own packages that they import: those that no installer has put on the
+nodes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 import shlex
 import stat
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
-from nodelaunch.node.facts import hash_files
-from nodelaunch.packages import find_packages, list_modules
+from nodelaunch.node.facts import SKIPPED, hash_files
 from nodelaunch.program import list_files
 
 OWN = {"lab_common", "nodelaunch"}
@@ -31,6 +34,11 @@ TOTAL, LARGEST, MOST = 64 * 2**20, 8 * 2**20, 5000
 # Tools make these again. A virtual environment is recognised by its pyvenv.cfg.
 MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
 MADE |= {"__pycache__", "node_modules", "wandb"}
+# Not by ast: a script with a syntax error is launched, too, and its rank reports it. Text that only looks like an
+# import does no harm.
+IMPORTED = re.compile(
+    rb"^[ \t]*(?:from[ \t]+(?P<package>\w+)[\w.]*[ \t]+import\b|import[ \t]+(?P<names>[^#;\n]+))", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -46,23 +54,21 @@ class Bundle:
     note: str = ""
 
 
-def collect_files(script: Path | None, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
-    """Reads the training script, other files that it imports or reads, and what runs around it on a node.
+def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
+    """Reads a script, other files that it imports or reads, or its project, and what runs around it on a node.
 
     Args:
-        script: The training script; None for a module that is installed on the nodes.
+        script: The training script.
         extra: The other files; they are copied beside it.
         root: The project that contains the script, which is read as a whole.
 
     Raises:
         LabError: A file does not exist, cannot be read, is not a regular file or too large, or has the name of another.
     """
-    files, note = list_files(), ""
-    beside = () if root or script is None else (script, *extra)
+    files, note, beside = list_files(), "", () if root else (script, *extra)
     if root:
         project, note = find_project(root)
-        if script:  # even if git ignores it
-            project[script.relative_to(root).as_posix()] = script
+        project[script.relative_to(root).as_posix()] = script  # even if git ignores it
         files |= {f"project/{name}": path for name, path in project.items()}
     for path in beside:
         if f"script/{path.name}" in files:
@@ -110,10 +116,7 @@ def read_file(path: Path) -> bytes:
 
 
 def find_project(root: Path) -> tuple[dict[str, Path], str]:
-    """Looks through a folder.
-
-    Returns:
-        The files that are copied, by their path within it, and a line on how much that is and what is left out.
+    """Looks through a folder: the files that are copied, by their path in it, and a line on what is left out.
 
     Raises:
         LabError: It has more files, or more bytes, than a job can carry.
@@ -173,3 +176,45 @@ def _list_ignored(folder: Path) -> set[Path]:
     except (OSError, subprocess.TimeoutExpired):
         return set()
     return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+
+
+def find_packages(sources: Iterable[bytes]) -> dict[str, Path]:
+    """Returns your own packages and modules that Python sources import, directly or through each other.
+
+    By name, the folder of the package or the file of the module: a package beside the notebook, for example, or one
+    that was installed as editable.
+    """
+    found, seen, todo = {}, set(), list(sources)
+    while todo:
+        for match in IMPORTED.finditer(todo.pop()):
+            for part in (match["package"] or match["names"]).decode(errors="replace").split(","):
+                name = (part.partition(".")[0].split() or [""])[0]
+                if name not in seen and (path := _find_own(name)):
+                    found[name] = path
+                    todo += [file.read_bytes() for file in list_modules(path)]
+                seen.add(name)
+    return found
+
+
+def list_modules(path: Path) -> list[Path]:
+    """The Python files of a package, without those of tools and an editor's lock; a module is one file."""
+    if path.is_file():
+        return [path]
+    files = [file for file in sorted(path.rglob("*.py")) if not file.name.startswith(".")]
+    return [file for file in files if not {*SKIPPED} & {*file.relative_to(path).parts}]
+
+
+def _find_own(name: str) -> Path | None:
+    if name in sys.stdlib_module_names or not name.isidentifier():
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):  # a module that was made at run time has none
+        return None
+    if spec is None or not spec.origin or not Path(spec.origin).is_file():
+        return None
+    origin = Path(spec.origin).resolve()
+    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
+    if installed & {*origin.parents} or {"site-packages", "dist-packages"} & {*origin.parts}:
+        return None
+    return origin.parent if spec.submodule_search_locations else origin

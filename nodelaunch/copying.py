@@ -7,7 +7,7 @@ import io
 import shlex
 import subprocess
 import tarfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -20,25 +20,9 @@ from nodelaunch.spec import JobSpec, Launch
 
 
 def copy_to_nodes(
-    spec: JobSpec,
-    launch: Launch,
-    bundle: Bundle,
-    *,
-    nodes: Sequence[Node],
-    lacking: Collection[str] = (),
-    force: bool = False,
-    say: Callable[[str], None] = print,
+    spec: JobSpec, launch: Launch, bundle: Bundle, *, nodes: Sequence[Node], lacking: Collection[str]
 ) -> None:
-    """Copies code and scripts to nodes, and the data to those that lack them.
-
-    Args:
-        spec: The job.
-        launch: Its folder has the scripts.
-        bundle: The job's files.
-        nodes: The receivers.
-        lacking: Names of the nodes that get the data.
-        force: Continue even if code was changed on a node.
-        say: Called with a line for such code.
+    """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays.
 
     Raises:
         LabError: A node was not reached, or its disk is full; code there was changed; or the data are not here either.
@@ -53,16 +37,14 @@ def copy_to_nodes(
     parts = {code: bundle.files, f"jobs/{launch.id}": {path.name: path.read_bytes() for path in scripts}}
 
     def copy(node: Node) -> None:
-        if not send(node, node.folder, parts, started=started):
+        if not _send(node, node.folder, parts, started):
             where = f"{node.folder}/{code}"
-            if not force:
-                what = f"The code on {node.name} is not what its name says."
-                cause = "a file was changed there by hand; the launcher's copy is the one to change"
-                fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
-                raise LabError(what, where=where, cause=cause, fix=fix)
-            say(f"{node.name}: {where} is not what its name says; started anyway")
+            what = f"The code on {node.name} is not what its name says."
+            cause = "a file was changed there by hand; the launcher's copy is the one to change"
+            fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
+            raise LabError(what, where=where, cause=cause, fix=fix)
         if node.name in lacking:
-            send(node, node.data_folder, {spec.data.name: spec.data.path}, started=started)
+            _send(node, node.data_folder, {spec.data.name: spec.data.path}, started)
 
     pool = ThreadPoolExecutor(len(nodes))
     try:
@@ -76,19 +58,13 @@ def copy_to_nodes(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def send(
-    node: Node, root: str, folders: Mapping[str, Mapping[str, bytes] | Path], *, started: list[subprocess.Popen]
+def _send(
+    node: Node, root: str, folders: Mapping[str, Mapping[str, bytes] | Path], started: list[subprocess.Popen]
 ) -> bool:
     """Puts files by name, or a folder of this machine, into folders of a node, each by its path within ``root``.
 
     A folder appears whole or not at all, and one that is there already remains. ``started`` takes the process that
-    sends, so that the caller can end it.
-
-    Returns:
-        False if code that was there already has been changed since it was copied.
-
-    Raises:
-        LabError: The node was not reached, or its disk is full.
+    sends, so that the caller can end it. Returns False if code that was there already has been changed.
     """
     process = node.popen(make_command(node.python, receive, root, *folders))
     started.append(process)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lab_common import LabError
 from lab_common.text import clean, clean_message
+from nodelaunch.backends.nodes import advise_room
 from nodelaunch.messages import look_up
 from nodelaunch.node.errors import FULL, StopReason, failed_as_consequence, name_full_disk, shorten_gloo
 from nodelaunch.result import Failure
@@ -42,38 +43,32 @@ SIGNALS = {
 }  # fmt: skip
 
 
-def diagnose(state: JobState, reason: StopReason | None = None) -> Failure | None:
-    """Returns what failed first, or None if nothing did.
-
-    Args:
-        state: What was heard of the job.
-        reason: Why the launcher ended the job, if it did.
-    """
+def diagnose(state: JobState) -> Failure | None:
+    """Returns what failed first, or None if nothing did."""
     errors = sorted((_add_traceback(state, error) for error in state.errors), key=lambda error: error["at"])
-    if reason == StopReason.STOPPED:
-        # What the ranks say about their end comes of the stop; what was heard before does not.
-        errors = [error for error in errors if state.asked is not None and error["at"] <= state.asked]
-        if not errors:
+    # What the ranks say about their end comes of it; what was heard before does not.
+    before = [error for error in errors if state.asked is not None and error["at"] <= state.asked]
+    if state.reason == StopReason.STOPPED:
+        if not before:
             return _fail("stopped", "The job was stopped.", "job.stop() was called", AGAIN, stacks=state.stacks)
-    if state.standstill:
-        before = [error for error in errors if error["at"] <= state.asked]
-        if not any(_is_own(error) for error in before):
-            return _explain_hang(state, before)
+        errors = before
+    if state.reason == StopReason.STANDSTILL and not any(_is_own(error) for error in before):
+        return _explain_hang(state, before)
     if any(_is_own(error) for error in errors):
-        return _explain_rank(state, _find_first(errors), errors)
+        return _explain_rank(state, errors)
     ended = [part for part in state.nodes.values() if part.ended]
     limits = [part.ended["why"] for part in ended if part.ended["reason"] == StopReason.LIMIT]
-    if limits or reason == StopReason.LIMIT:
-        return _explain_limit(state, limits, reason)
+    if limits or state.reason == StopReason.LIMIT:
+        return _explain_limit(state, limits)
     left = [part for part in ended if part.ended["reason"] in (StopReason.SILENCE, StopReason.SIGNAL)]
     # A scheduler tells all nodes to end when a rank of one has given up waiting.
-    if left and not reason and not any(WAITED.search(error["message"]) for error in errors):
+    if left and not state.reason and not any(WAITED.search(error["message"]) for error in errors):
         slept = "the computer of the launcher slept, or the network to the node was cut"
         cause = slept if left[0].ended["reason"] == StopReason.SILENCE else SENT
         return _fail("lost", f"{left[0].name} ended the job: {left[0].ended['why']}.", cause, AGAIN, node=left[0].name)
     if errors:
         return _explain_waiting(state, errors)
-    if reason:
+    if state.reason:
         return _explain_join(state)
     if lost := _find_lost(state):
         return _explain_lost(lost)
@@ -109,7 +104,7 @@ def _is_own(error: dict) -> bool:
 
 def _add_traceback(state: JobState, error: dict) -> dict:
     """An exit with the traceback that the rank printed last, if only its exit status was heard of."""
-    found = PRINTED.match("\n".join(state.tails.get(error["rank"], ())))
+    found = PRINTED.match("\n".join(state.heard[error["rank"]].tail))
     # With another status it did not end by an exception: it caught that, and printed it.
     if not found or error["kind"] != "exit" or error.get("code") != 1:
         return error
@@ -117,15 +112,16 @@ def _add_traceback(state: JobState, error: dict) -> dict:
     return {**error, "kind": "exception", "message": found[2], "traceback": traceback, "location": place}
 
 
-def _explain_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
-    rank, kind, message = error["rank"], error["kind"], error["message"]
+def _explain_rank(state: JobState, errors: list[dict]) -> Failure:
+    error = _find_first(errors)
+    rank, kind = error["rank"], error["kind"]
     # Its last lines that say why it ended, if it ended without an exception.
-    words = [line for line in state.tails.get(rank, ()) if "Warning" not in line]
+    words = [line for line in state.heard[rank].tail if "Warning" not in line]
     if kind == "signal":
         words = [line for line in words if ABORTS.search(line)] or [line for line in words if line[:1] != " "][-1:]
     else:
         words = words[-1:] if kind == "exit" else []
-    lines = message.strip().splitlines() or [kind]
+    lines = error["message"].strip().splitlines() or [kind]
     said = f"{lines[-1]} (in a process that the script started)" if INNER.match(lines[0]) else lines[0]
     if kind == "exit" and words and words[-1] not in said:
         said += f": {words[-1]}"
@@ -137,8 +133,8 @@ def _explain_rank(state: JobState, error: dict, errors: list[dict]) -> Failure:
         f"Rank {rank} on {error['node']} {'was ' if kind == 'signal' else 'failed first: '}{said}",
         *_explain_error(state, error, words, errors),
         **{name: error[name] for name in ("rank", "node", "message", "location", "traceback")},
-        consequences=_list_consequences([other for other in later if other not in own]),
-        others=_list_consequences(own),
+        consequences=_list_messages([other for other in later if other not in own]),
+        others=_list_messages(own),
         stacks=state.stacks,
     )
 
@@ -161,7 +157,7 @@ def _explain_error(state: JobState, error: dict, words: list[str], errors: list[
         places = {rank: _find_stand(text) for rank, text in state.stacks.items()}
         places |= {other["rank"]: other["location"] for other in errors if other["location"]}
         cause += f": {'; '.join(f'rank {rank} at {place}' for rank, place in sorted(places.items()) if place)}"
-    place = error["location"] or _find_stand(state.stacks.get(error["rank"], ""))
+    place = error["location"] or _find_stand(state.heard[error["rank"]].stack)
     begin = f"begin at {place}, the script's own line" if place else "begin at the last lines of the traceback"
     known = "the launcher does not know this message; it is the script's, or of a package that it uses"
     if kind == "exit":
@@ -183,24 +179,24 @@ def _explain_signal(number: int, last: str = "") -> tuple[str, str]:
 def _explain_waiting(state: JobState, errors: list[dict]) -> Failure:
     """All that was heard is that ranks waited for others: one ended early, hangs, or cannot be reached."""
     heard, waiting = errors[0], {error["rank"] for error in errors}
-    text = "\n".join(error["message"] for error in errors)
     if lost := _find_lost(state):
-        return _explain_lost(lost, _list_consequences(errors))
-    if early := sorted(set(state.done) - waiting):
-        return _explain_early(state, early[0], heard, _list_consequences(errors))
+        return _explain_lost(lost, _list_messages(errors))
+    if early := [rank for rank in state.find(lambda one: one.done) if rank not in waiting]:
+        return _explain_early(state, early[0], heard, _list_messages(errors))
+    text = "\n".join(error["message"] for error in errors)
     if WAITED.search(text):
         return _explain_hang(state, errors)
     cause, fix = look_up(text)
-    missing = sorted(set(state.ranks) - waiting)
+    rank = min(set(state.ranks) - waiting, default=heard["rank"])
     return _fail(
         "lost",
         f"Rank {heard['rank']} on {heard['node']} lost its peers: {_shorten_message(heard)}",
         cause or "another rank died without a word, or the network between the nodes was cut",
         fix or "job.preflight() looks at the network both ways; the log has what torchrun said",
-        rank=missing[0] if missing else heard["rank"],
-        node=state.ranks[missing[0]].node if missing else heard["node"],
+        rank=rank,
+        node=state.ranks[rank].node if rank in state.ranks else heard["node"],
         message=heard["message"],
-        consequences=_list_consequences(errors),
+        consequences=_list_messages(errors),
         stacks=_list_stands(state, errors),
     )
 
@@ -211,7 +207,7 @@ def _explain_early(state: JobState, rank: int, heard: dict, consequences: dict[i
     cause += _quote_last(state, rank)
     fix = "for batches: drop_last=True, or torch.distributed.algorithms.join.Join around the loop"
     what = f"Rank {rank} had ended its work while rank {heard['rank']} still waited for it."
-    facts = {"rank": rank, "node": state.ranks[rank].node, "message": heard["message"]}
+    facts = {"rank": rank, "node": state.ranks[rank].node, "message": heard.get("message", "")}
     return _fail("exit", what, cause, fix, **facts, consequences=consequences, stacks=_list_stands(state, [heard]))
 
 
@@ -219,22 +215,21 @@ def _explain_hang(state: JobState, errors: list[dict]) -> Failure:
     """The ranks stand still, or their group's timeout came: the answer depends on where each of them stood."""
     facts = {error["rank"]: error for error in errors} | state.still
     waiting = sorted({*state.waiting, *(error["rank"] for error in errors)})
-    absent = [*sorted(state.halted), *(rank for rank in state.absent if rank not in waiting)]
-    if waiting and state.done and not absent:
-        heard = {"rank": waiting[0], "message": ""} | facts.get(waiting[0], {})
-        return _explain_early(state, min(state.done), heard, {})
-    rank = next(iter([*absent, *sorted(state.lingering), *waiting]), 0)
+    halted, done = state.find(lambda one: one.halted), state.find(lambda one: one.done)
+    absent = [*halted, *(rank for rank in state.absent if rank not in waiting)]
+    if waiting and done and not absent:
+        return _explain_early(state, done[0], {"rank": waiting[0], **facts.get(waiting[0], {})}, {})
+    rank = next(iter([*absent, *state.find(lambda one: one.lingers), *waiting]), 0)
     node, fact = state.ranks[rank].node if rank in state.ranks else "", facts.get(rank, {})
     if absent:
         other = next((one for one in waiting if one != rank), None)
         whom = "another rank" if other is None else f"rank {other} on {state.ranks[other].node}"
-        stood = _find_stand(state.stacks.get(rank, ""))
+        stood = _find_stand(state.heard[rank].stack)
         where = f"in {fact['where']}" if fact.get("where") else f"at {stood}" if stood else "silent"
-        where = "stopped (SIGSTOP)" if rank in state.halted else where
+        where = "stopped (SIGSTOP)" if rank in halted else where
         what = f"Rank {rank} on {node} was {where} while {whom} waited for it."
-        cause = "it did something else for longer than the group's own timeout, or hung outside of a collective"
-        if where.startswith("at "):  # the stack of its end does not tell if it waited, too
-            cause = "it did something else for longer than the group's own timeout, or waited in another collective"
+        # Where only the stack of its end is known, that does not tell if it waited, too.
+        cause = "it did something else for longer than the group's own timeout, or waited in another collective"
         cause += _quote_last(state, rank)
         fix = "every rank has to come to the same collectives; for work that takes long: init_process_group(timeout=…)"
     elif not waiting:
@@ -244,7 +239,7 @@ def _explain_hang(state: JobState, errors: list[dict]) -> Failure:
     else:
         what, cause, fix = _explain_standstill({one: facts.get(one, {}) for one in waiting})
     message = next((error["message"] for error in errors), "")
-    others = {"consequences": _list_consequences(errors), "stacks": _list_stands(state, errors)}
+    others = {"consequences": _list_messages(errors), "stacks": _list_stands(state, errors)}
     return _fail("hang", what, cause, fix, rank=rank, node=node, message=message, **others)
 
 
@@ -271,10 +266,7 @@ def _explain_standstill(facts: dict[int, dict]) -> tuple[str, str, str]:
     cause = "a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network"
     fix = "compare where the ranks stood: every rank has to call the same collectives in the same order"
     named = "; ".join(f"rank {rank} in {place}" for rank, place in list(places.items())[:4])
-    if places and all(re.search(r"\bi?recv\(", place) for place in places.values()):
-        cause = f"every rank waits to receive: {named}"
-        fix = "look at what each rank does before that line: a recv ends when its peer has sent"
-    elif 0 < sum(bool(fact.get("forward")) for fact in facts.values()) < len(facts):
+    if 0 < sum(bool(fact.get("forward")) for fact in facts.values()) < len(facts):
         cause = f"not every rank is in the forward of a DDP model: {named}"
         fix = "evaluate with model.module(…) on one rank alone, or call the model equally often on every rank"
     elif len(set(places.values())) > 1:
@@ -283,17 +275,17 @@ def _explain_standstill(facts: dict[int, dict]) -> tuple[str, str, str]:
 
 
 def _quote_last(state: JobState, rank: int) -> str:
-    return f"; the last that it printed: {state.tails[rank][-1][:160]}" if state.tails.get(rank) else ""
+    return f"; the last that it printed: {state.heard[rank].tail[-1][:160]}" if state.heard[rank].tail else ""
 
 
-def _list_consequences(errors: list[dict]) -> dict[int, str]:
+def _list_messages(errors: list[dict]) -> dict[int, str]:
     return {error["rank"]: _shorten_message(error) for error in errors if error["message"]}
 
 
 def _list_stands(state: JobState, errors: list[dict]) -> dict[int, str]:
     """By rank, where it stood, as a file, a line and a function."""
     # A rank that NCCL's watchdog aborted has printed its stacks; it was in no state to hand them over.
-    told = {error["rank"]: error.get("traceback") or "\n".join(state.tails.get(error["rank"], ())) for error in errors}
+    told = {error["rank"]: error.get("traceback") or "\n".join(state.heard[error["rank"]].tail) for error in errors}
     # From the same look as the place in the cause: a rank may move when the others end.
     told |= {rank: fact["traceback"] for rank, fact in state.still.items() if fact.get("traceback")}
     texts = state.stacks | {rank: text for rank, text in told.items() if text}
@@ -314,41 +306,50 @@ def _find_stand(stack: str) -> str:
 # A job in which no rank failed.
 
 
-def _explain_limit(state: JobState, limits: list[str], reason: StopReason | None) -> Failure:
+def _explain_limit(state: JobState, limits: list[str]) -> Failure:
     # One node ends a moment before the other, whose ranks then miss the first one's.
-    silent = [part.name for part in state.nodes.values() if reason and not (part.ended or part.by_hand)]
+    silent = [part.name for part in state.nodes.values() if state.reason and not (part.ended or part.by_hand)]
     cause = "it had more to do, or a rank waited for something that never came"
     if silent:
         cause = f"the supervisor on {', '.join(silent)} was stopped (SIGSTOP), or that machine hangs"
-    if stands := state.name_stands():
-        cause += f"; {stands}"
+    if stands := [f"rank {rank} in {fact['where']}" for rank, fact in state.still.items() if fact["where"]]:
+        seconds = min(fact["seconds"] for fact in state.still.values())
+        more = f"; and {len(stands) - 4} more" if len(stands) > 4 else ""
+        cause += f"; these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}{more}"
     fix = "look at what each rank waits for there; a larger limit= only if that ends by itself"
     if not state.still.keys() >= state.ranks.keys():  # a rank moved until the end
         fix = "a larger limit=, or less work"
-    what = f"The job ran into its {limits[0] if limits else f'time limit of {state.limit:g} s'}."
+    what = f"The job ran into its {limits[0] if limits else f'time limit of {state.spec.limit:g} s'}."
     return _fail("limit", what, cause, fix)
 
 
 def _explain_alone(state: JobState) -> Failure:
     """Every rank ended well, and they formed no group of all."""
-    believed = next((words for _, words in sorted(state.believed.items()) if words), [])
+    ranks = [state.heard[rank] for rank in sorted(state.ranks)]
+    believed = next((one.believed for one in ranks if one.believed), [])
     cause = "; ".join(believed[:3]) or "the script does not call init_process_group, or only on a condition"
-    size = max((size for sizes in state.groups.values() for size in sizes), default=1)
+    size = max(max(one.groups, default=1) for one in ranks)
     trained = "alone" if size == 1 else f"in a group of {size}"
-    if last := next((lines[-1][:160] for _, lines in sorted(state.tails.items()) if lines), ""):
+    if last := next((one.tail[-1][:160] for one in ranks if one.tail), ""):
         cause += f"; the last that a rank printed: {last}"
     join = "init_process_group('gloo') with no other arguments uses what torchrun has set"
-    fix = f"{next(iter(state.advice.values()), join)}; a script that needs no group: TorchrunJob(…, needs_group=False)"
-    return _fail("alone", f"The {state.group} ranks did not work together: each trained {trained}.", cause, fix)
+    advice = next((one.advice for one in ranks if one.advice), join)
+    fix = f"{advice}; a script that needs no group: TorchrunJob(…, needs_group=False)"
+    what = f"The {state.spec.world_size} ranks did not work together: each trained {trained}."
+    return _fail("alone", what, cause, fix)
 
 
 def _explain_join(state: JobState) -> Failure:
     silent = [part.name for part in state.nodes.values() if not part.started]
     absent = silent or [part.name for part in state.nodes.values() if not part.joined]
     cause = "it was started, and did not reach the meeting point"
-    cause = f"{state.starter} was not started there" if silent else cause
+    cause = f"{_name_starter(state, 'the')} was not started there" if silent else cause
     fix = "start it (bash node….sh on that node), or let job.preflight() say what is in the way"
     return _fail("join", f"Not all nodes joined in time; missing: {', '.join(absent)}.", cause, fix, node=absent[0])
+
+
+def _name_starter(state: JobState, article: str) -> str:
+    return f"{article} starter of {state.spec.program[0]}" if state.spec and state.spec.program else "torchrun"
 
 
 def _find_lost(state: JobState) -> NodeState | None:
@@ -357,7 +358,7 @@ def _find_lost(state: JobState) -> NodeState | None:
 
 def _explain_lost(part: NodeState, consequences: dict[int, str] | None = None) -> Failure:
     refusal = part.refusal
-    if refusal and (isinstance(refusal, FullDiskError) or not part.started):
+    if refusal and (not part.started or FULL.search(str(refusal))):
         return _fail("lost", refusal.what, refusal.cause, refusal.fix, node=part.name, message=str(refusal))
     cause = "the node was switched off, the network between you and it was cut, or its supervisor was killed"
     fix = f"see that it answers (ssh), then {AGAIN}"
@@ -379,28 +380,11 @@ def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
     disk = _explain_disk(part)
     cause, fix = disk if disk[0] else (cause, fix)
     facts = {"node": part.name, "message": said, "traceback": "\n".join(list(part.tail)[-15:])}
-    starter = state.starter if state.starter == "torchrun" else f"The{state.starter[3:]}"
-    return _fail("torchrun", f"{starter} ended on {part.name}: {said}", cause, fix or "read the log", **facts)
+    what = f"{_name_starter(state, 'The')} ended on {part.name}: {said}"
+    return _fail("torchrun", what, cause, fix or "read the log", **facts)
 
 
 # Full disks.
-
-
-class FullDiskError(LabError):
-    """The disk of a node is full: known for certain, though the node said no more."""
-
-
-def explain_full_disk(name: str, folder: str, stderr: str) -> FullDiskError | None:
-    """The error of a program of the launcher that found no room on a node; None if it says nothing of that kind."""
-    if not FULL.search(stderr):
-        return None
-    path = name_full_disk(stderr) or folder
-    what = clean(f"The disk of {name} is full at {path}", 118) + "."
-    return FullDiskError(what, where=path, cause=clean(stderr.strip().splitlines()[-1], 300), fix=_advise_room(path))
-
-
-def _advise_room(path: str) -> str:
-    return f"free some space there (df -h {clean(path, 200)}), or use a folder on a larger disk; then run the job again"
 
 
 def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
@@ -411,11 +395,8 @@ def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
     if path.startswith("/dev/shm/"):
         return look_up(f"No space left on device: '{path}'")
     if path:
-        return f"the disk is full at {path}", _advise_room(path)
-    if part.full:
-        fix = f"on {part.name}: df -h; free some space, or use a folder on a larger disk, then run the job again"
-        return f"a disk is full: {clean(part.full, 200)}", fix
-    return "", ""
+        return f"the disk is full at {path}", advise_room(path)
+    return (f"a disk is full: {clean(part.full, 200)}", advise_room("")) if part.full else ("", "")
 
 
 def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:

@@ -16,8 +16,10 @@ from lab_common.text import clean
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
+from nodelaunch.copying import copy_to_nodes
 from nodelaunch.failure import explain_folder
 from nodelaunch.preflight import Preflight
+from nodelaunch.preflight.verdicts import WILL_COPY
 from nodelaunch.result import JobResult
 from nodelaunch.running import RunningJob
 from nodelaunch.script import Placement, place_nodes
@@ -29,7 +31,7 @@ FRESH_SECONDS = 60.0
 
 
 class TorchrunJob:
-    """A training script or module that torchrun, or another program, runs on one or more nodes.
+    """A training script that torchrun, or another program, runs on one or more nodes.
 
     It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. A notebook, a script and
     Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with a new id and folder.
@@ -39,13 +41,13 @@ class TorchrunJob:
     """
 
     def __init__(
-        self, script: str | Path | None = None, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
+        self, script: str | Path, args: Sequence[object] = (), nodes: Sequence[Node] = (), **options: Any
     ) -> None:
         self.spec = JobSpec(script, args, nodes, **options)
         self._backend = import_module(self.spec.nodes[0].backend)
         self._preflight: Preflight | None = None
         self._checked, self._stop = 0.0, threading.Event()
-        self._launch, self._started = make_launch(self.spec.name), False
+        self._launch, self._started = make_launch(self.spec.script.stem), False
 
     def __getattr__(self, name: str) -> Any:
         """Returns a field of the specification."""
@@ -130,11 +132,11 @@ class TorchrunJob:
     def _prepare(self) -> Launch:
         """Returns the names of the next launch, new if the present ones were used."""
         if self._started:
-            self._launch, self._started = make_launch(self.spec.name), False
+            self._launch, self._started = make_launch(self.spec.script.stem), False
         return self._launch
 
     def _collect(self) -> Bundle:
-        return collect_files(self.spec.source, self.spec.files, self.spec.root)
+        return collect_files(self.spec.script, self.spec.files, self.spec.root)
 
     def _place(self, bundle: Bundle) -> list[Placement]:
         """Finds out what each node's script says; asks the nodes first if an address or the port is not known."""
@@ -170,22 +172,23 @@ class TorchrunJob:
                 say(bundle.note)
             places = self._place(bundle)
             self._write(places, launch)
-            self._backend.copy(spec, launch, bundle, found, force=force, say=say)
-            state = self._make_state(places, by_hand)
+            self._copy(launch, bundle, found)
+            state = JobState([node.name for node in spec.nodes], [place.address or "" for place in places], spec)
+            for name in by_hand:
+                state.nodes[name].by_hand = True
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
         finally:
             self._preflight = None
         return RunningJob(spec, launch, links=links, state=state, found=found, started=started, say=say, stop=stop)
 
-    def _make_state(self, places: Sequence[Placement], by_hand: Sequence[str]) -> JobState:
-        spec, names = self.spec, [place.node.name for place in places]
-        starter = f"the starter of {spec.program[0]}" if spec.program else "torchrun"
-        addresses = [place.address or "" for place in places]
-        group = len(names) * spec.nproc_per_node if spec.needs_group and not spec.program else 0
-        state = JobState(names, addresses, starter, restarts=spec.max_restarts > 0, group=group)
-        for name in by_hand:
-            state.nodes[name].by_hand = True
-        return state
+    def _copy(self, launch: Launch, bundle: Bundle, found: Preflight | None) -> None:
+        """Copies code and scripts to the nodes, and the data to those that lack them."""
+        spec, verdicts = self.spec, found.verdicts if found else ()
+        nodes, lacking = spec.nodes, {verdict.node for verdict in verdicts if verdict.found == WILL_COPY}
+        if not self._backend.ONE_BY_ONE:  # they share one folder, which no preflight has looked into
+            nodes = spec.nodes[:1]
+            lacking = {nodes[0].name} if spec.data and spec.data.copy_data else ()
+        copy_to_nodes(spec, launch, bundle, nodes=nodes, lacking=lacking)
 
     def _check_by_hand(self, by_hand: Sequence[str]) -> None:
         names = {node.name for node in self.spec.nodes}

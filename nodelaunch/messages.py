@@ -59,8 +59,6 @@ KNOWN = (
      "saved, or the bare model's weights were loaded into it",
      "save model.module.state_dict(), and load into model.module; for a file with the prefix: "
      r"torch.nn.modules.utils.consume_prefix_in_state_dict_if_present(state, '\g<prefix>')"),
-    (r"Error\(s\) in loading state_dict", "the checkpoint is of another model: names or sizes of weights differ",
-     "build the model as it was when the checkpoint was saved, and load the part of the file that holds the weights"),
     (r"Weights only load failed[\s\S]*GLOBAL (?P<name>[\w.]+) was not an allowed global",
      r"the checkpoint holds \g<name>, and since torch 2.6 torch.load takes nothing but tensors and plain values",
      "save plain values (vars(args), float(x)); for a file that you trust: torch.load(…, weights_only=False)"),
@@ -88,33 +86,11 @@ KNOWN = (
     (r"device-side assert|index out of range in self|Target \S+ is out of bounds|Class values must be",
      "a label (or token) is below 0, or larger than the number of classes (or words) that the model has",
      "compare labels.min() and labels.max() with num_classes= (tokens: num_embeddings); labels count from 0"),
-    (r"Expected all tensors to be on the same device|Input type \(\S+\) and weight type \(\S+\) should be the same",
-     "the model and its input are on different devices, or have different dtypes",
-     "model.to(device), and images.to(device), labels.to(device) in each step"),
-    ("Cannot re-initialize CUDA in forked subprocess",
-     "a process that had used the GPU was copied by fork, and CUDA does not survive that",
-     "DataLoader(…, multiprocessing_context='spawn'), and no CUDA call in the data set's own code"),
-    (r"mixed torch\.Tensor and DTensor",
-     "a sharded parameter (DTensor) met a plain tensor: a part or a method of the model was called, not the model",
-     "call the module that fully_shard (or parallelize_module) was applied to; or shard that part by itself, too"),
-    # Training.
-    ("Trying to backward through the graph a second time",
-     "a tensor of an earlier step is still in this step's graph (a hidden state, a summed loss), or backward() ran "
-     "twice",
-     "detach it before the next step (hidden = hidden.detach()), and sum loss.item(); or backward(retain_graph=True)"),
-    ("sampler option is mutually exclusive with shuffle",
-     "the DataLoader got a sampler and shuffle=True; the sampler shuffles already",
-     "remove shuffle=True, and call sampler.set_epoch(epoch) before each epoch"),
-    ("Expected more than 1 value per channel",
-     "a batch normalisation got a single image: the last, smaller batch of an epoch", "DataLoader(…, drop_last=True)"),
     # The group and its collectives.
     (r"EnforceNotMet[\s\S]*(pair|context|buffer)\.(cc|h)|op\.preamble\.length <= op\.nbytes"
      r"|gloo/\S+\.cc:\d+\] [^\n]* vs |Detected mismatch between collectives on ranks",
      "the ranks called different collectives, or one collective with tensors of different sizes",
      "same collective, shape and dtype on every rank (for parts of different sizes: pad them, or all_gather_object)"),
-    ("Default process group has not been initialized",
-     "the script used torch.distributed before it had joined the group of all ranks",
-     "dist.init_process_group('gloo') (nccl on GPUs) at its start"),
     (r"environment variable (?P<name>\w+) expected, but not set|rendezvous: (?P<part>rank|world size) parameter missing"
      r"|KeyError: '(?P<key>RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|SLURM_\w+|OMPI_\w+|PMI_\w+)'",
      r"the script asks for \g<name>\g<part>\g<key>, and what started it does not set that",
@@ -139,11 +115,10 @@ KNOWN = (
     (r"required: [^\n]*--local[-_]rank|unrecognized arguments: [^\n]*--local[-_]rank",
      "the script expects --local_rank, which torch passed before 2.0; torchrun sets LOCAL_RANK",
      "local_rank = int(os.environ['LOCAL_RANK']) in the script, in place of the argument"),
-    (r"error: (?P<words>(the following arguments are required|unrecognized arguments): [^\n]+|argument [^\n]+)",
-     r"the script's parser refused its arguments: \g<words>", "compare args=[…] with what the parser names"),
     ("attempted relative import (with no known parent package|beyond top-level package)",
      "the script is part of a package (`from .model import …`), and was started as a file of its own",
-     "TorchrunJob(module='package.train', root='.') starts it as `torchrun -m package.train` does"),
+     "`from package.model import …`, with root='.' and env={'PYTHONPATH': '.'}; or a file beside the package that "
+     "imports it"),
     (r"bdb\.BdbQuit|EOFError: EOF when reading a line|reading from stdin while output is captured",
      "the script asks the keyboard (breakpoint(), pdb or input()), and a rank has none",
      "take that line out; to debug: python -m pdb train.py with one process, or print()"),
@@ -167,10 +142,6 @@ KNOWN = (
      r"the library \g<name> is missing on this node, or a package was built for another version of CUDA",
      "one of CUDA or torch: install the package again for the torch that is here; one of the system: install the "
      "system's package that has it (libGL.so.1: pip install opencv-python-headless)"),
-    (r"version `?(?P<name>(GLIBC|GLIBCXX|CXXABI)_[\d.]+)'? not found",
-     r"this node's C or C++ library is older than a package needs (\g<name>)",
-     "install the package from a wheel of pip, or bring a newer library: conda install -c conda-forge libstdcxx-ng, "
-     "with its lib folder first in LD_LIBRARY_PATH; for GLIBC_2.xx only a newer system"),
     ("undefined symbol|operator torchvision::nms does not exist|partially initialized module 'torchvision'",
      "a package with C++ parts was built for another version of torch or of the system",
      "install it again for the torch that is here; torch and torchvision go in pairs"),
@@ -181,13 +152,8 @@ KNOWN = (
      r"|(?m:^\S*: line \d+: (?P<shell>[\w.+-]+): command not found|^\S*sh: \d+: (?P<dash>[\w.+-]+): not found)",
      r"there is no \g<name>\g<shell>\g<dash> on this node: a program, or the folder that cwd= names",
      "install the program there, or give its whole path; make the folder first"),
-    (r"No module named '?(?P<name>(?:torch|torchvision|torchaudio|numpy)\.[\w.]+)"
-     r"|cannot import name '(?P<part>\w+)' from '(?:torch|collections)\b"
-     r"|module 'numpy' has no attribute '(?P<attribute>\w+)'(?! \(consider)",
-     r"\g<name>\g<part>\g<attribute> is not in the version that is installed: the script was written for another one",
-     "a newer version of that code, or the versions that it was written for"),
-    (r"No module named '?(?P<name>[\w.]+)|cannot import name '(?P<part>\w+)' from '",
-     r"the script imports what this node does not have: \g<name>\g<part>",
+    (r"No module named '?(?P<name>[\w.]+)",
+     r"the script imports what this node does not have: \g<name>",
      "a module of yours beside the script: root='.' copies the folder (files=['…'] one file); else: pip install it "
      "there"),
     (r"(PermissionError|Permission denied|Read-only file system)[^\n]*?(?P<path> '[^'\n]+')?$",

@@ -37,20 +37,12 @@ MOST_LINES = 100_000
 class RunningJob:
     """One launch of a job, from the start of its supervisors to its result.
 
-    Args:
-        spec: The job.
-        launch: Its names.
-        links: The running supervisors, by node.
-        state: Takes in what they say.
-        found: The preflight, if there was one.
-        started: When the launch began, by ``time.monotonic()``.
-        say: Shows a line to the user.
-        stop: Set from another thread to end the job.
+    It gets the running supervisors by node (``links``), the preflight if there was one (``found``), and when the launch
+    began by ``time.monotonic()`` (``started``). ``stop`` is set from another thread to end the job.
 
     Attributes:
         id: The job's id.
         folder: Folder on this machine, with the scripts and ``output.log``.
-        reason: Why the launcher ended the job; None if it ended by itself.
     """
 
     def __init__(
@@ -65,7 +57,7 @@ class RunningJob:
         say: Callable[[str], None],
         stop: threading.Event,
     ) -> None:
-        self.id, self.folder, self.reason = launch.id, launch.folder, None
+        self.id, self.folder = launch.id, launch.folder
         self._spec, self._links, self._state, self._found = spec, links, state, found
         self._say, self._stop, self._started = say, stop, started
         # Not queue.Queue: Ctrl-C inside its get() can leave its lock locked for ever.
@@ -137,7 +129,7 @@ class RunningJob:
             threading.Thread(target=self._beat, args=[over], daemon=True).start()
             self._follow_lines()
         except BaseException as error:
-            self.reason = StopReason.INTERRUPTED
+            self._state.reason = StopReason.INTERRUPTED
             if not isinstance(error, KeyboardInterrupt):  # what shows the lines may be what failed
                 self._say = lambda line: None
             raise
@@ -152,23 +144,20 @@ class RunningJob:
                 for link in self._links.values():
                     if link.poll() is None:
                         link.kill()
-                self._end_local()
-
-    def _end_local(self) -> None:
-        """Ends what a lost supervisor left on this machine; on hosts the guards of the nodes do that."""
-        failed = bool(self.reason or self._state.errors)  # else a node that was started by hand is about to end
-        parts = [(node, self._state.nodes[node.name]) for node in self._spec.nodes]
-        if any(node.here and not part.ended and (failed or not part.by_hand) for node, part in parts):
-            stop_job({"id": self.id})
+                # What a lost supervisor left on this machine; on hosts the guards of the nodes do that.
+                failed = bool(self._state.reason or self._state.errors)  # else one by hand is about to end
+                parts = [(node, self._state.nodes[node.name]) for node in self._spec.nodes]
+                if any(node.here and not part.ended and (failed or not part.by_hand) for node, part in parts):
+                    stop_job({"id": self.id})
 
     def _make_result(self) -> JobResult:
         state, spec = self._state, self._spec
         seconds = {"preflight": self._found.seconds if self._found else 0.0, "joined": self._joined}
-        failure = diagnose(state, self.reason)
-        size = max([len(spec.nodes) * spec.nproc_per_node, *(rank + 1 for rank in state.ranks)])
+        failure, results = diagnose(state), state.results
+        size = max([spec.world_size, *(rank + 1 for rank in state.ranks)])
         return JobResult(
             ok=failure is None,
-            results=tuple(state.results.get(rank) for rank in range(size)),
+            results=tuple(results.get(rank) for rank in range(size)),
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
             restarts=tuple(describe_restart(errors) for errors in state.restarts),
@@ -194,9 +183,8 @@ class RunningJob:
         while not self._is_over():
             self._take(timeout=0.1)
             if self._stop.is_set():
-                self.reason = StopReason.STOPPED
-                return
-            if self._must_end():
+                self._state.reason = StopReason.STOPPED
+            if self._state.reason or self._must_end():
                 return
 
     def _take(self, timeout: float) -> None:
@@ -224,6 +212,7 @@ class RunningJob:
             self._show(shown)
 
     def _show(self, line: str) -> None:
+        """Shows a line, unless the display is far behind."""
         if self._queue.qsize() > (FEW_LINES if self._unshown else MANY_LINES):
             self._unshown += 1
             return
@@ -243,33 +232,24 @@ class RunningJob:
         now, spec, parts = time.monotonic(), self._spec, [self._state.nodes[node] for node in self._links]
         passed = now - self._begun
         if passed > spec.limit + LIMIT_MARGIN:
-            self.reason, self._state.limit = StopReason.LIMIT, spec.limit
-            return True
-        if self._joined is None:
-            if all(part.joined for part in parts):
-                self._joined = passed
-                self._introduce()
-            elif passed > spec.join_timeout + 1:
-                self.reason = StopReason.JOIN
-                return True
-            elif now - self._told >= COUNTDOWN_SECONDS:
-                self._told = now
-                self._count_down(spec.join_timeout - passed)
+            self._state.reason = StopReason.LIMIT
+        elif self._joined is None and all(part.joined for part in parts):
+            self._joined = passed
+            self._introduce()
+        elif self._joined is None and passed > spec.join_timeout + 1:
+            self._state.reason = StopReason.JOIN
+        elif self._joined is None and now - self._told >= COUNTDOWN_SECONDS:
+            self._told = now
+            self._count_down(spec.join_timeout - passed)
         # A rank that moves again is heard of a second later: of the last barrier it may look as if it still waited.
         self._standing = (self._standing or now) if self._state.stands_still() else None
         if self._standing and now - self._standing > SETTLE_SECONDS:
-            self._state.standstill = True
-            return True
-        if self._failed is None and self._has_failed():
-            self._failed = now
+            self._state.reason = self._state.reason or StopReason.STANDSTILL
+        failed = any(part.gone and (part.ended is None or part.ended["returncode"]) for part in parts)
+        if failed or (self._state.errors and not spec.max_restarts):
+            self._failed = self._failed or now
         self._report_waits()
-        return self._failed is not None and now - self._failed > SETTLE_SECONDS
-
-    def _has_failed(self) -> bool:
-        parts, errors = [self._state.nodes[node] for node in self._links], self._state.errors
-        if any(part.gone and (part.ended is None or part.ended["returncode"]) for part in parts):
-            return True
-        return bool(errors) and not self._spec.max_restarts
+        return bool(self._state.reason) or (self._failed is not None and now - self._failed > SETTLE_SECONDS)
 
     def _report_waits(self) -> None:
         """Names once each rank that others wait for; that alone is no failure."""
@@ -279,12 +259,11 @@ class RunningJob:
             self._reported.add(rank)
             longest = max(waits, key=lambda fact: fact["seconds"])
             where = f"in {state.still[rank]['where']}" if rank in state.still else "at work"
-            many = f"{len(waits)} rank{' waits' if len(waits) == 1 else 's wait'} for it"
+            many = "1 rank waits" if len(waits) == 1 else f"{len(waits)} ranks wait"
             timeout = f" of {longest['timeout']:g} s" if longest["timeout"] else ""
-            words = f"rank {rank} has been {where} for {longest['seconds']:.0f} s while {many}"
             self._say(
-                f"{words}; this job is ended after the group's own timeout{timeout}; "
-                "hang_timeout= changes when this is said"
+                f"rank {rank} has been {where} for {longest['seconds']:.0f} s while {many} for it; this job is ended "
+                f"after the group's own timeout{timeout}; hang_timeout= changes when this is said"
             )
 
     def _count_down(self, left: float) -> None:

@@ -127,7 +127,6 @@ def write_script(spec: JobSpec, launch: Launch, place: Placement) -> str:
 
 def write_environment(spec: JobSpec, launch: Launch, place: Placement, rendezvous_id: str) -> str:
     """Writes exports: our settings and the job's own, and after them, which counts, what the job's parts rely on."""
-    world_size = len(spec.nodes) * spec.nproc_per_node
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
 # The rank stands in front of each of its lines. torchrun has an option for it, too, but not yet in torch 2.11.
@@ -138,74 +137,18 @@ export PET_RDZV_ID={_quote(rendezvous_id)} TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE
 # and wait for the dead (seen with torch 2.14).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 """
+    words = [f"{name}={shlex.quote(value)}" for name, value in list_variables(spec, place).items()]
+    settings = "\n".join(f"export {line}" for line in [" ".join(words[:2]), *words[2:]])  # two folders share a line
     return f"""\
 # Where data and results are, and what the job's env= says.
-{_write_variables(spec, place)}\
+{settings}
 # What nodelaunch has to know about the job.
-export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={world_size}
+export LAB_JOB_ID={_quote(launch.id)} LAB_WORLD_SIZE={spec.world_size}
 export LAB_JOIN_TIMEOUT={spec.join_timeout:g} LAB_HANG_TIMEOUT={spec.hang_timeout:g} LAB_LIMIT={spec.limit:g}
 {"" if spec.program else rendezvous}\
 # Lines appear when they are printed, and a crash in C code shows a traceback.
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 {restarts if spec.max_restarts else ""}"""
-
-
-def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
-    """Writes what a node does: it prepares its folders, sets its own variables, and starts the program.
-
-    What runs ``around`` the program is "", or a command and a space.
-    """
-    node, index, path = place.node, place.index, spec.env.get("PYTHONPATH", "")
-    python, work = _quote(node.python), f"/{name_work(spec.root)}" if spec.root else ""
-    copy = f"""\
-# The project as it was when the job was launched, over what earlier jobs left here.
-PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" || exit 1
-"""
-    return f"""\
-# The code as it was when the job was launched, and what this job leaves behind.
-code={_quote(place.code_folder)}
-job={_quote(place.job_folder)}
-# Relative paths of the training script count from here; the folder stays for the next job.
-work={_quote(f"{node.folder}/work{work}")}
-mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
-{copy if spec.root else ""}
-# The network interface of the gradients. Left alone, Gloo takes the one that the host's own name resolves to, which on
-# Debian and Ubuntu is often the loopback: the other node then finds nobody there. NCCL's second "=": this very name.
-{_write_interface(spec, place)}
-# torchrun sets this only for several processes per node; left alone, every process takes all cores.
-{_write_threads(spec, place)}
-
-# Where Python finds the packages that the script imports. What runs around it takes none from the current folder.
-export PYTHONPATH="$code"{_quote(f":{path}") if path else ""} PYTHONSAFEPATH=1 LAB_JOB_FOLDER="$job" LAB_NODE={index}
-options=(
-{_write_options(spec, place)}
-)
-arguments=({shlex.join(spec.args)})
-{_write_command(spec, python, around)}"""
-
-
-def _quote(text: str) -> str:
-    return text if isinstance(text, Bash) else shlex.quote(text)
-
-
-def _write_interface(spec: JobSpec, place: Placement) -> str:
-    """Writes the variables by which Gloo and NCCL are told the interface, unless the job sets them itself."""
-    if not place.interface:
-        return "# (not chosen: the preflight was skipped)"
-    # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it. Gloo wants the
-    # whole name, and no sign.
-    name = _quote(place.interface)
-    values = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
-    chosen = [f"{variable}={value}" for variable, value in values.items() if variable not in spec.env]
-    return f"export {' '.join(chosen)}" if chosen else "# (chosen by env=)"
-
-
-def _write_threads(spec: JobSpec, place: Placement) -> str:
-    if place.threads:
-        return f"export OMP_NUM_THREADS={_quote(place.threads)}"
-    share = spec.nproc_per_node
-    cores = "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
-    return f"export OMP_NUM_THREADS=$(( ({cores} + {share - 1}) / {share} ))"
 
 
 def list_variables(spec: JobSpec, place: Placement) -> dict[str, str]:
@@ -220,27 +163,77 @@ def list_variables(spec: JobSpec, place: Placement) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
 
 
-def _write_variables(spec: JobSpec, place: Placement) -> str:
-    words = [f"{name}={shlex.quote(value)}" for name, value in list_variables(spec, place).items()]
-    lines = [" ".join(words[:2]), *words[2:]]  # LAB_DATA and LAB_RUNS share one
-    return "".join(f"export {line}\n" for line in lines)
+def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
+    """Writes what a node does: it prepares its folders, sets its own variables, and starts the program.
+
+    What runs ``around`` the program is "", or a command and a space.
+    """
+    node, path = place.node, _quote(f":{spec.env['PYTHONPATH']}") if spec.env.get("PYTHONPATH") else ""
+    python, work = _quote(node.python), f"/{name_work(spec.root)}" if spec.root else ""
+    copy = f"""\
+# The project as it was when the job was launched, over what earlier jobs left here.
+PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" || exit 1
+"""
+    share, cores = spec.nproc_per_node, "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
+    threads = _quote(place.threads) if place.threads else f"$(( ({cores} + {share - 1}) / {share} ))"
+    # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it. Gloo wants the
+    # whole name, and no sign.
+    name = _quote(place.interface or "")
+    interfaces = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name != "''" else {}
+    chosen = [f"{variable}={value}" for variable, value in interfaces.items() if variable not in spec.env]
+    if spec.program:
+        program = " ".join(python if word in ("python", "python3") else _quote(word) for word in spec.program)
+        starter = f"""\
+# nodelaunch.node.starter starts that many processes, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and the
+# like), and ends all when one has failed.
+exec {around}{python} -m nodelaunch.node.starter "${{options[@]}}" -- \\
+  {program}"""
+    else:
+        starter = f"""\
+# nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
+# only. nodelaunch.node.worker runs the script unchanged; around it, it keeps the error, shows where a hanging rank
+# stands, compares the nodes, and dies with torchrun.
+exec {around}{python} -m nodelaunch.node.agent "${{options[@]}}" \\
+  -m nodelaunch.node.worker"""
+    return f"""\
+# The code as it was when the job was launched, and what this job leaves behind.
+code={_quote(place.code_folder)}
+job={_quote(place.job_folder)}
+# Relative paths of the training script count from here; the folder stays for the next job.
+work={_quote(f"{node.folder}/work{work}")}
+mkdir -p -- "$work" "$job" && cd -- "$work" || exit 1
+{copy if spec.root else ""}
+# The network interface of the gradients. Left alone, Gloo takes the one that the host's own name resolves to, which on
+# Debian and Ubuntu is often the loopback: the other node then finds nobody there. NCCL's second "=": this very name.
+{f"export {' '.join(chosen)}" if chosen else "# (chosen by env=, or left alone)"}
+# torchrun sets this only for several processes per node; left alone, every process takes all cores.
+export OMP_NUM_THREADS={threads}
+
+# Where Python finds the packages that the script imports. What runs around it takes none from the current folder.
+export PYTHONPATH="$code"{path} PYTHONSAFEPATH=1 LAB_JOB_FOLDER="$job" LAB_NODE={place.index}
+options=(
+{_write_options(spec, place)}
+)
+arguments=({shlex.join(spec.args)})
+{starter} "${"work" if spec.root else "code/script"}/"{_quote(spec.script_path)} "${{arguments[@]}}"
+"""
+
+
+def _quote(text: str) -> str:
+    return text if isinstance(text, Bash) else shlex.quote(text)
 
 
 def _write_options(spec: JobSpec, place: Placement) -> str:
     head, wait = _quote(place.head), math.ceil(spec.join_timeout)  # torchrun reads nothing but whole seconds
     rows = [(f"--nnodes={len(spec.nodes)}", "nodes that take part")]
     rows += [(f"--nproc-per-node={spec.nproc_per_node}", "processes on each, one per device")]
-    if spec.program:
+    if spec.rank_order == "nodes" and not spec.program:
+        static = f"--rdzv-backend=static --rdzv-conf=timeout={wait}"
+        rows += [(static, "ranks in the nodes' order; seconds to wait for all")]
+    if spec.rank_order == "nodes" or spec.program:
         rows += [
             (f"--node-rank={place.index}", "this node's place among them"),
-            (f"--master-addr={head}", "node 0: MASTER_ADDR of every process"),
-            (f"--master-port={place.port}", "a port that is free there: MASTER_PORT"),
-        ]
-    elif spec.rank_order == "nodes":
-        rows += [
-            (f"--rdzv-backend=static --rdzv-conf=timeout={wait}", "ranks in the nodes' order; seconds to wait for all"),
-            (f"--node-rank={place.index}", "this node's place in that order"),
-            (f"--master-addr={head} --master-port={place.port}", "where node 0 listens"),
+            (f"--master-addr={head} --master-port={place.port}", "where node 0 listens: MASTER_ADDR and MASTER_PORT"),
         ]
     else:
         # is_host: torchrun would find out by comparing host names, and with "127.0.1.1 thishost" in /etc/hosts no node
@@ -259,24 +252,3 @@ def _write_options(spec: JobSpec, place: Placement) -> str:
             ('--log-dir="$job/logs" --tee=3', "ranks print there, and to the screen; errors too (1 + 2)"),
         ]
     return "\n".join(f"  {option:<54}  # {comment}" for option, comment in rows)
-
-
-def _write_command(spec: JobSpec, python: str, around: str) -> str:
-    """Writes the last command, which the node's processes come from."""
-    folder = "work" if spec.root else "code/script"
-    script = f"-m {_quote(spec.module)}" if spec.module else f'"${folder}/"{_quote(spec.script_path)}'
-    if spec.program:
-        program = " ".join(python if word in ("python", "python3") else _quote(word) for word in spec.program)
-        return f"""\
-# nodelaunch.node.starter starts that many processes, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and the
-# like), and ends all when one has failed.
-exec {around}{python} -m nodelaunch.node.starter "${{options[@]}}" -- \\
-  {program} {script} "${{arguments[@]}}"
-"""
-    return f"""\
-# nodelaunch.node.agent is torchrun (`python -m torch.distributed.run`), whose stores listen at this node's own address
-# only. nodelaunch.node.worker runs the script or module unchanged; around it, it keeps the error, shows where a hanging
-# rank stands, compares the nodes, and dies with torchrun.
-exec {around}{python} -m nodelaunch.node.agent "${{options[@]}}" \\
-  -m nodelaunch.node.worker {script} "${{arguments[@]}}"
-"""

@@ -16,7 +16,6 @@ from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.packages import find_module
 from nodelaunch.values import NAME, InvalidValue, checked, optional, rule
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -37,7 +36,7 @@ def check_argument(value: Any) -> str:
     """Takes a text, a number or a path, and returns it as a text."""
     if not isinstance(value, str | numbers.Number | PurePath):
         raise InvalidValue("a text or a number", "'text'")
-    return values.check_text(str(value))
+    return values.TEXT(str(value))
 
 
 def check_nodes(value: Any) -> tuple[Node, ...]:
@@ -93,7 +92,7 @@ class DataFolder:
     name: str = checked(NAME)
     identity: str = checked(NAME)
     copy_data: bool = checked(values.FLAG, default=False)
-    fix: str = checked(values.check_text, default="")
+    fix: str = checked(values.TEXT, default="")
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -118,22 +117,17 @@ DATA = rule(
     "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')",
 )
 RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'nodes'", "'address'")
-MODULE = rule(
-    lambda value: isinstance(value, str) and re.fullmatch(r"\w{1,99}(\.\w{1,99}){0,9}", value) and value[-3:] != ".py",
-    "the name of a module, by dots",
-    "'package.train'",
-)
 
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A training script or module that torchrun, or another program, runs on one or more nodes.
+    """A training script that torchrun, or another program, runs on one or more nodes.
 
     Without ``root`` the nodes get the script, ``files``, and your own modules that these import; with ``root`` they
     get that whole folder. Nothing else has to be on a node but Python, and torch if torchrun runs the script.
 
     Args:
-        script: The training script, on this machine; with ``root``, relative to that. None if ``module`` is given.
+        script: The training script, on this machine; with ``root``, relative to that.
         args: Its arguments.
         nodes: From ``local_nodes``, ``ssh_nodes`` or ``slurm_nodes``.
         nproc_per_node: Processes on each node, one per device.
@@ -157,15 +151,12 @@ class JobSpec:
         data: A :class:`nodelaunch.DataFolder`: what data each node needs; the preflight compares them. None: no data.
         needs_group: True if torchrun's ranks have to form one process group: a job whose ranks form none fails, since
             each of them trained alone. False for a script that needs no group.
-        module: The name of a module, in place of ``script``. It starts as ``torchrun -m package.train`` does, so its
-            relative imports work. With ``root`` it is found in that folder. A module that is installed on the nodes
-            needs no ``root``, and nothing of it is copied.
 
     Raises:
         LabError: A field does not take its value.
     """
 
-    script: str | Path | None = checked(optional(check_script), default=None)
+    script: str | Path = checked(check_script)
     args: Sequence[object] = checked(ARGUMENTS, default=())
     nodes: Sequence[Node] = checked(check_nodes, default=())
     nproc_per_node: int = checked(values.PROCESSES, default=1)
@@ -181,75 +172,54 @@ class JobSpec:
     files: Sequence[str | Path] = checked(values.list_of(values.check_path, "a list of paths"), default=())
     data: DataFolder | None = checked(optional(DATA), default=None)
     needs_group: bool = checked(values.FLAG, default=True)
-    module: str | None = checked(optional(MODULE), default=None)
 
     def __post_init__(self) -> None:
         """Checks every field, and those that have to fit together."""
-        if (self.script is None) == (self.module is None):
-            cause = f"{'neither' if self.script is None else 'both'} of script= and module= are given"
-            fix = "TorchrunJob('train.py', …) runs a file, TorchrunJob(module='package.train', …) a module"
-            raise LabError("A job runs either a script or a module.", where="TorchrunJob", cause=cause, fix=fix)
         values.check_fields(self, "TorchrunJob")
-        if self.script is not None:
-            script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
-            script = values.check_value("TorchrunJob", "script", script, values.check_path)
-            object.__setattr__(self, "script", script)
+        script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
+        script = values.check_value("TorchrunJob", "script", script, values.check_path)
+        object.__setattr__(self, "script", script)
         self._check_root()
-        self._check_restarts()
+        if self.max_restarts and (self.program or self.rank_order == "nodes"):
+            what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
+            cause = "program= runs in its place, or rank_order='nodes' asks for its static rendezvous"
+            raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
+
+    def _check_root(self) -> None:
+        """Checks that the project is a folder with the script in it, and that it is not combined with ``files``."""
+        where, fix = clean(self.script, 300), "root='.' is the current folder, which is copied as a whole"
+        if self.root and self.files:
+            what, cause = "files= and root= do not go together.", "root= copies the whole folder"
+            raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
+        if self.root and not self.root.is_dir():
+            raise LabError("The root of a project is a folder.", where=clean(self.root, 300), fix=fix)
+        if self.root and self.root not in self.script.parents:
+            cause = f"root is {clean(self.root, 300)}"
+            raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
 
     @property
-    def name(self) -> str:
-        """Name of the launch: the script's name without its ending, or the last part of the module's."""
-        return self.module.rpartition(".")[2] if self.module else self.script.stem
+    def world_size(self) -> int:
+        """Number of ranks, on all nodes together."""
+        return len(self.nodes) * self.nproc_per_node
 
     @property
     def script_path(self) -> str:
-        """The script's path within the project, or its name if there is no project; "" for a module."""
-        if self.script is None:
-            return ""
+        """The script's path within the project, or its name if there is no project."""
         return self.script.relative_to(self.root).as_posix() if self.root else self.script.name
-
-    @property
-    def source(self) -> Path | None:
-        """The file of this machine that the ranks run; None for a module that is installed on the nodes."""
-        return find_module(self.module, self.root) if self.module else self.script
 
     @property
     def command(self) -> str:
         """The command that this job stands for, to be typed by hand on each node, in the folder of the script.
 
-        A module is started in the folder of its project. The job's own command adds what finds errors and ends all
-        ranks together; ``write()`` leaves it to be read.
+        The job's own command adds what finds errors and ends all ranks together; ``write()`` leaves it to be read.
         """
-        target = ["-m", self.module] if self.module else [self.script_path]
         start = self.program
         if not start:
             head = self.nodes[0].address or self.nodes[0].name.rpartition("@")[2]
             meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint={head}:{self.port or 29500}"]  # torchrun's own choice
             many = [f"--nnodes={len(self.nodes)}", *meet] if len(self.nodes) > 1 else ["--standalone"]
             start = ["torchrun", *many, f"--nproc-per-node={self.nproc_per_node}"]
-        return shlex.join([*start, *target, *self.args])
-
-    def _check_root(self) -> None:
-        """Checks that the project is a folder with the script in it, and that ``files`` lie beside a script."""
-        fix = "root='.' is the current folder, which is copied as a whole"
-        if self.files and (self.root or self.module):
-            cause = "a module has no files beside it, and root= copies the whole folder"
-            what = "files= and a project or module do not go together."
-            raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
-        if self.root and not self.root.is_dir():
-            where, cause = clean(self.root, 300), "there is no such folder"
-            raise LabError("The root of a project is a folder.", where=where, cause=cause, fix=fix)
-        if self.root and self.script and self.root not in self.script.parents:
-            where, cause = clean(self.script, 300), f"root is {clean(self.root, 300)}"
-            raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
-
-    def _check_restarts(self) -> None:
-        """Checks that restarts are asked only of torchrun with a rendezvous that can meet again."""
-        if self.max_restarts and (self.program or self.rank_order == "nodes"):
-            what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
-            cause = "program= runs in its place, or rank_order='nodes' asks for its static rendezvous"
-            raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
+        return shlex.join([*start, self.script_path, *self.args])
 
 
 @dataclass(frozen=True)

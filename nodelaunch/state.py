@@ -1,4 +1,28 @@
-"""Collects what the supervisors of a job have reported so far, in the order in which it arrived."""
+"""Collects what the supervisors of a job have reported so far, in the order in which it arrived.
+
+A supervisor passes on what torchrun and the ranks print (a rank's lines begin with "[rank N] "), and events: one JSON
+object each, behind MARK. All but the first and the last are about one rank, which is in their field ``rank``:
+
+=========== ============================================== ========================================================
+event       fields                                         meaning
+=========== ============================================== ========================================================
+started                                                    the supervisor runs
+worker      pid, host, local_rank, processes, port         a rank has started, one of so many on its node
+error       kind, message, traceback, location,            its script raised, or ended itself with an exit status
+            disk, file, cause, fix
+groups      sizes                                          the sizes of the process groups that it has opened
+elsewhere                                                  it has started programs that may join the others unseen
+still       inside, where, seconds, timeout, …             its main thread stands (nodelaunch.node.watch says where)
+moves                                                      the main thread moves again
+halted      halted                                         the process is stopped (SIGSTOP), or goes on
+done        believed, advice                               its script has ended; what it took for its place among all
+lingers                                                    threads of the script still run
+left                                                       they have ended, too
+stack       text                                           where its threads stood when it was ended
+result      value                                          what it gave to ``nodelaunch.report``
+ended       returncode, reason, why, memory, folder, room  the supervisor has ended; its reason, if it ended the rest
+=========== ============================================== ========================================================
+"""
 
 from __future__ import annotations
 
@@ -7,14 +31,16 @@ import json
 import re
 import signal
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lab_common import LabError
 from lab_common.text import clean_message
-from nodelaunch.node.errors import FULL
+from nodelaunch.node.errors import FULL, StopReason
 from nodelaunch.node.supervisor import MARK
 from nodelaunch.result import Rank
+from nodelaunch.spec import JobSpec
 
 # Lines of a rank that are enough for a traceback.
 TAIL = 60
@@ -22,9 +48,6 @@ SILENT = ("exit", "signal")  # kinds of errors that are known from torchrun alon
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
-# Its report at its own end, line by line, of each worker that failed.
-FAILED_RANK = re.compile(r"^\s+rank\s+: (\d+) \(local_rank: \d+\)$")
-FAILED_EXIT = re.compile(r"^\s+exitcode\s+: (-?\d+) \(pid: (\d+)\)")
 # The last words of NCCL's watchdog before it aborts the process: a rank that waited, and not the one it waited for.
 WATCHDOG = re.compile(r"Watchdog caught collective operation timeout: .*")
 
@@ -38,62 +61,52 @@ class NodeState:
     by_hand: bool = False  # the user starts the node, so that nothing is heard of it
     started: bool = False  # the supervisor itself
     joined: bool = False  # all of its workers have started
-    ranks: set[int] = field(default_factory=set)  # those of the workers that have started
     ended: dict | None = None  # the supervisor's last event; None while it runs, and forever if it was lost
     gone: bool = False  # the link has ended
     refusal: LabError | None = None  # why the link ended, if the supervisor had not reported its end
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=200))  # the last lines of torchrun itself
     full: str = ""  # a line of its ranks or of torchrun about a full disk
-    failed_rank: int | None = None  # the rank that torchrun's report at its end is about
+
+
+@dataclass
+class RankState:
+    """One rank's part of a job, since it was started last."""
+
+    done: bool = False  # its script has ended
+    lingers: bool = False  # its script has ended, while threads of it still run
+    halted: bool = False  # stopped by SIGSTOP
+    still: dict | None = None  # the event about its main thread, while that stands, and when it was `heard`
+    groups: list[int] | None = None  # the sizes of its process groups; None if it may have formed one unseen
+    believed: list[str] = field(default_factory=list)  # what a script that opened no group of all ranks took for true
+    advice: str = ""
+    stack: str = ""
+    waited: str = ""  # the words of NCCL's watchdog about a collective in which the rank waited
+    tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))  # its last lines that are not empty
+    result: object = None
 
 
 class JobState:
-    """Everything that was heard of a job.
+    """Everything that was heard of a job, whose nodes have these names and addresses.
 
     Args:
-        names: The nodes' names.
-        addresses: The nodes' addresses.
-        starter: What starts the ranks on each node, in words.
-        restarts: True if torchrun may restart the workers.
-        group: The size of the group that the ranks have to form; 0 for a job that needs none.
+        spec: The job; None if only its log is left.
     """
 
-    def __init__(
-        self,
-        names: list[str],
-        addresses: list[str],
-        starter: str = "torchrun",
-        *,
-        restarts: bool = True,
-        group: int = 0,
-    ) -> None:
-        self.starter, self._restarts, self.group = starter, restarts, group
+    def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
+        self.spec = spec
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
-        self.ranks: dict[int, Rank] = {}
-        self.results: dict[int, object] = {}
-        self._ports: list[str | None] = []  # where the ranks of each attempt meet, in the order in which we heard them
-        self._last: dict[int, int] = {}  # rank -> number of the attempt in which it was last heard to start
-        # Of all attempts: the fields of the event "error" (node/report.py), and `node`, `attempt`, `at`.
-        self._errors: list[dict] = []
-        self.pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
-        # By rank, in the present attempt: the watch's facts about a main thread that stands (nodelaunch.node.watch);
-        # the sizes of the groups that it opened; what a script that opened none of all ranks believed, and advice.
-        self.still: dict[int, dict] = {}
-        self.groups: dict[int, list[int]] = {}
-        self.believed: dict[int, list[str]] = {}
-        self.advice: dict[int, str] = {}
-        self.done: dict[int, float] = {}
-        self.stacks: dict[int, str] = {}
-        self.memory: dict[int, int] = {}
-        self.tails: dict[int, deque[str]] = {}  # the last lines that are not empty
-        self.waited: dict[int, str] = {}  # the words of NCCL's watchdog about a collective in which the rank waited
-        self.halted: set[int] = set()  # stopped by SIGSTOP
-        self.lingering: set[int] = set()  # whose script has ended, while threads of it still run
-        # Set by the launcher when it ends the job: because no rank can move any more; when it asked all nodes to end
-        # (time.monotonic()); the job's limit in seconds, if the launcher's own clock ended it.
-        self.standstill = False
+        self.ranks: dict[int, Rank] = {}  # those that have started
+        self.heard: dict[int, RankState] = defaultdict(RankState)
+        self.memory: dict[int, int] = {}  # by rank, the largest resident set in bytes
+        # Why the launcher ended the job, if it did, and when it asked all nodes to end (time.monotonic()).
+        self.reason: StopReason | None = None
         self.asked: float | None = None
-        self.limit: float | None = None
+        # torchrun's attempts: where the ranks of each one meet, in the order in which we heard of them; the errors of
+        # all (the fields of the event, and `node`, `attempt`, `at`); and the last attempt in which a rank has started.
+        self._ports: list[str | None] = []
+        self._errors: list[dict] = []
+        self._last: dict[int, int] = {}
+        self._pids: dict[tuple[str, int], tuple[int, int]] = {}  # node and pid -> rank and attempt
 
     @property
     def errors(self) -> list[dict]:
@@ -110,38 +123,50 @@ class JobState:
     def _present(self) -> int:
         return max(0, len(self._ports) - 1)
 
+    def find(self, holds: Callable[[RankState], object]) -> list[int]:
+        """Returns the ranks of which something holds."""
+        return sorted(rank for rank, one in self.heard.items() if holds(one))
+
+    @property
+    def still(self) -> dict[int, dict]:
+        """By rank, the facts about a main thread that stands."""
+        return {rank: self.heard[rank].still for rank in self.find(lambda one: one.still)}
+
+    @property
+    def results(self) -> dict[int, object]:
+        """By rank, what it gave to ``nodelaunch.report``."""
+        return {rank: self.heard[rank].result for rank in self.find(lambda one: one.result is not None)}
+
+    @property
+    def stacks(self) -> dict[int, str]:
+        """By rank, where it stood when it was ended."""
+        return {rank: self.heard[rank].stack for rank in self.find(lambda one: one.stack)}
+
     @property
     def waiting(self) -> list[int]:
         """The ranks that stand in torch.distributed, and have for as long as the job's ``hang_timeout``."""
-        return sorted(rank for rank, fact in self.still.items() if fact["inside"])
+        return self.find(lambda one: one.still and one.still["inside"])
 
     @property
     def absent(self) -> list[int]:
         """The ranks that do something else, and may come to the others."""
-        return sorted(set(self.ranks) - {*self.waiting, *self.halted, *self.done})
+        return sorted(set(self.ranks) - {*self.waiting, *self.find(lambda one: one.halted or one.done)})
 
     def stands_still(self) -> bool:
         """True if no rank can move any more, since each waits for another one, or for a thread that waits."""
         if not all(part.joined for part in self.nodes.values()) or self.absent:
             return False
-        if self.waiting:
-            return True
-        idle = {rank for rank, fact in self.still.items() if fact.get("idle")}
-        return bool(self.lingering) and set(self.ranks) == set(self.done) and self.lingering <= idle
-
-    def name_stands(self) -> str:
-        """The places of all ranks that have not moved for ``hang_timeout`` seconds, in words; "" if there are none."""
-        stands = [f"rank {rank} in {fact['where']}" for rank, fact in sorted(self.still.items()) if fact["where"]]
-        more = f"; and {len(stands) - 4} more" if len(stands) > 4 else ""
-        seconds = min((fact["seconds"] for fact in self.still.values()), default=0)
-        return f"these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}{more}" if stands else ""
+        lingering = [self.heard[rank] for rank in self.find(lambda one: one.lingers)]
+        idle = all(one.still and one.still.get("idle") for one in lingering)
+        return bool(self.waiting) or (bool(lingering) and idle and all(self.heard[rank].done for rank in self.ranks))
 
     @property
     def trained_alone(self) -> bool:
-        """True if ranks that should have formed one group formed none of that size."""
-        known = self.groups.keys() == self.ranks.keys()  # a rank that did not report may have formed one unseen
-        formed = any(max(sizes, default=0) >= self.group for sizes in self.groups.values())
-        return known and self.group > 1 and not formed
+        """True if ranks that should have formed one group of all formed none."""
+        spec, groups = self.spec, [self.heard[rank].groups for rank in self.ranks]
+        if not spec or spec.program or not spec.needs_group or spec.world_size == 1:
+            return False
+        return not any(sizes is None or max(sizes, default=0) >= spec.world_size for sizes in groups)
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it if it is a rank's output, to be shown."""
@@ -157,40 +182,33 @@ class JobState:
         if not part.full and FULL.search(text):
             part.full = text[:2000]
         rank, _, rest = text.removeprefix("[rank ").partition("] ")
-        if text.startswith("[rank ") and rank.isdigit():
-            if rest.strip():
-                words = rest if rest.isprintable() else clean_message(rest)  # each line comes here
-                self.tails.setdefault(int(rank), deque(maxlen=TAIL)).append(words)
-            if found := WATCHDOG.search(rest):
-                self._note_watchdog(int(rank), f"torch.distributed.DistBackendError: {found[0]}")
-            return text
-        part.tail.append(text if text.isprintable() else clean_message(text))
-        if found := FAILED_RANK.search(text):
-            part.failed_rank = int(found[1])
-        elif (found := FAILED_EXIT.search(text)) and part.failed_rank is not None:
-            # For a rank that ended before it had introduced itself, this is all that is heard.
-            self._read_exit(part, code=int(found[1]), pid=int(found[2]), rank=part.failed_rank)
-        return None
+        if not (text.startswith("[rank ") and rank.isdigit()):
+            part.tail.append(text if text.isprintable() else clean_message(text))
+            return None
+        one = self.heard[int(rank)]
+        if rest.strip():
+            one.tail.append(rest if rest.isprintable() else clean_message(rest))  # each line comes here
+        if (found := WATCHDOG.search(rest)) and not one.waited:
+            one.waited = f"torch.distributed.DistBackendError: {found[0]}"
+            for error in self.errors:  # torchrun may have been heard first
+                if error["rank"] == int(rank) and error.get("code") == -signal.SIGABRT:
+                    error["message"] = one.waited
+        return text
 
-    def _note_watchdog(self, rank: int, message: str) -> None:
-        self.waited.setdefault(rank, message)
-        for error in self.errors:  # torchrun may have been heard first
-            if error["rank"] == rank and error.get("code") == -signal.SIGABRT:
-                error["message"] = self.waited[rank]
-
-    def _read_exit(self, part: NodeState, *, code: int, pid: int, rank: int | None = None) -> None:
+    def _read_exit(self, part: NodeState, *, code: int, pid: int) -> None:
         """Notes a worker that ended without reporting an error itself: killed, or by os._exit."""
         # If lines wait on their node, this may come when the rank has long been restarted.
-        rank, attempt = self.pids.get((part.name, pid), (rank, self._present))
+        rank, attempt = self._pids.get((part.name, pid), (None, 0))
         if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
             return
-        hangs = self.waited or any("Timed out waiting" in error["message"] for error in self.errors)
+        one, waited = self.heard[rank], self.find(lambda one: one.waited)
+        hangs = waited or any("Timed out waiting" in error["message"] for error in self.errors)
         if hangs and code == -signal.SIGTERM:  # torchrun ends the others when one has given up waiting
             return
-        if rank in self.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
+        if one.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
             return
         message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({name_signal(-code)})"
-        message = self.waited.get(rank, message) if code == -signal.SIGABRT else message
+        message = one.waited or message if code == -signal.SIGABRT else message
         kind = "exit" if code >= 0 else "signal"
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
         self._add_error(part, facts, attempt)
@@ -199,7 +217,7 @@ class JobState:
         self._errors.append({**facts, "node": part.name, "attempt": attempt, "at": time.monotonic(), **more})
 
     def _read_event(self, part: NodeState, event: dict) -> None:
-        rank = event.get("rank")
+        one = self.heard[event["rank"]] if "rank" in event else RankState()
         match event["event"]:
             case "started":
                 part.started = True
@@ -207,31 +225,25 @@ class JobState:
                 self._read_worker(part, event)
             case "error":
                 self._read_error(part, event)
-            case "result":
-                self.results[rank] = event["value"]
-            case "done":
-                self.done[rank] = time.monotonic()
-                self.still.pop(rank, None)
-                self.believed[rank] = event.get("believed", [])
-                if event.get("advice"):
-                    self.advice[rank] = event["advice"]
-            case "still":
-                self.still[rank] = {**event, "heard": time.monotonic()}
-            case "moves":
-                self.still.pop(rank, None)
             case "groups":
-                self.groups[rank] = event["sizes"]
+                one.groups = event["sizes"]
             case "elsewhere":
-                if not self.groups.get(rank):  # what it starts may join the ranks, unseen
-                    self.groups.pop(rank, None)
-            case "lingers":
-                self.lingering.add(rank)
-            case "left":
-                self.lingering.discard(rank)
+                one.groups = one.groups or None
+            case "still":
+                one.still = {**event, "heard": time.monotonic()}
+            case "moves":
+                one.still = None
             case "halted":
-                (self.halted.add if event["halted"] else self.halted.discard)(rank)
+                one.halted = event["halted"]
+            case "done":
+                one.done, one.still = True, None
+                one.believed, one.advice = event.get("believed", []), event.get("advice", "")
+            case "lingers" | "left" as name:
+                one.lingers = name == "lingers"
             case "stack":
-                self.stacks[rank] = event["text"]
+                one.stack = event["text"]
+            case "result":
+                one.result = event["value"]
             case "ended":
                 part.ended = event
                 self.memory |= {int(number): size for number, size in event["memory"].items()}
@@ -248,18 +260,11 @@ class JobState:
     def _read_worker(self, part: NodeState, event: dict) -> None:
         rank, attempt = event["rank"], self._find_attempt(event)
         if self._last.setdefault(rank, attempt) != attempt:
-            self._last[rank] = attempt
-            for facts in (self.waited, self.tails, self.groups):
-                facts.pop(rank, None)
-        for facts in (self.done, self.still, self.believed, self.advice):
-            facts.pop(rank, None)
-        self.halted.discard(rank)
-        self.lingering.discard(rank)
+            self._last[rank], self.heard[rank] = attempt, RankState()
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
-        self.pids[part.name, event["pid"]] = rank, attempt
-        part.ranks.add(rank)
-        part.joined = len(part.ranks) >= event["processes"]
+        self._pids[part.name, event["pid"]] = rank, attempt
+        part.joined = sum(one.node == part.name for one in self.ranks.values()) >= event["processes"]
 
     def _find_attempt(self, event: dict) -> int:
         """The number of the attempt in which a rank has started.
@@ -269,7 +274,7 @@ class JobState:
         random; it is seldom one of before.
         """
         last = self._last.get(event["rank"], -1)
-        if not self._restarts:
+        if self.spec and not self.spec.max_restarts:
             return 0
         if last >= 0 and self.ranks[event["rank"]].pid == event["pid"]:
             return last
@@ -277,7 +282,6 @@ class JobState:
         later = [number for number, one in enumerate(self._ports) if number > last and one == port]
         if not later:
             self._ports.append(port)
-            self.waited = {}
         return later[0] if later else self._present
 
 

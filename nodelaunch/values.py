@@ -7,7 +7,6 @@ that a name is a name, and that no text has what no program can be given.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import numbers
 import re
 import reprlib
@@ -26,7 +25,7 @@ NOT_SENT = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")  # a NUL byte ends an ar
 class InvalidValue(ValueError):
     """A value that a field does not take: what it takes, an example, and the cause if the value does not show it."""
 
-    def __init__(self, wanted: str, example: str, cause: str = "") -> None:
+    def __init__(self, wanted: str, example: str, cause: str = "its type or its range does not fit") -> None:
         super().__init__(wanted)
         self.wanted, self.example, self.cause = wanted, example, cause
 
@@ -59,25 +58,17 @@ def check_value(owner: str, name: str, value: object, check: Check) -> Any:
     except InvalidValue as error:
         words = f"{name} is {error.wanted}, not "
         shown = clean(" ".join(reprlib.repr(value).split()), 119 - len(words))
-        cause = clean(error.cause or "its type or its range does not fit", 300)
-        fix = clean(f"{name}={error.example}", 300)
+        cause, fix = clean(error.cause, 300), clean(f"{name}={error.example}", 300)
         raise LabError(f"{words}{shown}.", where=owner, cause=cause, fix=fix) from None
 
 
-def rule(holds: Check, wanted: str, example: str, kept: Check | None = None) -> Check:
-    """Makes a check out of a condition.
-
-    Args:
-        holds: The condition.
-        wanted: Completes "<field> is …".
-        example: A value, as it is typed in Python.
-        kept: Converts the value.
-    """
+def rule(holds: Check, wanted: str, example: str, kept: Check = lambda value: value) -> Check:
+    """Makes a check out of a condition; ``wanted`` completes "<field> is …", and ``kept`` converts the value."""
 
     def check(value: Any) -> Any:
         if not holds(value):
             raise InvalidValue(wanted, example)
-        return kept(value) if kept else value
+        return kept(value)
 
     return check
 
@@ -120,14 +111,6 @@ def check_path(value: Any) -> Path:
         raise InvalidValue("a path", "'folder/file'", f"the path leads nowhere: {error}") from error
 
 
-def check_address(value: Any) -> str:
-    """Takes an IPv4 address."""
-    try:
-        return str(ipaddress.IPv4Address(check_text(value)))
-    except ipaddress.AddressValueError as error:
-        raise InvalidValue("an IPv4 address", "'10.0.0.11'", str(error)) from error
-
-
 def _is_a(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
@@ -136,14 +119,10 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and not NOT_SENT.search(value)
 
 
-def _is_name(value: object) -> bool:
-    return _is_text(value) and bool(value.strip())
-
-
-check_text = rule(_is_text, "a text without NUL bytes", "'text'")
-NAME = rule(_is_name, "a text that is not empty", "'name'")
+TEXT = rule(_is_text, "a text without NUL bytes", "'text'")
+NAME = rule(lambda value: _is_text(value) and value.strip(), "a text that is not empty", "'name'")
 # PYTHONPATH separates folders by ':'.
-FOLDER = rule(lambda value: _is_name(value) and ":" not in value, "a path without ':'", "'/home/me/labs'")
+FOLDER = rule(lambda value: _is_text(value) and value and ":" not in value, "a path without ':'", "'/home/me/labs'")
 FLAG = rule(lambda value: isinstance(value, bool), "True or False", "True")  # a text such as "no" would count as true
 SECONDS = rule(
     lambda value: _is_a(value, numbers.Real) and 0.1 <= value <= 1e8,  # which NaN is not

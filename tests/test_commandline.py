@@ -1,7 +1,6 @@
 """Tests that a command ended from outside explains why, and has the matching exit status."""
 
 import argparse
-import getpass
 import io
 import os
 import stat
@@ -11,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from course import running
 from lab_common import LabError
-from lab_common.commandline import find_user, read_option, run_command
+from lab_common.commandline import read_option, run_command
 from lab_common.files import write_atomically
 
 ENDS = {
@@ -84,21 +82,6 @@ def test_no_command_ends_in_a_traceback(root, tmp_path, command, words):
     ended = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True, text=True, timeout=300)
     assert words in ended.stdout + ended.stderr and "Traceback" not in ended.stderr, ended.stderr
     assert ended.returncode == (0 if "|" in command or "preflight" in command else 1)
-
-
-@pytest.mark.parametrize("port", ["", "abc", "0", "70000", "-1", "²", "8" * 400])
-def test_a_port_is_a_number_that_there_is(monkeypatch, capsys, port):
-    monkeypatch.setattr(sys, "argv", ["running", port])
-    assert running.main() == 1
-    assert "from 1 to 65535" in capsys.readouterr().out
-
-
-def test_a_user_without_a_name_is_called_by_the_number(monkeypatch):
-    def refuse():
-        raise KeyError("uid not found")
-
-    monkeypatch.setattr(getpass, "getuser", refuse)
-    assert find_user() == f"user-{os.getuid()}"
 
 
 def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(root, tmp_path):

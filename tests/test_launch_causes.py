@@ -11,35 +11,13 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import PYTHON, TROUBLE, Heard, run_badly
+from harness.jobs import PYTHON, Heard, run_badly
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
 
 pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 FULL = "No space left on device"
-
-
-# Ranks that end before they have said a word.
-
-EARLY = """
-import os, sys, time
-own = [*sys.orig_argv, "-m", ""]
-if own[own.index("-m") + 1] == "nodelaunch.node.{part}" and os.environ["LAB_NODE"] == "1":
-    with open({fault!r}, "w") as file:
-        file.write(str(time.time()))
-    {act}
-"""
-
-
-def test_a_rank_that_ends_before_its_first_word_is_named(write, tmp_path):
-    """torchrun's report at its own end is all that is heard of it."""
-    fault, act = tmp_path / "fault", "os.kill(os.getpid(), 11)"
-    site = write("own/sitecustomize.py", EARLY.format(part="worker", act=act, fault=str(fault)))
-    script, path = write("train.py", TROUBLE), {"PYTHONPATH": site.parent}
-    job = TorchrunJob(script, ["ok"], nodes=local_nodes(2), env=path)
-    error = run_badly(job, Heard(), seconds=10, since=lambda: float(fault.read_text()))
-    assert error.what == "Rank 1 on node1 was killed by signal 11 (SIGSEGV)"
 
 
 # Disks that fill after the preflight: drill 46.
@@ -179,39 +157,7 @@ def test_code_that_was_edited_after_the_preflight_is_named(write):
         shutil.rmtree(folder)
 
 
-# The variable of a job's id, set where the notebook's kernel was started.
-
-KERNEL = """
-import os, socket
-from nodelaunch import local_nodes
-from nodelaunch.preflight import check_nodes
-{first}
-with socket.create_server(("", 0)) as holder:
-    port = holder.getsockname()[1]
-    print(check_nodes(local_nodes(2), port=port))
-"""
-
-
-def run_kernel(root, first="", **env):
-    command, env = [sys.executable, "-c", KERNEL.format(first=first)], {**os.environ, "PYTHONPATH": str(root), **env}
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout
-
-
-def start_sleeper(job_id):
-    return subprocess.Popen(["sleep", "60"], env={**os.environ, "LAB_JOB_ID": job_id})
-
-
-@pytest.mark.parametrize("first", ["", "del os.environ['LAB_JOB_ID']"], ids=["exported", "taken away"])
-def test_a_kernel_is_never_told_to_stop_itself(first, root):
-    """LAB_JOB_ID was exported in the shell: the kernel, and all that the shell starts, seem to be a job's leftovers."""
-    others = [start_sleeper("of-the-shell"), start_sleeper("left-over")]
-    try:
-        said = run_kernel(root, first, LAB_JOB_ID="of-the-shell")
-    finally:
-        for other in others:
-            other.kill()
-            other.wait()
-    assert "launch stop of-the-shell" not in said and "python -m nodelaunch stop left-over" in said, said
+# The variable of a job's id, set in a shell.
 
 
 def test_to_stop_a_job_from_a_shell_that_seems_to_be_its_own_spares_the_shell(root):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import Heard, assert_gone, copy_code, find_processes, kill, run_badly, wait_for
+from harness.jobs import Heard, assert_gone, find_processes, kill, run_badly
 
 from lab_common import LabError
-from nodelaunch import TorchrunJob, local_nodes, ssh_nodes
+from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.bundle import LARGEST, MOST, TOTAL, find_project, name_work
 from nodelaunch.node.copy_project import LAST
 
@@ -155,94 +155,6 @@ def test_what_runs_around_a_script_imports_nothing_of_the_project(project):
     assert TorchrunJob("examples/train.py", root=project, nodes=local_nodes(1)).run(show=False).results == (True,)
 
 
-# A package whose modules import each other by a dot, as torchtitan's and many others' do.
-PACKAGE = {
-    "train.py": """
-import os, sys
-from .model import WIDTH
-if "--fail" in sys.argv:
-    WIDTH / 0
-import torch.distributed as dist
-import nodelaunch as launch
-dist.init_process_group("gloo")
-place = [os.path.relpath(path) for path in (sys.argv[0], sys.path[0])]
-launch.report([WIDTH, __name__, __package__, *place, sys.argv[1:], sys.modules["__main__"].WIDTH])
-dist.barrier()
-dist.destroy_process_group()
-""",
-    "__init__.py": "",
-    "__main__.py": "import sys\nfrom .model import WIDTH\nprint(WIDTH, __package__, sys.argv[1:])\n",
-    "model.py": "WIDTH = 7\n",
-    "broken/__init__.py": "\nfrom .nothing import of_this_name\n",
-    "broken/train.py": "",
-    "odd.py": "\n\ndef f(:\n",
-}
-
-
-@pytest.fixture
-def package(tmp_path):
-    for name, text in PACKAGE.items():
-        (tmp_path / "app/package" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "app/package" / name).write_text(text)
-    return tmp_path / "app"
-
-
-@pytest.mark.usefixtures("warm_torchrun")
-def test_a_module_starts_as_torchrun_starts_it(package):
-    """`torchrun -m package.train --lr 0.1` in the project's folder; by its path the same file knows no package."""
-    job = TorchrunJob("package/train.py", root=package, nodes=local_nodes(1), program=["python"])
-    assert "no known parent package" in job.run(check=False, show=False).failure.what
-    job = TorchrunJob(module="package.train", args=["--lr", 0.1], root=package, nodes=local_nodes(2))
-    value = [7, "__main__", "package", "package/train.py", ".", ["--lr", "0.1"], 7]
-    assert job.run(show=False).results == (value, value)
-
-
-def test_another_program_starts_a_module_by_the_same_option(package):
-    job = TorchrunJob(module="package", args=["a b"], root=package, nodes=local_nodes(1), program=["python"])
-    assert job.run(show=False).lines == ("[rank 0] 7 package ['a b']",)
-    job = TorchrunJob(module="package.train", args=["--fail"], root=package, nodes=local_nodes(1), program=["python"])
-    error = job.run(check=False, show=False).failure
-    assert error.location == "package/train.py, line 5" and 'File "package/train.py", line 5' in error.traceback
-
-
-@pytest.mark.usefixtures("warm_torchrun")
-@pytest.mark.parametrize(("module", "location", "message"), [
-    ("package.train", "package/train.py, line 5", "ZeroDivisionError: division by zero"),
-    ("package.broken.train", "package/broken/__init__.py, line 2", "No module named 'package.broken.nothing'"),
-    ("package.odd", "package/odd.py, line 3", "SyntaxError"),
-    ("package.trains", "", "No module named 'package.trains'"),
-])  # fmt: skip
-def test_a_module_that_fails_is_named_by_its_path_in_the_project(package, module, location, message):
-    """Also a package around it, which Python imports before."""
-    job = TorchrunJob(module=module, args=["--fail"], root=package, nodes=local_nodes(1))
-    error = job.run(check=False, show=False).failure
-    assert error.location == location and message in error.message, error
-    assert f'File "{location.partition(",")[0]}", line ' in error.traceback if location else "root=" in error.fix
-
-
-@pytest.mark.parametrize(("options", "words"), [
-    ({}, ("script or a module", "neither")),
-    ({"module": "torch.utils", "files": ["a.py"]}, ("no files beside it", "root='.'")),
-    ({"module": "package/train.py"}, ("by dots", "module='package.train'")),
-    ({"module": "; touch canary"}, ("by dots",)),
-], ids=str)  # fmt: skip
-def test_a_module_that_a_job_cannot_run_is_refused_at_once(package, monkeypatch, options, words):
-    monkeypatch.chdir(package)
-    with pytest.raises(LabError) as caught:
-        TorchrunJob(nodes=local_nodes(1), **options)
-    assert_explains(caught.value, *words)
-
-
-def test_a_module_that_is_installed_runs_on_the_node_without_a_copy(package, runs):
-    """Also with a project, whose folder is then the current one."""
-    for root, copied in ((None, 0), (package, 5)):
-        job = TorchrunJob(module="platform", nodes=local_nodes(1), program=["python"], root=root)
-        (line,) = job.run(show=False).lines
-        assert "Linux" in line or "macOS" in line
-        assert not list(runs.glob("nodes/node0/code/*/script"))
-        assert len(list(runs.glob("nodes/node0/code/*/project/package/*.py"))) == copied
-
-
 def _git(folder, *command):
     names = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "protocol.file.allow=always")
     subprocess.run(["git", *names, *command], cwd=folder, check=True, capture_output=True)
@@ -337,18 +249,6 @@ def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
         assert_explains(caught.value, *words)
 
 
-@pytest.mark.usefixtures("warm_torchrun")
-def test_a_file_that_is_not_copied_is_named_with_the_way_to_copy_it(project):
-    job = TorchrunJob(project / "examples" / "train.py", ["x"], nodes=local_nodes(1))
-    error = job.run(check=False, show=False).failure
-    assert "No module named 'helper'" in error.message and "root=" in error.fix
-    files = [project / "examples/helper.py", project / "net/model.py"]
-    (project / "examples/train.py").write_text("open('configs/small.json')")
-    error = TorchrunJob(project / "examples/train.py", files=files, nodes=local_nodes(1)).run(check=False, show=False)
-    assert "configs/small.json" in error.failure.message and "root=" in error.failure.fix
-    assert "runs in its own folder" in error.failure.cause
-
-
 def test_another_program_gets_the_variables_of_torchrun(plain):
     heard = Heard()
     job = plain("ok", "two words", "$(touch canary)", nproc_per_node=2, env={"COLOUR": "deep blue"})
@@ -397,17 +297,6 @@ def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
     assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
 
 
-@pytest.mark.usefixtures("warm_torchrun")
-def test_where_the_ranks_of_a_project_stand_is_said(project):
-    begin = "dist.init_process_group('gloo', timeout=datetime.timedelta(seconds=5))"
-    lines = ("import datetime, torch.distributed as dist", begin, "if dist.get_rank() == 0:")
-    (project / "train.py").write_text("\n".join([*lines, "    while True: pass", "dist.barrier()"]))
-    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), nproc_per_node=2, hang_timeout=3)
-    error = job.run(check=False, show=False).failure
-    assert error.kind == "hang"
-    assert "train.py, line 4, in <module>" in str(error) and "train.py, line 5, in <module>" in str(error), error
-
-
 def test_a_shell_script_is_a_program_too(write):
     script = write("each.sh", 'echo "node $GROUP_RANK of $1, $PWD"; test -d "$LAB_JOB_FOLDER"\n')
     job = TorchrunJob(script, ["two"], nodes=local_nodes(2), program=["bash", "-eu"])
@@ -419,22 +308,6 @@ def test_a_program_that_is_not_there_is_named(plain):
     error = plain("ok", program=["no-such-program"]).run(check=False, show=False).failure
     assert "no-such-program cannot be started" in error.what
     assert "has no such program" in error.cause and "/path/to" in error.fix
-
-
-def test_only_torchrun_starts_anew(plain):
-    with pytest.raises(LabError) as caught:
-        plain("ok", max_restarts=1).run(show=False)
-    assert_explains(caught.value, "Only torchrun", "max_restarts=1")
-
-
-def test_by_hand_it_needs_no_launcher(plain, runs):
-    job = plain("ok", nodes=local_nodes(1), nproc_per_node=2)
-    (path,) = job.write()
-    copy_code(job)
-    done = subprocess.run(["bash", path], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.count("connected") == 2, done.stderr
-    assert len(list(runs.glob("nodes/node0/jobs/*/node0/results/rank*.json"))) == 2
-    assert_gone(job.id, 1)
 
 
 @pytest.mark.drill
@@ -454,20 +327,6 @@ def test_18_parts_of_such_a_job_that_are_killed(plain, part):
     error = run_badly(job, heard, seconds=10, since=lambda: times[0])
     said = {"node.starter": "The starter of python ended on node1", "plain.py": "Rank 1 on node1 was "}[part]
     assert error.what.startswith(said), str(error)
-
-
-@pytest.mark.drill
-def test_such_a_job_on_two_hosts_is_stopped(plain, hosts):
-    nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config, folder="/node/labs")
-    job = plain("stubborn", nodes=nodes)
-    running = job.start(show=(heard := Heard()))
-    wait_for(lambda: sum("connected" in line for line in heard.lines) == 2)
-    assert {rank for line in heard.lines for rank in ("[rank 0]", "[rank 1]") if rank in line}
-    start = time.monotonic()
-    running.stop()
-    assert running.wait(check=False).failure.kind == "stopped"
-    assert time.monotonic() - start < 5
-    assert_gone(job.id, 5)
 
 
 @pytest.mark.parametrize("end", ["", "raise ValueError\n"], ids=["well", "error"])

@@ -69,8 +69,7 @@ def far_nodes(**options):
 
 def write_texts(nodes=None, **options):
     """The scripts of a job's nodes, or the batch script."""
-    script = None if "module" in options else "/home/me/train.py"
-    job = TorchrunJob(**{"script": script, "nodes": nodes or far_nodes(), "port": 29400, **options})
+    job = TorchrunJob(**{"script": "/home/me/train.py", "nodes": nodes or far_nodes(), "port": 29400, **options})
     launch = Launch("train-1", "5ec2e7", Path("/tmp/lab/jobs/train-1"))
     places = place_nodes(job.spec, launch, "abc", None)
     return list(job._backend.write(job.spec, launch, places).values())
@@ -166,14 +165,13 @@ def stand_in(folder):
 def write_job(folder, node, **options):
     """The script of a job with this option, or with a node that has it."""
     node = replace(local_nodes(1)[0], python=str(folder / "tools" / "python"), **node)
-    script = None if "module" in options else folder / "train.py"
-    (path,) = TorchrunJob(**{"script": script, "nodes": [node], "port": 29500, **options}).write()
+    (path,) = TorchrunJob(**{"script": folder / "train.py", "nodes": [node], "port": 29500, **options}).write()
     return path.read_bytes()
 
 
 OWNERS = {
     "TorchrunJob": [field.name for field in fields(JobSpec)],
-    "LocalNode": ["name", "folder", "address", "interface", "data", "index", "together"],
+    "LocalNode": ["name", "folder", "interface", "data"],
 }
 
 
@@ -227,18 +225,6 @@ def test_the_meeting(node):
     for found in (options, ordered):
         assert found[:2] == ["--nnodes=2", "--nproc-per-node=1"]
         assert {f"--local-addr=10.0.0.{11 + node}", "--max-restarts=0"} <= {*found}
-
-
-def test_a_module_stands_behind_its_option(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "train.py").touch()
-    job = {"module": "package.train", "args": ["-m", "--lr", "a b"], "root": tmp_path}
-    for nodes in (far_nodes(), slurm_nodes(2, folder=tmp_path)):
-        text = write_texts(nodes, **job)[0]
-        assert '  -m nodelaunch.node.worker -m package.train "${arguments[@]}"\n' in text
-        assert '"$code" "$work" || exit 1' in text, "the project is copied first"
-        text = write_texts(nodes, program=["accelerate", "launch"], **job)[0]
-        assert '  accelerate launch -m package.train "${arguments[@]}"\n' in text
 
 
 def test_torchrun_itself_takes_the_options():

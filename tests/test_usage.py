@@ -5,14 +5,12 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 from harness.jobs import wait_for
 
 import nodelaunch as launch
 from lab_common import LabError
-from nodelaunch import usage
 from nodelaunch.node import sampler
 
 BURN = """
@@ -131,10 +129,3 @@ def test_gpus_are_read_from_nvidia_smi_and_a_job_has_those_that_it_may_see(tmp_p
         "--format=csv,noheader,nounits",
         "-lms=100",
     ]
-
-
-def test_where_there_is_no_proc_the_load_average_remains():
-    seen = launch.Watch()
-    line = b'{"time": 1.0, "cores": 4, "busy": 0.25, "gpus": []}'
-    usage._follow("mac", SimpleNamespace(stdout=[line]), seen)
-    assert seen.samples == [launch.Usage("mac", 1.0, 4, 0.25, ())] and seen.samples[0].job_busy is None

@@ -11,8 +11,6 @@ from lab_common import env_folder
 from nodelaunch import values
 from nodelaunch.backends.nodes import ThisMachine
 
-COUNT = values.whole(1, 16, 2)
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNode(ThisMachine):
@@ -24,8 +22,8 @@ class LocalNode(ThisMachine):
             that one node and two can be compared.
     """
 
-    index: int = values.checked(values.whole(0, 15, 0), default=0)
-    together: int = values.checked(COUNT, default=1)
+    index: int = 0
+    together: int = 1
     here: ClassVar[bool] = True
     maker: ClassVar[str] = "local_nodes"
 
@@ -48,7 +46,7 @@ def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNo
     Raises:
         LabError: ``count`` is not from 1 to 16, or ``folder`` is not a path.
     """
-    count = values.check_value("local_nodes", "count", count, COUNT)
+    count = values.check_value("local_nodes", "count", count, values.whole(1, 16, 2))
     base = values.check_value("local_nodes", "folder", folder, values.optional(values.check_path))
     base = base or env_folder("LAB_RUNS", "runs") / "nodes"
     linux = sys.platform.startswith("linux")

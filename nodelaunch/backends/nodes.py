@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from lab_common import LabError
+from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.failure import explain_full_disk
+from nodelaunch.node.errors import FULL, name_full_disk
 from nodelaunch.node.output import read_lines
 
 
@@ -22,10 +23,8 @@ from nodelaunch.node.output import read_lines
 class Node:
     """A machine, or a part of one, on which one torchrun of a job runs.
 
-    Besides these attributes a node has ``python``, the interpreter there; ``folder``, the absolute folder there for all
-    that is ours (``jobs/<id>``, ``code/<hash>``, ``work``); ``popen(argv)``, which starts a program there with three
-    pipes of bytes, argv being data and never code; and ``explain(returncode, stderr)``, which returns the LabError of a
-    program that could not be run there.
+    Besides these attributes a node has ``python``, the interpreter there, and ``folder``, the absolute folder there for
+    all that is ours (``jobs/<id>``, ``code/<hash>``, ``work``).
 
     Attributes:
         name: Unique in a job.
@@ -39,7 +38,7 @@ class Node:
     """
 
     name: str = values.checked(values.NAME)
-    address: str | None = values.checked(values.optional(values.check_address), default=None)
+    address: str | None = None
     interface: str | None = values.checked(values.optional(values.NAME), default=None)
     data: str | None = values.checked(values.optional(values.NAME), default=None)
     backend: ClassVar[str] = "nodelaunch.backends.direct"
@@ -59,6 +58,31 @@ class Node:
         """The folder of a job there: each node has its own, since several may share a home."""
         return f"{self.folder}/jobs/{job_id}/node{index}"
 
+    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
+        """Starts a program there, with three pipes of bytes; the arguments are data and never code.
+
+        It has a session of its own, so that an interrupt in the terminal reaches only the launcher.
+        """
+        pipe = subprocess.PIPE
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+
+    def explain(self, returncode: int, stderr: str) -> LabError:
+        """The error of a program that could not be run there."""
+        last = clean((stderr.strip().splitlines() or [f"exit status {returncode}"])[-1], 300)
+        if FULL.search(stderr):
+            path = name_full_disk(stderr) or self.folder
+            what = clean(f"The disk of {self.name} is full at {path}", 118) + "."
+            return LabError(what, where=path, cause=last, fix=advise_room(path))
+        fix = "see that the folder can be written to and that the disk has room, then run the job again"
+        what = f"A program could not be run on {self.name[:40]}."
+        return LabError(what, where=self.folder, cause=last, fix=fix)
+
+
+def advise_room(path: str) -> str:
+    """The fix for a disk that is full at a path; "" if that is not known."""
+    look = f"df -h {clean(path, 200)}".rstrip()
+    return f"free some space there ({look}), or use a folder on a larger disk; then run the job again"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ThisMachine(Node):
@@ -66,19 +90,6 @@ class ThisMachine(Node):
 
     folder: str = values.checked(values.FOLDER)
     python: str = values.checked(values.NAME, default=sys.executable)
-
-    def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program in a session of its own, so that an interrupt in the terminal reaches only the launcher."""
-        pipe = subprocess.PIPE
-        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-
-    def explain(self, returncode: int, stderr: str) -> LabError:
-        """The error of a program that could not be run here."""
-        if full := explain_full_disk(self.name, self.folder, stderr):
-            return full
-        last = (stderr.strip().splitlines() or [f"exit status {returncode}"])[-1]
-        fix = "see that the folder can be written to and that the disk has room, then run the job again"
-        return LabError(f"A program could not be run on {self.name}.", where=self.folder, cause=last[:300], fix=fix)
 
 
 class PipeLink:

@@ -10,17 +10,16 @@ import shlex
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from lab_common import LabError, env_folder
+from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import ThisMachine
-from nodelaunch.bundle import Bundle
-from nodelaunch.copying import copy_to_nodes
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, judge_error
 from nodelaunch.script import Bash, Placement, write_environment, write_start
@@ -86,7 +85,7 @@ def slurm_nodes(
         LabError: A value cannot be in a batch script.
     """
     count = values.check_value("slurm_nodes", "count", count, values.whole(1, 1000, 2))
-    extra = values.check_value("slurm_nodes", "extra", extra, values.list_of(values.check_text))
+    extra = values.check_value("slurm_nodes", "extra", extra, values.list_of(values.TEXT))
     options = [f"--time={time_limit}", *([] if partition is None else [f"--partition={partition}"]), *extra]
     for option in options:
         if not OPTION.fullmatch(option):
@@ -104,36 +103,18 @@ def slurm_nodes(
 
 
 def check(spec: JobSpec, job_id: str) -> Preflight:
-    """Judges the queue. Slurm chooses the nodes later, so the ranks compare their versions when they meet."""
+    """Asks Slurm if it would take the job, and when; it chooses the nodes later, and the ranks compare them."""
     started = time.monotonic()
     try:
-        verdict = judge_queue(spec.nodes[0].options, len(spec.nodes))
+        done = _sbatch("--test-only", f"--nodes={len(spec.nodes)}", *spec.nodes[0].options, "--wrap=true")
+        said = clean(done.stderr.strip().rpartition("sbatch: ")[2], 300)
+        verdict = Verdict("Slurm", "queue", "ok", said)
+        if done.returncode:
+            cause, fix = "it has no such nodes, partition or option", "sinfo shows what there is"
+            verdict = Verdict("Slurm", "queue", "red", said, cause, fix)
     except LabError as error:
         verdict = judge_error("Slurm", error)
     return Preflight((verdict,), seconds=time.monotonic() - started)
-
-
-def judge_queue(options: Sequence[str], count: int) -> Verdict:
-    """Judges if Slurm has ``count`` nodes in service: "ok", "note" if the job will wait for some of them, or "red".
-
-    Raises:
-        LabError: Slurm is not here, or does not answer.
-    """
-    only = [option for option in options if option.startswith("--partition=")]
-    done = _ask("sinfo", "--noheader", "--Node", "--format=%P|%a|%N|%t", *only)
-    if done.returncode:
-        fix = "ask who runs the cluster; sinfo shows when it is back"
-        raise LabError("Slurm does not answer.", where="sinfo", cause=done.stderr.strip()[-300:], fix=fix)
-    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 3]
-    # A node may be in several partitions. States with another last character, such as *, are not in service.
-    usable = {node: state for _, up, node, state in rows if up == "up" and state in ("idle", "mix", "alloc", "comp")}
-    there, idle = len(usable), list(usable.values()).count("idle")
-    names = ", ".join(sorted({name.rstrip("*") for name, *_ in rows})) or "none"
-    found = f"{there} node(s) in service, {idle} of them idle (partitions: {names}); {count} asked for"
-    if there >= count:
-        return Verdict("Slurm", "queue", "note" if idle < count else "ok", found)
-    fix = "sinfo shows what there is; slurm_nodes(…, partition=…) chooses"
-    return Verdict("Slurm", "queue", "red", found, "another partition was meant", fix)
 
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
@@ -217,15 +198,7 @@ def _write_requests(spec: JobSpec, launch: Launch) -> str:
         ("--no-requeue", "a job that runs twice would join its own past"),
         *((option, "as asked for") for option in spec.nodes[0].options),
     ]
-    width = max(len(option) for option, _ in lines)
-    return "\n".join(f"#SBATCH {option:<{width}}  # {comment}" for option, comment in lines)
-
-
-def copy(spec: JobSpec, launch: Launch, bundle: Bundle, found: Preflight | None, *, force: bool, say: Say) -> None:
-    """Copies into the folder that all nodes share."""
-    # The preflight asks no node for its data; what is there already stays.
-    lacking = {spec.nodes[0].name} if spec.data and spec.data.copy_data else ()
-    copy_to_nodes(spec, launch, bundle, nodes=spec.nodes[:1], lacking=lacking, force=force, say=say)
+    return "\n".join(f"#SBATCH {option:<34}  # {comment}" for option, comment in lines)
 
 
 def start(
@@ -246,17 +219,15 @@ def start(
     job, said = submit(Path(places[0].job_folder)), ""
     try:
         while True:
-            facts = job.facts
-            if (queue := describe_queue(job.number, facts)) != said:
+            if (queue := job.describe()) != said:
                 say(said := queue)
-            if facts["JobState"] not in WAITING or stop.is_set():
-                break
+            if job.facts["JobState"] not in WAITING or stop.is_set():
+                return {node.name: SlurmLink(index, job) for index, node in enumerate(spec.nodes)}
             job.beat()
             time.sleep(LOOK_SECONDS)
     except BaseException:
         job.end()
         raise
-    return {node.name: SlurmLink(index, job) for index, node in enumerate(spec.nodes)}
 
 
 def submit(folder: Path) -> SlurmJob:
@@ -266,22 +237,12 @@ def submit(folder: Path) -> SlurmJob:
         LabError: Slurm is not here, or refuses.
     """
     (folder / "lease").touch()
-    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
-    done = _ask("sbatch", "--parsable", SCRIPT, cwd=folder, env=env | {"LAB_LEASE": str(folder / "lease")})
+    done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "error:" in line] or done.stderr.splitlines() or [""]
-        cause = said[-1].rpartition("error: ")[2][:300]
+        cause = clean(done.stderr.strip().rpartition("error: ")[2], 300)
         fix = f"sinfo shows what there is; by hand: cd {folder}; sbatch {SCRIPT}"
         raise LabError("Slurm does not take the job.", where=folder / SCRIPT, cause=cause, fix=fix)
     return SlurmJob(int(done.stdout.strip().split(";")[0]), folder)  # "12;cluster" if there are several clusters
-
-
-def describe_queue(job: int, facts: Mapping[str, str]) -> str:
-    """Returns the state of a job, its reason and its nodes, in words."""
-    on = f" on {nodes}" if (nodes := facts.get("NodeList", "")) not in ("", "(null)") else ""
-    why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
-    return f"Slurm job {job}: {facts['JobState']}{on}{why}"
 
 
 class SlurmJob:
@@ -304,9 +265,16 @@ class SlurmJob:
             return self._facts
 
     @property
-    def state(self) -> str:
-        """Its state now."""
-        return self.facts["JobState"]
+    def is_over(self) -> bool:
+        """True in one of Slurm's final states."""
+        return self.facts["JobState"] in OVER
+
+    def describe(self) -> str:
+        """Returns its state, the reason and its nodes, in words."""
+        facts = {"Reason": "None", "NodeList": "(null)"} | self.facts
+        on = f" on {facts['NodeList']}" if facts["NodeList"] not in ("", "(null)") else ""
+        why = f" ({facts['Reason']})" if facts["Reason"] != "None" else ""
+        return f"Slurm job {self.number}: {facts['JobState']}{on}{why}"
 
     def beat(self) -> None:
         """Sends a heartbeat: touches the lease."""
@@ -320,7 +288,7 @@ class SlurmJob:
     def end(self) -> None:
         """Cancels it."""
         self.stop()
-        if self.state not in OVER:
+        if not self.is_over:
             _ask("scancel", str(self.number))
 
 
@@ -338,7 +306,7 @@ class SlurmLink:
         rest, read, quiet = b"", 0, 0
         while quiet < 3:
             # The state comes first, so that everything that was written before the end of the job is read.
-            over = self.job.state in OVER
+            over = self.job.is_over
             new = b""
             with contextlib.suppress(OSError), self._path.open("rb") as file:  # opened each time: only then
                 file.seek(read)  # does a shared file system show what other machines wrote
@@ -353,23 +321,29 @@ class SlurmLink:
 
     def poll(self) -> int | None:
         """Returns the exit status of the job, or None while it is not over."""
-        if self.job.state not in OVER:
+        if not self.job.is_over:
             return None
         status, number = map(int, self.job.facts.get("ExitCode", "0:0").split(":"))
         code = status or (128 + number if number else 0)
-        return code or int(self.job.state not in ("COMPLETED", "GONE"))
+        return code or int(self.job.facts["JobState"] not in ("COMPLETED", "GONE"))
 
     def explain(self) -> LabError | None:
         """The error of a job that Slurm ended, or that failed; None if it ended well."""
         if not self.poll():
             return None
-        facts, number = self.job.facts, self.job.number
+        facts, number = {"Reason": "None", "NodeList": "no node", **self.job.facts}, self.job.number
         log = self.job.folder / f"slurm-{number}.out"
-        lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
-        last = next((line for line in reversed(lines) if line.strip()), f"Slurm's reason: {facts.get('Reason')}")
+        said = log.read_text(errors="replace").strip() if log.is_file() else ""
+        last = said.rpartition("\n")[2] or f"Slurm's reason: {facts['Reason']}"
         what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
-        where, fix = facts.get("NodeList") or "no node", f"scontrol show job {number}"
-        return LabError(what, where=where, cause=last[:300], fix=fix, log=log)
+        fix = f"scontrol show job {number}"
+        return LabError(what, where=facts["NodeList"], cause=clean(last, 300), fix=fix, log=log)
+
+
+def _sbatch(*argv: str, cwd: Path | None = None, lease: str = "") -> subprocess.CompletedProcess[str]:
+    # A notebook may itself run in a Slurm job, and SLURM_… describe that one.
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_") or key == "SLURM_CONF"}
+    return _ask("sbatch", *argv, cwd=cwd, env=env | {"LAB_LEASE": lease})
 
 
 def _ask(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:

@@ -24,7 +24,6 @@ from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.failure import explain_full_disk
 
 # BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours. Control…: all programs
 # on a host share one connection, which ends 30 s after the last: a new one takes tenths of a second.
@@ -95,8 +94,7 @@ class Connections:
 class SshNode(Node):
     """A host that ssh reaches; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
-    Nothing is asked of the host before the first use: ``python`` and ``folder`` are looked up there, once, if they
-    were not given in full.
+    ``python`` and ``folder`` are looked up there at their first use, once, if they were not given in full.
 
     Attributes:
         name: An argument of ssh: a name of the user's configuration or of the network, an address, ``user@host``.
@@ -135,9 +133,8 @@ class SshNode(Node):
         given = ["-F", str(self.config)] if self.config else []
         # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.
         command = ["ssh", "-T", *given, *options, "--", self.name, "exec " + shlex.join(argv)]
-        pipe = subprocess.PIPE
         try:
-            return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+            return super().popen(command)
         except FileNotFoundError as error:
             what, cause = "The OpenSSH client is not on this machine.", "there is no program `ssh`"
             fix = "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)"
@@ -161,14 +158,11 @@ class SshNode(Node):
             }
             what, cause, fix = (text.format_map(facts) for text in texts)
             return LabError(what, where=ssh, cause=cause, fix=fix)
-        if full := explain_full_disk(self.name, "its folder there", stderr):
-            return full
         if returncode in (126, 127):  # a shell's status if the program does not exist or cannot be run
             what, where = f"The Python for the job is not on {self.name[:40]}.", self.wanted_python or "python3"
             fix = f"install Python and torch there ({ssh}), or name the one to use: ssh_nodes(…, python='/its/path')"
             return LabError(what, where=f"{self.name}: {where}", cause=last or "no such program", fix=fix)
-        what = f"A program on {self.name[:40]} ended with exit status {returncode}."
-        return LabError(what, where=ssh, cause=last or "it gave no reason", fix=f"try it by hand: {ssh}")
+        return super().explain(returncode, stderr)
 
     @functools.cached_property
     def _facts(self) -> tuple[str, str]:
@@ -186,7 +180,7 @@ class SshNode(Node):
                 raise self.explain(255, "the host did not answer: timed out") from None
         found = re.findall(r"^LAB-NODE (.*)$", out.decode(errors="surrogateescape"), re.MULTILINE)
         if process.returncode or len(found) != 2:
-            raise self.explain(process.returncode, err.decode(errors="replace"))
+            raise self.explain(255, err.decode(errors="replace"))
         if not found[1]:
             raise self.explain(127, f"not found: {' and '.join(wanted)}")
         return found[0], found[1]

@@ -20,6 +20,7 @@ class StopReason(StrEnum):
     JOIN = "join"
     STOPPED = "stopped"
     INTERRUPTED = "interrupted"
+    STANDSTILL = "standstill"  # no rank can move any more
 
 
 # Messages about a full disk: of Python and the shell's tools, and of torch.save, which leaves the reason out.
