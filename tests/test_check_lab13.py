@@ -65,13 +65,6 @@ def write(root, tmp_path, monkeypatch):
     assert [path.name for path in folder.iterdir()] == [NAME]
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    """Ranks that wait for each other are known sooner."""
-    monkeypatch.setattr(stopping, "ALONE", 0.5)
-    monkeypatch.setattr(stopping, "LIMIT", 10.0)
-
-
 def replace(text, old, new):
     assert old in text
     return text, text.replace(old, new)
@@ -92,7 +85,6 @@ SAVE_HERE = (
 )
 WRONG_STOPS = {
     "no handler": ([(HANDLER, "    told = []\n")], "died of the signal|signal.signal(signal.SIGTERM"),
-    "another signal": ([replace(HANDLER, "signal.SIGTERM", "signal.SIGUSR1")], "signal.signal(signal.SIGTERM"),
     "ignored": ([(HANDLER, "    told = []\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n")], "and went on"),
     "leaves in the handler": ([handle("raise SystemExit(0)")], "from within the handler"),
     "saves in the handler": ([handle("told.append(number)", *SAVE_HERE), (SAVE, "")], "let it only take a note"),
@@ -123,31 +115,20 @@ WRONG_STOPS = {
         [replace(SAVE, "if rank == 0:", "if True:")],
         "two processes that write one file|one process saves, if rank == 0",
     ),
-    "rank 1 saves": ([replace(SAVE, "rank == 0", "rank == 1")], "two processes that write one file"),
     "straight into the file": (
         [(SAVE, "                if rank == 0:\n                    torch.save(state, args.checkpoint)\n")],
         "leaves half a file",
     ),
     "never renamed": ([(SAVE, SAVE[: SAVE.rindex("                    args")])], "the next start looks for it"),
-    "no step": ([(SLOTS, '                state |= {"epoch": epoch, "step": 0}\n')], "keep `step` in the checkpoint"),
-    "starts with the next epoch": ([(SLOTS, '                state |= {"epoch": epoch + 1, "step": 0}\n')], "left out"),
-    "one step too few": ([replace(SLOTS, '"step": step', '"step": step - 1')], "images come twice"),
-    "starts at zero": ([("and args.checkpoint.exists()", "and False")], "it began at zero"),
     "an empty optimizer": (
         [(STATE, STATE.replace("optimizer.state_dict()", '{**optimizer.state_dict(), "state": {}}'))],
-        "the optimizer's momentum is not in the checkpoint",
+        "the optimizer, with its momentum",
     ),
     "the optimizer is not loaded": ([('        optimizer.load_state_dict(state["optimizer"])\n', "")], "the optimizer"),
-    "the weights are not loaded": (
-        [('        model.module.load_state_dict(state["model"])\n', "")],
-        "save the network",
-    ),
     "another order": ([("sampler.set_epoch(epoch)", "sampler.set_epoch(epoch + done)")], "as they were"),
-    "no name stop": ([replace(AGREE, "stop", "halt")], "the lines that follow use the name `stop`"),
 }
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(("changes", "hint"), WRONG_STOPS.values(), ids=WRONG_STOPS)
 def test_wrong_stops_are_refused(write, changes, hint):
     said = refuse("13.2", write(*changes))
@@ -257,69 +238,47 @@ def batch(*changes):
 
 WRONG_BATCHES = {
     "nothing": ([(BATCH, "")], "what the function returns"),
-    "an empty first line": ([("#!/bin/bash", "\n#!/bin/bash")], "the first line is empty"),
-    "no shell": ([("#!/bin/bash\n", "")], "sbatch refuses a file without them"),
-    "Python": ([("#!/bin/bash", "#!/usr/bin/env python3")], "sbatch refuses"),
-    "an open quotation mark": ([(RUN, RUN.replace('d:29500"', "d:29500"))], "bash cannot read it"),
-    "a space": ([(NODES, f"# {NODES[1:]}")], "without any space"),
-    "small letters": ([(TIME, TIME.lower())], "in capitals"),
+    "no shell": ([("#!/bin/bash\n", "")], "sbatch refuses a file without it"),
+    "an open quotation mark": ([(RUN, RUN.replace('d:29500"', "d:29500"))], "a quotation mark or a bracket"),
+    "a space": ([(NODES, f"# {NODES[1:]}")], "in capitals"),
     "a request behind a command": ([(MEM, f"export A=1\n{MEM}")], "behind the first command"),
-    "spaces around =": ([(NODES, "#SBATCH --nodes = 2\n")], "sbatch|no space around ="),
-    "no option": ([(NODES, "#SBATCH --node-count=2\n")], "sbatch does not know it"),
-    "two words": ([(NODES, "#SBATCH nodes=2\n")], "each option has its own --name"),
+    "spaces around =": ([(NODES, "#SBATCH --nodes = 2\n")], "sbatch|without a space around ="),
     "no value": ([(NODES, "#SBATCH --nodes\n")], "give it a value"),
-    "a variable": ([(OUTPUT, "#SBATCH --output=$SLURM_JOB_ID.out\n")], "not for the shell"),
+    "a variable": ([(OUTPUT, "#SBATCH --output=$SLURM_JOB_ID.out\n")], "which no variable is here"),
     "no nodes": ([(NODES, "")], "--nodes=2"),
-    "no tasks": ([(TASKS, "")], "say it: --ntasks-per-node=1"),
     "a task for each rank": ([(TASKS, "#SBATCH --ntasks-per-node=2\n")], "one torchrun on each node"),
-    "no processors": ([(CPUS, "")], "say it: without it"),
-    "too many processors": ([(CPUS, "#SBATCH -c 16\n")], "2 processors"),
-    "no memory": ([(MEM, "")], "say how much"),
-    "memory twice": ([(MEM, f"{MEM}#SBATCH --mem-per-cpu=700M\n")], "they exclude each other"),
-    "no unit": ([(MEM, "#SBATCH --mem=4\n")], "a number without a unit is in megabytes"),
-    "too much memory": ([(MEM, "#SBATCH --mem=64G\n")], "2000M"),
-    "memory of GPUs": ([(MEM, "#SBATCH --mem-per-gpu=1G\n")], "there are no GPUs"),
-    "half a unit": ([(MEM, "#SBATCH --mem=1.5G\n")], "a whole number and a unit"),
-    "no time": ([(TIME, "")], "say it: the shorter"),
-    "five seconds": ([(TIME, "#SBATCH --time=00:05\n")], "minutes:seconds"),
+    "no processors": ([(CPUS, "")], "without it a task"),
+    "no memory": ([(MEM, "")], "one of them"),
+    "no unit": ([(MEM, "#SBATCH --mem=4\n")], "--mem=1500M"),
+    "no time": ([(TIME, "")], "hours:minutes:seconds"),
     "a week": ([(TIME, "#SBATCH --time=7-00:00:00\n")], "hours:minutes:seconds"),
     "no output": ([(OUTPUT, "")], "%j is the job's number"),
-    "another output": ([(OUTPUT, "#SBATCH --output=slurm-%j.out\n")], "a later cell looks for it"),
-    "no folder": ([(OUTPUT, "#SBATCH --output=logs-of-mine/%j.out\n")], "Slurm makes no folders"),
     "no srun": ([(RUN, RUN.removeprefix("srun "))], "on the first node alone"),
     "no torchrun": ([(RUN, "srun python scripts/train_ddp.py\n")], "torchrun starts the ranks"),
     "nothing started": ([(RUN, "echo hello\n")], "begins with `srun torchrun`"),
     "one of two": ([(RUN, RUN.replace("srun", "srun -N1 -n1"))], "leave -n, -N and -w away"),
-    "waits": ([(RUN, f"{RUN}sleep 60\n")], "what else does the script wait for"),
-    "fails": ([(RUN, f"set -e\n{RUN}cat nowhere\n")], "mend what this line says"),
-    "no nnodes": ([("--nnodes=2 ", "")], "a job of its own"),
-    "two ranks": ([("--nproc-per-node=1", "--nproc-per-node=2")], "one rank on each node"),
+    "waits": ([(RUN, f"{RUN}sleep 60\n")], "what it waits for"),
+    "fails": ([(RUN, f"set -e\n{RUN}cat nowhere\n")], "mend what its last line says"),
     "an unknown option": ([("--nproc-per-node=1", "--ntasks-per-node=1")], "torchrun --help"),
     "no backend": (
         [(RUN, "srun torchrun --nnodes=2 --nproc-per-node=1 scripts/train_ddp.py\n")],
-        "find out who is which",
+        "no node needs a number",
     ),
-    "the batch script's node": ([(RUN, f"srun {STATIC}\n")], "the batch script replaced $SLURM_NODEID"),
+    "the batch script's node": ([(RUN, f"srun {STATIC}\n")], "replaces $SLURM_NODEID"),
     "each node itself": (
         [(RUN, f"export head\nsrun bash -c '{STATIC}'\n".replace("$head", "$(hostname)"))],
         "one place for both nodes",
     ),
-    "localhost": ([("$head:29500", "localhost:29500")], "to each node this is itself"),
     "no address": ([(f" {MEETING.split()[2]}", "")], "the address of the first node"),
-    "the name in Slurm": ([(ADDRESS_LINE, "")], "the name in Slurm"),
-    "the last node": ([("head -n 1)", "tail -n 1)")], "this is the second node"),
-    "an address of today": ([("$head:29500", "10.77.0.11:29500")], "Slurm chooses other nodes each time"),
-    "no port to have": ([("$head:29500", "$head:80")], "a port from 1024"),
-    "an id for all jobs": ([('--rdzv-id="$SLURM_JOB_ID"', "--rdzv-id=lab13")], "must not meet"),
+    "an address of today": ([("$head:29500", "10.77.0.11:29500")], "another one in each job"),
     "another script": ([("scripts/train_ddp.py", "scripts/train_single.py")], "both run train_ddp.py"),
-    "other arguments": ([(" --checkpoint ddp.pt", "")], "the lab compares what comes of it"),
     "another path": (
         [("scripts/train_ddp.py", "notebooks/scripts/train_ddp.py")],
         "as seen from the notebook's folder",
     ),
     "options behind the script": (
         [("train_ddp.py --data", "train_ddp.py --rdzv-conf=a=1 --data")],
-        "stand before the script",
+        "behind torchrun's options",
     ),
 }
 
@@ -327,7 +286,7 @@ WRONG_BATCHES = {
 @pytest.mark.usefixtures("as_in_lab")
 @pytest.mark.parametrize(("changes", "hint"), WRONG_BATCHES.values(), ids=WRONG_BATCHES)
 def test_wrong_batch_scripts_are_refused(monkeypatch, changes, hint):
-    if "wait for" in hint:
+    if "waits for" in hint:
         monkeypatch.setattr(batch_script, "SECONDS", 3.0)
     said = refuse("13.1", batch(*changes))
     assert any(one in said for one in hint.split("|")), said

@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
+from course.check.judge import AnyOf, judge
 from course.check.verdicts import expect, refusing
 from course.exercises.lab10.formulas import as_number
 
-PARTS = ("the interval", "the hours", "the price")
+WITHIN = 1e-4  # relative
 # Work, nodes, efficiency, price, checkpoint, restart, mean time between failures of a node, and the interval, where it
 # is given. In the first cases as much as possible is 1 or nothing, so that a mistake shows by itself.
 CASES = (
@@ -64,14 +65,9 @@ def verify_plan_run(answer: Callable) -> str:
         with refusing(ZeroDivisionError, OverflowError, case=words, expected="three numbers", hint=hint):
             found = answer(*case)
         yours = _as_numbers(found, words)
-        for place, right in enumerate(plan_run(*case)):
-            expect(
-                math.isclose(yours[place], right, rel_tol=1e-4),
-                f"{words}: {PARTS[place]}",
-                yours=f"{yours[place]:,.6g}",
-                expected=f"{right:,.6g}",
-                hint=_explain(yours, place, case),
-            )
+        _judge_interval(yours[0], words, *case)
+        _judge_hours(yours[1], words, *case)
+        _judge_cost(yours[2], words, *case)
     return f"{len(CASES)} runs on 1 to {max(case[1] for case in CASES)} nodes, with Young's interval and with others"
 
 
@@ -93,107 +89,86 @@ def _as_numbers(found: object, words: str) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
-def _explain(yours: tuple[float, ...], place: int, case: tuple) -> str:
-    """The hint that fits what is wrong first."""
-    return (_explain_interval, _explain_hours, _explain_cost)[place](yours, *case)
-
-
-def _is_like(yours: float, *numbers: float) -> bool:
-    return any(math.isclose(yours, number, rel_tol=1e-4) for number in numbers)
-
-
-def _explain_interval(
-    yours: tuple, work: float, nodes: int, efficiency: float, price: float, checkpoint: float, restart: float,
-    mtbf: float, interval: float | None,
-) -> str:  # fmt: skip
-    mean, own = mtbf / nodes, yours[0]
+def _judge_interval(
+    yours: float, words: str, work: float, nodes: int, efficiency: float, price: float, checkpoint: float,
+    restart: float, mtbf: float, interval: float | None,
+) -> None:  # fmt: skip
+    mean = mtbf / nodes
     right = plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval)
-    if _is_like(own, right[1], right[2]):
-        return "return them in this order: interval, hours, cost"
-    if interval is not None:
-        return "an interval that is given is taken as it is: compute one only where it is None"
-    if _is_like(own, 2 * checkpoint * mean):
-        return "take the square root: √(2 · C · M)"
-    if _is_like(own, math.sqrt(checkpoint * mean)):
-        return "there is a 2 below the root: √(2 · C · M)"
-    if _is_like(own, 2 * math.sqrt(checkpoint * mean)):
-        return "the 2 belongs below the root: √(2 · C · M)"
-    if nodes > 1 and _is_like(own, math.sqrt(2 * checkpoint * mtbf)):
-        return "the run fails as soon as one of its nodes does: its M is mtbf / nodes"
-    if nodes > 1 and _is_like(own, math.sqrt(2 * checkpoint * mtbf * nodes)):
-        return "more nodes fail more often: M is mtbf divided by nodes"
-    if _is_like(own, math.sqrt(2 * (checkpoint + restart) * mean), math.sqrt(2 * restart * mean)):
-        return "C is the time of a checkpoint alone: the restart does not belong below the root"
-    if _is_like(own, math.sqrt(2 * checkpoint * mean) - checkpoint):
-        return "Young's interval as it is, √(2 · C · M): do not subtract the checkpoint"
-    return "the interval is √(2 · C · M), with C the checkpoint's hours and M = mtbf / nodes"
-
-
-def _explain_hours(
-    yours: tuple, work: float, nodes: int, efficiency: float, price: float, checkpoint: float, restart: float,
-    mtbf: float, interval: float | None,
-) -> str:  # fmt: skip
-    mean, own, gap = mtbf / nodes, yours[1], yours[0]
-    ideal = work / (nodes * efficiency)
-    right = ideal * plan_run(1, 1, 1, 1, checkpoint, restart, mean, gap)[1]
-    known = (
-        ((ideal,), "this is the time without a failure and without checkpoints: multiply by what both cost"),
-        ((ideal * (1 + checkpoint / gap),), "checkpoints are there, failures are not: each repeats a part of the work"),
-        ((right * nodes, right * nodes * efficiency), "nodes share the work: divide by nodes"),
-        ((right * efficiency, right * efficiency**2), "divide the work by the efficiency"),
-        ((right * price, right * price * nodes), "return interval, hours, cost: the price comes last"),
-        (
-            (plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf * nodes, gap)[1],),
-            "the run fails as soon as one of its nodes does: M is mtbf / nodes, in the hours as well",
-        ),
-        (
-            (plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf)[1],),
-            "the hours are of another interval than you return: use the one that is given",
-        ),
-        *_list_factors(ideal, gap, checkpoint, restart, mean),
+    judge(
+        yours,
+        right=right[0],
+        case=f"{words}: the interval",
+        wrong={
+            "return them in this order: interval, hours, cost": AnyOf(right[1:]),
+            "an interval that is given is taken as it is: compute one only where it is None": AnyOf(
+                () if interval is None else (math.sqrt(2 * checkpoint * mean),)
+            ),
+            "take the square root: √(2 · C · M)": 2 * checkpoint * mean,
+            "the 2 belongs below the root: √(2 · C · M)": AnyOf(
+                (math.sqrt(checkpoint * mean), 2 * math.sqrt(checkpoint * mean))
+            ),
+            "the run fails as soon as one of its nodes does: its M is mtbf / nodes": AnyOf(
+                (math.sqrt(2 * checkpoint * mtbf), math.sqrt(2 * checkpoint * mtbf * nodes))
+            ),
+        },
+        hint="the interval is √(2 · C · M), with C the checkpoint's hours and M = mtbf / nodes",
+        within=WITHIN,
     )
-    general = "W / interval · M · e^(R / M) · (e^((interval + C) / M) − 1), with W = work / (nodes · efficiency)"
-    return next((hint for numbers, hint in known if _is_like(own, *numbers)), general)
 
 
-def _list_factors(
-    ideal: float, gap: float, checkpoint: float, restart: float, mean: float
-) -> list[tuple[tuple[float, ...], str]]:
-    """The hours that other formulas give, each with its hint."""
-    length, late = gap + checkpoint, math.exp(restart / mean)
+def _judge_hours(
+    yours: float, words: str, work: float, nodes: int, efficiency: float, price: float, checkpoint: float,
+    restart: float, mtbf: float, interval: float | None,
+) -> None:  # fmt: skip
+    mean, ideal = mtbf / nodes, work / (nodes * efficiency)
+    interval, right, _ = plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval)
+    late, length = math.exp(restart / mean), interval + checkpoint
     again = mean * math.expm1(length / mean)
-    lost = (length / 2, gap / 2, gap / 2 + restart, length / 2 + restart)
-    return [
-        ((ideal / gap * again,), "the restart is missing: e^(R / M) is one of the factors"),
-        ((ideal / gap * again + restart,), "each failure costs a restart, and not one in all: e^(R / M)"),
-        (
-            (ideal / gap * mean * late * math.expm1(gap / mean),),
-            "a failure can also hit a checkpoint: the exponent is (interval + checkpoint) / M",
-        ),
-        ((ideal / gap * mean * late * math.exp(length / mean),), "subtract 1 from the second power: (e^(…) − 1)"),
-        ((ideal / gap * late * again / mean,), "multiply by M, too: M · e^(R / M) · (e^(…) − 1)"),
-        ((late * again,), "this is one interval: the run has W / interval of them"),
-        ((ideal / length * late * again,), "the interval is work alone: divide W by it, without the checkpoint"),
-        (
-            tuple(ideal * (1 + checkpoint / gap + each / mean) for each in lost),
-            "this is the first-order form, which is too low where failures are frequent: take the one with e^(…)",
-        ),
-    ]
+    lost = (length / 2, interval / 2, interval / 2 + restart, length / 2 + restart)
+    judge(
+        yours,
+        right=right,
+        case=f"{words}: the hours",
+        wrong={
+            "nodes share the work: divide by nodes": AnyOf((right * nodes, right * nodes * efficiency)),
+            "divide the work by the efficiency": AnyOf((right * efficiency, right * efficiency**2)),
+            "the price comes last: return interval, hours, cost": AnyOf((right * price, right * price * nodes)),
+            "the run fails as soon as one of its nodes does: M is mtbf / nodes, in the hours as well": plan_run(
+                work, nodes, efficiency, price, checkpoint, restart, mtbf * nodes, interval
+            )[1],
+            "the hours are of another interval than you return: use the one that is given": plan_run(
+                work, nodes, efficiency, price, checkpoint, restart, mtbf
+            )[1],
+            "the restart is missing: e^(R / M) is one of the factors": ideal / interval * again,
+            "a failure can also hit a checkpoint: the exponent is (interval + checkpoint) / M": (
+                ideal / interval * mean * late * math.expm1(interval / mean)
+            ),
+            "subtract 1 from the second power: (e^(…) − 1)": ideal / interval * mean * late * math.exp(length / mean),
+            "this is the first-order form, which is too low where failures are frequent: take the one with e^(…)": (
+                AnyOf(tuple(ideal * (1 + checkpoint / interval + each / mean) for each in lost))
+            ),
+        },
+        hint="W / interval · M · e^(R / M) · (e^((interval + C) / M) − 1), with W = work / (nodes · efficiency)",
+        within=WITHIN,
+    )
 
 
-def _explain_cost(
-    yours: tuple, work: float, nodes: int, efficiency: float, price: float, checkpoint: float, restart: float,
-    mtbf: float, interval: float | None,
-) -> str:  # fmt: skip
-    hours, own = yours[1], yours[2]
-    if _is_like(own, hours):
-        return "these are the hours: multiply by the price and by nodes"
-    if _is_like(own, hours * price):
-        return "each node is paid for: multiply by nodes, too"
-    if _is_like(own, hours * nodes):
-        return "multiply by the price of a node and hour"
-    if _is_like(own, hours * nodes * price / efficiency, hours * nodes * price * efficiency):
-        return "the hours have the efficiency already: use it once"
-    if _is_like(own, work * price, work * price / efficiency):
-        return "the work that failures repeat is paid for, too: begin with the hours"
-    return "cost = hours · nodes · price"
+def _judge_cost(
+    yours: float, words: str, work: float, nodes: int, efficiency: float, price: float, checkpoint: float,
+    restart: float, mtbf: float, interval: float | None,
+) -> None:  # fmt: skip
+    _, hours, right = plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval)
+    judge(
+        yours,
+        right=right,
+        case=f"{words}: the price",
+        wrong={
+            "these are the hours: multiply by the price and by nodes": hours,
+            "each node is paid for: multiply by nodes, too": hours * price,
+            "multiply by the price of a node and hour": hours * nodes,
+            "the hours have the efficiency already: use it once": AnyOf((right / efficiency, right * efficiency)),
+        },
+        hint="cost = hours · nodes · price; the work that failures repeat is paid for, too",
+        within=WITHIN,
+    )

@@ -8,14 +8,11 @@ nobody stops, bit for bit: with two ranks the sum of two gradients has only one 
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
 import signal
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from course.check.judge import AnyOf, judge
 from course.check.verdicts import NotYetError, expect
 from course.exercises.ranks import NETWORK
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
@@ -47,7 +45,7 @@ CHECKPOINT = "saved-here.pt"  # not the name that the script itself has as an ex
 # one, twice, after the last step of an epoch; both. None is in the first epoch, whose begin is that of all.
 STOPS = ((6, {1: 1}), (2 * STEPS, {0: 2}), (10, {0: 1, 1: 1}))
 LATE = 1  # steps that may follow the signal: a rank may be told right after the ranks agreed
-LIMIT, ALONE = 25.0, 3.0  # seconds: for a run; for the other rank, once one has left
+LIMIT = 25.0  # seconds for a run
 RIGHT = "both ranks save, and leave after the same step"
 PROVED = (
     "in mid-epoch and at an epoch's end, whichever rank is told, both leave after the same step; what follows is what "
@@ -58,14 +56,13 @@ LEAVE = "place 3: after it has saved, main() ends: return, for all ranks, where 
 SAVE = "place 3: `if stop or …:` is the place to save, where `state` is; torch.save(state, …) on rank 0"
 ONLY_NOTE = "place 1: the handler may run between any two lines: let it only take a note, as told.append(number) does"
 # By what a rank's own error says.
-FAILURES = (
-    ("'stop'", "place 2: the lines that follow use the name `stop`"),
-    ("'told'", "the handler and place 2 have to use one name, such as told = [] before the handler"),
-    ("positional argument", "a handler gets two arguments: the signal's number, and the frame that it interrupted"),
-    ("in the handler", ONLY_NOTE),
-    ("No such file", "another process has renamed this file already: one process saves, if rank == 0"),
-    ("main thread", "signal.signal works in the main thread only: leave it in main()"),
-)
+FAILURES = {
+    "positional argument": "a handler gets two arguments: the signal's number, and the frame that it interrupted",
+    "in the handler": ONLY_NOTE,
+    "No such file": "another process has renamed this file already: one process saves, if rank == 0",
+}
+APART = f"the ranks did not call the same collectives, or one left alone. {AGREE}. And all leave: `return` stands in "
+APART += "no `if rank == …`"
 
 
 @dataclass(frozen=True)
@@ -91,10 +88,6 @@ class _Rank:
     early: bool
 
 
-class _LeftAloneError(Exception):
-    """A rank exited and another did not: its number, its steps, whether in the handler, where the other is."""
-
-
 def verify_stopping(path: str | Path) -> str:
     """Runs the script to its end, then stops it three times, and compares."""
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank.
@@ -115,10 +108,10 @@ def verify_stopping(path: str | Path) -> str:
             ranks = run("stopped", told, step - done, case)
             _expect_steps(ranks, step - done, LATE, case)
             _expect_saved(ranks, Path(folder, "stopped", CHECKPOINT), case)
-            _expect_same(ranks, whole, done, "the run that was started again" if done else case, Path(folder))
+            _expect_same(ranks, whole, done, "the run that was started again" if done else case)
             done += len(ranks[0].losses)
         ranks = run("stopped", {}, 0, "the last start, which nobody stops")
-        _expect_same(ranks, whole, done, "the run that was started again", Path(folder))
+        _expect_same(ranks, whole, done, "the run that was started again")
         _expect_steps(ranks, TOTAL - done, 0, "the last start, which nobody stops")
         hint = f"a crash does not tell before: {SAVE}, also at the end of each epoch"
         words, saves = "nobody is told to stop: who saves", any(rank.saves for rank in whole)
@@ -138,20 +131,20 @@ def _run(script: Path, folder: Path, name: str, told: dict[int, int], step: int,
     """Runs the script on two ranks; in the folder ``name`` it finds its checkpoint, if there is one."""
     work = folder / name
     work.mkdir(exist_ok=True)
-    notes = Path(tempfile.mkdtemp(dir=folder))
+    store = Path(tempfile.mkdtemp(dir=folder), "store")
     outcomes = fork_ranks(
-        lambda rank: _work(rank, script, work, notes, told.get(rank, 0), step), None, RANKS, limit=LIMIT
+        lambda rank: _work(rank, script, work, store, told.get(rank, 0), step), None, RANKS, limit=LIMIT
     )
-    _expect_end(outcomes, told, case, script)
+    _expect_end(outcomes, case, script)
     return [outcome.value for outcome in outcomes]
 
 
-def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: int) -> _Rank:
+def _work(rank: int, script: Path, folder: Path, store: Path, times: int, step: int) -> _Rank:
     """Runs the script in a fork, in this folder, watched; after a step it gets this number of signals."""
     dist.barrier()
     dist.destroy_process_group()  # the script makes its own
     # They meet in a file: with rank 0's own TCPStore both ranks hung in 2 of some 2,000 runs on a busy machine.
-    rendezvous._create_c10d_store = lambda *_, **__: dist.FileStore(f"{notes}/store", RANKS)
+    rendezvous._create_c10d_store = lambda *_, **__: dist.FileStore(str(store), RANKS)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": 29500}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LAB_DATA": str(folder.parent / "data"), "CUDA_VISIBLE_DEVICES": ""}
@@ -164,7 +157,6 @@ def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: 
     arguments = ["--data", "shapes10", "--net", "tiny", "--batch-size", BATCH_SIZE, "--epochs", EPOCHS]
     sys.argv = [str(script), *map(str, arguments), "--checkpoint", CHECKPOINT]
     sys.path.insert(0, str(script.parent))
-    threading.Thread(target=_say_where, args=(rank, script, notes), daemon=True).start()
     code = 0
     try:
         runpy.run_path(str(script), run_name="__main__")
@@ -173,40 +165,8 @@ def _work(rank: int, script: Path, folder: Path, notes: Path, times: int, step: 
     except Exception as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == script]
         error.line_of_answer = f"{script.name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
-        if any(word in str(error) for word in NETWORK) and (left := _find_left(notes)):
-            raise _LeftAloneError(*left, error.line_of_answer) from None
         raise
-    result = watch.report(code)
-    (notes / f"leaves{rank}").write_text(json.dumps([rank, len(result.losses), result.early]))
-    (notes / f"leaves{rank}").rename(notes / f"left{rank}")
-    end = time.monotonic() + ALONE + 1
-    while not all((notes / f"left{other}").exists() for other in range(RANKS)):
-        if time.monotonic() > end:
-            place = " ".join(one.read_text() for one in notes.glob("stands*"))
-            raise _LeftAloneError(rank, len(result.losses), result.early, place)
-        time.sleep(0.02)
-    return result
-
-
-def _find_left(notes: Path) -> list | None:
-    """Returns the note of a rank that has exited, or exits within half a second."""
-    end = time.monotonic() + 0.5
-    while time.monotonic() < end:
-        for file in notes.glob("left*"):
-            return json.loads(file.read_text())
-        time.sleep(0.02)
-    return None
-
-
-def _say_where(rank: int, script: Path, notes: Path) -> None:
-    """Notes where this rank's main thread is in the script, some time after another rank has exited."""
-    main = threading.main_thread().ident
-    while not list(notes.glob("left*")):
-        time.sleep(0.05)
-    time.sleep(ALONE)
-    if not (notes / f"left{rank}").exists():
-        own = [one for one in traceback.extract_stack(sys._current_frames()[main]) if Path(one.filename) == script]
-        (notes / f"stands{rank}").write_text(f"line {own[-1].lineno}: {own[-1].line}" if own else "")
+    return watch.report(code)
 
 
 class _Watch:
@@ -285,45 +245,32 @@ class _Watch:
         return _Rank(self.images, self.losses, weights, self.saves, self.renames, code, self.early)
 
 
-def _expect_end(outcomes: Sequence[Outcome], told: dict[int, int], case: str, script: Path) -> None:
+def _expect_end(outcomes: Sequence[Outcome], case: str, script: Path) -> None:
     """Expects both ranks to end together with code 0, which means that this was planned."""
-    failed = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error]
     for rank, one in enumerate(outcomes):
         if one.number == signal.SIGTERM:
             hint = "place 1: signal.signal(signal.SIGTERM, …), before the training begins: else a process ends at once"
             raise NotYetError(case, yours=f"rank {rank} died of the signal", expected=RIGHT, hint=hint)
-    for _, error in failed:
-        if isinstance(error, _LeftAloneError):
-            _raise_alone(*error.args, told, case)
-    for rank, error in sorted(failed, key=lambda one: any(word in str(one[1]) for word in NETWORK)):
-        said = f"{error.line_of_answer or script.name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
-        hint = next(
-            (hint for word, hint in FAILURES if word in str(error)), "mend what this line says, and save the file"
-        )
-        if any(word in str(error) for word in NETWORK):
-            hint = f"the ranks did not call the same collectives. {AGREE}"
-        raise NotYetError(f"{case}: rank {rank} failed", yours=said, expected=RIGHT, hint=hint)
-    stuck = [str(rank) for rank, one in enumerate(outcomes) if one.value is None]
-    if stuck:
-        hint = f"the ranks did not call the same collectives, or a loop does not end. {AGREE}"
-        raise NotYetError(case, yours=f"rank {' and '.join(stuck)} did not end", expected=RIGHT, hint=hint)
-    for rank, one in enumerate(outcomes):
-        hint = "to stop when told is no failure, and any other exit code is a crash to torchrun"
-        if one.value.early:
+        if one.value and one.value.early:
             hint = f"it left from within the handler. {ONLY_NOTE}"
             raise NotYetError(case, yours=f"rank {rank} left at once", expected=RIGHT, hint=hint)
-        expect(one.value.code == 0, f"{case}: exit code of rank {rank}", yours=one.value.code, expected=0, hint=hint)
+    failed = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error]
+    # An error of the script itself first: that the other rank is gone is a consequence.
+    for rank, error in sorted(failed, key=lambda one: _is_apart(one[1])):
+        said = f"{error.line_of_answer or script.name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}"
+        found = next((hint for words, hint in FAILURES.items() if words in str(error)), "")
+        hint = APART if _is_apart(error) else found or "mend what this line says, and save the file"
+        raise NotYetError(f"{case}: rank {rank} failed", yours=said, expected=RIGHT, hint=hint)
+    stuck = [str(rank) for rank, one in enumerate(outcomes) if one.value is None]
+    yours, expected = f"rank {' and '.join(stuck)} did not end", RIGHT
+    expect(not stuck, case, yours=yours, expected=expected, hint=f"{APART}. Or a loop does not end")
+    codes = [one.value.code for one in outcomes]
+    hint = "to stop when told is no failure, and any other exit code is a crash to torchrun"
+    judge(codes, right=[0] * RANKS, case=f"{case}: the exit codes", hint=hint)
 
 
-def _raise_alone(rank: int, steps: int, early: bool, where: str, told: dict[int, int], case: str) -> None:
-    """Raises the error for a rank that exited while another waits for it."""
-    hint = f"{AGREE}. And all leave: `return` stands in no `if rank == …`"
-    if early:
-        hint = f"it left from within the handler, and the other rank waits for it. {ONLY_NOTE}"
-    elif not told.keys() >= {rank} or len(told) == RANKS:
-        hint = "all ranks leave, by what all agreed on, which is `stop`: `return` stands in no `if rank == …`"
-    yours = f"rank {rank} left after {steps} steps, and the other one waits for it: {where or 'it has not left'}"
-    raise NotYetError(case, yours=yours, expected=RIGHT, hint=hint)
+def _is_apart(error: Exception) -> bool:
+    return any(word in str(error) for word in NETWORK)
 
 
 def _expect_steps(ranks: Sequence[_Rank], steps: int, late: int, case: str) -> None:
@@ -370,56 +317,43 @@ def _expect_saved(ranks: Sequence[_Rank], checkpoint: Path, case: str) -> None:
     )
 
 
-def _expect_same(ranks: Sequence[_Rank], whole: Sequence[_Rank], done: int, case: str, folder: Path) -> None:
+def _expect_same(ranks: Sequence[_Rank], whole: Sequence[_Rank], done: int, case: str) -> None:
     """Expects the images, losses and weights of the run that nobody stopped, from step ``done`` on."""
-    words = "images of rank {} in the first step" if done else "images of rank {}"
     for rank, (one, other) in enumerate(zip(ranks, whole, strict=True)):
-        if one.images[:1] != other.images[done : done + 1]:
-            yours, hint = _explain_images(one.images[:1], other.images, done)
-            expected = f"those of step {done + 1}, which comes next" if done < TOTAL else "none: all is done"
-            raise NotYetError(f"{case}: {words.format(rank)}", yours=yours, expected=expected, hint=hint)
-        if one.images != other.images[done : done + len(one.images)]:
-            hint = "sampler.set_epoch(epoch) with the right epoch: leave the lines of the loop as they were"
-            if one.images[-1] in other.images[done + len(one.images) :]:
-                hint = f"it began another epoch: break ends one loop of two. {LEAVE}"
-            raise NotYetError(f"{case}: images of rank {rank}", yours="others", expected="as undisturbed", hint=hint)
-    hint = _explain_state(Path(folder, "stopped", CHECKPOINT))
+        order, begun = other.images, done // STEPS * STEPS
+        judge(
+            one.images[:1],
+            right=order[done : done + 1],
+            case=f"{case}: images of rank {rank} in the first step",
+            wrong={
+                f"it began at zero: the checkpoint was not there, or not read. {SAVE}": order[:1],
+                "it began the epoch anew: keep `step` in the checkpoint, as well as `epoch`": order[begun : begun + 1],
+                "images come twice: save after the step, with the number of steps that are done": AnyOf(
+                    tuple([step] for step in order[:done])
+                ),
+                "images were left out: save the epoch and the step that are done, as they are": AnyOf(
+                    ([], *([step] for step in order[done + 1 :]))
+                ),
+            },
+            hint="leave the lines that make the loader, and set_epoch, as they were",
+            show=partial(_name_steps, order),
+        )
+        judge(
+            one.images,
+            right=order[done : done + len(one.images)],
+            case=f"{case}: images of rank {rank}",
+            hint=f"sampler.set_epoch(epoch) with the right epoch, and break ends one loop of two. {LEAVE}",
+            show=partial(_name_steps, order),
+        )
+    hint = "save the network and the optimizer, with its momentum, as they are after the step that you count as done"
     for rank, (one, other) in enumerate(zip(ranks, whole, strict=True)):
-        pairs = zip(one.losses, other.losses[done:], strict=False)
-        step = next((number for number, (a, b) in enumerate(pairs) if a != b), None)
-        if step is not None:
-            words = f"{case}: the loss of rank {rank} in step {done + step + 1}"
-            yours, expected = f"{one.losses[step]:.6f}", f"{other.losses[done + step]:.6f}, as in a run undisturbed"
-            raise NotYetError(words, yours=yours, expected=expected, hint=hint)
+        words, right = f"{case}: the losses of rank {rank}, from step {done + 1} on", other.losses[done:]
+        judge(one.losses, right=right[: len(one.losses)], case=words, hint=hint, within=0)
         if done + len(one.losses) == TOTAL:
-            far = max(float((one.weights[key] - other.weights[key]).abs().max()) for key in other.weights)
-            words = f"{case}: the weights of rank {rank} at the end, the largest difference"
-            expect(far == 0, words, yours=f"{far:.1e}", expected="0, from a run undisturbed", hint=hint)
+            judge(one.weights, right=other.weights, case=f"{case}: the weights of rank {rank}", hint=hint, within=0)
 
 
-def _explain_images(first: list[list[int]], order: list[list[int]], done: int) -> tuple[str, str]:
-    """Describes the first images of a restarted run, and returns the hint for them."""
-    if not first:
-        return "none", "`step` is the number of steps done in this epoch, and `epoch` the one that is not over"
-    found = order.index(first[0]) if first[0] in order else None
-    if found is None:
-        return "of no step at all", "leave the lines that make the loader, and set_epoch, as they were"
-    yours = f"those of step {found + 1}, again" if found < done else f"those of step {found + 1}"
-    if found == 0:
-        return yours, f"it began at zero: the checkpoint was not there, or not read. {SAVE}"
-    if found == done // STEPS * STEPS and found < done:
-        return yours, "it began the epoch anew: keep `step` in the checkpoint, as well as `epoch`"
-    if found > done:
-        return yours, "images were left out: save the epoch and the step that are done, as they are"
-    return yours, "images come twice: save after the step, with the number of steps that are done"
-
-
-def _explain_state(checkpoint: Path) -> str:
-    """Returns the hint for losses that do not continue as they should."""
-    hint = "save the network and the optimizer as they are after the step that you count as done"
-    try:
-        text = str(torch.load(checkpoint, map_location="cpu"))
-    except Exception:  # whatever a learner's own way of saving left there
-        return hint
-    missing = "'momentum_buffer'" not in text
-    return "the optimizer's momentum is not in the checkpoint: save optimizer.state_dict(), too" if missing else hint
+def _name_steps(order: list[list[int]], images: list[list[int]]) -> str:
+    """The steps that these images belong to, in the run that nobody stopped."""
+    numbers = [str(order.index(step) + 1) if step in order else "none" for step in images]
+    return f"those of step {', '.join(numbers)}" if numbers else "none: all is done"

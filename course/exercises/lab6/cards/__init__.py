@@ -12,22 +12,17 @@ import contextlib
 import difflib
 import hashlib
 import itertools
-import json
-import os
-import random
 import re
-import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import nodelaunch as launch
 from course.check import attempts
 from course.check.verdicts import expect
-from course.exercises import slurm_stand_in
-from course.exercises.lab6.cards.faults import FAULTS, PILES, SUFFIXES, TOPICS, Fault, read_job
+from course.exercises.lab6.cards.faults import FAULTS, PILES, TOPICS, Fault, read_job
 from lab_common import LabError
 from lab_common.files import read_bounded, write_atomically
 
@@ -35,16 +30,8 @@ from lab_common.files import read_bounded, write_atomically
 HANG_SECONDS = 20
 SHOWN = "# Written by card.solve().\n"
 POINTS = 3  # of a card whose cause was named at once
-# Of a job that Slurm has started: its variables, as far as the job does not depend on the start.
-SLURM = {
-    "requeued": {"SLURM_JOB_ID": "4711"},
-    # One task, which is torchrun.
-    "logged": {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-}
-# In place of torchrun, which takes longer to start than such a job to train.
-ALONE = ("python", "-m", "nodelaunch.node.worker")
-HOST = "localhost"  # the node of a batch script
-PYTHON = sys.executable  # what runs torchrun and the training script of a batch script
+# What Slurm would set for a job with one task, which is torchrun.
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
 
 
 @dataclass
@@ -77,8 +64,7 @@ class Card:
 
         def show(line: str) -> None:
             shown.append(line)
-            # A batch script is no rank.
-            print(_shorten(_quote_lines(line.removeprefix("[rank 0] ") if self.fault.job == "batch" else line, job)))
+            print(_shorten(_quote_lines(line, job)))
 
         result = self.start(show=show)
         if result.failure:
@@ -93,47 +79,31 @@ class Card:
         *,
         show: bool | Callable[[str], None] = False,
         layout: tuple[int, int] | None = None,
-        points: int = 0,
-        ends: tuple[int, ...] = (),
-        **seconds: float,
+        text: str = "",
     ) -> launch.JobResult:
         """Runs the job as it is, on so many nodes, with so many processes on each.
 
         Args:
             show: Where its lines go, see ``launch.TorchrunJob.run``.
             layout: Nodes, and processes on each; the first of the fault's where it is left out.
-            points: How many points it trains on, where that is not the number that it says.
-            ends: For a job that is started again and again, after how many epochs each start but the last one ends;
-                the first of the fault's where it is left out.
-            **seconds: What takes so long: ``PREPARE`` the points, ``SAVE`` the checkpoint.
+            text: What to run in place of the job as it is.
 
         Returns:
-            The result, with the failure in it; a failed job does not raise. A job that was started again has what each
-            start reported.
+            The result, with the failure in it; a failed job does not raise.
         """
         nodes, processes = layout or self.fault.layouts[0]
         with tempfile.TemporaryDirectory(prefix="card-", ignore_cleanup_errors=True) as folder:
             path = self.path
             # The learner who has not named the cause yet does not see the job.
-            if points or not path.exists():
-                text = self._read_as_it_is()
+            if text or not path.exists():
                 path = Path(folder, "drawn", path.name)
-                _write(path, re.sub(r"^(POINTS, .* = )\d+", rf"\g<1>{points}", text, flags=re.M) if points else text)
+                _write(path, text or self._read_as_it_is())
             options = {"nodes": launch.local_nodes(nodes, folder=folder), "nproc_per_node": processes, "limit": 120}
-            env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | SLURM.get(self.fault.job, {})
-            env |= {f"SECONDS_TO_{what}": str(value) for what, value in seconds.items()}
-
-            def run(program: Sequence[str] = (), **more: str) -> launch.JobResult:
-                given = {"env": env | more, "program": program} if program else {"env": env | more}
-                # That ranks train alone is the learner's to find out.
-                given |= {"hang_timeout": HANG_SECONDS, "needs_group": False}
-                job = launch.TorchrunJob(path, [folder], **options, **given)
-                # What is red on this machine is none of the card's faults.
-                return job.run(check=False, force=True, show=show)
-
-            if self.fault.job == "batch":
-                return _run_batch(run, self._read_as_it_is(), Path(folder), Path(options["nodes"][0].folder, "work"))
-            return _run_again(run, ends or self.fault.ends[:1], show) if self.fault.ends else run()
+            env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | SLURM
+            # That ranks train alone is the learner's to find out.
+            options |= {"env": env, "hang_timeout": HANG_SECONDS, "needs_group": False}
+            # What is red on this machine is none of the card's faults.
+            return launch.TorchrunJob(path, [folder], **options).run(check=False, force=True, show=show)
 
     def name(self, letter: str) -> None:
         """Names the cause by its letter in the lab's list; if it is right, the job opens.
@@ -250,7 +220,7 @@ def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
         raise LabError(f"There is no pile {pile!r:.40}.", where="cards.draw", cause="a typo", fix=fix)
     standings = attempts.read_standings()
     cards = [card for card in _list_cards() if card.pile == pile]
-    cards.sort(key=lambda card: (_rank_topic(card.fault), card.fault.hard, _shuffle(seed, card.number)))
+    cards.sort(key=lambda card: (_rank_topic(card.fault), _shuffle(seed, card.number)))
     if turn not in range(1, len(cards) + 1):
         fix = f"a number from 1 to {len(cards)}"
         cause = "the pile has fewer cards"
@@ -279,11 +249,10 @@ def count_points() -> None:
 
 
 def _list_cards() -> list[Card]:
-    """All cards. Their numbers must not give the letters away, nor change when there are more cards."""
-    faults = sorted(FAULTS, key=lambda one: (_rank_topic(one), _shuffle("cards", one.letter)))
-    names = (f"card-{number}{SUFFIXES.get(fault.job, '.py')}" for number, fault in enumerate(faults, start=1))
-    cards = enumerate(zip(faults, names, strict=True), start=1)
-    return [Card(number, fault.pile, Path("cards", name), fault) for number, (fault, name) in cards]
+    """All cards, in an order that gives no letter away, and in which number 0 draws first what the lab solves."""
+    faults = sorted(FAULTS, key=lambda one: (_rank_topic(one), _shuffle("deck 93", one.letter)))
+    numbered = enumerate(faults, start=1)
+    return [Card(number, fault.pile, Path("cards", f"card-{number}.py"), fault) for number, fault in numbered]
 
 
 def _has_opened(diagnosis: attempts.Standing) -> bool:
@@ -329,67 +298,6 @@ def _shorten(text: str) -> str:
         text = text.replace(place, "…")
     text = re.sub(r"(?<=Extension modules: ).+", "…", text)
     return re.sub(r"…/card-\w+/node\d+/code/[0-9a-f]{64}/(script/)?", "", text)
-
-
-def _run_again(run: Callable, ends: Sequence[int], show: bool | Callable[[str], None]) -> launch.JobResult:
-    """Starts a job as Slurm starts one that it has preempted: with the same id, and a count of the starts before."""
-    results = []
-    for start, allowed in enumerate([*ends, None]):
-        own = {} if allowed is None else {"PREEMPT_AFTER": str(allowed)}
-        if start:
-            own |= {"SLURM_RESTART_COUNT": str(start)}
-            if callable(show):
-                show("")
-                show(f"the job is started again: SLURM_RESTART_COUNT={start}")
-        results.append(run(ALONE, **own))
-        if results[-1].failure:
-            break
-    reports, lines = (tuple(itertools.chain.from_iterable(part)) for part in zip(*map(_take, results), strict=True))
-    return replace(results[-1], results=reports, lines=lines)
-
-
-def _take(result: launch.JobResult) -> tuple[tuple, tuple[str, ...]]:
-    return result.results, result.lines
-
-
-def _run_batch(run: Callable, text: str, folder: Path, work: Path) -> launch.JobResult:
-    """Runs a batch script, with what stands in for Slurm; the results are those of all ranks, by srun's tasks."""
-    tools, reports = folder / "tools", folder / "reports"
-    try:
-        request = slurm_stand_in.read_request(text)
-    except ValueError as error:
-        cause, fix = str(error), "look at the lines that begin with #SBATCH"
-        raise LabError("sbatch would not take this batch script.", where="#SBATCH", cause=cause, fix=fix) from error
-    node = {"name": HOST, "address": "127.0.0.1", "host": HOST}
-    found_by = slurm_stand_in.install(tools, [node] * int(request.get("SLURM_NNODES", 1)), PYTHON)
-    work.mkdir(parents=True)
-    (work / "train.py").write_text(read_job("logged"))
-    # This notebook may itself run in a job of Slurm's.
-    own = {name: "" for name in os.environ if name.startswith("SLURM_")} | {
-        "SLURM_JOB_ID": str(_find_free_port(range(20_000, 30_000))),
-        "SLURM_JOB_NODELIST": HOST,
-        slurm_stand_in.REPORTS: str(reports),
-    }
-    # The error of a torchrun is enough: not each frame of torch's C++.
-    own |= found_by | {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-    result = run(("bash",), **own | request)
-    found = [json.loads(path.read_bytes()) for path in sorted(reports.glob("task*/results/rank*.json"))]
-    started = len(slurm_stand_in.read_started(tools))
-    failure = result.failure
-    if failure and failure.kind == "exit":  # the process that the launcher calls rank 0 is none of the training's
-        last = next((line.removeprefix("[rank 0] ") for line in result.lines[::-1] if "error" in line), failure.what)
-        what = f"The batch script failed, {failure.what.partition(': ')[2]}"
-        failure = replace(failure, what=what, rank=None, node="", message=last, cause="", fix="")
-    return replace(result, results=({"torchruns": started, "reports": found},), failure=failure)
-
-
-def _find_free_port(ports: Sequence[int]) -> int:
-    """A port on which nobody listens; the batch script makes the same one of its job's id, which is this number."""
-    for port in random.sample(ports, 20):
-        with contextlib.suppress(OSError), socket.socket() as free:
-            free.bind(("", port))
-            return port
-    return ports[0]
 
 
 def _write(path: Path, text: str) -> None:

@@ -1,11 +1,7 @@
 """Trains a small network on pictures that a DataLoader's worker reads from a file: which half has the bright column?"""
 
-import os
 import resource
-import signal
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,30 +11,15 @@ from torch.utils.data import DataLoader, Dataset
 
 import nodelaunch as launch
 
-PICTURES, BATCH_SIZE, EPOCHS, SIDE = 192, 16, 3, 64
-SHARED_MEMORY, MEMORY = 128 * 1024, 64 * 2**20  # bytes: of a tensor that a worker shares; of what a worker adds
+PICTURES, EPOCHS, SIDE = 192, 3, 64
+BATCH_SIZE = 16
+SHARED_MEMORY = 128 * 1024  # bytes of a tensor that a worker shares
 
 
 def limit(worker_id: int) -> None:
-    """Emulates a container: little shared memory in /dev/shm, and an end for a worker that takes too much memory."""
+    """Emulates a container, which has little shared memory in /dev/shm."""
     # A limit on files holds for those in /dev/shm, too; of the whole, a container limits the sum.
     resource.setrlimit(resource.RLIMIT_FSIZE, (SHARED_MEMORY, SHARED_MEMORY))
-    threading.Thread(target=kill_when_large, args=(measure_memory(),), daemon=True).start()
-
-
-def kill_when_large(before: int) -> None:
-    """Does what the kernel's out-of-memory killer does."""
-    while measure_memory() < before + MEMORY:
-        time.sleep(0.005)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def measure_memory() -> int:
-    """Bytes of this process; where Linux's /proc is not, the most that they have been (on macOS)."""
-    statm = Path("/proc/self/statm")
-    if statm.exists():
-        return int(statm.read_text().split()[1]) * resource.getpagesize()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def to_bytes(pixels: bytes) -> torch.Tensor:
