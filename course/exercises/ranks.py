@@ -17,6 +17,8 @@ LIMIT, COLLECTIVE = 25.0, 5.0
 PRINTED = 20  # lines of a rank's own print() that are shown
 # With it, macOS lets a fork continue that its Objective-C libraries would end.
 FORK_SAFETY = "OBJC_DISABLE_INITIALIZE_FORK_SAFETY"
+# Hints for `refusing`: a %%px cell has these names, and a function of the notebook has not.
+NAMES = {f"name '{name}' is not defined": f"{name} is dist.get_{name}()" for name in ("rank", "world_size")}
 # What Gloo says if the ranks do not do the same.
 NETWORK = ("gloo", "Timed out", "Application timeout", "Connection closed", "Connection reset")
 
