@@ -21,6 +21,12 @@ FORK_SAFETY = "OBJC_DISABLE_INITIALIZE_FORK_SAFETY"
 NAMES = {f"name '{name}' is not defined": f"{name} is dist.get_{name}()" for name in ("rank", "world_size")}
 # What Gloo says if the ranks do not do the same.
 NETWORK = ("gloo", "Timed out", "Application timeout", "Connection closed", "Connection reset")
+SEND_FIRST = (
+    "send() returns when the other rank receives. If all send first, none receives: start with irecv, then isend, and "
+    "wait for both"
+)
+UNEQUAL = "look for a collective that only one rank calls, or one whose tensor differs in size or dtype"
+ENDLESS = "a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype"
 
 
 def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, count: int = 2) -> list[Any]:
@@ -62,16 +68,15 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
     _blame_macos(outcomes)
     silent = [(rank, one) for rank, one in enumerate(outcomes) if one.stuck or one.number]
     expected = "every rank calls the same collectives in the same order, on tensors of equal size"
-    if failed:
-        calls = ", ".join(
-            f"rank {rank} called {one.calls}" for rank, one in enumerate(outcomes) if one.calls is not None
-        )
+    blocked = any("send(" in one.line and "isend" not in one.line for _, one in failed + silent)
+    if failed and not any(one.number for _, one in silent):
         rank, one = failed[0]
+        calls = ", ".join(f"rank {place} called {other.calls}" for place, other in enumerate(outcomes))
         raise NotYetError(
             f"{case}: the ranks do not fit together",
             yours=f"{calls} collectives; rank {rank} stopped at {one.line or 'a collective'}",
             expected=expected,
-            hint="look for a collective that only one rank calls, or one whose tensor differs in size or dtype",
+            hint=SEND_FIRST if blocked else UNEQUAL,
         )
     if silent:
         where = next((f"; rank {rank} stands in {one.line}" for rank, one in silent if one.line), "")
@@ -79,7 +84,7 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
             f"{case}: did not end",
             yours=f"rank {', '.join(str(rank) for rank, _ in silent)} gave no result{where}",
             expected=expected,
-            hint="a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype",
+            hint=SEND_FIRST if blocked else ENDLESS,
         )
 
 
