@@ -15,13 +15,11 @@ from course import check
 from course.check import OpenError, attempts
 
 pytestmark = pytest.mark.usefixtures("runs")
-SINGLY = "v2.functional.pil_to_tensor(image) / 255"
 AUGMENT = "self.augment(image) if self.augment else image"
-READ = "image = Image.open(self.paths[index]).convert('RGB')\n            "
 # For each: the exercise, what is replaced in its solution, by what, and words of the hint.
 EDITS = [
     ("7.1", '.convert("RGB")', "", "makes three channels"),
-    ("7.1", "torch.stack(images) / 255", "torch.stack(images)", "divide by 255"),
+    ("7.1", "torch.stack(images) / 255", "torch.stack(images)", "between 0 and 1"),
     ("7.1", "torch.stack(images) / 255", "torch.stack(images).double() / 255", "float32 of bytes"),
     (
         "7.1",
@@ -31,7 +29,7 @@ EDITS = [
     ),
     ("7.1", "return list(zip(", "return sorted(zip(indices, ", "return image, label"),
     ("7.1", "in indices:", "in sorted(indices):", "in the order of the indices"),
-    ("7.1", "v2.functional.pil_to_tensor(image)", SINGLY, "stack the bytes first"),
+    ("7.1", "torch.stack(images) / 255", "torch.stack([one / 255 for one in images])", "stack the bytes first"),
     ("7.1", AUGMENT, "image", "the image goes through it"),
     (
         "7.1",
@@ -42,7 +40,7 @@ EDITS = [
         ),
         "make the tensor first",
     ),
-    ("7.1", AUGMENT, "self.augment(image / 255) if self.augment else image / 255", "stack the bytes first"),
+    ("7.1", AUGMENT, "self.augment(image / 255) if self.augment else image", "augment the bytes"),
     ("7.2", "return order[rank::world_size]", "return [order[rank::world_size]]", "order[rank::world_size]"),
     ("7.2", "        order = (order", "        order[:] = (order", "leave `order` as it is"),
     ("7.2", "return order", "return torch.tensor(order)", "a list, order[rank::world_size]"),
@@ -53,8 +51,8 @@ EDITS = [
     ("7.3", "dtype=torch.int64", "dtype=torch.float32", "dtype=torch.int64"),
     ("7.3", "counts += ", "counts = ", "add up over all batches"),
     ("7.3", "return counts", "return counts if len(mine) else None", "a rank can have no image"),
-    ("7.3", "rank, world_size)", "0, 1)", "every rank counts all images"),
-    ("7.3", "rank, world_size)", "rank, world_size, True)", "share without padding"),
+    ("7.3", "))], rank, world_size)", "))], 0, 1)", "every rank counts all images"),
+    ("7.3", "))], rank, world_size)", "))], rank, world_size, True)", "share without padding"),
     (
         "7.4",
         "info.dataset.random = np.random.default_rng(info.seed)",

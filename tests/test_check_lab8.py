@@ -10,8 +10,10 @@ from torch.distributed import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from course import check
 from course.check import OpenError
 from course.exercises import ranks
+from course.exercises.lab8 import reductions
 
 pytestmark = pytest.mark.usefixtures("runs", "no_fork_is_left")
+WAIT, ADD = "        for work in works:\n            work.wait()\n", "        x += received\n"
 LATE_WAIT = ("chunk.copy_(received)", "chunk.copy_(received)\n        reading.wait()")
 # For each: the exercise, what is replaced in its solution, by what, and words of the hint.
 EDITS = [
@@ -33,10 +35,11 @@ EDITS = [
     ("8.4", "    while distance", "    x = x.clone()\n    while distance", "x is as it was"),
     (
         "8.4",
-        "        for work in works:\n            work.wait()\n",
-        "        works[0].wait()\n",
-        "changed while it was",
+        WAIT + ADD,
+        "        works[0].wait()\n" + ADD + "        works[1].wait()\n",
+        "changed while it was being sent",
     ),
+    ("8.4", WAIT, "        works[0].wait()\n", "wait() for every isend and irecv"),
     ("8.4", "distance *= 2", "distance *= 1000", "which rank sends which part"),
     ("8.4", "x += received", "x.copy_(received)", "which rank sends which part"),
     ("8.4", "    received = torch", "    return dist.all_reduce(x)\n    received = torch", "without a collective"),
@@ -114,13 +117,13 @@ def never_doubles(x):
         ("8.4", send_around, "asked for are 2"),
         ("8.4", send_numbers, "each message costs its latency"),
         ("8.3", send_first, "If all send first, none receives"),
-        ("8.3", receive_first, "only one rank calls"),
+        ("8.3", receive_first, "nobody sends"),
         ("8.4", never_doubles, "a loop that does not end"),
     ],
 )
 def test_other_wrong_answers_are_refused_and_their_ranks_ended(number, answer, hint, monkeypatch):
     monkeypatch.setattr(ranks, "COLLECTIVE", 1.0)
-    monkeypatch.setattr(ranks, "LIMIT", 3.0)
+    monkeypatch.setattr(reductions, "LIMIT", 2.0)
     assert hint in refuse(number, answer)
 
 

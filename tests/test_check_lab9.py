@@ -38,7 +38,12 @@ EDITS = [
     ("9.4", " if t.is_floating_point()", "", "counts batches"),
     ("9.4", "net.state_dict().values() if t.is_floating_point()", "net.parameters()", "torch.no_grad()"),
     ("9.4", "dist.all_reduce(flat)", "[dist.all_reduce(one) for one in flat.split(9)]", "and all-reduce that once"),
-    ("9.4", "state = [", "state = [s['momentum_buffer'] for s in optimizer.state.values()] + [", "momentum belongs to"),
+    (
+        "9.4",
+        "state = [",
+        "state = [s['momentum_buffer'] for s in optimizer.state.values()] + [",
+        "and not of the momentum",
+    ),
 ]
 
 

@@ -25,11 +25,16 @@ SEND_FIRST = (
     "send() returns when the other rank receives. If all send first, none receives: start with irecv, then isend, and "
     "wait for both"
 )
-UNEQUAL = "look for a collective that only one rank calls, or one whose tensor differs in size or dtype"
+UNEQUAL = (
+    "look for a collective that only one rank calls, a message that nobody sends, or a tensor that differs in size or "
+    "dtype"
+)
 ENDLESS = "a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype"
 
 
-def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, count: int = 2) -> list[Any]:
+def run_on_ranks(
+    work: Callable[[int], Any], answer: Callable, *, case: str, count: int = 2, limit: float | None = None
+) -> list[Any]:
     """Runs a function on ranks that are forked for it, and ends them.
 
     Args:
@@ -38,6 +43,7 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
         answer: The learner's function, which ``work`` calls: if it fails, the error names its line.
         case: The test case, in a few words.
         count: The number of ranks.
+        limit: Seconds that the work may take; None for ``LIMIT``.
 
     Returns:
         The ranks' return values, in order.
@@ -50,7 +56,7 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank of each check.
     import torch._dynamo  # noqa: F401
 
-    outcomes = fork_ranks(work, answer, count, limit=LIMIT, timeout=COLLECTIVE)
+    outcomes = fork_ranks(work, answer, count, limit=limit or LIMIT, timeout=COLLECTIVE)
     for rank, outcome in enumerate(outcomes):
         for line in outcome.printed.splitlines()[:PRINTED]:
             print(f"[rank {rank}] {clean(line, 200)}")
