@@ -78,7 +78,7 @@ fuzz: setup
 ## checks: for each exercise how many wrong answers are refused, each with its hint, and how many right ones accepted
 .PHONY: checks
 checks: setup
-	@$(PY) -m pytest -q -m "not hosting" -p tests.harness.checks_table tests/test_check_lab*.py
+	@$(PY) -m pytest -q -m "not hosting" -p tests.harness.checks_table tests/test_check_lab*.py tests/test_check_tables.py
 # END: not in a release
 
 ## setup: everything the labs need, in .venv/ (TORCH=cpu takes the smaller builds without CUDA)

@@ -23,21 +23,23 @@ def list_judged():
 
 
 @pytest.mark.parametrize("number", list(list_judged()))
-def test_each_wrong_value_of_a_table_gets_its_hint(number, capsys):
+def test_each_wrong_value_of_a_table_gets_its_hint(number, capsys, record_property):
     with recording() as comparisons:
         check.exercise(number, load_answer(number))
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"✔ {number}")
-    given, hints = set(), set()
+    given, hints, tried = set(), set(), set()
     for one in comparisons:
         rights = one.right.values if isinstance(one.right, AnyOf) else (one.right,)
         for hint, values in one.wrong.items():
             hints.add(hint)
-            for value in values.values if isinstance(values, AnyOf) else (values,):
+            for place, value in enumerate(values.values if isinstance(values, AnyOf) else (values,)):
                 if any(agree(value, right, within=one.within) for right in rights):
                     continue  # for these inputs the mistake does not show
                 with pytest.raises(NotYetError) as refused:
                     one.check(value)
                 given.add(refused.value.hint)
+                tried.add((hint, place))
+    record_property("wrong values", sorted(tried))  # for `make checks`
     assert given >= hints, "hints that no wrong value of any case reaches, since an earlier one takes it"
 
 

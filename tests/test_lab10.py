@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from course.exercises.lab10.formulas import find_activation_bytes
 from course.exercises.ranks import run_on_ranks
-from lab_common import LabError
 from lab_utils import memory
 from lab_utils.timing import count_saved_bytes
 
@@ -120,30 +118,6 @@ def test_a_curve_has_each_allocation_in_its_part(capfd):
     assert times == sorted(times) and times[0] >= 0
 
 
-def test_what_another_thread_frees_does_not_stay_in_the_curve():
-    """As Gloo's threads do; a profile does not see that."""
-    kept, gone = [], []
-
-    def end():
-        thread = threading.Thread(target=gone.clear)
-        thread.start()
-        thread.join()
-        kept.append(torch.zeros(MB))
-
-    parts = {"begin": lambda: gone.append(torch.zeros(MB // 2)), "end": end}
-    curve = memory.record_curve(parts, 0, lambda: kept)
-    assert [mb for _, mb in curve["end"]] == pytest.approx([4], abs=0.01)
-
-
-def test_a_step_is_recorded_in_three_parts():
-    weight = nn.Parameter(torch.zeros(MB))
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    curve = memory.record_step(optimizer, 4 * MB, lambda factor: (weight * factor).sum(), 2)
-    assert list(curve) == ["forward", "backward", "step"]
-    assert curve["backward"][-1][1] == pytest.approx(8, abs=0.1), "weights and gradients"
-    assert weight.grad is not None
-
-
 FIND = """
 import torch
 from lab_utils import memory
@@ -161,39 +135,10 @@ def test_the_largest_model_is_found_where_the_allocator_fails(root):
     assert done.stdout == "10\n", done.stderr
 
 
-def test_an_error_that_is_none_of_memory_is_named():
-    def train(layers):
-        raise ValueError("a shape does not fit")
-
-    with pytest.raises(LabError, match="a shape does not fit"):
-        memory.find_most_layers(train, 100 * MB)
-
-
-def test_on_a_gpu_the_limit_is_its_own(monkeypatch):
-    """No fork: CUDA's state does not survive one. A pretend GPU, which fails from 38 layers on."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(memory, "multiprocessing", None)
-    tried = []
-
-    def train(layers):
-        tried.append(layers)
-        if layers > 37:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert memory.find_most_layers(train, 0) == 37
-    assert len(tried) < 15
-
-
 def test_a_save_that_is_killed_has_no_metadata(tmp_path, survivors):
     files = memory.save_and_kill(tmp_path / "killed")
     assert files and ".metadata" not in files
     assert not (tmp_path / "killed").exists()
-
-
-def test_a_save_that_ends_by_itself_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "SAVE", "raise SystemExit(3)")
-    with pytest.raises(LabError, match="exit status 3"):
-        memory.save_and_kill(tmp_path / "killed")
 
 
 def test_the_script_runs_by_itself(root):

@@ -53,23 +53,6 @@ def test_the_prediction_by_hand(run_cells, device, cores, workers, expected):
     assert predict_step("heavy", workers) == pytest.approx(expected)
 
 
-def test_speeds_have_bars_from_the_lowest_to_the_highest(ax):
-    speed = {
-        ("light", 0): [90.0, 100.0, 120.0],
-        ("light", 2): [200.0, 220.0, 210.0],
-        ("heavy", 0): [10.0],
-        ("heavy", 2): [20.0],
-    }
-    loading.draw_speed(ax, speed, used=50.0, rules={"2 per GPU": 2, "N cores, N workers": 2})
-    first, _ = ax.containers
-    assert np.allclose(first[0].get_ydata(), [100, 210])
-    (bars,) = first[2]
-    assert np.allclose([segment[:, 1] for segment in bars.get_segments()], [[90, 120], [200, 220]])
-    labels = [text.get_text() for text in ax.get_legend().get_texts()]
-    assert 'rule "2 per GPU"\nrule "N cores, N workers"' in labels, "one line where both name the same number"
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["0", "2"]
-
-
 def test_a_profile_shows_where_a_loop_waits(ax):
     def load(index):
         time.sleep(0.03)
@@ -102,9 +85,3 @@ def test_memory_that_processes_share_counts_once():
     together = loading.sum_pss(["self", *(worker.pid for worker in batches._workers)])
     assert together - before < 100 < before
     assert math.isnan(loading.sum_pss(["self", "no such process"]))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_said_of_copies(run_cells, capsys):
-    run_cells("pinned")
-    assert "There is no GPU here" in capsys.readouterr().out

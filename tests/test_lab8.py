@@ -9,12 +9,10 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import nbformat
 import numpy as np
 import pytest
-from matplotlib import pyplot as plt
 
 from lab_common import LabError
 
@@ -50,24 +48,6 @@ def fit(root):
     names = {"np": np}
     exec(compile(ast.Module([function], []), "fit", "exec"), names)
     return names["fit"]
-
-
-@pytest.mark.usefixtures("runs")
-def test_the_figure_shows_what_each_rank_holds(run_cells_of, monkeypatch):
-    """The ranks' answers arrive with sorted names, because ipyparallel sorts a dictionary's keys."""
-    right = run_cells_of("08_collectives", "predict-tensors")["predict_tensors"]()
-    place = {"scatter": 1, "reduce_scatter": 1, "gather": 2, "all_gather": 2, "all_to_all": 3}
-    held = [
-        {name: [right[name][rank] if of == place.get(name, 0) else [-1] for of in range(4)] for name in sorted(right)}
-        for rank in range(4)
-    ]
-    monkeypatch.setattr(plt, "show", lambda: None)
-    drawn = run_cells_of("08_collectives", "draw-all", ranks=SimpleNamespace(view={"held": held}))["axes"].flat
-    shown = {ax.get_title("left"): [text.get_text() for text in ax.texts] for ax in drawn}
-    plt.close("all")
-    for name, by_rank in right.items():
-        expected = [str(number) for numbers in by_rank for number in (numbers or ["no result"])]
-        assert shown[name] == expected, name
 
 
 def test_the_fit_finds_the_two_numbers(fit):

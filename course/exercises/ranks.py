@@ -17,11 +17,24 @@ LIMIT, COLLECTIVE = 25.0, 5.0
 PRINTED = 20  # lines of a rank's own print() that are shown
 # With it, macOS lets a fork continue that its Objective-C libraries would end.
 FORK_SAFETY = "OBJC_DISABLE_INITIALIZE_FORK_SAFETY"
+# Hints for `refusing`: a %%px cell has these names, and a function of the notebook has not.
+NAMES = {f"name '{name}' is not defined": f"{name} is dist.get_{name}()" for name in ("rank", "world_size")}
 # What Gloo says if the ranks do not do the same.
 NETWORK = ("gloo", "Timed out", "Application timeout", "Connection closed", "Connection reset")
+SEND_FIRST = (
+    "send() returns when the other rank receives. If all send first, none receives: start with irecv, then isend, and "
+    "wait for both"
+)
+UNEQUAL = (
+    "look for a collective that only one rank calls, a message that nobody sends, or a tensor that differs in size or "
+    "dtype"
+)
+ENDLESS = "a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype"
 
 
-def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, count: int = 2) -> list[Any]:
+def run_on_ranks(
+    work: Callable[[int], Any], answer: Callable, *, case: str, count: int = 2, limit: float | None = None
+) -> list[Any]:
     """Runs a function on ranks that are forked for it, and ends them.
 
     Args:
@@ -30,6 +43,7 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
         answer: The learner's function, which ``work`` calls: if it fails, the error names its line.
         case: The test case, in a few words.
         count: The number of ranks.
+        limit: Seconds that the work may take; None for ``LIMIT``.
 
     Returns:
         The ranks' return values, in order.
@@ -42,7 +56,7 @@ def run_on_ranks(work: Callable[[int], Any], answer: Callable, *, case: str, cou
     # The first optimizer, or DDP, imports hundreds of modules: once here, and not in each rank of each check.
     import torch._dynamo  # noqa: F401
 
-    outcomes = fork_ranks(work, answer, count, limit=LIMIT, timeout=COLLECTIVE)
+    outcomes = fork_ranks(work, answer, count, limit=limit or LIMIT, timeout=COLLECTIVE)
     for rank, outcome in enumerate(outcomes):
         for line in outcome.printed.splitlines()[:PRINTED]:
             print(f"[rank {rank}] {clean(line, 200)}")
@@ -60,16 +74,15 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
     _blame_macos(outcomes)
     silent = [(rank, one) for rank, one in enumerate(outcomes) if one.stuck or one.number]
     expected = "every rank calls the same collectives in the same order, on tensors of equal size"
-    if failed:
-        calls = ", ".join(
-            f"rank {rank} called {one.calls}" for rank, one in enumerate(outcomes) if one.calls is not None
-        )
+    blocked = any("send(" in one.line and "isend" not in one.line for _, one in failed + silent)
+    if failed and not any(one.number for _, one in silent):
         rank, one = failed[0]
+        calls = ", ".join(f"rank {place} called {other.calls}" for place, other in enumerate(outcomes))
         raise NotYetError(
             f"{case}: the ranks do not fit together",
             yours=f"{calls} collectives; rank {rank} stopped at {one.line or 'a collective'}",
             expected=expected,
-            hint="look for a collective that only one rank calls, or one whose tensor differs in size or dtype",
+            hint=SEND_FIRST if blocked else UNEQUAL,
         )
     if silent:
         where = next((f"; rank {rank} stands in {one.line}" for rank, one in silent if one.line), "")
@@ -77,7 +90,7 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
             f"{case}: did not end",
             yours=f"rank {', '.join(str(rank) for rank, _ in silent)} gave no result{where}",
             expected=expected,
-            hint="a loop that does not end, a wait for what nobody sends, or tensors that differ in size or dtype",
+            hint=SEND_FIRST if blocked else ENDLESS,
         )
 
 

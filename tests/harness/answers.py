@@ -75,11 +75,16 @@ def recording():
         Expected.check = original
 
 
-def refuse_edited(number, *edits):
-    """Edits the notebook's solution, and returns the hint of the check that refuses it."""
+def refuse(number, answer):
+    """Returns the hint of the check that refuses the answer."""
     try:
-        check.exercise(number, load_answer(number, *edits))
+        check.exercise(number, answer)
     except check.NotYetError as error:
         assert error.yours and error.expected
         return error.hint
-    raise AssertionError(f"{number} accepted {edits}")
+    raise AssertionError(f"{number} accepted the answer")
+
+
+def refuse_edited(number, *edits):
+    """Edits the notebook's solution, and returns the hint of the check that refuses it."""
+    return refuse(number, load_answer(number, *edits))

@@ -1,7 +1,8 @@
 """A plugin of pytest for ``make checks``: how many wrong answers each exercise refuses, and how many right it accepts.
 
-``pytest -p tests.harness.checks_table tests/test_check_lab*.py`` looks at what the tests hand to a check, and at what
-becomes of it. A wrong answer counts where its test, which also looks at the hint, passes.
+``pytest -p tests.harness.checks_table tests/test_check_*.py`` looks at what the tests hand to a check, and at what
+becomes of it. A wrong answer counts where its test, which also looks at the hint, passes. Each wrong value of a table
+that ``tests/test_check_tables.py`` tried counts as one refused answer.
 """
 
 import importlib
@@ -41,6 +42,9 @@ class Catalogue:
         for number, kind in self._now[:1]:  # a test that tries more than one wrong answer still is one
             where = self.missed if outcome.excinfo else self.refused if kind == "wrong" else self.accepted
             where[number].add(item.nodeid)
+            if where is self.accepted:
+                tried = dict(item.user_properties).get("wrong values", ())
+                self.refused[number].update(f"{item.nodeid}: {one}" for one in tried)
 
     def pytest_terminal_summary(self, terminalreporter):
         write = terminalreporter.write_line

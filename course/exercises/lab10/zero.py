@@ -9,31 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from course.check.verdicts import expect
+from course.check.judge import AnyOf, judge
+from course.check.verdicts import expect, refusing
 from course.exercises.lab8.witness import note_collectives
-from course.exercises.lab10.mistakes import refusing_mistakes
-from course.exercises.ranks import run_on_ranks
-from lab_utils.calls import count_collectives
+from course.exercises.ranks import NAMES, run_on_ranks
 
 STEPS, SIZE, RATE = 3, 12, 0.1
 LATE = 0.1  # seconds that the last rank is late in the first step, so that a collective without its end shows
+LISTS = (
+    "dist.reduce_scatter takes (shard.grad, list of parts), dist.all_gather (list of parts, shard.data); a list is "
+    "list(….chunk(world_size)): as many parts as ranks, each as large as shard, in the dtype of weights"
+)
 MISTAKES = {
     "got <class 'NoneType'>": "make room for the gradient first: shard.grad = torch.empty_like(shard)",
     "assign": "shard.grad has the size and the dtype of shard: it is the mean of part `rank` alone",
     "in-place operation": "autograd follows what is done with shard: let optimizer.step() change it",
-    "Expected parameter": "dist.reduce_scatter takes (shard.grad, list of parts), dist.all_gather (list of parts, "
-    "shard.data); a list is list(….chunk(world_size))",
-    "size": "as many parts as ranks, each as large as shard: gradient.chunk(world_size), weights.chunk(world_size)",
-    "different dtypes": "all tensors have the dtype of weights: torch.empty_like(shard)",
+    "Expected parameter": LISTS,
+    "size": LISTS,
+    "different dtypes": LISTS,
 }
 
 
 def _draw(rank: int, step: int) -> torch.Tensor:
     return torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _build() -> torch.Tensor:
-    return torch.randn(SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(99))
 
 
 def verify_zero_step(zero_step: Callable) -> str:
@@ -46,7 +44,7 @@ def verify_zero_step(zero_step: Callable) -> str:
 
 def _take_steps(zero_step: Callable, rank: int, count: int) -> list[dict[str, Any]]:
     """Does a rank's work; returns the state after each step, and what the optimizer saw in it."""
-    weights, found, seen = _build(), [], []
+    weights, found, seen = _draw(99, 0), [], []
     # What the shard is a part of, even where `weights.data` becomes another tensor.
     memory = weights.view(-1)
     shard = nn.Parameter(weights.chunk(count)[rank])
@@ -58,8 +56,7 @@ def _take_steps(zero_step: Callable, rank: int, count: int) -> list[dict[str, An
             time.sleep(LATE)
 
     def note_gradient(*_: Any) -> None:
-        grad = None if shard.grad is None else shard.grad.detach().clone()
-        seen.append((grad, count_collectives(), len(names)))
+        seen.append((None if shard.grad is None else shard.grad.detach().clone(), len(names)))
         be_late()
 
     optimizer.register_step_pre_hook(note_gradient)
@@ -68,118 +65,67 @@ def _take_steps(zero_step: Callable, rank: int, count: int) -> list[dict[str, An
         names.clear()
         be_late()
         zero_step(weights, _draw(rank, step), shard, optimizer)
-        grad, before, first = seen[0] if seen else (None, 0, 0)
+        grad, first = seen[0] if seen else (None, 0)
         kept = sum(one.numel() for state in optimizer.state.values() for one in state.values() if one.dim())
-        found.append(
-            {
-                "weights": memory.clone(),
-                "steps": len(seen),
-                "grad": grad,
-                "gathers": count_collectives() - before,
-                "kept": kept,
-                "before": names[:first],
-                "after": names[first:],
-            }
-        )
+        state = {"weights": memory.clone(), "grad": grad, "steps": len(seen), "kept": kept}
+        found.append(state | {"before": names[:first], "after": names[first:]})
     return found
 
 
 def _verify(zero_step: Callable, count: int) -> None:
     case = f"{STEPS} steps on {count} ranks"
-    with refusing_mistakes(case, "a gradient of its part on each rank, then all weights", MISTAKES):
+    expected = "a gradient of its part on each rank, then all weights"
+    errors = (IndexError, NameError, RuntimeError, TypeError, ValueError)
+    with refusing(*errors, case=case, expected=expected, hints=NAMES | MISTAKES):
         ranks = run_on_ranks(lambda rank: _take_steps(zero_step, rank, count), zero_step, case=case, count=count)
-    whole = nn.Parameter(_build())
+    whole = nn.Parameter(_draw(99, 0))
     optimizer = torch.optim.Adam([whole], lr=RATE)
-    mean = torch.zeros_like(whole)
     for step in range(STEPS):
-        own, found = [_draw(rank, step) for rank in range(count)], [rank[step] for rank in ranks]
-        before, last = whole.detach().clone(), mean
-        whole.grad = mean = torch.stack(own).mean(0)
+        found, case = [rank[step] for rank in ranks], f"step {step + 1} on {count} ranks"
+        own = torch.stack([_draw(rank, step) for rank in range(count)])
+        before = whole.detach().clone()
+        whole.grad = own.mean(0)
         optimizer.step()
-        cases = [f"step {step + 1}, rank {rank} of {count}" for rank in range(count)]
-        for rank in range(count):
-            _expect_steps(found[rank], 2 * SIZE // count, cases[rank])
-        for rank in range(count):
-            _expect_gradient(found[rank]["grad"], own, last, rank, cases[rank])
-        for rank in range(count):
-            _expect_weights(found[rank], whole.detach(), before, rank, count, cases[rank])
-        for rank in range(count):
-            _expect_few_bytes(found[rank], cases[rank])
-
-
-def _expect_steps(found: dict[str, Any], most: int, case: str) -> None:
-    hint = "each rank steps its own part, once: optimizer.step(), with the optimizer that it was given"
-    expect(found["steps"] == 1, f"{case}: calls of optimizer.step()", yours=found["steps"], expected=1, hint=hint)
-    expect(
-        found["kept"] <= most,
-        f"{case}: numbers in the optimizer's state",
-        yours=found["kept"],
-        expected=f"{most}, two for each number of the shard",
-        hint="each rank keeps the optimizer of its own part alone: leave shard what it is, a part of the weights",
-    )
-
-
-def _expect_gradient(
-    yours: torch.Tensor | None, own: list[torch.Tensor], last: torch.Tensor, rank: int, case: str
-) -> None:
-    count, total = len(own), torch.stack(own).sum(0)
-    sums, mine = total.chunk(count), own[rank].chunk(count)[rank]
-    right = sums[rank] / count
-
-    def is_like(*candidates: torch.Tensor) -> bool:
-        return yours is not None and any(_is_close(yours, one) for one in candidates)
-
-    hint = "reduce-scatter the gradients of all ranks into shard.grad, wait for it, and divide by the number of ranks"
-    if yours is None:
-        hint = "the optimizer steps shard by shard.grad: set that before optimizer.step()"
-    elif is_like(sums[rank]):
-        hint = "this is the sum of the ranks' gradients; DDP takes the mean: divide by dist.get_world_size()"
-    elif is_like(sums[rank] / 2):
-        hint = "divided by two, whatever the number of ranks: it is dist.get_world_size()"
-    elif is_like(right / count):
-        hint = "divided twice: divide by dist.get_world_size() once"
-    elif is_like(*(sum(one.chunk(count)[place] for place, one in enumerate(own)) / by for by in (1, count))):
-        hint = (
-            "each rank gave its own part to the sum: part 0 of one and part 1 of another do not belong together. Give "
+        hint = "each rank steps its own part, once: optimizer.step(), with the optimizer that it was given"
+        judge(
+            [rank["steps"] for rank in found], right=[1] * count, case=f"{case}: calls of optimizer.step()", hint=hint
         )
-        hint += "dist.reduce_scatter the list of all parts"
-    elif is_like(mine, mine / count):
-        hint = "these are this rank's own gradients: sum them over all ranks, dist.reduce_scatter(…), and wait for it"
-    elif is_like(*sums, *(one / count for one in sums)):
-        hint = "the part of another rank: rank r steps part r of gradient.chunk(world_size)"
-    elif is_like(right + last.chunk(count)[rank], last.chunk(count)[rank]):
-        hint = "the gradient of the step before is still in shard.grad: replace it, before optimizer.step()"
-    expect(
-        is_like(right),
-        f"{case}: shard.grad at optimizer.step()",
-        yours="None" if yours is None else _format(yours),
-        expected=_format(right),
-        hint=hint,
-    )
+        most, kept = 2 * SIZE // count, max(rank["kept"] for rank in found)
+        expect(
+            kept <= most,
+            f"{case}: numbers in the optimizer's state",
+            yours=kept,
+            expected=f"{most}, two for each number of the shard",
+            hint="each rank keeps the optimizer of its own part alone: leave shard what it is, a part of the weights",
+        )
+        for rank in range(count):
+            _judge_step(found[rank], own, (whole.detach(), before), rank, f"{case}, rank {rank}")
+        _expect_few_bytes(found[0], case)
 
 
-def _expect_weights(
-    found: dict[str, Any], right: torch.Tensor, before: torch.Tensor, rank: int, count: int, case: str
-) -> None:
-    yours = found["weights"]
-    parts, wanted, old = (one.chunk(count) for one in (yours, right, before))
-    others = [one for one in range(count) if one != rank]
-    hint = "after optimizer.step() each part is right on its own rank: copy it from there, and change nothing else"
-    if torch.allclose(yours, right, rtol=1e-5, atol=1e-5):
-        hint = "the weights are rounded on the way: send them in their own dtype"
-    elif all(torch.equal(parts[one], old[one]) for one in others):
-        hint = "the parts of the others are old: gather into weights itself, list(weights.chunk(n)), and wait for it"
-        if not found["gathers"]:
-            hint = "the parts of the others are old: all-gather the parts after optimizer.step()"
-    elif all(any(_is_close(part, one) for one in wanted) for part in parts):
-        hint = "part r has to come from rank r: dist.all_gather(list(weights.chunk(world_size)), shard.data)"
-    expect(
-        _is_close(yours, right),
-        f"{case}: all weights, their length",
-        yours=f"{float(yours.norm()):.9f}",
-        expected=f"{float(right.norm()):.9f}",
-        hint=hint,
+def _judge_step(found: dict[str, Any], own: torch.Tensor, weights: tuple, rank: int, case: str) -> None:
+    """Compares with the mean of the ranks' ``own`` gradients, and with the weights, right ones and those before."""
+    count, (right, before) = len(own), weights
+    mean, mine = own.mean(0).chunk(count)[rank], [one.chunk(count)[place] for place, one in enumerate(own)]
+    judge(
+        found["grad"],
+        right=mean,
+        case=f"{case}: shard.grad at optimizer.step()",
+        wrong={
+            "the optimizer steps shard by shard.grad: set that before optimizer.step()": None,
+            "this is the sum of the ranks' gradients; DDP takes the mean: divide by dist.get_world_size()": count
+            * mean,
+            "each rank gave its own part to the sum: give dist.reduce_scatter the list of all parts": sum(mine) / count,
+            "these are this rank's own gradients: sum them over all ranks, dist.reduce_scatter(…), and wait for it": (
+                AnyOf((mine[rank], mine[rank] / count))
+            ),
+        },
+        hint="reduce-scatter the ranks' gradients into shard.grad, wait for it, and divide by the number of ranks",
     )
+    hint = "the parts of the others are old: all-gather the parts into weights itself, list(weights.chunk(n)), and wait"
+    old = torch.where(torch.arange(SIZE) * count // SIZE == rank, right, before)
+    general = "after optimizer.step() copy each part from its own rank, in its own dtype, and change nothing else"
+    judge(found["weights"], right=right, case=f"{case}: all weights", wrong={hint: old}, hint=general)
 
 
 def _expect_few_bytes(found: dict[str, Any], case: str) -> None:
@@ -192,11 +138,3 @@ def _expect_few_bytes(found: dict[str, Any], case: str) -> None:
     large = [name for name in found["after"] if name.startswith("allreduce")]
     hint = "no sum is needed here: each rank has its part, and dist.all_gather copies the parts"
     expect(not large, f"{case}: the weights", yours=", ".join(large), expected="an all-gather", hint=hint)
-
-
-def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.allclose(one.double(), other, rtol=1e-9, atol=1e-9)
-
-
-def _format(numbers: torch.Tensor) -> str:
-    return f"{numbers.numel()} numbers, [{', '.join(f'{value:.3f}' for value in numbers.flatten().tolist())}]"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from course.check.verdicts import Exercise, NotYetError, OpenError, expect
+from course.check.judge import AnyOf, judge
+from course.check.verdicts import Exercise, NotYetError, OpenError
 from course.exercises.lab8.reductions import LIMIT, verify_butterfly, verify_ring
 from course.ranks import fork_ranks
 
@@ -73,40 +72,29 @@ def verify_predictions(predict_tensors: Callable) -> str:
     if None in held:
         fix = "run the cell again when the machine is less busy"
         raise OpenError("✘ The check's own ranks did not answer; this counts as no try.", fix=fix)
+    firsts, sums = ([one[name] for one in held] for name in ("all_gather", "all_reduce"))
     for name in NAMES:
-        _compare_table(name, yours[name], [one[name] for one in held])
+        table = _as_list(yours[name])
+        wrong = {"only rank 1 gets a result that counts. For each other rank write None": AnyOf((firsts, sums))}
+        judge(
+            [_read_numbers(entry) for entry in table] if isinstance(table, list | tuple) else table,
+            right=[one[name] for one in held],
+            case=f"{name}: what ranks 0 to {RANKS - 1} hold",
+            wrong=wrong if name in ROOTED else {},
+            hint=WHAT[name],
+        )
     return f"what ranks 0 to 3 hold after {len(NAMES)} collectives, as four live ranks hold it"
 
 
-def _compare_table(name: str, yours: object, held: list[list[int] | None]) -> None:
-    yours = _as_list(yours)
-    is_table = isinstance(yours, Sequence) and not isinstance(yours, str) and len(yours) == RANKS
-    hint = "one entry for each rank, 0 to 3, in this order"
-    expect(is_table, f"{name}: the entries", yours=yours, expected=f"{RANKS} lists", hint=hint)
-    for rank, (mine, right) in enumerate(zip(yours, held, strict=True)):
-        found = _read_numbers(mine)
-        if right is None:
-            hint = f"only rank {ROOT} gets a result that counts. For each other rank write None"
-            expect(found in (None, []), f"{name}: rank {rank}", yours=mine, expected="None", hint=hint)
-            continue
-        readable = found is not None and all(type(number) in (int, float) for number in found)
-        hint = "a list of numbers, such as [10, 11, 12, 13]"
-        if name in ROOTED:
-            hint += f"; rank {ROOT} is the root here, which has a result"
-        expect(readable, f"{name}: rank {rank}", yours=mine, expected="a list of numbers", hint=hint)
-        expect(found == right, f"{name}: rank {rank}", yours=found, expected=right, hint=WHAT[name])
-
-
-def _read_numbers(entry: object) -> list | None:
+def _read_numbers(entry: object) -> object:
+    """One rank's numbers as a list, also a bare one; None if there are none."""
     entry = _as_list(entry)
-    if isinstance(entry, int | float) and not isinstance(entry, bool):
-        return [entry]
-    return [_as_list(number) for number in entry] if isinstance(entry, list | tuple | range) else None
+    return [entry] if isinstance(entry, int | float) else entry or None
 
 
 def _as_list(entry: object) -> object:
     """A tensor, or an array or number of NumPy's, as Python's own; anything else as it is."""
-    return entry.tolist() if isinstance(entry, torch.Tensor | np.ndarray | np.generic) else entry
+    return entry.tolist() if hasattr(entry, "tolist") else entry
 
 
 # Collective, bytes, seconds, ranks. The third is a published run: 1 GiB on 32 B200 GPUs.
@@ -129,53 +117,36 @@ def find_share(collective: str, n: int) -> float:
 def verify_bandwidths(bandwidths: Callable) -> str:
     """Compares with the definitions of nccl-tests."""
     for collective, size, seconds, n in MEASURED:
-        case = f"{collective} of {size:,} bytes in {seconds:.3g} s on {n} ranks"
-        yours = _as_list(bandwidths(collective, size, seconds, n))
-        if isinstance(yours, tuple | list):
-            yours = [_as_list(value) for value in yours]
-        is_pair = isinstance(yours, list) and len(yours) == 2
-        is_pair = is_pair and all(isinstance(value, int | float) for value in yours)
-        hint = "return algorithm, bus: two numbers, in bytes per second"
-        expect(is_pair, case, yours=yours, expected="two numbers", hint=hint)
-        algorithm, share = size / seconds, find_share(collective, n)
-        for name, value, right in (("algorithm", yours[0], algorithm), ("bus", yours[1], share * algorithm)):
-            expect(
-                math.isclose(value, right, rel_tol=1e-6),
-                f"{case}: {name} bandwidth",
-                yours=f"{value:,.3g} B/s" if abs(value) < 1000 else f"{value:,.0f} B/s",
-                expected=f"{right:,.0f} B/s",
-                hint=_explain_bandwidth(name, value, collective, size, seconds, n),
-            )
+        share, rate = find_share(collective, n), size / seconds
+
+        def give(factor: float, rate: float = rate) -> list[float]:
+            """Both bandwidths, with a bus bandwidth of ``factor`` times the other."""
+            return [rate, factor * rate]
+
+        judge(
+            _as_list(bandwidths(collective, size, seconds, n)),
+            right=give(share),
+            case=f"{collective} of {size:,} bytes in {seconds:.3g} s on {n} ranks: algorithm, bus",
+            within=1e-6,
+            wrong={
+                "first the algorithm bandwidth: the tensor's bytes ÷ seconds, whatever n is; then the bus bandwidth": (
+                    give(share)[::-1]
+                ),
+                "both are the algorithm bandwidth: the bus carries that times what the busiest rank sends": give(1),
+                "(n − 1)/n is for one pass: all_reduce needs two, and broadcast the whole tensor": give((n - 1) / n),
+                "2(n − 1)/n is all_reduce's, a reduce-scatter and an all-gather: the others are less": (
+                    give(2 * (n - 1) / n)
+                ),
+                "multiply by the factor, do not divide: the links carry the algorithm's rate times what a rank sends": (
+                    give(1 / share)
+                ),
+                "give bytes per second: not bits, kilobytes, megabytes or gigabytes": AnyOf(
+                    tuple(give(share, rate * unit) for unit in (8, 1e-3, 1e-6, 1e-9))
+                ),
+            },
+            hint=f"two numbers, bytes per second: size ÷ seconds, and that × {share:.4g} for {collective} on {n} ranks",
+        )
     return "both bandwidths of five collectives, and those of a published run on 32 GPUs"
-
-
-def _explain_bandwidth(name: str, value: float, collective: str, size: int, seconds: float, n: int) -> str:
-    """The hint that fits a wrong bandwidth."""
-    algorithm, share = size / seconds, find_share(collective, n)
-
-    def close(other: float) -> bool:
-        return math.isclose(value, other, rel_tol=1e-6)
-
-    if close(8 * algorithm) or close(8 * share * algorithm):
-        return "these are bits per second: give bytes"
-    if any(close(rate / unit) for unit in (1e6, 1e9) for rate in (algorithm, share * algorithm)):
-        return "these are megabytes or gigabytes per second: give bytes"
-    if close(seconds / size):
-        return "this is seconds per byte: divide the bytes by the seconds"
-    if name == "algorithm":
-        if close(share * algorithm):
-            return "this is the bus bandwidth: the algorithm bandwidth is the tensor's bytes ÷ seconds, whatever n is"
-        return "the algorithm bandwidth is the tensor's bytes ÷ seconds, for each collective and any number of ranks"
-    if close(algorithm):
-        return f"this is the algorithm bandwidth: multiply by {share:.4g}, the tensors that the busiest rank must send"
-    if close(algorithm * (n - 1) / n):
-        needs = "two" if collective == "all_reduce" else "the whole tensor"
-        return f"(n − 1)/n is for one pass; {collective} needs {needs}"
-    if close(algorithm * 2 * (n - 1) / n):
-        return f"2(n − 1)/n is all_reduce's, a reduce-scatter and an all-gather; {collective} is less"
-    if close(algorithm / share):
-        return "multiply by the factor, do not divide: the links carry the algorithm's rate times what a rank sends"
-    return f"bus = algorithm × {share:.4g} for {collective} on {n} ranks"
 
 
 EXERCISES = {

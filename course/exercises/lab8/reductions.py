@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from course.check.verdicts import NotYetError, OpenError, expect
+from course.check.judge import judge
+from course.check.verdicts import NotYetError
 from course.exercises.lab8.witness import MisuseError, Witness
-from course.ranks import Outcome, fork_ranks
+from course.exercises.ranks import run_on_ranks
 
 # Numbers of a chunk, and their type: of float64, so that a buffer of another type is found.
 CASES = ((3, torch.float64), (2, torch.float32))
@@ -22,7 +22,6 @@ LIMIT = 6.0  # seconds for what takes milliseconds
 class _Kind:
     """An algorithm's requirements: numbers of ranks, messages and bytes that each sends, and its peers."""
 
-    number: str
     worlds: tuple[int, ...]
     messages: Callable[[int], int]
     factor: Callable[[int], float]
@@ -32,7 +31,6 @@ class _Kind:
 
 
 RING = _Kind(
-    number="8.3",
     worlds=(4, 3, 2),
     messages=lambda n: 2 * (n - 1),
     factor=lambda n: 2 * (n - 1) / n,
@@ -41,7 +39,6 @@ RING = _Kind(
     bytes_hint="2(n − 1) messages of one chunk each: n − 1 for the reduce-scatter, n − 1 for the all-gather",
 )
 BUTTERFLY = _Kind(
-    number="8.4",
     worlds=(4, 2, 8),
     messages=lambda n: n.bit_length() - 1,
     factor=lambda n: math.log2(n),
@@ -79,131 +76,56 @@ def _verify(kind: _Kind, answer: Callable, n: int) -> None:
         witness, found = Witness(), []
         for inputs in cases:
             x, before = inputs[rank].clone(), len(witness.sent)
-            returned = answer(x)
+            answer(x)
             if witness.count_open():
                 raise MisuseError("wait() for every isend and irecv before you return: else it may not have ended")
-            returned = returned.tolist() if isinstance(returned, torch.Tensor) else None
-            found.append((x.tolist(), returned, witness.sent[before:]))
+            found.append((x, witness.sent[before:]))
         return found
 
-    outcomes = fork_ranks(run, answer, n, limit=LIMIT)
-    _look_at_ends(kind, outcomes, f"{n} ranks, {len(cases[0][0])} numbers each")
+    try:
+        ranks = run_on_ranks(run, answer, case=f"{n} ranks", count=n, limit=LIMIT)
+    except MisuseError as error:
+        expected, hint = "isend and irecv, each with its wait()", str(error)
+        yours = getattr(error, "line_of_answer", "") or "at its end"
+        raise NotYetError(f"{n} ranks: the messages", yours=yours, expected=expected, hint=hint) from None
     for index, inputs in enumerate(cases):
-        dtype = str(inputs[0].dtype).removeprefix("torch.")
-        case = f"{n} ranks, {len(inputs[0])} numbers of {dtype} each"
-        found = [outcome.value[index] for outcome in outcomes]
-        _compare_sums(case, inputs, [(x, returned) for x, returned, _ in found])
-        for rank, (_, _, sent) in enumerate(found):
-            _count_messages(kind, case, rank, n, sent, inputs[0].nbytes)
+        case = f"{n} ranks, {len(inputs[0])} numbers of {str(inputs[0].dtype).removeprefix('torch.')} each"
+        _judge_sums([found[index][0] for found in ranks], inputs, case)
+        for rank, found in enumerate(ranks):
+            _judge_messages(kind, found[index][1], rank, n, inputs[0].nbytes, case)
 
 
-def _look_at_ends(kind: _Kind, outcomes: list[Outcome], case: str) -> None:
-    """Raises the error of an answer that did not return on every rank: a rank's own error takes precedence."""
-    errors = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
-    # Not what a rank says that only lost its neighbour: one that had to be ended says more.
-    lost = [pair for pair in errors if any(word in str(pair[1].error) for word in ("Connection", "closed by peer"))]
-    stuck = [(rank, one) for rank, one in enumerate(outcomes) if one.stuck or one.number]
-    errors = [pair for pair in errors if pair not in lost] + ([] if stuck else lost)
-    for rank, one in errors:
-        if isinstance(one.error, NotImplementedError):
-            raise one.error
-        if isinstance(one.error, MisuseError):
-            yours = f"rank {rank}: {one.line or 'at its end'}"
-            expected = "isend and irecv, each with its wait()"
-            raise NotYetError(f"{case}: the messages", yours=yours, expected=expected, hint=str(one.error))
-    aborted = [rank for rank, one in enumerate(outcomes) if one.number == signal.SIGABRT]
-    if aborted:
-        hint = "Gloo aborts a rank that gets a longer message than its tensor can hold: compare lengths and types"
-        raise NotYetError(case, yours=f"rank {aborted[0]} was aborted", expected="the sum on every rank", hint=hint)
-    ended = [rank for rank, one in enumerate(outcomes) if one.number]
-    if ended and not errors:
-        hint = "does it send to a rank that is not there? The number of ranks is dist.get_world_size()"
-        yours = f"rank {ended[0]} ended by itself, by signal {outcomes[ended[0]].number}"
-        raise NotYetError(case, yours=yours, expected="the sum on every rank", hint=hint)
-    for rank, one in errors:
-        what = f"✘ {kind.number} stopped with an error in your code; this counts as no try."
-        cause = f"{type(one.error).__name__}: {str(one.error).splitlines()[0] if str(one.error) else ''}"
-        everywhere = {outcome.line for outcome in outcomes} == {one.line}
-        raise OpenError(what, where=one.line if everywhere else f"rank {rank}, {one.line}", cause=cause)
-    if stuck:
-        rank, one = next((pair for pair in stuck if pair[1].line), stuck[0])
-        yours = f"rank {rank} did not return; it stands in {one.line or 'a line outside of the function'}"
-        raise NotYetError(
-            case, yours=yours, expected="all ranks return", hint=_explain_wait([o.line for _, o in stuck])
-        )
+def _judge_sums(yours: list[torch.Tensor], inputs: list[torch.Tensor], case: str) -> None:
+    n, total = len(inputs), sum(inputs)
+    # After a reduce-scatter, chunk c of rank r is the sum over the ranks from c to r, around the ring.
+    chunks = [one.chunk(n) for one in inputs]
+    scattered = [
+        torch.cat([sum(chunks[(c + k) % n][c] for k in range((r - c) % n + 1)) for c in range(n)]) for r in range(n)
+    ]
+    hint = "write down for each step which rank sends which part to whom, and what the receiver does with it"
+    if any(one.isnan().any() for one in yours):
+        hint = "NaN: a tensor was used before its receive had ended. What irecv fills is valid after wait()"
+    judge(
+        yours,
+        right=[total] * n,
+        case=f"{case}: x on each rank",
+        wrong={
+            "x is as it was: change it in place (x += …, chunks[i].copy_(…)); x = … only gives the name to another": (
+                inputs
+            ),
+            "this is the mean; an all-reduce sums": [total / n] * n,
+            "one chunk is right: the all-gather then sends complete chunks on, n − 1 times": scattered,
+        },
+        hint=hint,
+    )
 
 
-def _explain_wait(lines: list[str]) -> str:
-    if any("isend" not in line and "send(" in line for line in lines):
-        hint = "send() returns when the other rank receives. If all send first, none receives"
-        return f"{hint}: start with irecv, then isend, and wait for both"
-    if any(word in line for line in lines for word in ("recv", "wait")):
-        hint = (
-            "a rank waits for a message that nobody sends: whoever receives from left must be sent to by left, as often"
-        )
-        return f"{hint}; there are dist.get_world_size() ranks"
-    return "no rank waits for a message there: does the loop end?"
-
-
-def _compare_sums(case: str, inputs: list[torch.Tensor], found: list[tuple[list, list | None]]) -> None:
-    total = sum(inputs).tolist()
-    for rank, (x, returned) in enumerate(found):
-        if x == total:
-            continue
-        raise NotYetError(
-            f"{case}: rank {rank}",
-            yours=_shorten(x),
-            expected=_shorten(total),
-            hint=_explain_sum(x, returned, inputs, rank),
-        )
-
-
-def _shorten(numbers: list[float]) -> str:
-    return f"[{', '.join(f'{number:g}' for number in numbers[:12])}{', …' * (len(numbers) > 12)}]"
-
-
-def _explain_sum(x: list, returned: list | None, inputs: list[torch.Tensor], rank: int) -> str:
-    """Returns the hint for a wrong sum."""
-    n, total = len(inputs), sum(inputs).tolist()
-    if any(math.isnan(number) for number in x):
-        return "NaN: a tensor was used before its receive had ended. What irecv fills is valid after wait()"
-    if returned == total:
-        return "the returned tensor is right; change x itself, in place, as dist.all_reduce does"
-    if x == inputs[rank].tolist():
-        return "x is as it was: change it in place (x += …, chunks[i].copy_(…)); x = … only gives the name to another"
-    if x == (sum(inputs) / n).tolist():
-        return "this is the mean; an all-reduce sums"
-    size = len(x) // n
-    right = [x[i * size : (i + 1) * size] == total[i * size : (i + 1) * size] for i in range(n)]
-    if sum(right) == 1 and n > 2:
-        return (
-            "one chunk is right: the reduce-scatter did that; the all-gather then sends complete chunks on, n − 1 times"
-        )
-    if any(right):
-        return (
-            f"chunks {[i for i, one in enumerate(right) if one]} are right: which chunk does a rank send in each step?"
-        )
-    return "write down for each step which rank sends which part to whom, and what the receiver does with it"
-
-
-def _count_messages(kind: _Kind, case: str, rank: int, n: int, sent: list[tuple[int, int]], size: int) -> None:
-    total, wanted = sum(count for _, count in sent), kind.factor(n) * size
+def _judge_messages(kind: _Kind, sent: list[tuple[int, int]], rank: int, n: int, size: int, case: str) -> None:
+    total = sum(count for _, count in sent)
     many = f"{total:,} bytes are {total / size:.3g} times the tensor's; asked for are {kind.factor(n):.3g}"
-    expect(
-        total == wanted,
-        f"{case}: bytes that rank {rank} sent",
-        yours=f"{total:,}",
-        expected=f"{wanted:,.0f}",
-        hint=f"{many}. {kind.bytes_hint}",
-    )
+    hint = f"{many}. {kind.bytes_hint}"
+    judge(total, right=kind.factor(n) * size, case=f"{case}: bytes that rank {rank} sent", hint=hint)
     hint = f"each message costs its latency, however short it is: {kind.bytes_hint}"
-    wanted = kind.messages(n)
-    expect(len(sent) == wanted, f"{case}: messages of rank {rank}", yours=len(sent), expected=wanted, hint=hint)
+    judge(len(sent), right=kind.messages(n), case=f"{case}: messages of rank {rank}", hint=hint)
     peers, right = {peer for peer, _ in sent}, kind.peers(rank, n)
-    expect(
-        peers in right,
-        f"{case}: whom rank {rank} sent to",
-        yours=sorted(peers),
-        expected=" or ".join(str(sorted(one)) for one in right),
-        hint=kind.peer_hint,
-    )
+    judge(peers in right, right=True, case=f"{case}: rank {rank} sent to {sorted(peers)}", hint=kind.peer_hint)

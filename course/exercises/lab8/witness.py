@@ -12,29 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-# Methods of torch's ProcessGroup, of 2.11 to 2.14.
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "gather_into_tensor",
-    "gather_single",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+KINDS = ("gather", "reduce", "broadcast", "scatter", "alltoall", "all_to_all")
+# Methods of torch's ProcessGroup; their names differ between torch 2.11 and 2.14.
+COLLECTIVES = [name for name in vars(dist.ProcessGroup) if any(kind in name for kind in KINDS)]
 
 
 def note_collectives() -> list[str]:
@@ -50,8 +30,7 @@ def note_collectives() -> list[str]:
         return note
 
     for name in COLLECTIVES:
-        if hasattr(group, name):
-            setattr(group, name, noting(name, getattr(group, name)))
+        setattr(group, name, noting(name, getattr(group, name)))
     return names
 
 
@@ -113,8 +92,7 @@ class Witness:
 
         group.send, group.recv, group.recv_anysource = note_send, note_receive, note_receive
         for name in COLLECTIVES:
-            if hasattr(group, name):
-                setattr(group, name, refuse)
+            setattr(group, name, refuse)
 
     def _keep(self, *arguments: object, **options: object) -> _Transfer:
         self._transfers.append(_Transfer(*arguments, **options))
