@@ -192,7 +192,8 @@ class JobSpec:
             what, cause = "files= and root= do not go together.", "root= copies the whole folder"
             raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
         if self.root and not self.root.is_dir():
-            raise LabError("The root of a project is a folder.", where=clean(self.root, 300), fix=fix)
+            what, cause = "The root of a project is a folder.", "there is no such folder"
+            raise LabError(what, where=clean(self.root, 300), cause=cause, fix=fix)
         if self.root and self.root not in self.script.parents:
             cause = f"root is {clean(self.root, 300)}"
             raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
