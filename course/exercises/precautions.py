@@ -84,15 +84,22 @@ def _expect_timeout(named: Sequence[tuple[str, ast.Call]]) -> None:
     expect(any(wait != "None" for wait in waits), case, yours=yours, expected=expected, hint=hint)
     for name, call in named:
         if name == "timedelta":
-            written = ast.unparse(ast.Call(ast.Name("timedelta"), call.args, call.keywords))
             try:
-                span = eval(written, {"timedelta": timedelta, "__builtins__": {}})
-            except Exception:  # only a run can tell
+                keywords = {keyword.arg: _multiply(keyword.value) for keyword in call.keywords}
+                span = timedelta(*map(_multiply, call.args), **keywords)
+            except (ValueError, TypeError, ArithmeticError):  # only a run can tell
                 continue
             hint = "some minutes: timedelta(minutes=2); its first number counts days, and after some seconds a process "
             hint += "that only starts slowly would be given up"
             fits = timedelta(seconds=30) <= span <= timedelta(minutes=10)
-            expect(fits, case, yours=written, expected=expected, hint=hint)
+            expect(fits, case, yours=ast.unparse(call), expected=expected, hint=hint)
+
+
+def _multiply(node: ast.expr) -> float:
+    """The value of a number or of a product of numbers; ValueError for anything else."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _multiply(node.left) * _multiply(node.right)
+    return ast.literal_eval(node)
 
 
 def _expect_backend(tree: ast.AST, named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:

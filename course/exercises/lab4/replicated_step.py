@@ -168,7 +168,7 @@ def _expect_replicas(case: str, watch: _Watch, parts: int, count: int) -> None:
 
 
 def _weigh(means: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> AnyOf:
-    """What one chunk alone gives: its mean, or its part of the mean over the whole batch."""
+    """The values of one chunk alone: its mean, or its part of the mean over the whole batch."""
     images = sum(map(len, chunks))
     return AnyOf((*means, *(mean * len(chunk) / images for mean, chunk in zip(means, chunks, strict=True))))
 
