@@ -140,7 +140,7 @@ def refuse(card):
         ("L", [(RENAME, f'    if (folder / "model.tmp").exists():\n    {RENAME}')], "2"),
         ("L", [('"model.tmp")\n    time', '"model.pt")\n    time'), (RENAME, "")], "2"),
         ("L", [(SAVED, f"    try:\n    {SAVED}    except FileNotFoundError:\n        pass\n")], "2"),
-        ("N", [("(pixels) / 255", "(pixels).double() / 255")], "DataLoader worker process 0"),
+        ("N", [("(pixels) / 255", "(pixels).double() / 255")], "rank 0"),
         ("O", [*LOCAL_FUNCTION], "local object"),
         ("Q", [("lr=0.1", "lr=10")], "0.7266"),
         ("Q", [(SHARD, "")], "'to_local'"),

@@ -72,7 +72,7 @@ def verify_card(card: Card, *, pile: str) -> str:
     two_nodes = fault.layouts[0] == (2, 1)
     harder = (
         (len(fault.layouts) > 1, f"with {'both ranks on one node' if two_nodes else 'a node for each rank'}"),
-        (len(fault.points) > 1, f"with {fault.points[-1]} points"),
+        (len(fault.points) > 1, f"with {' and '.join(map(str, fault.points[1:]))} points"),
     )
     tried = "".join(f", {words}, too" for more, words in harder if more)
     return f"card {card.number}, mended, runs and is right{tried}"

@@ -99,7 +99,8 @@ class Card:
                 path = Path(folder, "drawn", path.name)
                 _write(path, text or self._read_as_it_is())
             options = {"nodes": launch.local_nodes(nodes, folder=folder), "nproc_per_node": processes, "limit": 120}
-            env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | SLURM
+            env = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            env |= SLURM if self.fault.job == "logged" else {}
             # That ranks train alone is the learner's to find out.
             options |= {"env": env, "hang_timeout": HANG_SECONDS, "needs_group": False}
             # What is red on this machine is none of the card's faults.

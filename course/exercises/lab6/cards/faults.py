@@ -110,7 +110,7 @@ FAULTS = (
             ("        sampler.set_epoch(epoch)\n", ""),
             ("DataLoader, DistributedSampler, TensorDataset", "DataLoader, Subset, TensorDataset"),
         ),
-        points=(257, 290),
+        points=(257, 319, 290),
     ),
     Fault(
         "E",
