@@ -48,9 +48,7 @@ def _define(source, name, names):
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     for node in ast.parse(source).body:
         if _is_definition(node):
-            with contextlib.suppress(
-                NameError, KeyError, AttributeError
-            ):  # it uses what only a run has
+            with contextlib.suppress(NameError, KeyError, AttributeError):  # it uses what only a run has
                 exec(compile(ast.Module([node], []), name, "exec"), names)
 
 
