@@ -88,11 +88,6 @@ def _judge_states(yours: object, parameters: int, ranks: int, stage: int, mixed:
     )
 
 
-def as_number(found: object) -> object:
-    """Returns the number in a tensor or array of one number; anything else unchanged."""
-    return found.item() if hasattr(found, "item") and getattr(found, "ndim", 1) == 0 else found
-
-
 def find_activation_bytes(tokens: int, width: int, layers: int, mixed: bool, *, block: int = PER_BLOCK) -> int:
     """Returns the bytes that the forward pass of ``scripts/gpt.py`` keeps for backward, without norms' statistics.
 
