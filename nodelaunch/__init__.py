@@ -15,8 +15,7 @@ to ``runs/jobs`` in the current folder, or below the folder that the variable LA
 ``python -m nodelaunch`` checks nodes, lists jobs and stops one.
 
 Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
-copies of code and the newest 100 jobs; it removes older ones, unless they are in use or were changed within the last
-hour. It does not touch ``work``, or data.
+copies of code, and older ones that a launch of the last week has used. It does not touch jobs, ``work``, or data.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 from importlib import import_module
 
 # By the module that holds it. Imported at its first use: a rank that reports its result needs nothing of the launcher.
-PLACES = {
+MODULES = {
     "DataFolder": "spec",
     "Failure": "result",
     "GpuUsage": "usage",
@@ -43,18 +42,18 @@ PLACES = {
     "ssh_nodes": "backends.ssh",
     "watch": "usage",
 }
-__all__ = list(PLACES)
+__all__ = list(MODULES)
 
 
 def __getattr__(name: str) -> object:
     """Imports a public name at its first use (PEP 562)."""
-    if name not in PLACES:
+    if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{PLACES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
     globals()[name] = found
     return found
 
 
 def __dir__() -> list[str]:
     """Lists the names that completion in a notebook offers."""
-    return sorted({*globals(), *PLACES})
+    return sorted({*globals(), *MODULES})

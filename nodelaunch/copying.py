@@ -40,7 +40,7 @@ def copy_to_nodes(
         if not _send(node, node.folder, parts, started):
             where = f"{node.folder}/{code}"
             what = f"The code on {node.name} is not what its name says."
-            cause = "a file was changed there by hand; the launcher's copy is the one to change"
+            cause = "a file was changed there, by hand or by a script that writes beside itself"
             fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
             raise LabError(what, where=where, cause=cause, fix=fix)
         if node.name in lacking:

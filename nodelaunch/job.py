@@ -135,13 +135,16 @@ class TorchrunJob:
             self._launch, self._started = make_launch(self.spec.script.stem), False
         return self._launch
 
+    def _is_fresh(self) -> bool:
+        return self._preflight is not None and time.monotonic() - self._checked <= FRESH_SECONDS
+
     def _collect(self) -> Bundle:
         return collect_files(self.spec.script, self.spec.files, self.spec.root)
 
     def _place(self, bundle: Bundle) -> list[Placement]:
         """Finds out what each node's script says; asks the nodes first if an address or the port is not known."""
         known = self.spec.port is not None and all(node.address for node in self.spec.nodes)
-        if self._preflight is None and self._backend.ONE_BY_ONE and not known:
+        if not self._is_fresh() and self._backend.ONE_BY_ONE and not known:
             self.preflight()
         return place_nodes(self.spec, self._launch, bundle.hash, self._preflight)
 
@@ -206,7 +209,7 @@ class TorchrunJob:
         """
         found = self._preflight
         # What was red may have been fixed since, and what was free may have been taken.
-        if found is None or time.monotonic() - self._checked > FRESH_SECONDS or not (found.ok or force):
+        if not self._is_fresh() or not (found.ok or force):
             found = self.preflight()
         if not force:
             found.raise_if_red()

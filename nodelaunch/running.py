@@ -234,7 +234,7 @@ class RunningJob:
         if passed > spec.limit + LIMIT_MARGIN:
             self._state.reason = StopReason.LIMIT
         elif self._joined is None and all(part.joined for part in parts):
-            self._joined = passed
+            self._joined = now - self._started
             self._introduce()
         elif self._joined is None and passed > spec.join_timeout + 1:
             self._state.reason = StopReason.JOIN
@@ -258,11 +258,12 @@ class RunningJob:
         for rank in set(state.absent) - self._reported if waits else ():
             self._reported.add(rank)
             longest = max(waits, key=lambda fact: fact["seconds"])
-            where = f"in {state.still[rank]['where']}" if rank in state.still else "at work"
+            stands = state.still.get(rank)
+            where, seconds = (f"in {stands['where']}", stands["seconds"]) if stands else ("at work", longest["seconds"])
             many = "1 rank waits" if len(waits) == 1 else f"{len(waits)} ranks wait"
             timeout = f" of {longest['timeout']:g} s" if longest["timeout"] else ""
             self._say(
-                f"rank {rank} has been {where} for {longest['seconds']:.0f} s while {many} for it; this job is ended "
+                f"rank {rank} has been {where} for {seconds:.0f} s while {many} for it; this job is ended "
                 f"after the group's own timeout{timeout}; hang_timeout= changes when this is said"
             )
 

@@ -90,7 +90,7 @@ def place_nodes(spec: JobSpec, launch: Launch, code: str, found: Preflight | Non
 
 
 def _share_cores(spec: JobSpec, node: Node) -> str | None:
-    """Returns the threads per process on this machine, whose cores its nodes share; None on another host."""
+    """Returns the threads per process: the user's choice, or a share of this machine's cores; None on another host."""
     chosen = spec.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS")
     if chosen or not node.here:
         return chosen

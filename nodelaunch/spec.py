@@ -47,7 +47,8 @@ def check_nodes(value: Any) -> tuple[Node, ...]:
     if not nodes:
         raise InvalidValue(wanted, example, "a job needs at least one node")
     if len(set(names)) < len(names):
-        cause = f"{names[0]} is in it twice; several processes on one node are nproc_per_node"
+        double = next(name for name in names if names.count(name) > 1)
+        cause = f"{double} is in it twice; several processes on one node are nproc_per_node"
         raise InvalidValue(wanted, example, cause)
     if len({node.backend for node in nodes}) > 1:  # one module launches on all of them
         raise InvalidValue(wanted, example, "a job runs on nodes of Slurm or on others, not on both")
@@ -212,8 +213,12 @@ class JobSpec:
     def command(self) -> str:
         """The command that this job stands for, to be typed by hand on each node, in the folder of the script.
 
+        On Slurm: once, on a login node, in the folder that ``write()`` fills.
+
         The job's own command adds what finds errors and ends all ranks together; ``write()`` leaves it to be read.
         """
+        if self.nodes[0].backend.endswith(".slurm"):
+            return "sbatch job.sbatch"
         start = self.program
         if not start:
             head = self.nodes[0].address or self.nodes[0].name.rpartition("@")[2]

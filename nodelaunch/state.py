@@ -44,7 +44,7 @@ from nodelaunch.spec import JobSpec
 
 # Lines of a rank that are enough for a traceback.
 TAIL = 60
-SILENT = ("exit", "signal")  # kinds of errors that are known from torchrun alone
+SILENT = ("exit", "signal")  # kinds of errors of which the rank itself said nothing
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")

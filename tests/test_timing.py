@@ -246,10 +246,12 @@ def test_the_device_is_synchronised_before_the_clock_starts_and_before_it_stops(
     ],
 )
 def test_running_out_of_memory_marks_one_set_up_and_the_others_go_on(error):
-    calls = []
+    calls, held = [], []
 
     def fail():
         calls.append("big")
+        tensor = torch.zeros(8)
+        held.append(weakref.ref(tensor))
         raise error
 
     steps = {"big": fail, "small": lambda: calls.append("small")}
@@ -257,6 +259,7 @@ def test_running_out_of_memory_marks_one_set_up_and_the_others_go_on(error):
     assert big.out_of_memory and math.isnan(big.median) and math.isnan(big.images_per_second)
     assert not small.out_of_memory and len(small.seconds) == 3
     assert calls.count("big") == 1 and calls.count("small") == 4
+    assert held[0]() is None, "the exception still holds the frames of the step"
 
 
 def test_the_peak_is_reset_on_a_device_that_nothing_has_used_yet(monkeypatch):

@@ -135,7 +135,7 @@ def test_a_loss_that_is_lost_stops_the_epoch_within_twenty_steps():
     with pytest.raises(LabError, match="no longer a finite number at step 40") as caught:
         training.train_epoch(model, make_batches((2,) * 60), make_optimizer(model), step=step, progress=False)
     assert len(calls) == 40
-    assert "between step 21 and step 40" in caught.value.where
+    assert "between step 21 and step 40" in caught.value.where and "load the last checkpoint" in caught.value.fix
 
 
 def test_a_real_divergence_is_noticed_at_the_end_of_a_short_epoch():

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lab_common import LabError
 from lab_common.commandline import run_command
+from lab_common.text import clean_name
 from lab_utils import data
 from lab_utils.data.download import SIZE
-from lab_utils.data.packing import choose_root, list_homes, make_command, open_pack
+from lab_utils.data.packing import choose_root, find_cinic10, has_split, list_homes, make_command, open_pack
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "fetch":
         _fetch(arguments.name, root)
     elif arguments.command == "import":
+        if (there := find_cinic10(root)) and has_split(there):
+            cause = "a folder in CINIC-10's layout is read before any pack"
+            fix = "move it out of there, or name another folder in LAB_DATA; then import the archive again"
+            raise LabError("There is a folder of CINIC-10 already.", where=clean_name(there), cause=cause, fix=fix)
         data.import_archive(arguments.file, root)
         print(data.load("cinic10", root).summary)
     else:
@@ -35,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fetch(name: str, root: Path) -> None:
-    if name == "cinic10" and any(open_pack(home / name) for home in list_homes(root)):
+    if name == "cinic10" and ((there := find_cinic10(root)) and has_split(there)):
+        print(f"Nothing to fetch: CINIC-10 is here already, in the folder {clean_name(there)}.")
+    elif name == "cinic10" and any(open_pack(home / name) for home in list_homes(root)):
         print("Nothing to fetch: CINIC-10 is here already.")
     elif name == "cinic10":
         archive = data.fetch_archive(root)

@@ -147,7 +147,8 @@ def import_archive(file: Path | str, root: Path | str | None = None) -> Path:
         raise LabError("The archive is refused, and nothing was written.", where=where, cause=cause, fix=fix) from error
     except DAMAGE as error:
         raise _explain_damage(file, error) from error
-    top = min({name[: split.start(1)] for name in names if (split := SPLIT.search(name))}, key=len, default="")
+    tops = {name[: split.start(1)] for name in names if (split := SPLIT.search(name))}
+    top = min(sorted(tops), key=len, default="")  # of two, the outer or the first one
     found = packing.survey((name.removeprefix(top) for name in names if name.startswith(top)), file)
     words = "CINIC-10.tar.gz, checksum verified" if md5 == MD5 else "an archive in CINIC-10's layout"
     source = {"words": f"imported from {words}", "fingerprint": f"md5 {md5}"}
@@ -184,7 +185,7 @@ def _read_archive(file: Path, *, trusted: bool) -> Iterator[tuple[str, Callable[
 
 def _read_member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     if not member.isreg():
-        raise ValueError("is a link: pack files, with tar -h")
+        raise ValueError(f"is a link: pack files, with tar {'--hard-dereference' if member.islnk() else '-h'}")
     return tar.extractfile(member).read(IMAGE_BYTES)
 
 

@@ -31,7 +31,7 @@ PATTERN = re.compile(r"step-[0-9]{9,}-[0-9a-f]{16}\.pt")
 PLAIN = (torch.Tensor, torch.nn.Parameter, int, float, str, bool, complex, bytes, type(None))
 # What to save instead of a value that would not load; the first type that fits.
 INSTEAD = {
-    torch.Tensor: "{}.full_tensor()",
+    torch.Tensor: "{}.as_subclass(torch.Tensor)",
     np.ndarray: "torch.from_numpy({})",
     np.floating: "float({})",
     np.integer: "int({})",
@@ -164,6 +164,8 @@ def _check_state(state: object) -> None:
     kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
     other = "vars({})" if hasattr(value, "__dict__") and not callable(value) else ""
     instead = next((text for types, text in INSTEAD.items() if isinstance(value, types)), other)
+    if hasattr(value, "full_tensor"):  # a DTensor: its part here is not the whole
+        instead = "{}.full_tensor()"
     instead = instead.format("key" if place.startswith("a key") else place)
     more = f"; the same applies to {', '.join(place for place, _ in unfit[1:4])}" if unfit[1:] else ""
     raise LabError(

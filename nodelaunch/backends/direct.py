@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Sequence
 
@@ -56,7 +57,7 @@ def start(
         for place in places:
             node, folder = place.node, place.job_folder
             if node.name in by_hand:
-                say(f"on {node.name}, start by hand: bash {folder}.sh")
+                say(f"on {node.name}, start by hand: bash {shlex.quote(f'{folder}.sh')}")
                 continue
             # The id in the environment marks this job's processes, on every node.
             identity = ["env", f"PYTHONPATH={place.code_folder}", f"LAB_JOB_ID={launch.id}", f"LAB_NODE={place.index}"]

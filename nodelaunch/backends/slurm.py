@@ -240,7 +240,7 @@ def submit(folder: Path) -> SlurmJob:
     done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:
         cause = clean(done.stderr.strip().rpartition("error: ")[2], 300)
-        fix = f"sinfo shows what there is; by hand: cd {folder}; sbatch {SCRIPT}"
+        fix = f"sinfo shows what there is; by hand: cd {shlex.quote(str(folder))}; sbatch {SCRIPT}"
         raise LabError("Slurm does not take the job.", where=folder / SCRIPT, cause=cause, fix=fix)
     return SlurmJob(int(done.stdout.strip().split(";")[0]), folder)  # "12;cluster" if there are several clusters
 
@@ -353,3 +353,5 @@ def _ask(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
         cause = f"there is no program `{argv[0]}`: this is not a login node of a Slurm cluster"
         fix = "launch from a login node, or use local_nodes(2) or ssh_nodes([...])"
         raise LabError("Slurm's programs are not on this machine.", where="PATH", cause=cause, fix=fix) from error
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(argv, 124, "", f"{argv[0]} did not answer within a minute")

@@ -99,8 +99,8 @@ def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
         fix = "give it a network (docker run --network host …)"
         return Verdict(name, "address", "red", f"no address that another machine could reach; {there}", cause, fix)
     if holder is None:
-        fix = "leave address= away"
-        return Verdict(name, "address", "red", f"{chosen} is on no interface; {there}", "address= is not its own", fix)
+        fix = "leave interface= away"
+        return Verdict(name, "address", "red", f"{chosen} is on no interface; {there}", "it is not its own", fix)
     return Verdict(name, "address", "ok", f"{chosen} on {holder}")
 
 
@@ -147,7 +147,7 @@ def _judge_route(
     fix = f"allow all TCP from {chosen[source]} on {target} (Gloo and NCCL open random ports), for example there: "
     fix += f"sudo ufw allow from {chosen[source]}"
     if outcome == "stranger":
-        fix = "leave interface= and address= away, or name those between the nodes"
+        fix = "leave interface= away, or name the one between the nodes"
     return Verdict(f"{source} → {target}", "network", "red", what, cause, fix)
 
 
