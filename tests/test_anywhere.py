@@ -232,17 +232,3 @@ def test_a_lab_runs_there_without_write_access_to_the_packages(hub, root, name):
     said = hub.run_notebook(path, "--kernel", setup_anywhere.KERNEL, *cells)
     assert "✔ " in said
     assert (hub.copy.parent / "runs").is_dir() and (hub.copy.parent / "data" / "packed").is_dir()
-
-
-@pytest.mark.system
-def test_cells_find_torchrun(hub, root):
-    lab = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": setup_anywhere.KERNEL, "display_name": "x"}})
-    train = "!torchrun --nproc-per-node=2 scripts/train_ddp.py --images 640 --net tiny 2>&1"
-    lab.cells = [nbformat.v4.new_code_cell("!which torchrun tensorboard"), nbformat.v4.new_code_cell(train)]
-    (hub.copy / "scripts").mkdir(exist_ok=True)
-    shutil.copy(root / "notebooks" / "scripts" / "train_ddp.py", hub.copy / "scripts")
-    nbformat.write(lab, hub.copy / "mine.ipynb")
-    give(hub)
-    said = hub.run_notebook(hub.copy / "mine.ipynb")
-    assert [str(hub.python.with_name(name)) for name in PROGRAMS] == said.split()[:2]
-    assert "epoch 1: loss" in said, said

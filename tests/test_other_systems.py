@@ -1,6 +1,5 @@
 """macOS and WSL, by a stand-in: what Linux alone has is absent, and each of its uses has a way without it."""
 
-import ast
 import contextlib
 import ctypes
 import errno
@@ -17,9 +16,9 @@ from pathlib import Path
 
 import psutil  # which looks at sys.platform when it is imported
 import pytest
-from harness.elsewhere import ONLY_LINUX, leave_linux
+from harness.elsewhere import leave_linux
 from packaging.markers import default_environment
-from test_pins import CUDA_PARTS, read_lock
+from test_pins import read_lock
 
 from course import environment
 from course.check import NotYetError
@@ -33,13 +32,7 @@ from nodelaunch.node import facts, guard, probe, processes, supervisor, watch
 from scripts import loading
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
-# Where a name of Linux's is used all the same: the tests below show each of these places without it.
-GUARDED = {
-    ("lab_common/cores.py", "sched_getaffinity"),
-    ("nodelaunch/node/watch.py", "TCP_INFO"),
-    ("nodelaunch/node/watch.py", "pthread_getcpuclockid"),
-    ("lab_utils/links.py", "TCP_INFO"),
-}
+CUDA_PARTS = ("nvidia-", "cuda-", "triton")
 # A Mac with one of Apple's processors.
 MAC = {"os_name": "posix", "sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"}
 IMPORT_ALL = """
@@ -82,18 +75,6 @@ def elsewhere(monkeypatch):
 def start_python(program: str, root: Path, *arguments: str, **options) -> subprocess.Popen:
     environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
     return subprocess.Popen([sys.executable, "-c", program, *arguments], env=environ, text=True, **options)
-
-
-def test_every_name_that_only_linux_has_is_known_here(root):
-    only = {(module.__name__, name) for module, names in ONLY_LINUX.items() for name in names.split()}
-    found = set()
-    for path in (path for package in PACKAGES for path in (root / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            used = [(node.value.id, node.attr)] if isinstance(node, ast.Attribute) and hasattr(node.value, "id") else []
-            if isinstance(node, ast.ImportFrom):
-                used = [(node.module, one.name) for one in node.names]
-            found |= {(path.relative_to(root).as_posix(), name) for module, name in used if (module, name) in only}
-    assert found == GUARDED
 
 
 def test_every_module_can_be_imported(root):

@@ -1,6 +1,5 @@
 """The web site: converted notebooks, the slides; and the whole site in a browser."""
 
-import base64
 import functools
 import http.server
 import re
@@ -99,13 +98,6 @@ def test_an_output_that_shows_a_solution_is_left_out(tmp_path):
     assert make_page(told, "10_more.ipynb", solved=known).cells[5].outputs[:2] == shown[:2]
 
 
-def test_a_live_page_is_not_looked_for_by_the_site():
-    lab = make_lab()
-    lab.cells[5].outputs.append(new_output("display_data", {"text/html": '<object data="http://127.0.0.1:6006/">'}))
-    figure, live = make_page(lab, "09_doubling.ipynb").cells[5].outputs
-    assert figure == lab.cells[5].outputs[0] and live.data == {"text/plain": "(Here the lab shows a live page.)"}
-
-
 def test_a_teachers_page_has_the_solutions_and_what_they_printed():
     page = {cell.id: cell for cell in make_page(make_lab(), "09_doubling.ipynb", solutions=True).cells}
     assert "2 * x" in page["solved"].source and page["solved"].outputs[0].text == "✔ right"
@@ -129,16 +121,6 @@ def test_a_slide_is_question_figure_three_findings_and_what_to_ask():
     assert 'alt="Bars, and a &lt;guess&gt;."' in html and f"base64,{PNG}" in html
     evil = write_slides([make_lab(end="## What you saw\n\n* <script>alert(1)</script>\n* B.\n* C.")])
     assert "<script" not in evil
-
-
-def test_a_lab_chooses_what_its_slide_says():
-    lab = make_lab()
-    lab.cells[-1].metadata["slide"] = {"findings": [3, 0], "ask": ["And `x`?"], "note": "Of *one* run."}
-    slide = read_slide(lab)
-    assert slide["findings"] == ["Four.", "One thing: `a < b`."] and slide["ask"] == ["And `x`?"]
-    html = write_slides([lab])
-    assert "<figcaption>Of <em>one</em> run.</figcaption>" in html and "And <code>x</code>?" in html
-    assert '"halves"' in html and "halves wide" not in html
 
 
 def test_the_first_page_has_the_promise_and_a_card_for_each_part(root, notebooks, tmp_path):
@@ -260,22 +242,3 @@ def test_no_page_shows_a_solution(site, root):
         text = unescape(re.sub("<[^>]*>", "", page.read_text(encoding="utf-8")))
         for block in solved:
             assert not all(line in text for line in block) or all(line in own for line in block), (page.name, block)
-
-
-def test_figures_tables_and_stubs_stand_on_a_labs_page(site, address, chromium, tmp_path, keep):
-    with Browser(tmp_path / "browser") as browser:
-        page = show(browser, f"{address}/notebooks/05_ddp_two_nodes.html")
-        images = page.evaluate("[...document.images].map(i => [i.complete && i.naturalWidth > 0, i.alt.length])")
-        assert len(images) > 6 and all(drawn and alt > 20 for drawn, alt in images)
-        text = page.evaluate("document.body.innerText")
-        assert "Run it yourself" in text and "YOUR CODE HERE" in text and "BEGIN SOLUTION" not in text
-        keep(page, "site")
-        page.close()
-
-
-def test_each_slide_is_printed_on_a_page_of_its_own(address, notebooks, chromium, tmp_path):
-    with Browser(tmp_path / "browser") as browser:
-        page = show(browser, f"{address}/slides/labs.html")
-        printed = page.call("Page.printToPDF", timeout=60, preferCSSPageSize=True)["data"]
-        page.close()
-    assert len(re.findall(rb"/Type\s*/Page\b", base64.b64decode(printed))) == len(notebooks)
