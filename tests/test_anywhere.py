@@ -19,7 +19,6 @@ from pathlib import Path
 import nbformat
 import pytest
 
-import lab_common
 import setup_anywhere
 from course import workspace
 
@@ -118,18 +117,6 @@ def hub(root):
         assert "written" in said and "Processor" in said and "[fail]" not in said, said
         yield made
         subprocess.run(["chmod", "-R", "u+w", folder], check=True)
-
-
-def test_installed_packages_find_the_folder_of_the_labs_around_the_current_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(lab_common, "__file__", str(tmp_path / "site-packages" / "lab_common" / "__init__.py"))
-    labs, own = tmp_path / "labs", tmp_path / "labs" / "workspace" / "mine"
-    for folder in (labs / "lab_common", own / "deep"):
-        folder.mkdir(parents=True)
-    (own / "pyproject.toml").touch()  # a learner's own project
-    monkeypatch.chdir(own / "deep")
-    assert lab_common.checkout() == own / "deep", "nothing around it is the labs' folder"
-    (labs / "pyproject.toml").touch()
-    assert lab_common.checkout() == labs
 
 
 def test_what_is_installed_has_the_files_that_are_not_python(root):

@@ -15,7 +15,7 @@ import pytest
 from harness.browser import Page
 from harness.engines import need_engine_of
 from harness.hosts import find_missing
-from harness.jobs import assert_gone, wait_for
+from harness.jobs import wait_for
 from harness.lab_pages import (
     REFUSALS,
     find_faults,
@@ -42,34 +42,6 @@ assert {path.stem for path in NOTEBOOKS}.issuperset(IN_BRIEF), "a lab has anothe
 # What a cell's output shows.
 TEXT = "labs.cells[{}].outputArea.node.innerText"
 LAST_FIGURE = "[...labs.panel.node.querySelectorAll('.jp-RenderedImage img')].at(-1)"
-# Two nodes that meet at each step, until a file says that it is enough: no machine is too slow for that.
-COUNT = """
-import sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-step, enough = 0, torch.zeros(1)
-while not enough:
-    enough[0] = Path(sys.argv[1]).exists()
-    dist.all_reduce(enough)
-    step += 1
-    print("step", step, flush=True)
-    time.sleep(0.5)
-print("all steps done", flush=True)
-dist.destroy_process_group()
-"""
-TWO_NODES = """
-import nodelaunch as launch
-launch.TorchrunJob("scripts/count.py", ["{enough}"], nodes=launch.local_nodes(2)).run();
-"""
-# What a learner asks who wants to know how a job stands: which run here, and what the newest has said.
-JOBS = "!python -m nodelaunch jobs"
-LOG = """
-import nodelaunch as launch
-print(*[line for line in launch.find_log().read_text().splitlines() if "step" in line][-4:], sep="\\n")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +52,6 @@ def lab(
     if not os.geteuid() and not find_missing_packages():
         request.getfixturevalue("slurm")
     with start_lab(tmp_path_factory.mktemp("lab"), cinic_folder) as started:
-        (started.folder / "scripts" / "count.py").write_text(COUNT)
         yield started
 
 
@@ -162,61 +133,11 @@ def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(l
     keep(page, "tensorboard_inline")
 
 
-def start_cell(page: Page, index: int) -> None:
-    page.evaluate(f"labs.panel.content.activeCellIndex = {index}; labs.start('notebook:run-cell')")
-
-
-def start_job(page: Page) -> None:
-    """Runs the first cell, which starts a job, until both of its nodes are at work."""
-    page.wait_for("labs.kernel === 'idle'")
-    start_cell(page, 0)
-    for rank in (0, 1):
-        page.wait_for(f"/rank {rank}.*step 3$/m.test({TEXT.format(0)})", timeout=120)
-
-
 def run_cell(page: Page, index: int) -> str:
     """Runs one cell in an idle kernel, to its end, and returns its output."""
-    start_cell(page, index)
+    page.evaluate(f"labs.panel.content.activeCellIndex = {index}; labs.start('notebook:run-cell')")
     page.wait_for("labs.ended && labs.kernel === 'idle'")
     return page.evaluate(TEXT.format(index)).strip()
-
-
-def find_job(lab: Lab, survivors: Callable[[str], list[int]]) -> str:
-    """Returns the id of the only running job."""
-    (job,) = (folder.name for folder in (lab.runs / "jobs").iterdir() if survivors(folder.name))
-    return job
-
-
-def find_step(log: str) -> int:
-    """Returns the last step that the end of a log mentions."""
-    return int(re.findall(r"step (\d+)", log)[-1])
-
-
-@pytest.mark.drill
-def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_shown(lab, open_notebook, keep, survivors):
-    """The reopened notebook shows what was saved. Output while no tab is open goes only to the job's log."""
-    enough = lab.runs / "enough"
-    name = lab.write("closed.ipynb", TWO_NODES.format(enough=enough), LOG).name
-    page = open_notebook(name)
-    start_job(page)
-    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
-    page.close()
-    page = open_notebook(name)
-    assert "step 3" in page.evaluate(TEXT.format(0))
-    job = find_job(lab, survivors)
-    keep(page, "reopened")
-    beside = open_notebook(lab.write("beside.ipynb", JOBS, LOG).name)
-    assert job in run_cell(beside, 0)
-    step = find_step(run_cell(beside, 1))
-    wait_for(lambda: find_step(run_cell(beside, 1)) > step)
-    keep(beside, "beside")
-    # The kernel's state is not asked for: a kernel that is asked in mid-cell says "idle" when it has answered.
-    enough.touch()
-    page.call("Page.bringToFront")
-    page.wait_for("labs.kernel === 'idle'")
-    # Of one rank a step may stand behind the other's last line.
-    assert {f"node{n}: [rank {n}] all steps done" for n in (0, 1)} <= set(run_cell(page, 1).splitlines())
-    assert_gone(job, 10.0)
 
 
 def test_the_first_start_shows_the_page_of_all_labs_and_its_link_opens_one(lab, pages, keep):

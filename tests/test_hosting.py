@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 import socket
 import stat
@@ -24,13 +23,10 @@ from hosting.engine import Engine, find_engine
 from hosting.files import (
     BASE,
     CADDY,
-    FRONT_PORT,
     GPUS,
     NODES,
     make_base,
-    make_caddyfile,
     make_gpus,
-    make_nodes,
     write_files,
     write_tokens,
 )
@@ -194,6 +190,8 @@ def test_a_bad_token_is_refused(tmp_path, line, words):
         ({"memory": "100mb"}, "less than JupyterLab needs"),
         ({"cpus": "0"}, "no number"),
         ({"project": "../labs"}, "odd name"),
+        ({"subdomains": True, "address": "10.0.0.1"}, "host names of their own"),
+        ({"subdomains": True, "hub": True}, "host names of their own"),
     ],
 )
 def test_settings_that_are_unsafe_or_cannot_work_are_refused(bad, words):
@@ -330,16 +328,6 @@ def test_gpus_are_given_by_their_ids_and_only_to_their_team():
     assert list(one) == ["one-node0"]
 
 
-def test_the_second_node_shares_keys_with_its_own_team_alone():
-    overlay = make_nodes([RED, BLUE], Settings(), make_setup([RED, BLUE]))
-    for team in ("red", "blue-2"):
-        labs, other = (overlay["services"][f"{team}-node{node}"] for node in (0, 1))
-        assert labs["volumes"] == other["volumes"] == [f"{team}-keys:/srv/keys"]
-        assert labs["environment"] == {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
-        assert list(other["networks"]) == [team] and other["hostname"] == "node1"
-        assert "JUPYTER_TOKEN_FILE" not in other["environment"]
-
-
 def test_files_are_written_when_they_change_and_no_other(tmp_path):
     def write(teams, settings=None, image_id="one"):
         found = write_files(tmp_path, teams, settings or Settings(), make_setup(teams, settings, image_id=image_id))
@@ -352,37 +340,6 @@ def test_files_are_written_when_they_change_and_no_other(tmp_path):
     assert write([RED, BLUE], image_id="another")[1] != times, "an image that was built anew"
     names, fewer = write([BLUE], Settings(nodes=1))
     assert names == [BASE] and set(fewer) == {BASE, CADDY, "blue-2"}, "nothing of before stays, no token either"
-
-
-@pytest.mark.parametrize("tls, words", [("internal", "tls internal"), ("auto", "https://"), ("none", "http://")])
-def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
-    text = make_caddyfile([RED, BLUE], Settings(tls=tls))
-    assert words in text and "respond 404" in text and "admin off" in text
-    assert text.count("reverse_proxy") == 2 and "handle /red/* {\n\t\treverse_proxy red-node0:8888" in text
-    assert ("tls internal" in text) == (tls == "internal")
-    assert ("disable_http_challenge" in text) == (tls == "auto"), "port 80 is closed"
-    ports = dict(re.findall(r"(https?)_port (\d+)", text))
-    assert ports.pop("http" if tls == "none" else "https") == str(FRONT_PORT) not in ports.values()
-    assert text.count("{") == text.count("}")
-
-
-def test_each_team_can_have_a_host_name_of_its_own():
-    """Then a browser keeps the teams' pages apart, which it does by scheme, host and port."""
-    settings = check_settings(Settings(address="labs.example.org", subdomains=True, port=443))
-    assert settings.find_url("red") == "https://red.labs.example.org/red/"
-    assert Settings().find_url("red") == "https://localhost:8443/red/"
-    text = make_caddyfile([RED, BLUE], settings)
-    sites = dict(re.findall(r"^https://(\S+) \{\n(.*?)^\}", text, re.M | re.S))
-    assert list(sites) == ["labs.example.org", "red.labs.example.org", "blue-2.labs.example.org"]
-    assert "reverse_proxy" not in sites["labs.example.org"]
-    for name, other in (("red", "blue-2"), ("blue-2", "red")):
-        site = sites[f"{name}.labs.example.org"]
-        assert f"reverse_proxy {name}-node0:8888" in site and f"{other}-node0" not in site and "tls internal" in site
-        assert "respond 404" in site and "Referrer-Policy" in site
-    assert text.count("{") == text.count("}")
-    for bad in ({"address": "10.0.0.1"}, {"hub": True}):
-        with pytest.raises(LabError, match="host names of their own"):
-            check_settings(Settings(subdomains=True, **bad))
 
 
 def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatch, tmp_path):

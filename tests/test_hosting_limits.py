@@ -10,7 +10,7 @@ from harness.drawn import assert_explains
 
 from hosting.engine import CONTROLLERS, Engine, Machine
 from hosting.files import make_base, make_nodes
-from hosting.limits import NAME, check_shares, describe_limits, divide, forget_shares, keep_shares, limit
+from hosting.limits import check_shares, describe_limits, divide, forget_shares, keep_shares, limit
 from hosting.settings import Settings
 from hosting.teams import Team
 from lab_common import LabError
@@ -126,17 +126,6 @@ def test_shares_of_a_larger_machine_are_not_kept(tmp_path):
     smaller = Machine(8 * GIB, (0, 1))
     assert keep_shares(tmp_path, smaller, make_teams(2), Settings(), save=True) == divide(
         smaller, make_teams(2), Settings()
-    )
-
-
-BROKEN = ["", "[]", '{"told": ["auto", "auto", "auto", 2], "teams": {"t0": [5]}}']
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_broken_file_of_shares_has_the_machine_divided_anew(tmp_path, text):
-    (tmp_path / NAME).write_text(text)
-    assert keep_shares(tmp_path, MACHINE, make_teams(2), Settings(), save=True) == divide(
-        MACHINE, make_teams(2), Settings()
     )
 
 

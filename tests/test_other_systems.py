@@ -1,7 +1,6 @@
 """macOS and WSL, by a stand-in: what Linux alone has is absent, and each of its uses has a way without it."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import math
@@ -23,10 +22,8 @@ from test_pins import read_lock
 from course import environment
 from course.check import NotYetError
 from course.exercises import ranks
-from course.race import on_node
 from lab_common import LabError, cores, files
-from lab_utils import machine, memory
-from lab_utils.timing.memory import return_memory
+from lab_utils import machine
 from nodelaunch import local_nodes
 from nodelaunch.node import facts, guard, probe, processes, supervisor, watch
 from scripts import loading
@@ -140,14 +137,6 @@ def test_a_rank_starts_and_is_watched(elsewhere):
     assert guard.set_process(guard.PR_SET_PDEATHSIG, 9) is None
     assert watch._count_bytes() == 0
     assert watch._read_clock(threading.get_ident()) == 0
-
-
-def test_memory_is_not_limited_and_a_processor_not_named(elsewhere, monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda *name, **options: object())  # not glibc
-    return_memory()
-    with pytest.raises(LabError, match="Memory cannot be limited here"), memory._limit(2**20):
-        pytest.fail("it was limited")
-    assert on_node.describe("/")["cpu"] == "an unnamed processor"
 
 
 def test_a_rank_that_macos_ends_is_not_the_answer_s_fault(elsewhere, monkeypatch):
