@@ -38,7 +38,6 @@ from lab_common import LabError
 from lab_common.files import hold_folder
 
 RED, BLUE = Team("red", ("0", "1")), Team("blue-2")
-TOKENS = {"red": "r" * 48, "blue-2": "b" * 48}
 
 
 @pytest.fixture

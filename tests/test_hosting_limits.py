@@ -63,17 +63,6 @@ def test_every_container_is_told_its_limits():
     assert front["mem_limit"] and front["pids_limit"] and front["logging"]["options"]["max-size"]
 
 
-@pytest.mark.parametrize(("cpus", "nodes", "threads"), [("8", 1, "8"), ("8", 2, "4"), ("1.5", 2, "1"), (".5", 2, "1")])
-def test_threads_are_no_more_than_cpus_of_all_nodes_together(cpus, nodes, threads):
-    """For teams that share their CPUs."""
-    teams, told = make_teams(2), Settings(cpus=cpus, nodes=nodes)
-    setup = make_setup(teams, told)
-    made = [make_base(teams, told, "", setup)["services"]["t0-node0"]]
-    made += [make_nodes(teams, told, setup)["services"]["t0-node1"]] if nodes > 1 else []
-    assert {one["environment"]["OMP_NUM_THREADS"] for one in made} == {threads}
-    assert {one["environment"].get("LAB_NODE_THREADS") for one in made} == {threads if nodes > 1 else None}
-
-
 def test_what_is_told_goes_before_what_is_decided():
     teams = make_teams(2)
     told = Settings(memory="6gb", cpus="1.5", shm="1gb", nodes=1)
@@ -119,14 +108,6 @@ def test_a_team_that_comes_later_changes_no_other_s_limits(tmp_path):
     even = keep_shares(tmp_path, MACHINE, three, Settings(), save=True)
     assert len({nodes[0].memory for nodes in even.values()}) == 1
     assert not any("came later" in line for line in describe_limits(even, MACHINE))
-
-
-def test_shares_of_a_larger_machine_are_not_kept(tmp_path):
-    keep_shares(tmp_path, MACHINE, make_teams(2), Settings(), save=True)
-    smaller = Machine(8 * GIB, (0, 1))
-    assert keep_shares(tmp_path, smaller, make_teams(2), Settings(), save=True) == divide(
-        smaller, make_teams(2), Settings()
-    )
 
 
 HOST = {"memTotal": 8 * GIB, "cpus": 4096}

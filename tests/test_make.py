@@ -15,7 +15,6 @@ import pytest
 
 from course import workspace
 from course.check import LABS
-from course.parts import PARTS
 from nodelaunch.node.probe import find_free_port
 
 
@@ -148,14 +147,6 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(r
     )
     said = [str(len(names) - 1), "ask your instructor", "False", "False", "ask your instructor"]
     assert run.stdout.splitlines() == said, run.stderr
-
-
-def test_the_readme_is_short_and_has_every_lab_in_its_part(root):
-    text = (root / "README.md").read_text()
-    assert len(text.split()) <= 1000
-    parts = re.findall(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", text, re.MULTILINE)
-    found = {title: [int(lab) for lab in re.findall(r"^- \[(\d+) · ", labs, re.MULTILINE)] for title, labs in parts}
-    assert found == {part.title: list(part.labs) for part in PARTS}
 
 
 def test_no_page_and_no_target_of_the_release_names_what_was_left_out(release, root):

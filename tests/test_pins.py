@@ -6,7 +6,6 @@ import tomllib
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 
@@ -74,10 +73,3 @@ def test_conda_takes_the_lock_itself(conda):
     (through_pip,) = [entry["pip"] for entry in conda["dependencies"] if isinstance(entry, dict)]
     assert [entry.split("=")[0] for entry in plain] == ["python", "pip"]
     assert through_pip == ["-r requirements.lock"]
-
-
-def test_conda_s_python_is_one_that_the_package_takes(conda, project):
-    (python,) = [entry for entry in conda["dependencies"] if str(entry).startswith("python=")]
-    supported = SpecifierSet(project["requires-python"])
-    assert supported.contains(python.removeprefix("python=") + ".0")
-    assert [minor for minor in range(8, 20) if supported.contains(f"3.{minor}.5")] == [11, 12, 13]
