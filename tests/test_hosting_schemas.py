@@ -46,7 +46,6 @@ def test_docker_s_compose_merges_the_files_and_takes_the_limits(compose, tmp_pat
     status, said = compose(files, "--format=json")
     assert status == 0, said
     made = json.loads(said)
-    assert made["name"] == "course"
     assert set(made["services"]) == {"front", *(f"{team.name}-node{node}" for team in TEAMS for node in (0, 1))}
     red = made["services"]["red-node0"]
     (device,) = red["deploy"]["resources"]["reservations"]["devices"]
@@ -57,9 +56,6 @@ def test_docker_s_compose_merges_the_files_and_takes_the_limits(compose, tmp_pat
     share = setup.shares["red"][0]
     assert int(red["mem_limit"]) == int(red["memswap_limit"]) == share.memory and int(red["shm_size"]) == share.shm
     assert red["pids_limit"] == share.processes and red["cpuset"] == share.cpuset == "0,1,2,3"
-    assert red["logging"] == {"driver": "json-file", "options": {"max-size": "10m"}}
-    assert list(red["networks"]) == ["red"] and red["restart"] == "always"
-    assert "deploy" not in made["services"]["blue-2-node0"]
 
 
 def test_docker_s_compose_takes_the_hub_s_files(compose, tmp_path):
