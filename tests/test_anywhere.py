@@ -12,7 +12,6 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,15 +116,6 @@ def hub(root):
         assert "written" in said and "Processor" in said and "[fail]" not in said, said
         yield made
         subprocess.run(["chmod", "-R", "u+w", folder], check=True)
-
-
-def test_what_is_installed_has_the_files_that_are_not_python(root):
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = tuple(pattern.removeprefix("*") for pattern in settings["package-data"]["*"])
-    files = [path for package in PACKAGES for path in (root / package).rglob("*") if path.is_file()]
-    beside = {path.name for path in files if path.suffix not in (".py", ".pyc")}
-    assert {"thresholds.json", "batch_job.sbatch"} <= beside
-    assert all(name.endswith(patterns) for name in beside), beside
 
 
 def test_a_copy_asks_for_the_kernel_that_was_made_for_it(tmp_path):

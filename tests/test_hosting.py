@@ -386,24 +386,6 @@ def test_one_command_at_a_time_changes_a_class(tmp_path, command, capsys):
     assert "Another command" not in capsys.readouterr().err, "it ended with the command that held it"
 
 
-@pytest.mark.parametrize(
-    ("fault", "words", "status"),
-    [
-        (KeyboardInterrupt(), "Interrupted", 130),
-        (PermissionError(13, "Permission denied", "/x/settings.json"), "/x/settings.json: Permission denied", 1),
-        (BrokenPipeError(32, "Broken pipe"), "", 1),
-    ],
-)
-def test_what_ends_a_command_from_outside_is_told_in_a_line(monkeypatch, capfd, fault, words, status):
-    def fail(chosen):
-        raise fault
-
-    monkeypatch.setattr("hosting.__main__.run", fail)
-    assert main(["status"]) == status
-    said = capfd.readouterr().err
-    assert words in said and said.strip().count("\n") == 0
-
-
 def test_a_folder_in_place_of_a_token_is_mended(tmp_path):
     """Docker makes one if a file that it is to mount is missing."""
     for name in ("red", "green"):
