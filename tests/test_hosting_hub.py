@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from harness.containers import install, make_setup
+from harness.drawn import assert_explains
 
 from hosting.hub import TAKEN, make_compose, write_hub
 from hosting.settings import Settings
@@ -80,11 +81,6 @@ asyncio.run(load(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]))
 """
 
 
-def assert_says(error, *words):
-    assert error.what and error.where and error.fix
-    assert not [word for word in words if word not in str(error)], str(error)
-
-
 def make_class(folder):
     (folder / "teams.csv").write_text(CLASS)
     teams = read_teams(folder / "teams.csv")
@@ -119,14 +115,14 @@ def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
     path.chmod(0o640)
     with pytest.raises(LabError) as caught:
         write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert_says(caught.value, "Others can read", "chmod 600", str(path))
+    assert_explains(caught.value, "Others can read", "chmod 600", str(path))
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_team_with_the_name_of_one_of_the_hubs_paths_is_refused(name, tmp_path):
     with pytest.raises(LabError) as caught:
         write_hub(tmp_path, [Team(name)], ONE, make_setup([Team(name)], ONE))
-    assert_says(caught.value, f"Team {name} ", "any name but", "teams.csv")
+    assert_explains(caught.value, f"Team {name} ", "any name but", "teams.csv")
     assert not (tmp_path / "hub").exists()
 
 

@@ -119,10 +119,7 @@ def chart():
         if os.environ.get("LAB_REQUIRE_CHART") == "1":
             pytest.fail(f"LAB_REQUIRE_CHART=1, but {missing}", pytrace=False)
         pytest.skip(f"NOT TESTED HERE: {missing}")
-    folder = Path(os.environ["LAB_Z2JH"])
-    for name in ("values.yaml", "files/hub/jupyterhub_config.py"):
-        assert (folder / name).is_file(), f"LAB_Z2JH={folder} has no {name}"
-    return folder
+    return Path(os.environ["LAB_Z2JH"])
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +131,7 @@ def tools(chart, tmp_path_factory):
 
 @pytest.fixture
 def check_values(chart, tools, tmp_path):
-    """Validates values, merged into the chart's own, against its schema; returns the errors, or ""."""
+    """Validates values, merged into the chart's own, against its schema."""
     schema = next((path for path in sorted(chart.glob("values.schema.*")) if path.suffix in (".yaml", ".json")), None)
     assert schema, f"LAB_Z2JH={chart} has no values.schema.yaml"
     defaults = yaml.safe_load((chart / "values.yaml").read_text())
@@ -144,8 +141,7 @@ def check_values(chart, tools, tmp_path):
         path.write_text(json.dumps(merge(defaults, values)))
         command = [tools / "check-jsonschema", "--schemafile", str(schema), str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0 or "Schema validation errors" in done.stdout, done.stdout + done.stderr
-        return done.stdout if done.returncode else ""
+        assert done.returncode == 0, done.stdout + done.stderr
 
     return run
 
@@ -193,22 +189,6 @@ def answer(ours, start):
     return start(ours, logins=LOGINS)
 
 
-@pytest.fixture
-def check_manifest(tools, tmp_path):
-    """Validates a manifest against Kubernetes' own schema; returns the errors, or ""."""
-
-    def run(manifest):
-        path = tmp_path / "manifest.yaml"
-        path.write_text(yaml.safe_dump(manifest))
-        command = [tools / "kubernetes-validate", "--strict", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        said = done.stdout + done.stderr
-        assert "Traceback" not in said, said
-        return said if done.returncode else ""
-
-    return run
-
-
 def find_container(pod):
     (container,) = pod["spec"]["containers"]
     return container
@@ -222,19 +202,22 @@ def find_mount(pod, path):
 
 
 def test_the_chart_takes_the_values(ours, check_values):
-    assert not check_values(ours)
+    check_values(ours)
 
 
 def test_the_chart_takes_the_values_behind_an_ingress(ours, readme, check_values):
     (block,) = re.findall(r"```yaml\n(.*?)```", readme, flags=re.DOTALL)
     ingress = yaml.safe_load(block)
-    assert not check_values({key: value for key, value in ours.items() if key != "proxy"} | ingress)
+    check_values({key: value for key, value in ours.items() if key != "proxy"} | ingress)
     assert ingress["ingress"]["tls"] and ingress["proxy"]["service"]["type"] == "ClusterIP"
 
 
-def test_kubernetes_takes_the_pod_and_its_claim(answer, check_manifest):
-    assert not check_manifest(answer["pod"])
-    assert not check_manifest(answer["claim"])
+def test_kubernetes_takes_the_pod_and_its_claim(answer, tools, tmp_path):
+    for name in ("pod", "claim"):
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(answer[name]))
+        done = subprocess.run([tools / "kubernetes-validate", "--strict", str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_team_gets_two_gpus_and_shared_memory_within_its_limit(answer):
