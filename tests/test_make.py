@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
 import pytest
+from harness.jobs import wait_for
 
 from course import workspace
 from course.check import LABS
@@ -48,15 +48,9 @@ def release(make, tmp_path_factory):
     return folder
 
 
-def wait_for(port, *, listening, seconds=20):
-    """Returns True if a server starts, or stops, listening in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if (probe.connect_ex(("127.0.0.1", port)) == 0) == listening:
-                return True
-        time.sleep(0.2)
-    return False
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def ask(address, token=None):
@@ -97,7 +91,7 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
         assert re.search(rf"ssh -N -L {port}:127\.0\.0\.1:{port} \S+@192\.0\.2\.8", out)
         assert "[ok]" in out
         assert "shapes10" in out
-        assert wait_for(port, listening=True), "".join(printed)  # it prints its address before it listens
+        wait_for(lambda: listens(port), 20.0)  # it prints its address before it listens
         contents = f"http://127.0.0.1:{port}/api/contents"
         names = {entry["name"] for entry in ask(contents, token)["content"]}
         assert {"START.md", "00_start_here.ipynb", "01_mixed_precision.ipynb", "figures"} <= names
@@ -112,7 +106,7 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=30)
-    assert wait_for(port, listening=False), "the server still listens"
+    wait_for(lambda: not listens(port), 20.0)
 
 
 def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(release, root, tmp_path):
