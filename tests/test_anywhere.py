@@ -12,14 +12,12 @@ import sys
 import sysconfig
 import tarfile
 import tempfile
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
 import pytest
 
-import lab_common
 import setup_anywhere
 from course import workspace
 
@@ -120,27 +118,6 @@ def hub(root):
         subprocess.run(["chmod", "-R", "u+w", folder], check=True)
 
 
-def test_installed_packages_find_the_folder_of_the_labs_around_the_current_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(lab_common, "__file__", str(tmp_path / "site-packages" / "lab_common" / "__init__.py"))
-    labs, own = tmp_path / "labs", tmp_path / "labs" / "workspace" / "mine"
-    for folder in (labs / "lab_common", own / "deep"):
-        folder.mkdir(parents=True)
-    (own / "pyproject.toml").touch()  # a learner's own project
-    monkeypatch.chdir(own / "deep")
-    assert lab_common.checkout() == own / "deep", "nothing around it is the labs' folder"
-    (labs / "pyproject.toml").touch()
-    assert lab_common.checkout() == labs
-
-
-def test_what_is_installed_has_the_files_that_are_not_python(root):
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    patterns = tuple(pattern.removeprefix("*") for pattern in settings["package-data"]["*"])
-    files = [path for package in PACKAGES for path in (root / package).rglob("*") if path.is_file()]
-    beside = {path.name for path in files if path.suffix not in (".py", ".pyc")}
-    assert {"thresholds.json", "batch_job.sbatch"} <= beside
-    assert all(name.endswith(patterns) for name in beside), beside
-
-
 def test_a_copy_asks_for_the_kernel_that_was_made_for_it(tmp_path):
     lab = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("# A lab", id="title")])
     lab.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
@@ -232,17 +209,3 @@ def test_a_lab_runs_there_without_write_access_to_the_packages(hub, root, name):
     said = hub.run_notebook(path, "--kernel", setup_anywhere.KERNEL, *cells)
     assert "✔ " in said
     assert (hub.copy.parent / "runs").is_dir() and (hub.copy.parent / "data" / "packed").is_dir()
-
-
-@pytest.mark.system
-def test_cells_find_torchrun(hub, root):
-    lab = nbformat.v4.new_notebook(metadata={"kernelspec": {"name": setup_anywhere.KERNEL, "display_name": "x"}})
-    train = "!torchrun --nproc-per-node=2 scripts/train_ddp.py --images 640 --net tiny 2>&1"
-    lab.cells = [nbformat.v4.new_code_cell("!which torchrun tensorboard"), nbformat.v4.new_code_cell(train)]
-    (hub.copy / "scripts").mkdir(exist_ok=True)
-    shutil.copy(root / "notebooks" / "scripts" / "train_ddp.py", hub.copy / "scripts")
-    nbformat.write(lab, hub.copy / "mine.ipynb")
-    give(hub)
-    said = hub.run_notebook(hub.copy / "mine.ipynb")
-    assert [str(hub.python.with_name(name)) for name in PROGRAMS] == said.split()[:2]
-    assert "epoch 1: loss" in said, said

@@ -15,10 +15,9 @@ import pytest
 from harness.browser import Page
 from harness.engines import need_engine_of
 from harness.hosts import find_missing
-from harness.jobs import assert_gone, wait_for
+from harness.jobs import wait_for
 from harness.lab_pages import (
     REFUSALS,
-    find_faint_texts,
     find_faults,
     find_stubs,
     go_the_learner_s_way,
@@ -28,7 +27,6 @@ from harness.lab_pages import (
 from harness.lab_server import BRIEF, WANDB_KEY, Lab, start_lab
 
 from course import workspace
-from course.check.hints import SECOND_HINTS
 from course.pocket_slurm import find_missing_packages
 from course.report.__main__ import main as report
 
@@ -44,34 +42,6 @@ assert {path.stem for path in NOTEBOOKS}.issuperset(IN_BRIEF), "a lab has anothe
 # What a cell's output shows.
 TEXT = "labs.cells[{}].outputArea.node.innerText"
 LAST_FIGURE = "[...labs.panel.node.querySelectorAll('.jp-RenderedImage img')].at(-1)"
-# Two nodes that meet at each step, until a file says that it is enough: no machine is too slow for that.
-COUNT = """
-import sys, time
-from pathlib import Path
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-step, enough = 0, torch.zeros(1)
-while not enough:
-    enough[0] = Path(sys.argv[1]).exists()
-    dist.all_reduce(enough)
-    step += 1
-    print("step", step, flush=True)
-    time.sleep(0.5)
-print("all steps done", flush=True)
-dist.destroy_process_group()
-"""
-TWO_NODES = """
-import nodelaunch as launch
-launch.TorchrunJob("scripts/count.py", ["{enough}"], nodes=launch.local_nodes(2)).run();
-"""
-# What a learner asks who wants to know how a job stands: which run here, and what the newest has said.
-JOBS = "!python -m nodelaunch jobs"
-LOG = """
-import nodelaunch as launch
-print(*[line for line in launch.find_log().read_text().splitlines() if "step" in line][-4:], sep="\\n")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +52,6 @@ def lab(
     if not os.geteuid() and not find_missing_packages():
         request.getfixturevalue("slurm")
     with start_lab(tmp_path_factory.mktemp("lab"), cinic_folder) as started:
-        (started.folder / "scripts" / "count.py").write_text(COUNT)
         yield started
 
 
@@ -164,75 +133,11 @@ def test_tensorboard_answers_inside_the_notebook_through_jupyterlab_s_own_port(l
     keep(page, "tensorboard_inline")
 
 
-def start_cell(page: Page, index: int) -> None:
-    page.evaluate(f"labs.panel.content.activeCellIndex = {index}; labs.start('notebook:run-cell')")
-
-
-def start_job(page: Page) -> None:
-    """Runs the first cell, which starts a job, until both of its nodes are at work."""
-    page.wait_for("labs.kernel === 'idle'")
-    start_cell(page, 0)
-    for rank in (0, 1):
-        page.wait_for(f"/rank {rank}.*step 3$/m.test({TEXT.format(0)})", timeout=120)
-
-
 def run_cell(page: Page, index: int) -> str:
     """Runs one cell in an idle kernel, to its end, and returns its output."""
-    start_cell(page, index)
+    page.evaluate(f"labs.panel.content.activeCellIndex = {index}; labs.start('notebook:run-cell')")
     page.wait_for("labs.ended && labs.kernel === 'idle'")
     return page.evaluate(TEXT.format(index)).strip()
-
-
-def find_job(lab: Lab, survivors: Callable[[str], list[int]]) -> str:
-    """Returns the id of the only running job."""
-    (job,) = (folder.name for folder in (lab.runs / "jobs").iterdir() if survivors(folder.name))
-    return job
-
-
-def find_step(log: str) -> int:
-    """Returns the last step that the end of a log mentions."""
-    return int(re.findall(r"step (\d+)", log)[-1])
-
-
-@pytest.mark.drill
-def test_interrupting_a_two_node_cell_leaves_no_process_and_the_kernel_goes_on(lab, open_notebook, keep, survivors):
-    job_cell = TWO_NODES.format(enough=lab.runs / "never")
-    page = open_notebook(lab.write("interrupted.ipynb", job_cell, "print(1 + 1)").name)
-    start_job(page)
-    job = find_job(lab, survivors)
-    page.evaluate("jupyterapp.commands.execute('notebook:interrupt-kernel')")
-    assert_gone(job, 10.0)
-    page.wait_for("labs.ended && labs.kernel === 'idle'", timeout=30)
-    keep(page, "interrupted")
-    assert "KeyboardInterrupt" in page.evaluate(TEXT.format(0))
-    assert run_cell(page, 1) == "2"
-
-
-@pytest.mark.drill
-def test_closing_the_tab_in_mid_run_leaves_the_job_at_work_and_its_state_is_shown(lab, open_notebook, keep, survivors):
-    """The reopened notebook shows what was saved. Output while no tab is open goes only to the job's log."""
-    enough = lab.runs / "enough"
-    name = lab.write("closed.ipynb", TWO_NODES.format(enough=enough), LOG).name
-    page = open_notebook(name)
-    start_job(page)
-    page.evaluate("jupyterapp.commands.execute('docmanager:save')")
-    page.close()
-    page = open_notebook(name)
-    assert "step 3" in page.evaluate(TEXT.format(0))
-    job = find_job(lab, survivors)
-    keep(page, "reopened")
-    beside = open_notebook(lab.write("beside.ipynb", JOBS, LOG).name)
-    assert job in run_cell(beside, 0)
-    step = find_step(run_cell(beside, 1))
-    wait_for(lambda: find_step(run_cell(beside, 1)) > step)
-    keep(beside, "beside")
-    # The kernel's state is not asked for: a kernel that is asked in mid-cell says "idle" when it has answered.
-    enough.touch()
-    page.call("Page.bringToFront")
-    page.wait_for("labs.kernel === 'idle'")
-    # Of one rank a step may stand behind the other's last line.
-    assert {f"node{n}: [rank {n}] all steps done" for n in (0, 1)} <= set(run_cell(page, 1).splitlines())
-    assert_gone(job, 10.0)
 
 
 def test_the_first_start_shows_the_page_of_all_labs_and_its_link_opens_one(lab, pages, keep):
@@ -270,35 +175,6 @@ def answer_topk(page: Page, place: int, *lines: str) -> str:
 
 
 RIGHT_TOPK = ("best = logits.topk(k, dim=1).indices", "return (best == labels.unsqueeze(1)).sum()")
-
-
-def test_a_stub_a_slip_wrong_answers_and_a_right_one_are_told_apart_on_a_busy_machine(lab, open_notebook, keep, busy):
-    cells = cut_lab_0(lab, "answers.ipynb", ["imports", "topk-text", "exercise-topk"])
-    place = cells["exercise-topk"]
-
-    def keep_answer(page: Page, name: str) -> None:
-        page.evaluate(f"labs.look({place})")
-        keep(page, name)
-
-    with busy(4):
-        page = open_notebook("answers.ipynb")
-        run_all(page)
-        stub = page.evaluate(TEXT.format(place)).strip()
-        keep_answer(page, "answer_stub")
-        slip = answer_topk(page, place, RIGHT_TOPK[0].replace("logits", "logit"), RIGHT_TOPK[1])
-        keep_answer(page, "answer_slip")
-        first, second = (answer_topk(page, place, "return (logits.argmax(1) == labels).sum()") for _ in range(2))
-        keep_answer(page, "answer_wrong_twice")
-        right, again = (answer_topk(page, place, *RIGHT_TOPK) for _ in range(2))
-        keep_answer(page, "answer_right")
-    assert stub.splitlines()[0] == "✎ 0.1 Counting right answers: still to be written."
-    assert "line 2: best = logit.topk(k, dim=1).indices" in slip and "NameError: name 'logit'" in slip
-    assert "counts as no try" in slip and "Traceback" not in stub + slip
-    assert [len(said.splitlines()) for said in (stub, slip)] == [2, 3]
-    assert first.startswith("✘ 5 images, k=2") and "hint:" in first
-    # The slip was no try: the second hint comes with the second wrong answer, and not with the first.
-    assert "more:" not in first and second.startswith(first) and SECOND_HINTS["0.1"] in " ".join(second.split())
-    assert right == again and right.startswith("✔ 0.1 Counting right answers: ")
 
 
 def find_pictures(path: Path) -> dict[str, list[str]]:
@@ -353,45 +229,3 @@ def test_a_lab_bears_a_restart_in_the_middle_a_second_evening_and_a_new_name(
     text = (tmp_path / "report.html").read_text()
     of_lab = text.partition('id="lab0"')[2].partition('id="lab1"')[0]
     assert all("".join(picture.split()) in of_lab for some in pictures.values() for picture in some)
-
-
-# All that we show with colours or HTML of our own, each once.
-SHOWN = (
-    "from course import check\nfrom lab_utils import board, machine, plots\nmachine.card()",
-    "def before(x):\n    return x + 1\ndef after(x):\n    y = x + 2\n    return y\ncheck.show_diff(before, after)",
-    "import pandas as pd\npd.DataFrame({'images/s': [1.5, 2.5]}, index=['fp32', 'bf16'])",
-    # At a port where no other test of the labs serves.
-    "import tempfile\nended = board.start(tempfile.mkdtemp(), port=0)\nended.stop()\nended.show(height=60)",
-    "from nodelaunch.preflight import Preflight, Verdict\n"
-    "found = [Verdict('node1', 'disk', state, 'so much room', 'cause', 'fix') for state in ('red', 'note', 'ok')]\n"
-    "Preflight(tuple(found), seconds=0.1)",
-    "check.exercise('0.1', lambda logits, labels, k: (logits.topk(k).indices == labels.unsqueeze(1)).sum())\n"
-    "check.progress()",
-    "check.exercise('0.1', lambda logits, labels, k: None)",
-)
-WORDS = ("Processor", "− def before", "+ def after", "images/s", "No TensorBoard", "red", "note", "ok", "✔", "✘")
-
-
-def test_what_we_show_is_legible_in_the_light_and_the_dark_theme(lab, open_notebook, keep):
-    lab.write("themes.ipynb", *SHOWN)
-    page = open_notebook("themes.ipynb")
-    run_all(page)
-    themes = lab.runs.parent / "config/lab/user-settings/@jupyterlab/apputils-extension/themes.jupyterlab-settings"
-    try:
-        for theme in ("JupyterLab Light", "JupyterLab Dark"):
-            page.evaluate(f"jupyterapp.commands.execute('apputils:change-theme', {{theme: {theme!r}}})")
-            page.wait_for(f"document.body.dataset.jpThemeName === {theme!r}")
-            page.close()
-            lab.end_kernels()
-            page = open_notebook("themes.ipynb")
-            page.wait_for(f"document.body.dataset.jpThemeName === {theme!r}")
-            page.wait_for(f"{TEXT.format(3)}.includes('No TensorBoard answers')")
-            # As high as the notebook, for a picture of all of it.
-            high = {"width": 1400, "height": 2000, "deviceScaleFactor": 1, "mobile": False}
-            page.call("Emulation.setDeviceMetricsOverride", **high)
-            keep(page, theme.replace(" ", "_"))
-            seen = "\n".join(page.evaluate(TEXT.format(place)) for place in range(len(SHOWN)))
-            assert [word for word in WORDS if word not in seen] == []
-            assert find_faint_texts(page) == []
-    finally:
-        themes.unlink(missing_ok=True)  # the next test finds the theme that a learner finds

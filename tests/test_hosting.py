@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 import socket
 import stat
@@ -17,20 +16,17 @@ from harness.containers import MACHINE, make_setup
 from harness.drawn import assert_explains
 
 from hosting import __main__ as hosting_main
-from hosting import commands, handout, teams
+from hosting import commands, handout
 from hosting.__main__ import main
 from hosting.deployment import Deployment, open_deployment, parse_settings, read_deployment
 from hosting.engine import Engine, find_engine
 from hosting.files import (
     BASE,
     CADDY,
-    FRONT_PORT,
     GPUS,
     NODES,
     make_base,
-    make_caddyfile,
     make_gpus,
-    make_nodes,
     write_files,
     write_tokens,
 )
@@ -42,7 +38,6 @@ from lab_common import LabError
 from lab_common.files import hold_folder
 
 RED, BLUE = Team("red", ("0", "1")), Team("blue-2")
-TOKENS = {"red": "r" * 48, "blue-2": "b" * 48}
 
 
 @pytest.fixture
@@ -57,47 +52,27 @@ def write(tmp_path):
 
 BAD = {
     "empty": ("", "empty"),
-    "blank lines only": ("\n\n , \n", "empty"),
     "a header alone": ("team,gpus\n", "No team"),
-    "no header": ("red,0 1\n", "no column 'red'"),
     "another column": ("team,gpus,colour\nred,0,1\n", "no column 'colour'"),
     "a column twice": ("team,team\nred,red\n", "twice"),
     "no column of teams": ("gpus\n0\n", "team is missing"),
     "semicolons": ("team;gpus\nred;0 1\n", "not separated by commas"),
-    "tabs": ("team\tgpus\nred\t0\n", "not separated by commas"),
     "GPUs with a comma": ("team,gpus\nred,0,1\n", "3 fields"),
     "an open quote": ('team,gpus\n"red,0\n', "no CSV"),
-    "text behind a quote": ('team,gpus\n"red"x,0\n', "no CSV"),
     "not UTF-8": (b"team,gpus\nr\xe9d,0\n", "not UTF-8"),
-    "UTF-16": ("team,gpus\nred,0\n".encode("utf-16"), "not UTF-8"),
     "a zero byte": ("team,gpus\nr\0d,0\n", "not a text file"),
-    "a spreadsheet": (b"PK\x03\x04\x00\x00\x00\x00", "not a text file"),
     "no name": ("team,gpus\n,0\n", "no name"),
-    "a space": ("team,gpus\nteam red,0\n", "cannot be the name"),
     "a quote": ("team,gpus\nred'; rm -rf,0\n", "cannot be the name"),
-    "a double quote": ('team,gpus\n"re""d",0\n', "cannot be the name"),
-    "the folder above": ("team,gpus\n..,0\n", "cannot be the name"),
     "a path": ("team,gpus\n../red,0\n", "cannot be the name"),
-    "a slash": ("team,gpus\nred/blue,0\n", "cannot be the name"),
-    "unicode": ("team,gpus\nröt,0\n", "cannot be the name"),
     "a letter that looks like a": ("team,gpus\nteаm,0\n", "cannot be the name"),
     "upper case": ("team,gpus\nRed,0\n", "cannot be the name"),
-    "a digit first": ("team,gpus\n1red,0\n", "cannot be the name"),
-    "a hyphen first": ("team,gpus\n-red,0\n", "cannot be the name"),
-    "a hyphen last": ("team,gpus\nred-,0\n", "cannot be the name"),
     "two hyphens": ("team,gpus\nred--1,0\n", "cannot be the name"),
-    "an underscore": ("team,gpus\nred_1,0\n", "cannot be the name"),
     "200 characters": (f"team,gpus\n{'r' * 200},0\n", "200 characters"),
-    "a line break": ('team,gpus\n"red\nblue",0\n', "cannot be the name"),
-    "a variable": ("team,gpus\n${HOME},0\n", "cannot be the name"),
     "a team twice": ("team,gpus\nred,0\nred,1\n", "twice"),
     "a GPU of two teams": ("team,gpus\nred,0 1\nblue,1\n", "two teams, red and blue"),
     "a GPU of two teams, written with a zero": ("team,gpus\nred,1\nblue,01\n", "two teams"),
     "a GPU twice": ("team,gpus\nred,0 0\n", "twice"),
     "a negative GPU": ("team,gpus\nred,-1\n", "no GPU"),
-    "half a GPU": ("team,gpus\nred,0.5\n", "no GPU"),
-    "all GPUs": ("team,gpus\nred,all\n", "no GPU"),
-    "a range of GPUs": ("team,gpus\nred,0-3\n", "no GPU"),
     "too many teams": ("team,gpus\n" + "".join(f"t{n},\n" for n in range(31)), "31 teams"),
 }
 
@@ -185,8 +160,6 @@ def test_tokens_are_made_once_kept_and_private(tmp_path):
         ("TOKEN_RED=abc", "3 characters"),
         (f"TOKEN_RED={'r' * 40}&x=1", "signs that a URL would change"),
         (f"TOKEN_RED={'b' * 48}", "the same token"),
-        (f"TOKEN_RED={'r' * 48}\nTOKEN_RED={'s' * 48}", "two tokens"),
-        ("red: abc", "no token"),
     ],
 )
 def test_a_bad_token_is_refused(tmp_path, line, words):
@@ -204,28 +177,20 @@ def test_a_bad_token_is_refused(tmp_path, line, words):
     "bad, words",
     [
         ({"address": "https://labs.example.org"}, "no host name"),
-        ({"address": "labs example"}, "no host name"),
-        ({"address": ""}, "no host name"),
         ({"bind": "everywhere"}, "no IP address"),
         ({"tls": "none", "bind": "0.0.0.0"}, "read the teams' tokens"),
-        ({"tls": "none", "bind": "::"}, "read the teams' tokens"),
-        ({"tls": "auto"}, "public names only"),
         ({"tls": "auto", "address": "10.0.0.1", "bind": "0.0.0.0"}, "public names only"),
         ({"tls": "auto", "address": "labs.example.org", "bind": "127.0.0.1"}, "public names only"),
         ({"tls": "/nowhere"}, "cert.pem"),
         ({"port": 0}, "no such port"),
-        ({"port": 70000}, "no such port"),
         ({"nodes": 3}, "one or two"),
         ({"data": "/nowhere/at/all"}, "not there"),
         ({"shm": "lots"}, "no size"),
-        ({"memory": "8"}, "no size"),
-        ({"memory": "-8gb"}, "no size"),
         ({"memory": "100mb"}, "less than JupyterLab needs"),
         ({"cpus": "0"}, "no number"),
-        ({"cpus": "0-3"}, "no number"),
-        ({"cpus": "nan"}, "no number"),
-        ({"cpus": "1e9"}, "no number"),
         ({"project": "../labs"}, "odd name"),
+        ({"subdomains": True, "address": "10.0.0.1"}, "host names of their own"),
+        ({"subdomains": True, "hub": True}, "host names of their own"),
     ],
 )
 def test_settings_that_are_unsafe_or_cannot_work_are_refused(bad, words):
@@ -311,25 +276,17 @@ def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
     assert (made.teams, made.data, made.tls) == (f"{tmp_path}/teams.csv", f"{tmp_path}/data", "internal")
 
 
-def test_each_team_has_its_own_network_volume_token_and_path():
+def test_only_the_front_is_published_and_no_container_has_more_rights_than_it_needs():
     base = make_base([RED, BLUE], Settings(), "caddy", make_setup([RED, BLUE]))
     red, blue, front = (base["services"][name] for name in ("red-node0", "blue-2-node0", "front"))
     assert red["networks"] == {"red": {"aliases": ["node0"]}} and list(blue["networks"]) == ["blue-2"]
     assert red["volumes"] == ["red-work:/home/learner/work", "./tokens/red:/srv/token:ro"]
-    assert red["environment"]["JUPYTER_TOKEN_FILE"] == "/srv/token"
-    assert TOKENS["red"] not in json.dumps(base), "podman-compose puts what is in there on a command line"
-    assert "env_file" not in json.dumps(base)
-    assert red["environment"]["LAB_BASE_URL"] == "/red/"
-    assert front["networks"] == ["red", "blue-2"]
+    assert "env_file" not in json.dumps(base), "podman-compose puts what is in there on a command line"
     for lab in (red, blue):
-        assert "ports" not in lab, "only the front is published"
-        assert not any("docker.sock" in volume for volume in lab["volumes"])
+        assert "ports" not in lab and "privileged" not in lab and "network_mode" not in lab
         assert lab["cap_drop"] == ["ALL"] and "cap_add" not in lab
-        assert "privileged" not in lab and "network_mode" not in lab and "ipc" not in lab
     assert front["ports"] == ["127.0.0.1:8443:8443"]
     assert front["cap_drop"] == ["ALL"] and front["cap_add"] == ["NET_BIND_SERVICE"]
-    names = [network["name"] for network in base["networks"].values()]
-    assert names == ["labs-red", "labs-blue-2"]
     assert all("driver_opts" not in network for network in base["networks"].values())
     podman = make_base([RED], Settings(), "caddy", make_setup([RED], podman=True))
     assert podman["networks"]["red"]["driver_opts"] == {"isolate": "true"}
@@ -362,16 +319,6 @@ def test_gpus_are_given_by_their_ids_and_only_to_their_team():
     assert list(one) == ["one-node0"]
 
 
-def test_the_second_node_shares_keys_with_its_own_team_alone():
-    overlay = make_nodes([RED, BLUE], Settings(), make_setup([RED, BLUE]))
-    for team in ("red", "blue-2"):
-        labs, other = (overlay["services"][f"{team}-node{node}"] for node in (0, 1))
-        assert labs["volumes"] == other["volumes"] == [f"{team}-keys:/srv/keys"]
-        assert labs["environment"] == {"LAB_NODES": "node0,node1", "LAB_NODES_DATA": "/srv/data"}
-        assert list(other["networks"]) == [team] and other["hostname"] == "node1"
-        assert "JUPYTER_TOKEN_FILE" not in other["environment"]
-
-
 def test_files_are_written_when_they_change_and_no_other(tmp_path):
     def write(teams, settings=None, image_id="one"):
         found = write_files(tmp_path, teams, settings or Settings(), make_setup(teams, settings, image_id=image_id))
@@ -384,45 +331,6 @@ def test_files_are_written_when_they_change_and_no_other(tmp_path):
     assert write([RED, BLUE], image_id="another")[1] != times, "an image that was built anew"
     names, fewer = write([BLUE], Settings(nodes=1))
     assert names == [BASE] and set(fewer) == {BASE, CADDY, "blue-2"}, "nothing of before stays, no token either"
-
-
-def test_the_front_starts_anew_when_its_file_changes():
-    def label(teams):
-        caddy = make_caddyfile(teams, Settings())
-        return make_base(teams, Settings(), caddy, make_setup(teams))["services"]["front"]["labels"]
-
-    assert label([RED]) == label([RED]) != label([RED, BLUE])
-
-
-@pytest.mark.parametrize("tls, words", [("internal", "tls internal"), ("auto", "https://"), ("none", "http://")])
-def test_the_front_knows_the_teams_paths_and_no_others(tls, words):
-    text = make_caddyfile([RED, BLUE], Settings(tls=tls))
-    assert words in text and "respond 404" in text and "admin off" in text
-    assert text.count("reverse_proxy") == 2 and "handle /red/* {\n\t\treverse_proxy red-node0:8888" in text
-    assert ("tls internal" in text) == (tls == "internal")
-    assert ("disable_http_challenge" in text) == (tls == "auto"), "port 80 is closed"
-    ports = dict(re.findall(r"(https?)_port (\d+)", text))
-    assert ports.pop("http" if tls == "none" else "https") == str(FRONT_PORT) not in ports.values()
-    assert text.count("{") == text.count("}")
-
-
-def test_each_team_can_have_a_host_name_of_its_own():
-    """Then a browser keeps the teams' pages apart, which it does by scheme, host and port."""
-    settings = check_settings(Settings(address="labs.example.org", subdomains=True, port=443))
-    assert settings.find_url("red") == "https://red.labs.example.org/red/"
-    assert Settings().find_url("red") == "https://localhost:8443/red/"
-    text = make_caddyfile([RED, BLUE], settings)
-    sites = dict(re.findall(r"^https://(\S+) \{\n(.*?)^\}", text, re.M | re.S))
-    assert list(sites) == ["labs.example.org", "red.labs.example.org", "blue-2.labs.example.org"]
-    assert "reverse_proxy" not in sites["labs.example.org"]
-    for name, other in (("red", "blue-2"), ("blue-2", "red")):
-        site = sites[f"{name}.labs.example.org"]
-        assert f"reverse_proxy {name}-node0:8888" in site and f"{other}-node0" not in site and "tls internal" in site
-        assert "respond 404" in site and "Referrer-Policy" in site
-    assert text.count("{") == text.count("}")
-    for bad in ({"address": "10.0.0.1"}, {"hub": True}):
-        with pytest.raises(LabError, match="host names of their own"):
-            check_settings(Settings(subdomains=True, **bad))
 
 
 def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatch, tmp_path):
@@ -478,24 +386,6 @@ def test_one_command_at_a_time_changes_a_class(tmp_path, command, capsys):
     assert "Another command" not in capsys.readouterr().err, "it ended with the command that held it"
 
 
-@pytest.mark.parametrize(
-    ("fault", "words", "status"),
-    [
-        (KeyboardInterrupt(), "Interrupted", 130),
-        (PermissionError(13, "Permission denied", "/x/settings.json"), "/x/settings.json: Permission denied", 1),
-        (BrokenPipeError(32, "Broken pipe"), "", 1),
-    ],
-)
-def test_what_ends_a_command_from_outside_is_told_in_a_line(monkeypatch, capfd, fault, words, status):
-    def fail(chosen):
-        raise fault
-
-    monkeypatch.setattr("hosting.__main__.run", fail)
-    assert main(["status"]) == status
-    said = capfd.readouterr().err
-    assert words in said and said.strip().count("\n") == 0
-
-
 def test_a_folder_in_place_of_a_token_is_mended(tmp_path):
     """Docker makes one if a file that it is to mount is missing."""
     for name in ("red", "green"):
@@ -516,14 +406,6 @@ def test_a_new_token_ends_what_ran_on_both_nodes(two, tmp_path):
     order = [line.rpartition(" up ")[2] or line for line in said if line.split()[0] in ("stop", "start", "compose")]
     assert order[0] == "stop -t 2 labs-red-node1" and order[-1] == "start labs-red-node1"
     assert order[1].endswith("-d red-node0") and len(order) == 3
-
-
-def test_a_team_cannot_hide_its_log_by_long_lines(two, tmp_path):
-    program = tmp_path / "engine"
-    program.write_text("""#!/bin/sh
-[ "$1" = logs ] && for line in $(seq $3); do head -c 200000 /dev/zero | tr '\\0' x; echo; done
-""")
-    assert len(commands.read_logs(two, "labs-red-node0").splitlines()) == 4
 
 
 def test_it_runs_without_the_packages_of_the_labs(root):
@@ -551,35 +433,20 @@ def test_the_status_is_a_line_per_team():
 GOOD = {"used": 12_000_000, "free": 9_000_000_000, "labs": [[3, 3], [0, 4]]}
 ANSWERS = {
     "a list": "[]",
-    "an object": "{}",
     "nothing": "",
-    "a number": "5",
-    "null": "null",
-    "text": '"well"',
-    "no JSON": "Traceback (most recent call last):",
     "terminal escapes": "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m",
     "10,000 deep": "[" * 10_000 + "]" * 10_000,
-    "deep in its place": json.dumps(GOOD)[:-1] + ', "labs": ' + "[" * 10_000 + "]" * 10_000 + "}",
     "no labs": json.dumps(GOOD | {"labs": None}),
-    "labs of one number": json.dumps(GOOD | {"labs": [3]}),
     "labs of three": json.dumps(GOOD | {"labs": [[1, 2, 3]]}),
-    "labs as text": json.dumps(GOOD | {"labs": "33"}),
-    "a lab of text": json.dumps(GOOD | {"labs": ["33"]}),
     "numbers as text": json.dumps(GOOD | {"labs": [["\x1b[2J", 3]]}),
     "more solved than there are": json.dumps(GOOD | {"labs": [[4, 3]]}),
-    "fewer than none": json.dumps(GOOD | {"labs": [[-1, 3]]}),
     "a thousand labs": json.dumps(GOOD | {"labs": [[1, 3]] * 1000}),
     "used as text": json.dumps(GOOD | {"used": "\x1b[2J"}),
-    "used as a list": json.dumps(GOOD | {"used": [1]}),
     "not a number": json.dumps(GOOD | {"free": float("nan")}),
-    "infinity": json.dumps(GOOD | {"free": float("inf")}),
     "true": json.dumps(GOOD | {"used": True}),
-    "too large": json.dumps(GOOD | {"used": 10**400}),
     "thousands of digits": json.dumps(GOOD).replace("12000000", "9" * 5000),
-    "negative": json.dumps(GOOD | {"free": -1}),
     "without end": "endless",
     "half a character": '{"used": "\\ud800"}',
-    "no text": "\x00\x9b",
 }
 
 
@@ -646,16 +513,13 @@ def test_what_a_terminal_would_obey_is_not_printed(two, tmp_path, monkeypatch, c
     assert log.count("in the log") == 3 and "\x1b" not in log and "\u202e" not in log
 
 
+WELL = b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"version": "2.21"}'
 PAGES = {
-    "no JSON": b"HTTP/1.1 200 OK\r\n\r\nwell",
+    "well": WELL,
     "a number": b"HTTP/1.1 200 OK\r\n\r\n5",
-    "a list": b'HTTP/1.1 200 OK\r\n\r\n["version"]',
     "10,000 deep": b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 10_000,
-    "nothing": b"",
-    "no status": b"\r\n\r\n",
     "no HTTP": b"\x1b[2J",
     "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:%d/hit\r\n\r\n",
-    "an error": b'HTTP/1.1 500 Oops\r\n\r\n{"version": "1"}',
     "without end": b"endless",
     "drop by drop": b"drip",
 }
@@ -685,7 +549,7 @@ def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, pag
         thread.start()
         begun = time.monotonic()
         try:
-            assert commands.is_served(Settings(tls="none", port=port), Team("red")) is False
+            assert commands.is_served(Settings(tls="none", port=port), Team("red")) is (page == WELL)
             # What comes fast is given up at its length, and what comes slowly at its time.
             assert time.monotonic() - begun < (5 if page == b"drip" else 1.5)
             assert len(asked) == 1 and asked[0].startswith(b"GET /red/api "), "it is not sent elsewhere"
@@ -693,24 +557,3 @@ def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, pag
             ended.set()
             socket.create_connection(("127.0.0.1", port)).close()
             thread.join()
-
-
-def test_a_team_s_server_that_is_well_is_up(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"version": "2.21"}')
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        assert commands.is_served(Settings(tls="none", port=server.getsockname()[1]), Team("red"))
-        thread.join()
-
-
-def test_the_most_teams_fit_the_networks_of_docker():
-    assert teams.MOST_TEAMS <= 30
-    thirty = [Team(f"t{n}") for n in range(30)]
-    json.dumps(make_base(thirty, Settings(), "", make_setup(thirty)))

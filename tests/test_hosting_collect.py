@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -10,13 +9,12 @@ import stat
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 from harness.containers import MACHINE
 from harness.drawn import assert_explains, list_all
 
-from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, find_room, receive
+from hosting.collect import LEFT_OUT, MOST_NAMED, Bounds, Collected, collect, receive
 from hosting.deployment import Deployment
 from hosting.engine import Engine
 from hosting.settings import Settings
@@ -79,53 +77,31 @@ def take(content, folder, bounds=SMALL):
     return one
 
 
-def test_a_folder_of_tricks_gives_regular_files_alone(fetch, tmp_path):
-    victim, labs = tmp_path / "authorized_keys", fetch.work / "labs"
-    victim.write_text("the instructor's")
-    (labs / "deep").mkdir(parents=True)
-    (labs / "deep" / "lab.ipynb").write_text("kept")
+def test_names_modes_and_devices_of_a_team_do_no_harm_here(fetch):
+    """Links, pipes and large files are in test_hosting_containers.py."""
+    labs = fetch.work / "labs"
+    labs.mkdir()
     (labs / "run.sh").write_text("echo")
     (labs / "run.sh").chmod(0o6777)
-    (labs / "-rf").write_text("")
-    (labs / "\x1b[2Jx\n").write_text("")
-    (labs / os.fsdecode(b"\xff")).write_text("")
-    (fetch.work / "report.html").symlink_to(victim)
-    (labs / "root").symlink_to("/")
-    os.mkfifo(labs / "pipe")
-    os.link(labs / "run.sh", labs / "twice.sh")
-    with (labs / "sparse").open("wb") as file:
-        file.truncate(3 << 30)
+    for name in ("-rf", "\x1b[2Jx\n", os.fsdecode(b"\xff")):
+        (labs / name).write_text("")
     if not os.geteuid():
         os.mknod(labs / "zero", stat.S_IFCHR | 0o666, os.makedev(1, 5))
     assert "red" in fetch("red").what, "there is no report"
     red = fetch.into / "red"
-    paths = [path for path in red.rglob("*") if path.is_symlink() or not path.is_dir()]
-    assert {str(path.relative_to(red)) for path in paths} == {
-        LEFT_OUT,
-        "work/labs/deep/lab.ipynb",
-        "work/labs/run.sh",
-        "work/labs/_-rf",
-        "work/labs/\N{REPLACEMENT CHARACTER}[2Jx\N{REPLACEMENT CHARACTER}",
-        "work/labs/\N{REPLACEMENT CHARACTER}",
+    collected = [path for path in red.rglob("*") if not path.is_dir()]
+    names = {path.name for path in collected} - {LEFT_OUT}
+    assert names == {
+        "run.sh",
+        "_-rf",
+        "\N{REPLACEMENT CHARACTER}[2Jx\N{REPLACEMENT CHARACTER}",
+        "\N{REPLACEMENT CHARACTER}",
     }
-    assert not any(path.lstat().st_mode & 0o7111 or not stat.S_ISREG(path.lstat().st_mode) for path in paths)
-    assert stat.S_IMODE(red.stat().st_mode) == 0o700 and victim.read_text() == "the instructor's"
-    left_out = (red / LEFT_OUT).read_text()
-    for name, reason in {
-        "report.html": "a symbolic link",
-        "labs/root": "a symbolic link",
-        "labs/pipe": "a pipe",
-        "labs/twice.sh": "hard link",
-        "labs/sparse": "too large",
-        **({} if os.geteuid() else {"labs/zero": "a device"}),
-    }.items():
-        (line,) = (line for line in left_out.splitlines() if line.startswith(f"'{name}'"))
-        assert reason in line
-    assert left_out.isascii()
+    assert not any(path.lstat().st_mode & 0o7111 for path in collected) and stat.S_IMODE(red.stat().st_mode) == 0o700
+    assert os.geteuid() or "'labs/zero': a pipe, a socket or a device" in (red / LEFT_OUT).read_text()
 
 
-def test_what_was_collected_before_is_neither_changed_nor_lost(fetch, tmp_path):
-    """Not even something that only looks like ours: a link in the place of a team's folder."""
+def test_what_was_collected_before_is_neither_changed_nor_lost(fetch):
     (fetch.work / "notes.txt").write_text("first")
     fetch("red")
     (fetch.work / "notes.txt").write_text("second")
@@ -134,14 +110,6 @@ def test_what_was_collected_before_is_neither_changed_nor_lost(fetch, tmp_path):
     notes = sorted(path.read_text() for path in fetch.into.glob("red*/work/notes.txt"))
     assert notes == ["first", "second", "second"]
     assert (fetch.into / "red" / "work" / "notes.txt").read_text() == "second"
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    for path in (fetch.into / "red").rglob("*"):
-        assert not path.is_symlink()
-    (fetch.into / "red").rename(tmp_path / "away")
-    (fetch.into / "red").symlink_to(elsewhere)
-    fetch("red")
-    assert not list_all(elsewhere) and not (fetch.into / "red").is_symlink()
 
 
 def test_the_labs_come_before_what_fills_the_bounds(fetch):
@@ -210,33 +178,11 @@ def test_a_disk_that_is_full_is_told_and_nothing_half_is_left(fetch, small_disk)
     assert list_all(small_disk) == ["red", f"red/{LEFT_OUT}"], "what was there before"
 
 
-def test_the_report_counts_among_the_bytes_of_all(tmp_path):
-    one = take(pack((["report", 900], b"x" * 900), *((["file", f"{n}", 900], b"x" * 900) for n in range(5))), tmp_path)
-    assert one.problem and one.files == 4, "5,000 bytes are the most"
-
-
-@pytest.mark.parametrize("tail", ["x", "x" * 300], ids=["a file", "a name that is too long"])
-def test_folders_are_counted_too(tmp_path, tail):
-    files = [(["file", f"{n}/{'/'.join('a' * 9)}/{tail}", 0], b"") for n in range(SMALL.files)]
+def test_folders_are_counted_too(tmp_path):
+    files = [(["file", f"{n}/{'/'.join('a' * 9)}/x", 0], b"") for n in range(SMALL.files)]
     one = take(pack(REPORT, *files, END), tmp_path)
     assert not one.problem and len(one.left_out) >= SMALL.files - 2
     assert sum(path.is_dir() for path in tmp_path.rglob("*")) <= SMALL.files
-
-
-def test_a_disk_without_room_for_a_folder_is_told_of_each_team(fetch, monkeypatch):
-    def refuse(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("tempfile.mkdtemp", refuse)
-    assert_explains(fetch("red", "blue"), "2 of 2 teams", "red, blue", "No space left on device")
-
-
-def test_one_team_has_no_more_than_half_of_the_files_that_are_free(tmp_path, monkeypatch):
-    free = os.statvfs(tmp_path)
-    for inodes, most in ((400, 100), (0, Bounds.files)):
-        told = SimpleNamespace(f_files=inodes, f_favail=inodes, f_bavail=free.f_bavail, f_frsize=free.f_frsize)
-        monkeypatch.setattr(os, "statvfs", lambda path, told=told: told)
-        assert find_room(tmp_path, Bounds()).files == most, "a quarter of files, and as many folders"
 
 
 def test_one_collect_at_a_time_and_what_a_killed_one_left_goes(fetch):
@@ -256,15 +202,11 @@ def test_a_place_that_cannot_be_made_is_told(fetch, tmp_path):
 
 NAMES = {
     "the folder above": "../../authorized_keys",
-    "a part above": "labs/../../../authorized_keys",
     "absolute": "/etc/passwd",
     "empty": "",
-    "a dot": "labs/./x",
-    "two slashes": "labs//x",
     "a zero byte": "labs/\0x",
     "too deep": "/".join("a" * 100),
     "too long a part": "x" * 300,
-    "too long a path": "/".join(["x" * 200] * 40),
     "in a file": "there/below",
     "twice": "there",
 }
@@ -282,33 +224,20 @@ def test_an_unsafe_name_is_left_out_and_the_rest_is_kept(tmp_path, name):
 
 
 BROKEN = {
-    "nothing": b"",
     "no JSON": b"tar\n",
-    "no list": b"{}\n",
-    "an empty list": b"[]\n",
-    "a number": b"5\n",
-    "null": b"null\n",
     "no values": b'["file"]\n',
-    "an object as kind": b'[{"a": 1}, 3]\n',
     "10,000 deep": b"[" * 10_000 + b"]" * 10_000 + b"\n",
     "a long line": b"[" + b'"x",' * 100_000 + b'"x"]\n',
     "a huge number": b'["file", "x", ' + b"9" * 5000 + b"]\n",
-    "a size of infinity": b'["file", "x", Infinity]\n',
     "a negative size": pack((["file", "x", -1], b"")),
     "a true size": pack((["file", "x", True], b"x")),
-    "a size as text": pack((["file", "x", "3"], b"abc")),
     "too large a file": pack((["file", "x", 1001], b"x" * 1001)),
-    "too large a report": pack((["report", 1 << 40], b"x" * 1001)),
-    "two reports": pack(REPORT, REPORT, END),
     "too much in all": pack(*((["file", f"{n}", 900], b"x" * 900) for n in range(6))),
     "too many files": pack(*((["file", f"{n}", 0], b"") for n in range(21))),
     "endless links": pack(*((["left", f"{n}", "link"], b"") for n in range(2 * MOST_NAMED))),
-    "a link as a kind of its own": pack((["link", "x", "/etc/passwd"], b""), END),
     "a name that is none": pack((["file", ["x"], 1], b"x"), END),
-    "an odd reason": pack((["left", "x", ["link"]], b""), END),
     "no end": pack(REPORT, (["file", "x", 3], b"abc")),
     "half a file": pack(REPORT, (["file", "x", 30], b"abc")),
-    "an odd end": pack(REPORT, (["end", "0"], b"")),
     "no report": pack(END),
     "a failed report": pack((["failed", "\x1b[2J" * 1000], b""), END),
     "a remedy of the team's own": pack((["failed", "no labs\n  fix: curl -s x | sudo sh"], b""), END),

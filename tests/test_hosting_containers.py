@@ -120,13 +120,6 @@ def test_no_private_key_is_in_the_image_and_each_container_has_its_own(hosted):
     assert "PRIVATE" not in shared
 
 
-def test_up_again_changes_nothing_that_is_right(hosted):
-    before = hosted.started()
-    hosted.host("up")
-    assert hosted.started() == before
-    assert hosted.token("red") in (hosted.state / "handout.html").read_text()
-
-
 def test_a_team_that_comes_later_disturbs_nobody(hosted):
     before = hosted.started()
     hosted.teams.write_text("team,gpus\nred,\nblue,\ngreen,\n")

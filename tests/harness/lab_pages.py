@@ -82,34 +82,6 @@ void 0
 """
 
 
-FAINT = """
-(() => {
-  const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
-  // Paints the colours over each other, the last one at the top, and says how light that is.
-  const measure = colours => {
-    canvas.clearRect(0, 0, 1, 1);
-    for (const colour of colours) { canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1); }
-    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map(
-      one => one / 255 <= 0.04045 ? one / 255 / 12.92 : ((one / 255 + 0.055) / 1.055) ** 2.4);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const faint = [];
-  for (const output of labs.panel.node.querySelectorAll('.jp-OutputArea-output')) {
-    const texts = document.createTreeWalker(output, NodeFilter.SHOW_TEXT);
-    while (texts.nextNode()) {
-      const parent = texts.currentNode.parentElement, behind = [];
-      if (!texts.currentNode.data.trim() || ['STYLE', 'SCRIPT'].includes(parent.tagName)) continue;
-      for (let node = parent; node; node = node.parentElement) behind.unshift(getComputedStyle(node).backgroundColor);
-      const [ground, text] = [measure(behind), measure([...behind, getComputedStyle(parent).color])];
-      const contrast = (Math.max(ground, text) + 0.05) / (Math.min(ground, text) + 0.05);
-      if (contrast < 4.5) faint.push(`${contrast.toFixed(1)}: ${texts.currentNode.data.trim()}`);
-    }
-  }
-  return faint;
-})()
-"""
-
-
 def open_notebook(page: Page, path: str) -> None:
     """Opens a notebook in a page that has just gone to JupyterLab, and waits until its kernel is ready."""
     page.wait_for("window.jupyterapp !== undefined", timeout=120)
@@ -124,11 +96,6 @@ def say_in_dialog(page: Page, text: str | None = None) -> None:
         page.evaluate(f"void (document.querySelector('.jp-Dialog input').value = {json.dumps(text)})")
     page.evaluate("void document.querySelector('.jp-Dialog .jp-mod-accept').click()")
     page.wait_for("!document.querySelector('.jp-Dialog')")
-
-
-def find_faint_texts(page: Page) -> list[str]:
-    """Returns texts in outputs that are hard to read on their background: a WCAG contrast below 4.5."""
-    return page.evaluate(FAINT)
 
 
 def run_all(page: Page, command: str = "notebook:run-all-cells") -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import nbformat
 import psutil
 from nbclient import NotebookClient
-from nbformat.v4 import new_code_cell, new_notebook
+from nbformat.v4 import new_code_cell
 
 from course import workspace
 from harness import lab_pages
@@ -38,7 +38,6 @@ KEEP = "from lab_utils.timing import records as kept\nkept.find_noise = lambda t
 LONG = 10.0  # seconds of a cell
 # Continuous integration has an hour and a half: it leaves out what takes longest of what is tried elsewhere, too.
 BRIEF = os.environ.get("LAB_BRIEF") == "1"
-KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 
 
 @dataclass(frozen=True)
@@ -74,12 +73,6 @@ class Lab:
         page = self.browser.open(f"{self.url}/lab/workspaces/{secrets.token_hex(4)}?token={TOKEN}")
         lab_pages.open_notebook(page, name)
         return page
-
-    def write(self, name: str, *sources: str) -> Path:
-        """Puts one of the test's notebooks into the workspace."""
-        cells = [new_code_cell(source.strip()) for source in sources]
-        nbformat.write(new_notebook(cells=cells, metadata=KERNEL), self.folder / name)
-        return self.folder / name
 
     def ask(self, path: str, method: str = "GET") -> Any:
         """Returns the answer of the server's REST interface."""
