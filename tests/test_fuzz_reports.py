@@ -80,13 +80,10 @@ WRONG = {
     "a list": make_page([]),
     "no solved": make_page({key: value for key, value in DATA.items() if key != "solved"}),
     "solved in words": change(solved={"1.1": "yes"}),
-    "a text as a guess": change(guesses={"q": ["2", "3"]}),
     "a giant whole number": change(guesses={"q": [10**400, 1]}),
     "deep": make_page("[" * 10_000 + "]" * 10_000),
     "100,000 questions": change(guesses={f"question {number}": [1, 2] for number in range(100_000)}),
-    "beginnings without an end": OPEN.encode() * 400_000,
     "not UTF-8": make_page().replace(b"Good", b"\xff\xfe"),
-    "half a character": make_page(json.dumps(DATA).replace("Good", "\ud800")),
 }
 
 
@@ -267,12 +264,9 @@ OLD = {"nbformat": 3, "nbformat_minor": 0, "metadata": {}, "worksheets": [{"cell
 NOTEBOOKS = [
     (json.dumps(OLD).encode(), "it is no notebook of nbformat 4"),
     (b"", "could not be read"),
-    (b"{", "could not be read"),
     (b"[" * 100_000, "nested too deeply"),
     (change_cell(outputs="text"), "could not be read"),
-    (json.dumps(NOTEBOOK | {"cells": [1, None, []]}).encode(), "could not be read"),
     (change_picture("<svg/onload=x()>"), ""),
-    (change_picture(PICTURE + '" onerror="x()'), ""),
     (change_heading('"><script>x()</script>'), "&lt;script&gt;"),
     (json.dumps(NOTEBOOK | {"cells": [CODE, CODE]}).encode(), "01_odd (2)"),
     (change_picture(PICTURE[:-2] + "A" * 20_000_002), "left out: too large."),

@@ -1,9 +1,6 @@
 """Parts of lab 4: its cost model and figures on made-up measurements, its script, and what only GPUs reach."""
 
-import contextlib
 import json
-import runpy
-import types
 from functools import partial
 
 import pytest
@@ -11,10 +8,8 @@ import torch
 from torch import nn
 
 import nodelaunch as launch
-from course.check.guesses import read_guesses
 from lab_utils import models
 from lab_utils.timing import Timing
-from nodelaunch import GpuUsage, Usage
 
 pytestmark = pytest.mark.usefixtures("runs")
 GPUS = torch.cuda.device_count()
@@ -107,23 +102,6 @@ def test_the_what_if_takes_the_time_that_each_stem_took_here(run_cells, monkeypa
     assert predict("imagenet", 1e6)["DP"] == pytest.approx(alone / (alone / 2 + sent))
 
 
-def test_the_figure_shows_the_records(run_cells):
-    runs = read_runs(FOUND)
-    names = run_cells("set-ups-figure", runs=runs, my_guess={"DP": 0.7, "DDP": 1.5}, where="here")
-    for ax, kind in zip(names["axes"], runs, strict=False):
-        lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
-        seconds = zip(NAMES[kind], (2.0, 1.6, 1.0), strict=False)
-        assert lines == {name: [batch / one for batch in (16, 64, 256)] for name, one in seconds}, kind
-    right = names["axes"][2]
-    assert read_guesses() == {
-        "lab 4: DP against one device": (0.7, 1.25),
-        "lab 4: DDP against one device": (1.5, 2.0),
-    }
-    lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
-    assert lines["DP, training"] == pytest.approx([1.25] * 3) and lines["DDP, training"] == pytest.approx([2.0] * 3)
-    assert (lines["my guess for DP"][0], lines["my guess for DDP"][0]) == (0.7, 1.5)
-
-
 def test_what_others_published_stands_there_with_its_source(run_cells, capsys, root):
     cited = json.loads((root / "data" / "reference" / "cited_data_parallel.json").read_text())
     facts = {"source", "url", "hardware", "software", "workload", "when", "seconds", "note"}
@@ -133,114 +111,6 @@ def test_what_others_published_stands_there_with_its_source(run_cells, capsys, r
     assert "recorded on two GPUs: nothing yet" in out
     assert all(run["url"] in out and run["hardware"] in out for run in cited)
     assert list(seconds.values()) == [run["seconds"] for run in cited]
-
-
-def test_a_recorded_run_of_two_gpus_stands_there_too(run_cells, capsys, record_run):
-    record_run("lab4", "2 × NVIDIA H200", "set-ups", arguments=[(["--device", "cuda"], FOUND)])
-    run_cells("cited")
-    out = capsys.readouterr().out
-    assert "recorded on two GPUs: 2 × NVIDIA H200" in out and "nothing yet" not in out
-    assert out.count("half the batch") == 3 and "batch 256" in out
-
-
-GPU_USAGE = tuple(GpuUsage(number, (0.9, 0.3)[number], 1, 2) for number in (0, 1))
-
-
-@pytest.mark.parametrize("gpus", [False, True])
-def test_the_lab_trains_three_times_for_as_many_steps_and_notes_each_device(run_cells, monkeypatch, root, gpus):
-    """Two pretended ranks, each of which saw the memory of its own GPU."""
-    jobs = []
-
-    class Job:
-        def __init__(self, script, arguments, nodes, nproc_per_node, env):
-            jobs.append((arguments, nproc_per_node, env))
-            curves = {"loss": [2.0, 1.0], "ends": [9.5, 10.5, 11.5], "others": 0.2}
-            ranks = [curves | {"peaks": [5 - 5 * r, 7 * r][: 2 * gpus]} for r in range(nproc_per_node)]
-            self.run = lambda: types.SimpleNamespace(results=ranks)
-
-    @contextlib.contextmanager
-    def watch(nodes, every):
-        samples = [
-            Usage("node0", 10.0, 2, 0.96, GPU_USAGE[: 2 * gpus], 0.6),
-            Usage("node0", 11.0, 2, 0.5, GPU_USAGE[: 2 * gpus]),
-        ]
-        yield types.SimpleNamespace(samples=samples)
-
-    monkeypatch.setattr("nodelaunch.TorchrunJob", Job)
-    monkeypatch.setattr("nodelaunch.watch", watch)
-    names = run_cells("train", ON_GPUS=gpus, CORES=4)
-    assert [arguments[arguments.index("--how") + 1] for arguments, *_ in jobs] == ["single", "dp", "ddp"]
-    assert [("--seconds" in arguments, arguments[-2:] == ["--steps", 2]) for arguments, *_ in jobs] == [
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
-    assert [processes for _, processes, _ in jobs] == [1, 1, 2]
-    # All have the same cores: two processes half of them each.
-    assert [env["OMP_NUM_THREADS"] for *_, env in jobs] == ["4", "4", "2"]
-    assert list(names["trained"]) == ["1 device", "DP" if gpus else "DP, emulated", "DDP"]
-    found = names["trained"]["DDP"]
-    assert found["peaks"] == ([5, 7] if gpus else [])
-    busy = [[t, f"GPU {index}", share] for t in (10, 11) for index, share in enumerate((0.9, 0.3))]
-    assert found["busy"] == (busy if gpus else [[10, "4 cores", 0.6], [11, "4 cores", 0.5]])
-    assert found["times"] == Timing("DDP", (1.0, 1.0), images=64, others=0.2)
-    run_cells("train", ON_GPUS=gpus, CORES=4)
-    assert len(jobs) == 6, "other programs were busy, so it trains again"
-
-
-def test_set_ups_that_were_noise_are_measured_again(run_cells, root):
-    """Reports of the script; during the first one, other programs used the processors."""
-    tag = runpy.run_path(str(root / SCRIPT))["tag"]
-
-    def make_report(others):
-        rows = {batch: tag([Timing("1 device", (1.0,), images=batch, others=others)]) for batch in (8, 16, 32)}
-        return [{"cores": 2, "cases": [{"batch": n, "training": row, "inference": row} for n, row in rows.items()]}]
-
-    reports = iter([make_report(0.4), make_report(0.0)])
-    names = {"NET": "tiny", "FULL": False, "KIND": "cpu", "ON_GPUS": False}
-    for others in (0.4, 0.0, 0.0):
-        runs = run_cells("measure", run_script=lambda *_: (next(reports), []), **names)["runs"]
-        assert [one.others for kind in NAMES for one in runs[kind]] == [others] * 6
-
-
-def make_trained(*ends, loss=(2.0, 1.5, 1.0)):
-    busy = [[t, f"GPU {gpu}", (0.9, 0.3)[gpu]] for t in range(5) for gpu in (0, 1)]
-    return {
-        "loss": [*loss],
-        "accuracy": [0.1, 0.2, 0.3],
-        "ends": ends,
-        "busy": busy,
-        "peaks": [3 * 2**30, 2**30],
-        "times": Timing("a set-up", (ends[1] - ends[0],), images=64),
-    }
-
-
-TRAINED = {
-    "1 device": make_trained(1, 2, 3, 4),
-    "DP": make_trained(1, 3, 5, 7),
-    "DDP": make_trained(1, 1.5, 2, 2.5),
-}
-
-
-def test_the_three_trainings_lie_over_each_other(run_cells, capsys):
-    names = {
-        "trained": TRAINED,
-        "TRAINED": {"--net": "tiny", "--batch-size": 64, "--lr": 0.1},
-        "dataset": types.SimpleNamespace(name="shapes10"),
-    }
-    left, middle, right = run_cells("train-figure", **names)["axes"]
-    for ax, means in ((left, [2, 1.75, 1.5]), (middle, [0.1, 0.15, 0.2])):
-        assert [line.get_label() for line in ax.lines] == [*TRAINED]
-        assert all(list(line.get_ydata()) == pytest.approx(means) for line in ax.lines)
-    assert [bar.get_height() for bar in right.patches] == [64, 32, 128]  # images per second
-    assert "✔ DP and DDP: the same loss" in capsys.readouterr().out
-    assert not right.texts[3:]  # three numbers, and no remark on noise
-    names["trained"] = TRAINED | {"DP": TRAINED["DP"] | {"times": Timing("DP", (2.0,), images=64, others=0.4)}}
-    right = run_cells("train-figure", **names)["axes"][2]
-    assert "this machine was busy" in right.texts[3].get_text()
-    names["trained"] = TRAINED | {"DDP": make_trained(1, 2, 3, 4, loss=(2.0, 1.45, 1.0))}
-    with pytest.raises(Exception, match="the same loss"):
-        run_cells("train-figure", **names)
 
 
 def run_script(tmp_path, monkeypatch, root, *arguments, processes):

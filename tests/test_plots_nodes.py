@@ -1,7 +1,5 @@
 """The figures of nodes and ranks: lanes, lines and bars, and that they say what they show."""
 
-from types import SimpleNamespace
-
 import matplotlib as mpl
 import pytest
 from matplotlib import pyplot as plt
@@ -104,11 +102,6 @@ def test_a_timeline_may_have_lanes_of_something_else():
     assert labels_of(ax) == ["data", "forward", "backward", "step"]
 
 
-def test_a_phase_of_the_learner_s_own_is_drawn_too():
-    ax = plots.timeline({0: [*make_rows(0.0), {"phase": "print", "step": 0, "start": 1.0, "end": 1.1}]})
-    assert "print" in labels_of(ax)
-
-
 def test_utilisation_tells_two_nodes_on_one_machine_apart_by_the_job_s_share():
     samples = [make_usage(f"node{n}", t + 0.1 * n, job_busy=0.5 - 0.1 * n) for t in range(3) for n in (1, 0)]
     ax = plots.utilisation(samples)
@@ -154,8 +147,3 @@ def test_scaling_draws_bars_ratios_and_dashed_predictions():
     assert [tick.get_text() for tick in ax.get_xticklabels()] == list(speeds)
     assert {text.xy[1] for text in ax.texts} == {0}, "higher up, lines run through the numbers"
     assert "predicted" not in labels_of(plots.scaling(speeds))
-
-
-def test_the_figures_take_anything_that_has_the_fields():
-    sample = SimpleNamespace(**{name: getattr(make_usage("x", 0), name) for name in Usage.__dataclass_fields__})
-    assert len(plots.utilisation([sample]).lines) == 1
