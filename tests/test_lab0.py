@@ -1,4 +1,4 @@
-"""Checks the text of lab 0 against the outputs of its stored run, and against a recorded run."""
+"""Checks the text of lab 0 against the outputs of its stored run."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Parts of lab 1 that this machine does not reach by itself: a GPU's remedies, a lesser CPU, and a reference run."""
+"""Parts of lab 1 that this machine does not reach by itself: a GPU's remedies and a lesser CPU."""
 
 from functools import partial
 

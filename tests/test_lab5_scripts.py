@@ -209,20 +209,6 @@ def test_a_job_ends_when_the_node_is_lost_where_they_meet(scripts, write, surviv
     assert heard and all(address.startswith("127.") for address, _ in heard), heard
 
 
-def test_one_process_is_watched_step_by_step(alone):
-    assert [len(step) for step in alone["images"]] == [16] * STEPS
-    epochs = [flatten(alone["images"][start : start + 5]) for start in range(0, STEPS, 5)]
-    assert all(sorted(epoch) == list(range(80)) for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == EPOCHS, "another order in each epoch"
-    phases = [(row["step"], row["phase"]) for row in alone["timeline"]]
-    assert phases == [(step, phase) for step in range(STEPS) for phase in ("data", "forward", "backward", "step")]
-    for step, seconds in enumerate(alone["seconds"]):
-        assert sum(row["end"] - row["start"] for row in alone["timeline"] if row["step"] == step) <= seconds
-    assert alone["span"][0] <= alone["timeline"][0]["start"] + 1e-3
-    assert alone["span"][1] >= alone["timeline"][-1]["end"] - 1e-3
-    assert sum(alone["losses"][-3:]) < sum(alone["losses"][:3])
-
-
 @pytest.fixture(scope="module")
 def killed(run, tmp_path_factory):
     """The files of a run of two processes, killed in step 9; the first epoch, of 5 steps, is saved."""

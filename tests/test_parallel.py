@@ -1,4 +1,4 @@
-"""torch's DataParallel over copies in memory: what it computes, what it loses, and that it is torch's own code."""
+"""torch's DataParallel over copies in memory: what it computes, what it loses, and in which threads."""
 
 import copy
 import threading
@@ -106,28 +106,6 @@ def test_only_replica_0s_statistics_survive_in_training():
     CpuDataParallel(wrapped, 2)(images)
     alone(images[:4])
     assert all(torch.equal(*pair) for pair in zip(wrapped.buffers(), alone.buffers(), strict=True))
-
-
-def test_what_forward_sets_is_lost_and_numbers_become_a_vector():
-    class Remembering(nn.Linear):
-        calls = 0
-
-        def forward(self, inputs):
-            self.calls += 1
-            return super().forward(inputs).mean()
-
-    net = Remembering(2, 2)
-    assert CpuDataParallel(net, 2)(torch.ones(4, 2)).shape == (2,)
-    assert net.calls == 0
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_threads_take_over_whether_gradients_are_wanted(grad):
-    seen, net = [], nn.Linear(2, 2)
-    net.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    with torch.set_grad_enabled(grad):
-        assert CpuDataParallel(net)(torch.ones(4, 2)).requires_grad == grad
-    assert seen == [grad, grad]
 
 
 def test_threads_are_set_for_the_replicas_alone():

@@ -119,21 +119,6 @@ def test_the_command_says_what_is_missing(runs, capsys):
     assert "lab 5" in captured.err
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (["--figure", "{folder}/none/plan.svg"], "No such file or directory"),
-        (["--nodes", "0"], "a whole number of nodes from 1"),
-    ],
-)
-def test_the_command_refuses_in_words(runs, capsys, tmp_path, more, words):
-    assert plan.main([*EXAMPLE, *(word.format(folder=tmp_path) for word in more)]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and words in captured.err
-    with pytest.raises(SystemExit):
-        plan.main(["--published", "--figure", str(tmp_path / "plan.svg")])
-
-
 def test_what_lab_5_measured_is_the_default(runs, capsys, monkeypatch):
     def add(stem, batch, alone, sizes):
         one = {name: timing.Timing(name, (seconds,) * 3) for name, seconds in (("alone", alone), ("compute", 0.2))}

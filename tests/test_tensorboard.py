@@ -1,10 +1,9 @@
-"""TensorBoard as a learner starts it, the event files of a killed run, and the log of several processes."""
+"""TensorBoard as a learner starts it: where it listens, what it shows, and when it ends."""
 
 import contextlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -16,14 +15,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
-import numpy as np
 import psutil
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
-import nodelaunch as launch
 from lab_common import LabError
 from lab_utils import board
 from nodelaunch.node.probe import find_free_port
@@ -311,58 +306,3 @@ def test_a_run_that_is_trained_again_replaces_its_old_curve(tmp_path):
                     writer.add_scalar("loss", value, step)
             expected = [(step, value) for step in range(3)]
             assert read_points(server.port, "run", expected) == expected
-
-
-# Parts of the notebook.
-
-
-@pytest.fixture(scope="module")
-def cells(root):
-    notebook = nbformat.read(root / "notebooks" / "02_tensorboard.ipynb", as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells}
-
-
-EVERY_RANK = """
-def log_reduced(rank, sums, all_reduce, open_writer, step):
-    all_reduce(sums)
-    with open_writer() as writer:
-        writer.add_scalar("acc1/valid", sums[2] / sums[0], step)
-"""
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("files", [1, 2])
-def test_two_processes_leave_one_event_file_with_reduced_values(cells, root, tmp_path, files):
-    source = cells["log-reduced"].split("\n\n\ncheck.")[0] if files == 1 else EVERY_RANK
-    (tmp_path / "answer.py").write_text(source)
-    job = launch.TorchrunJob(
-        root / "notebooks" / "scripts" / "log_shares.py",
-        ["--logdir", tmp_path / "logs"],
-        nodes=launch.local_nodes(2, folder=tmp_path / "nodes"),
-        files=[tmp_path / "answer.py"],
-    )
-    results = job.run(show=False).results
-    shares = np.array([result["sums"] for result in results])
-    assert sorted(shares[:, 0].tolist()) == [16, 17]
-    assert len(list((tmp_path / "logs").iterdir())) == files
-    if files == 1:
-        log = EventAccumulator(str(tmp_path / "logs")).Reload()
-        images, loss, hits = shares.sum(axis=0)
-        assert {tag: [(e.step, np.float32(e.value)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]} == {
-            "loss/valid": [(1, np.float32(loss / images))],
-            "acc1/valid": [(1, np.float32(hits / images))],
-        }
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [("None", "no answer yet"), ("2", "✔ 2: the event file says so, too"), ("4", "does not say 4: look again")],
-)
-def test_an_answer_read_from_the_page_is_compared_with_the_event_file(cells, tmp_path, capsys, step, said):
-    with SummaryWriter(tmp_path / "baseline") as writer:
-        for at, loss in enumerate((2.0, 1.5, 1.0, 1.2, 1.4)):
-            writer.add_scalar("loss/valid", loss, at)
-    source = re.sub(r"^my_step = None", f"my_step = {step}", cells["ask-run"], flags=re.MULTILINE)
-    assert source.startswith(f"my_step = {step} ")
-    exec(source, {"RUNS": tmp_path, "EventAccumulator": EventAccumulator})
-    assert said in capsys.readouterr().out

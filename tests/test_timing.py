@@ -363,31 +363,20 @@ def test_set_ups_that_were_not_measured_in_turn_are_refused():
 SPREAD, TIMES = 0.03, 20_000  # standard deviation of a step of 1 s; how often each comparison is simulated
 
 
-def draw_steps(noise, rounds, generator):
-    """Seconds of one set-up and of another that is the same, in many simulated comparisons: (2, TIMES, rounds)."""
-    shape = (2, TIMES, rounds)
-    steady = generator.standard_normal(shape)
-    if noise == "skewed":  # standardised exponentials: rarely fast, at times very slow
-        steady = generator.exponential(size=shape) - 1
-    if noise == "drift":  # the machine gets slower and faster from round to round, for both alike
-        steady = steady + generator.standard_normal((1, *shape[1:])).cumsum(-1)
-    return 1 + SPREAD * steady
-
-
-@pytest.mark.parametrize("noise", ["normal", "skewed", "drift"])
-@pytest.mark.parametrize("rounds", [6, 10, 20])
+@pytest.mark.parametrize("noise", ["normal", "skewed"])
+@pytest.mark.parametrize("rounds", [6, 20])
 def test_noise_is_called_a_difference_in_at_most_5_percent_and_differences_are_found(noise, rounds):
-    generator = np.random.default_rng(45)
-    old, new = draw_steps(noise, rounds, generator)
+    generator, shape = np.random.default_rng(45), (2, TIMES, rounds)
+    # Standardised exponentials are skewed: rarely fast, at times very slow.
+    drawn = generator.standard_normal(shape) if noise == "normal" else generator.exponential(size=shape) - 1
+    old, new = 1 + SPREAD * drawn
 
     def find_share(seconds):
         _, low, high = comparison_module.find_middle(np.log(old / seconds))
         return np.mean((low > 0) | (high < 0))
 
     mistaken, found = find_share(new), find_share(new + SPREAD)
-    print(f"{noise:>7}, {rounds:2} rounds: mistaken {mistaken:.1%}, one standard deviation found {found:.1%}")
-    assert mistaken <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / TIMES)
-    assert mistaken >= 0.02, "an interval that is too wide finds nothing"
+    assert 0.02 <= mistaken <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / TIMES)
     assert rounds < 20 or found >= 0.8
 
 
@@ -522,16 +511,6 @@ def test_a_reference_run_needs_a_gpu(in_checkout):
     with pytest.raises(LabError, match="on a GPU, and this machine has none"):
         save_reference("lab9")
     assert reference.read("lab9") is None
-
-
-def test_a_reference_run_needs_records_of_this_machine(in_checkout):
-    records = Records("lab9")
-    with pytest.raises(LabError, match="no records of lab9"):
-        save_reference("lab9", allow_cpu=True)
-    records.add("sweep", 1)
-    records.path.write_text(records.path.read_text().replace(machine.describe().label, "another machine"))
-    with pytest.raises(LabError, match="no records of lab9"):
-        save_reference("lab9", allow_cpu=True)
 
 
 def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_checkout):
