@@ -124,16 +124,6 @@ def test_classes_and_splits_are_those_of_cinic10(archive, tmp_path):
     assert zebra.exists() and not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("fraction", [0, 0.3])
-def test_an_archive_cut_short_is_explained(archive, tmp_path, fraction):
-    whole = archive.read_bytes()
-    (tmp_path / "cut.tar.gz").write_bytes(whole[: int(fraction * len(whole))])
-    with pytest.raises(LabError) as caught:
-        data.import_archive(tmp_path / "cut.tar.gz", tmp_path / "root")
-    assert_explains(caught.value, "cut short or damaged", "cut.tar.gz", "fetch cinic10")
-    assert not (tmp_path / "root").exists()
-
-
 KINDS = {
     b"PK\3\4": ["a zip archive", "-m zipfile -e ", "export LAB_DATA="],
     b"<!DOCTYPE html><title>Log in": ["a web page", "fetch cinic10"],

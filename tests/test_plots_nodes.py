@@ -84,13 +84,6 @@ def test_the_timeline_has_a_lane_per_rank_in_milliseconds_since_the_first_start(
     assert labels_of(ax) == ["data", "forward", "backward, with communication", "step"]
 
 
-def test_a_timeline_may_have_lanes_of_something_else():
-    """Replicas in one process do not talk to each other during backward."""
-    ax = plots.timeline({0: make_rows(7.0), 1: make_rows(7.0)}, lane="replica")
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["replica 0", "replica 1"]
-    assert labels_of(ax) == ["data", "forward", "backward", "step"]
-
-
 def test_utilisation_tells_two_nodes_on_one_machine_apart_by_the_job_s_share():
     samples = [make_usage(f"node{n}", t + 0.1 * n, job_busy=0.5 - 0.1 * n) for t in range(3) for n in (1, 0)]
     ax = plots.utilisation(samples)
