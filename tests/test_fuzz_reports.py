@@ -228,14 +228,6 @@ def show(path):
     return page
 
 
-@pytest.mark.parametrize("seed", choose_seeds(400, 15))
-def test_a_damaged_notebook_is_read_or_named(seed, workspace):
-    dice, path = random.Random(seed), workspace / "01_damaged.ipynb"
-    whole = json.dumps(mutate_json(NOTEBOOK, dice)).encode()
-    path.write_bytes(whole if dice.random() < 0.5 else mutate_bytes(whole, dice))
-    show(path)
-
-
 def change_cell(**fields):
     return json.dumps(NOTEBOOK | {"cells": [CODE | fields]}).encode()
 
