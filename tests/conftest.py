@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +25,6 @@ from harness.hosts import Hosts, find_missing
 from harness.jobs import hear
 
 from course.pocket_slurm import PocketSlurm, find_missing_packages
-from lab_utils import timing
 from nodelaunch import TorchrunJob
 from nodelaunch.state import JobState
 
@@ -142,29 +140,6 @@ def run_cells_of(root: Path, tmp_path: Path) -> Callable[..., dict]:
 def no_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hides the recorded reference runs."""
     monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
-
-
-@pytest.fixture
-def record_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes a checkout with a reference run of a lab, with these results of a kind, each by its setting."""
-
-    def record(lab: str, label: str, kind: str, **results: Iterable[tuple[object, object]]) -> None:
-        records = timing.Records(lab, tmp_path)
-        for setting, pairs in results.items():
-            for value, result in pairs:
-                records.add(kind, result, **{setting: value})
-        content = {
-            "lab": lab,
-            "machine": {"label": label, "torch": "2.14.1"},
-            "when": "2026-12-01T10:00:00+00:00",
-            "records": [json.loads(line) for line in records.path.read_text().splitlines()],
-        }
-        path = tmp_path / "data" / "reference" / f"{lab}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content))
-        monkeypatch.setattr("course.reference.checkout", lambda: tmp_path)
-
-    return record
 
 
 @pytest.fixture(scope="session", params=["real", "drawn"])

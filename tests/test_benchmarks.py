@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import __main__ as bench
 from benchmarks import batches, loop
-from benchmarks.claims import PAGE, Claim, print_table, write_block
+from benchmarks.claims import PAGE, Claim, print_table
 
 RATES = {"ImageFolder + DataLoader": 2000.0, "packed batches": 200_000.0, batches.ONE_PASS: 600_000.0}
 BEGIN, END = "<!-- BEGIN: make bench -->", "<!-- END: make bench -->"
@@ -51,24 +51,6 @@ def test_the_file_has_the_machine_the_date_and_every_claim(checkout):
     assert [claim["verdict"] for claim in kept["claims"]] == ["ok", "BROKEN", "NOT MEASURED", ""]
     assert kept["claims"][0]["numbers"] == RATES
     assert (checkout / bench.PICTURE).read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_page_without_the_place_is_left_alone(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Labs\n")
-    with pytest.raises(ValueError, match="no place for the table"):
-        write_block(page, "make bench", "now")
-    assert page.read_text() == "# Labs\n"
-
-
-def test_the_picture_has_a_bar_for_each_way_and_ours_in_its_own_colour():
-    ax = bench.draw_rates(RATES).axes[0]
-    assert [label.get_text() for label in ax.get_yticklabels()] == [
-        batches.ONE_PASS,
-        "packed batches",
-        *list(RATES)[:1],
-    ]
-    assert len({bar.get_facecolor() for bar in ax.patches}) == 2
 
 
 def test_the_ways_that_are_compared_make_the_same_images_but_for_their_draws(monkeypatch):

@@ -1,8 +1,6 @@
 """Checkpoints: drills 21 to 23 and 45. A save that is killed, a full disk, a torn file and a hostile one."""
 
 import argparse
-import collections
-import enum
 import hashlib
 import os
 import pickle
@@ -10,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,26 +191,6 @@ def test_a_save_killed_at_50_random_points_always_leaves_one_that_loads(tmp_path
     assert ".tmp" not in left, "the next save removes what the killed ones left"
 
 
-def test_a_file_that_the_writer_has_just_removed_is_not_called_damaged(tmp_path, monkeypatch, recwarn):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, make_state(1))
-    listed = checkpoints._list_files()
-    Checkpoints(tmp_path, keep=1).save(2, make_state(2))
-    monkeypatch.setattr(checkpoints, "_list_files", lambda: monkeypatch.undo() or listed)
-    assert checkpoints.load()[0] == 2 and not recwarn
-
-
-@pytest.mark.drill
-def test_a_file_that_cannot_be_read_does_not_hide_the_good_ones(tmp_path):
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, make_state(1))
-    for step, make in enumerate((Path.mkdir, os.mkfifo, lambda path: path.symlink_to("gone")), start=2):
-        strange = tmp_path / f"step-{step:09d}-{'0' * 16}.pt"
-        make(strange)
-        with pytest.warns(UserWarning, match=f"skipped: {strange.name}"):
-            assert checkpoints.load()[0] == 1
-
-
 def give_name(content, folder, step=2):
     """Stores any bytes as a checkpoint whose name has the right digest."""
     path = folder / f"step-{step:09d}-{hashlib.sha256(content).hexdigest()[:16]}.pt"
@@ -272,18 +249,12 @@ def test_a_malicious_pickle_is_refused_and_not_run(tmp_path, form):
     assert not marker.exists()
 
 
-MODE = enum.Enum("Mode", "FAST")
-
-
 UNFIT = {
     'state["best"] is a numpy.float64': (np.float64(1), 'save float(state["best"])'),
     'state["best"] is a numpy.ndarray': (np.zeros(2), 'save torch.from_numpy(state["best"])'),
     'state["best"] is an argparse.Namespace': (argparse.Namespace(lr=1), 'save vars(state["best"])'),
-    'state["best"] is a pathlib.PosixPath': (Path("x"), 'save str(state["best"])'),
-    'state["best"] is a collections.defaultdict': (collections.defaultdict(int), 'save dict(state["best"])'),
     'state["best"] is a torch.nn': (torch.nn.Linear(1, 1), 'save state["best"].state_dict()'),
     'state["best"] is a function': (lambda: 0, 'leave state["best"] out'),
-    'state["best"] is a test_checkpoints.Mode': (MODE.FAST, 'save state["best"].value'),
     'state["best"][0] is a numpy.float64': ([np.float64(n) for n in range(3)], 'save float(state["best"][0])'),
     'a key of state["best"], np.int64(3), is a numpy.int64': ({np.int64(3): 1}, "save int(key)"),
 }

@@ -43,7 +43,7 @@ def make_hostile(archive, file, change):
     return file
 
 
-@pytest.mark.parametrize("top", ["", ".", "CINIC-10", "./data/test sets/a/b/cinic-10"])
+@pytest.mark.parametrize("top", ["", ".", "./data/test sets/a/b/cinic-10"])
 def test_an_archive_gives_the_pack_of_its_folder(folder, tmp_path, top):
     file = make_archive(folder, tmp_path / "any.tar.gz", top=top)
     pack = data.import_archive(file, tmp_path / "root")
@@ -109,22 +109,6 @@ def test_more_than_the_data_set_can_have_is_refused(archive, tmp_path, monkeypat
     data.import_archive(archive, tmp_path / "root")
 
 
-def test_absolute_and_repeated_names_are_taken_and_links_inside_are_named(archive, folder, tmp_path):
-    other = next(folder.rglob("*.png")).read_bytes()
-    with tarfile.open(archive) as old, tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for member in filter(tarfile.TarInfo.isreg, old):
-            for content in (other, old.extractfile(member).read()):
-                add(tar, f"/home/me/cinic/{member.name}", content=content)
-    data.import_archive(tmp_path / "a.tar", tmp_path / "root")
-    expected = data.load(root=folder.parent)
-    assert torch.equal(data.load(root=tmp_path / "root").train.images, expected.train.images)
-    link = {"type": tarfile.SYMTYPE, "linkname": "a.png"}
-    file = make_hostile(archive, tmp_path / "b.tar.gz", lambda tar: add(tar, "test/cat/z.png", **link))
-    with pytest.raises(LabError, match="1 of 91 images") as caught:
-        data.import_archive(file, tmp_path / "other")
-    assert_explains(caught.value, "z.png (is a link: pack files, with tar -h)")
-
-
 def test_classes_and_splits_are_those_of_cinic10(archive, tmp_path):
     zebra = make_hostile(archive, tmp_path / "a.tar.gz", lambda tar: add(tar, "train/zebra/x.png", content=b"x"))
     with tarfile.open(tmp_path / "b.tar.gz", "w:gz") as tar:
@@ -140,20 +124,9 @@ def test_classes_and_splits_are_those_of_cinic10(archive, tmp_path):
     assert zebra.exists() and not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("fraction", [0, 0.3, 0.9999])
-def test_an_archive_cut_short_is_explained(archive, tmp_path, fraction):
-    whole = archive.read_bytes()
-    (tmp_path / "cut.tar.gz").write_bytes(whole[: int(fraction * len(whole))])
-    with pytest.raises(LabError) as caught:
-        data.import_archive(tmp_path / "cut.tar.gz", tmp_path / "root")
-    assert_explains(caught.value, "cut short or damaged", "cut.tar.gz", "fetch cinic10")
-    assert not (tmp_path / "root").exists()
-
-
 KINDS = {
     b"PK\3\4": ["a zip archive", "-m zipfile -e ", "export LAB_DATA="],
     b"<!DOCTYPE html><title>Log in": ["a web page", "fetch cinic10"],
-    b"\n<HTML>": ["a web page"],
     b"a letter": ["cut short or damaged"],
     b"": ["cut short or damaged"],
 }

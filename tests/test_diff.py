@@ -42,19 +42,3 @@ def test_the_diff_of_texts_keeps_what_is_the_same_and_every_line_of_it():
     assert page.count("background") == 2
     same = show_diff(before, before).data
     assert "background" not in same and "line 7" in same
-
-
-def contrast(first, second):
-    def luminance(colour):
-        parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    light, dark = sorted((luminance(first), luminance(second)), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_text_of_the_diff_has_the_contrast_that_wcag_asks_for():
-    for style in {style for style, text in read_rows(show_diff(plain, mixed).data) if text[0] != " "}:
-        background, colour = (part.split(":")[1] for part in style.split(";")[1:])
-        assert contrast(background, colour) >= 7

@@ -1,11 +1,9 @@
-"""Checks the text of lab 0 against the outputs of its stored run, and against a recorded run."""
+"""Checks the text of lab 0 against the outputs of its stored run."""
 
 import re
 
 import nbformat
 import pytest
-
-from lab_utils.timing import Timing
 
 
 @pytest.fixture
@@ -33,20 +31,3 @@ def test_the_profile_names_the_layer_whose_backward_pass_is_cheap(tables):
 def test_the_backward_pass_was_shorter_than_the_forward_pass(tables):
     forward, both = (tables["interleave"][name][0] for name in ("forward", "forward, backward"))
     assert both - forward < forward
-
-
-def test_a_recorded_run_of_a_step_has_a_figure_of_its_own_below_the_learners(
-    no_reference, run_cells_of, record_run, runs
-):
-    mine, theirs = (
-        [Timing(name, (seconds,) * 3, images=batch) for name, seconds in (("forward", one), ("whole step", 3 * one))]
-        for one, batch in ((0.2, 128), (0.01, 1024))
-    )
-    names = run_cells_of("00_start_here", "interleave-plot", MODEL="tiny", timings=mine)
-    assert [ax.get_title(loc="left") for ax in names["axes"][:, 0]] == ["this machine, tiny, batch 128"]
-    record_run("lab0", "NVIDIA H200", "step", model=[("resnet18", theirs)])
-    names = run_cells_of("00_start_here", "interleave-plot", MODEL="tiny", timings=mine)
-    above, below = names["axes"][:, 0]
-    assert below.get_title(loc="left") == "NVIDIA H200, torch 2.14.1, 2026-12-01, resnet18, batch 1024"
-    longest = [max(bar.get_x() + bar.get_width() for bar in ax.patches) for ax in (above, below)]
-    assert longest[0] / longest[1] == pytest.approx(20), "each has the times of its own run"

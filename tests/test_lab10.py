@@ -31,8 +31,7 @@ def pieces(gpt):
     return gpt.draw_pieces(gpt.load_text(), 4, 32, seed=0)
 
 
-def test_the_gpt_fits_on_two_pages_and_learns(gpt, root):
-    assert len((root / "notebooks" / "scripts" / "gpt.py").read_text().splitlines()) <= 120
+def test_the_gpt_learns(gpt):
     torch.manual_seed(0)
     text, model = gpt.load_text(), gpt.GPT(width=64, layers=2)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=3e-3), []

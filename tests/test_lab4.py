@@ -1,23 +1,16 @@
-"""Parts of lab 4: its cost model and figures on made-up measurements, its script, and what only GPUs reach."""
+"""Parts of lab 4: its cost model on made-up measurements, what others published, and its scripts."""
 
-import contextlib
 import json
-import runpy
-import types
 from functools import partial
 
 import pytest
-import torch
 from torch import nn
 
 import nodelaunch as launch
-from course.check.guesses import read_guesses
 from lab_utils import models
 from lab_utils.timing import Timing
-from nodelaunch import GpuUsage, Usage
 
 pytestmark = pytest.mark.usefixtures("runs")
-GPUS = torch.cuda.device_count()
 SCRIPT = "notebooks/scripts/compare_parallel.py"
 NAMES = {
     "training": ["1 device", "DP", "DDP", "half the batch"],
@@ -30,18 +23,18 @@ def run_cells(run_cells_of):
     return partial(run_cells_of, "04_data_parallel")
 
 
-def make_found(seconds, links=(0.011, 0.101, 0.001), batches=(16, 64, 256)):
-    """Makes the result of ``Records`` for the script's report, with a time per set-up; ``links`` in its order."""
+def make_found(seconds):
+    """Makes the result of ``Records`` for the script's report, with a time per set-up."""
     cases = [
         {"batch": batch}
         | {
             kind: [Timing(name, (seconds[name.split()[-1]],) * 3, images=batch) for name in NAMES[kind]]
             for kind in NAMES
         }
-        for batch in batches
+        for batch in (16, 64, 256)
     ]
-    timings = [Timing(*pair) for pair in zip(("copy", "all_reduce", "meeting"), [(one,) for one in links], strict=True)]
-    return {"cores": 2, "cases": cases, "weights_bytes": 10_000_000, "links": [one.as_record() for one in timings]}
+    links = [Timing("copy", (0.011,)), Timing("all_reduce", (0.101,)), Timing("meeting", (0.001,))]
+    return {"cores": 2, "cases": cases, "weights_bytes": 10_000_000, "links": [one.as_record() for one in links]}
 
 
 FOUND = make_found({"device": 2.0, "DP": 1.6, "DDP": 1.0, "batch": 0.9})
@@ -64,14 +57,7 @@ def test_the_bytes_of_the_cost_model_by_hand(run_cells, capsys):
         },
         "DDP": {"weights and buffers": buffers, "gradients": weights},
     }
-    four = count_bytes(net, 12, 4, pixels=1, classes=2)
-    assert four["DP"] == {
-        "weights and buffers": weights + buffers,
-        "images": 9 * 4,
-        "outputs and their gradients": 9 * 2 * 4 * 2,
-        "gradients": weights,
-    }
-    assert four["DDP"]["gradients"] == pytest.approx(1.5 * weights)
+    assert count_bytes(net, 12, 4)["DDP"]["gradients"] == pytest.approx(1.5 * weights)
     alone = count_bytes(net, 12, 1)
     assert sum(alone["DP"].values()) == sum(alone["DDP"].values()) == 0
 
@@ -107,23 +93,6 @@ def test_the_what_if_takes_the_time_that_each_stem_took_here(run_cells, monkeypa
     assert predict("imagenet", 1e6)["DP"] == pytest.approx(alone / (alone / 2 + sent))
 
 
-def test_the_figure_shows_the_records(run_cells):
-    runs = read_runs(FOUND)
-    names = run_cells("set-ups-figure", runs=runs, my_guess={"DP": 0.7, "DDP": 1.5}, where="here")
-    for ax, kind in zip(names["axes"], runs, strict=False):
-        lines = {line.get_label(): list(line.get_ydata()) for line in ax.lines}
-        seconds = zip(NAMES[kind], (2.0, 1.6, 1.0), strict=False)
-        assert lines == {name: [batch / one for batch in (16, 64, 256)] for name, one in seconds}, kind
-    right = names["axes"][2]
-    assert read_guesses() == {
-        "lab 4: DP against one device": (0.7, 1.25),
-        "lab 4: DDP against one device": (1.5, 2.0),
-    }
-    lines = {line.get_label(): list(line.get_ydata()) for line in right.lines}
-    assert lines["DP, training"] == pytest.approx([1.25] * 3) and lines["DDP, training"] == pytest.approx([2.0] * 3)
-    assert (lines["my guess for DP"][0], lines["my guess for DDP"][0]) == (0.7, 1.5)
-
-
 def test_what_others_published_stands_there_with_its_source(run_cells, capsys, root):
     cited = json.loads((root / "data" / "reference" / "cited_data_parallel.json").read_text())
     facts = {"source", "url", "hardware", "software", "workload", "when", "seconds", "note"}
@@ -135,121 +104,10 @@ def test_what_others_published_stands_there_with_its_source(run_cells, capsys, r
     assert list(seconds.values()) == [run["seconds"] for run in cited]
 
 
-def test_a_recorded_run_of_two_gpus_stands_there_too(run_cells, capsys, record_run):
-    record_run("lab4", "2 × NVIDIA H200", "set-ups", arguments=[(["--device", "cuda"], FOUND)])
-    run_cells("cited")
-    out = capsys.readouterr().out
-    assert "recorded on two GPUs: 2 × NVIDIA H200" in out and "nothing yet" not in out
-    assert out.count("half the batch") == 3 and "batch 256" in out
-
-
-GPU_USAGE = tuple(GpuUsage(number, (0.9, 0.3)[number], 1, 2) for number in (0, 1))
-
-
-@pytest.mark.parametrize("gpus", [False, True])
-def test_the_lab_trains_three_times_for_as_many_steps_and_notes_each_device(run_cells, monkeypatch, root, gpus):
-    """Two pretended ranks, each of which saw the memory of its own GPU."""
-    jobs = []
-
-    class Job:
-        def __init__(self, script, arguments, nodes, nproc_per_node, env):
-            jobs.append((arguments, nproc_per_node, env))
-            curves = {"loss": [2.0, 1.0], "ends": [9.5, 10.5, 11.5], "others": 0.2}
-            ranks = [curves | {"peaks": [5 - 5 * r, 7 * r][: 2 * gpus]} for r in range(nproc_per_node)]
-            self.run = lambda: types.SimpleNamespace(results=ranks)
-
-    @contextlib.contextmanager
-    def watch(nodes, every):
-        samples = [
-            Usage("node0", 10.0, 2, 0.96, GPU_USAGE[: 2 * gpus], 0.6),
-            Usage("node0", 11.0, 2, 0.5, GPU_USAGE[: 2 * gpus]),
-        ]
-        yield types.SimpleNamespace(samples=samples)
-
-    monkeypatch.setattr("nodelaunch.TorchrunJob", Job)
-    monkeypatch.setattr("nodelaunch.watch", watch)
-    names = run_cells("train", ON_GPUS=gpus, CORES=4)
-    assert [arguments[arguments.index("--how") + 1] for arguments, *_ in jobs] == ["single", "dp", "ddp"]
-    assert [("--seconds" in arguments, arguments[-2:] == ["--steps", 2]) for arguments, *_ in jobs] == [
-        (True, False),
-        (False, True),
-        (False, True),
-    ]
-    assert [processes for _, processes, _ in jobs] == [1, 1, 2]
-    # All have the same cores: two processes half of them each.
-    assert [env["OMP_NUM_THREADS"] for *_, env in jobs] == ["4", "4", "2"]
-    assert list(names["trained"]) == ["1 device", "DP" if gpus else "DP, emulated", "DDP"]
-    found = names["trained"]["DDP"]
-    assert found["peaks"] == ([5, 7] if gpus else [])
-    busy = [[t, f"GPU {index}", share] for t in (10, 11) for index, share in enumerate((0.9, 0.3))]
-    assert found["busy"] == (busy if gpus else [[10, "4 cores", 0.6], [11, "4 cores", 0.5]])
-    assert found["times"] == Timing("DDP", (1.0, 1.0), images=64, others=0.2)
-    run_cells("train", ON_GPUS=gpus, CORES=4)
-    assert len(jobs) == 6, "other programs were busy, so it trains again"
-
-
-def test_set_ups_that_were_noise_are_measured_again(run_cells, root):
-    """Reports of the script; during the first one, other programs used the processors."""
-    tag = runpy.run_path(str(root / SCRIPT))["tag"]
-
-    def make_report(others):
-        rows = {batch: tag([Timing("1 device", (1.0,), images=batch, others=others)]) for batch in (8, 16, 32)}
-        return [{"cores": 2, "cases": [{"batch": n, "training": row, "inference": row} for n, row in rows.items()]}]
-
-    reports = iter([make_report(0.4), make_report(0.0)])
-    names = {"NET": "tiny", "FULL": False, "KIND": "cpu", "ON_GPUS": False}
-    for others in (0.4, 0.0, 0.0):
-        runs = run_cells("measure", run_script=lambda *_: (next(reports), []), **names)["runs"]
-        assert [one.others for kind in NAMES for one in runs[kind]] == [others] * 6
-
-
-def make_trained(*ends, loss=(2.0, 1.5, 1.0)):
-    busy = [[t, f"GPU {gpu}", (0.9, 0.3)[gpu]] for t in range(5) for gpu in (0, 1)]
-    return {
-        "loss": [*loss],
-        "accuracy": [0.1, 0.2, 0.3],
-        "ends": ends,
-        "busy": busy,
-        "peaks": [3 * 2**30, 2**30],
-        "times": Timing("a set-up", (ends[1] - ends[0],), images=64),
-    }
-
-
-TRAINED = {
-    "1 device": make_trained(1, 2, 3, 4),
-    "DP": make_trained(1, 3, 5, 7),
-    "DDP": make_trained(1, 1.5, 2, 2.5),
-}
-
-
-def test_the_three_trainings_lie_over_each_other(run_cells, capsys):
-    names = {
-        "trained": TRAINED,
-        "TRAINED": {"--net": "tiny", "--batch-size": 64, "--lr": 0.1},
-        "dataset": types.SimpleNamespace(name="shapes10"),
-    }
-    left, middle, right = run_cells("train-figure", **names)["axes"]
-    for ax, means in ((left, [2, 1.75, 1.5]), (middle, [0.1, 0.15, 0.2])):
-        assert [line.get_label() for line in ax.lines] == [*TRAINED]
-        assert all(list(line.get_ydata()) == pytest.approx(means) for line in ax.lines)
-    assert [bar.get_height() for bar in right.patches] == [64, 32, 128]  # images per second
-    assert "✔ DP and DDP: the same loss" in capsys.readouterr().out
-    assert not right.texts[3:]  # three numbers, and no remark on noise
-    names["trained"] = TRAINED | {"DP": TRAINED["DP"] | {"times": Timing("DP", (2.0,), images=64, others=0.4)}}
-    right = run_cells("train-figure", **names)["axes"][2]
-    assert "this machine was busy" in right.texts[3].get_text()
-    names["trained"] = TRAINED | {"DDP": make_trained(1, 2, 3, 4, loss=(2.0, 1.45, 1.0))}
-    with pytest.raises(Exception, match="the same loss"):
-        run_cells("train-figure", **names)
-
-
-def run_script(tmp_path, monkeypatch, root, *arguments, processes):
-    command = ["--net", "tiny", "--repeats", 2, "--batch-sizes", 4, 8, *arguments]
-    job = launch.TorchrunJob(root / SCRIPT, command, nodes=launch.local_nodes(1), nproc_per_node=processes)
-    return job.run(show=False, force=True).results[0]
-
-
-def assert_complete(found):
+def test_the_script_measures_all_set_ups_on_the_cpu(root):
+    command = ["--net", "tiny", "--repeats", 2, "--batch-sizes", 4, 8]
+    job = launch.TorchrunJob(root / SCRIPT, command, nodes=launch.local_nodes(1), nproc_per_node=2)
+    found = job.run(show=False, force=True).results[0]
     assert [case["batch"] for case in found["cases"]] == [4, 8]
     for case in found["cases"]:
         for kind, names in NAMES.items():
@@ -262,63 +120,17 @@ def assert_complete(found):
     assert found["weights_bytes"] == 4 * sum(parameter.numel() for parameter in models.build("tiny").parameters())
 
 
-def test_the_script_measures_all_set_ups_on_the_cpu(tmp_path, monkeypatch, root):
-    assert_complete(run_script(tmp_path, monkeypatch, root, processes=2))
+@pytest.mark.usefixtures("warm_torchrun")
+def test_with_stored_statistics_the_three_set_ups_train_alike(root):
+    """That DP and DDP do so with the batch's own, the lab itself claims."""
 
+    def train(how):
+        command = ["--how", how, "--device", "cpu", "--batch-size", 16, "--steps", 4, "--bn", "frozen"]
+        script = root / "notebooks" / "scripts" / "train_parallel.py"
+        job = launch.TorchrunJob(script, command, nodes=launch.local_nodes(1), nproc_per_node=1 + (how == "ddp"))
+        return job.run(show=False, force=True).results[0]
 
-@pytest.mark.skipif(GPUS == 0, reason="NOT TESTED HERE: the script's way on GPUs (this machine has none)")
-def test_the_script_measures_all_set_ups_on_gpus(tmp_path, monkeypatch, root):
-    """With one GPU it has one process, whose DataParallel has one device."""
-    assert_complete(run_script(tmp_path, monkeypatch, root, "--device", "cuda", processes=min(GPUS, 2)))
-
-
-no_gpu = pytest.mark.skipif(GPUS < 2, reason="NOT TESTED HERE: training on two GPUs (this machine has fewer)")
-
-
-@pytest.mark.parametrize("gpus", [False, pytest.param(True, marks=no_gpu)])
-def test_the_ways_of_a_step_differ_in_time_only(run_cells, monkeypatch, gpus):
-    """All give the same gradients, in float64 and with BatchNorm's stored statistics."""
-    monkeypatch.setattr("lab_utils.timing.interleave", lambda steps, **_: [Timing(name, (1.0,)) for name in steps])
-    names = run_cells("baseline", "causes", ON_GPUS=gpus, NET="tiny", BATCHES=[4, 8], CORES=2)
-    torch.manual_seed(0)
-    first = "cuda:0" if gpus else "cpu"
-    net = models.build("tiny").double().eval().to(first)
-    images, labels = torch.randn(6, 3, 32, 32, device=first).double(), torch.randint(0, 10, (6,), device=first)
-    monkeypatch.setattr(torch.optim.SGD, "step", lambda self: None)
-    steps, gradients = names["make_steps"](net, images, labels), {}
-    *ways, copying = steps
-    assert copying == "replicate alone" and len(ways) == (3 if gpus else 5)
-    for name in ways:
-        steps[name]()
-        gradients[name] = torch.cat([parameter.grad.flatten() for parameter in net.parameters()])
-        assert torch.allclose(gradients[name], gradients["1 device"], atol=1e-12), name
-    assert len(steps[copying]()) == 2
-
-
-def train_by_script(root, device, how, *arguments):
-    """Returns the reports of ``train_parallel.py`` in the order of the ranks."""
-    script = root / "notebooks" / "scripts" / "train_parallel.py"
-    command = ["--how", how, "--device", device, "--batch-size", 16, "--steps", 4, *arguments]
-    job = launch.TorchrunJob(script, command, nodes=launch.local_nodes(1), nproc_per_node=1 + (how == "ddp"))
-    return job.run(show=False, force=True).results
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
-def test_the_three_set_ups_train_alike_but_for_batch_norms_halves(root, device, request):
-    """With stored statistics all three agree; with the batch's, DP and DDP do, whose devices get the same halves."""
-    if device == "cpu":  # CUDA is not for forks
-        request.getfixturevalue("warm_torchrun")
-    train = partial(train_by_script, root, device)
-    close = partial(pytest.approx, abs=1e-4 if device == "cpu" else 1e-2)  # a GPU may round products to TF32
-    one, *others = (train(how, "--bn", "frozen")[0] for how in ("single", "dp", "ddp"))
-    dp, ddp = (train(how)[0] for how in ("dp", "ddp"))
-    whole = train("single", "--steps", 0, "--seconds", 0.2)[0]
+    one, dp, ddp = map(train, ("single", "dp", "ddp"))
     for what in ("loss", "accuracy"):
-        for other in others:
-            assert other[what] == close(one[what])
-        assert ddp[what] == close(dp[what])
-    assert abs(whole["loss"][0] - dp["loss"][0]) > 1e-3, "BatchNorm did not see the whole batch"
-    assert len(ddp["loss"]) == 4 and len(ddp["ends"]) == 5 and ddp["ends"] == sorted(ddp["ends"])
-    assert len(whole["peaks"]) == GPUS and all(0 <= run["others"] <= 1 for run in (whole, dp, ddp))
-    # Without a number of steps the one process stops when its seconds are over.
-    assert whole["ends"][-1] - whole["ends"][0] > 0.2 >= whole["ends"][-2] - whole["ends"][0]
+        assert dp[what] == pytest.approx(one[what], abs=1e-4) and ddp[what] == pytest.approx(one[what], abs=1e-4)
+    assert len(ddp["loss"]) == 4 and len(ddp["ends"]) == 5

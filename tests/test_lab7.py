@@ -36,8 +36,7 @@ def ax():
     [
         ("cpu", 2, 0, 8 + 4),  # in turn
         ("cpu", 8, 1, 8),  # one worker is slower than the step
-        ("cpu", 8, 2, 4),
-        ("cpu", 8, 4, 4),  # the step is what takes longest
+        ("cpu", 8, 2, 4),  # the step is what takes longest
         ("cpu", 2, 4, 11 / 2),  # the cores are used up: 7 and 4 seconds of them
         ("cuda", 1, 4, 7),  # a GPU computes by itself
     ],
@@ -72,8 +71,6 @@ def test_a_profile_shows_where_a_loop_waits(ax):
     assert sum(bar.get_width() for bar in waits if bar.get_width() > 20) >= 90, (
         "the first wait is before the first step"
     )
-    assert {bar.get_y() for bar in work} == {-0.3}
-    assert ax.get_xlim()[1] == pytest.approx(6 * max(bar.get_x() + bar.get_width() for bar in work) / 4)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/smaps_rollup"), reason="Linux alone tells")  # noqa: PTH110

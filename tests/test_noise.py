@@ -37,7 +37,6 @@ def make_timings(name, seconds, images=0, spread=0.01, **more):
     ("naive", "honest", "words"),
     [
         ((0.0094, 0.0095, 0.0096), (0.0094, 0.0095, 0.0097), "They agree, up to noise"),
-        ((0.0234, 0.0234, 0.0234), (0.0230, 0.0230, 0.0230), "They agree, up to noise"),  # a clock that drifts
         ((0.0093, 0.0094, 0.0095), (0.0149, 0.0151, 0.0153), "this machine was likely busy. Run both again"),
     ],
 )
@@ -61,11 +60,9 @@ def make_sweep(gains, spread=0.01, **more):
     ("gains", "proven", "more"),
     [
         ([0.5, 0.9, 2.0], [True] * 3, {}),
-        ([1.2, 1.3, 1.4], [True] * 3, {}),
         ([7.0, 0.6, 1.2, 1.0], [True, True, True, False], {}),
         ([1.1, 1.1, 1.1], [False] * 3, {"spread": 0.1}),
         ([0.5, 0.9, 2.0], [False] * 3, NOISY),
-        ([0.5, 0.9, 2.0], [False] * 3, {"spread": 0.4}),
     ],
 )
 def test_lab_1_claims_no_speed_up_and_keeps_no_guess_that_noise_can_explain(
@@ -123,25 +120,6 @@ def test_lab_5_says_so_and_no_bar_is_cut_off(run_cells_of, capsys, more, monkeyp
     assert bool(read_guesses()) == (not more)
     top = max(bar.get_height() for bar in ax.patches if hasattr(bar, "get_height"))
     assert top == pytest.approx(3.7) and ax.get_ylim()[1] > 1.04 * top
-    ax.figure.canvas.draw()
-    assert ax.get_legend().get_window_extent().x0 >= ax.get_window_extent().x1, "the legend lies on the bars"
-
-
-def test_bars_of_a_recorded_run_stand_beside_those_of_lab_5(run_cells_of, record_run, monkeypatch):
-    others = {"compute": 1.0, "apart": 2.0, "ddp": 2.0}
-    mine, theirs = (make_measured({"alone": alone} | others) for alone in (2.0, 1.0))
-    record_run("lab5", "2 × NVIDIA H200", "buckets", net=[("resnet152", theirs)])
-    nodes = [type("Node", (), {"name": name}) for name in ("node0", "node1")]
-    monkeypatch.setattr("lab_utils.timing.Records.once", lambda *_, **__: mine)
-    names = {"my_speed_up": {"cifar": None, "imagenet": None}, "DEVICE": "cpu", "FULL": False}
-    monkeypatch.setattr("nodelaunch.choose_nodes", lambda: nodes)
-    found = run_cells_of("05_ddp_two_nodes", "measure", "scaling-table", "scaling-figure", **names)
-    assert "my guess" not in texts_of(found["ax"]) and read_guesses() == {}, "no guess was made"
-    assert "recorded: 2 × NVIDIA H200, torch 2.14.1, 2026-12-01" in found["ax"].get_title(loc="left")
-    # Two nodes whose step is as long as one's are twice as fast in weak scaling; where it is twice as long, as fast.
-    by_case = {case: values for case, values in found["relative"].items() if "cifar" in case}
-    assert list(by_case.values()) == [[1, 1.0, 2.0], [1, 0.5, 1.0]]
-    assert "recorded" in list(by_case)[1] and not found["ax"].figure.canvas.draw()
 
 
 @pytest.mark.system  # the loops would stand beside other tests' measurements

@@ -1,4 +1,4 @@
-"""torch's DataParallel over copies in memory: what it computes, what it loses, and that it is torch's own code."""
+"""torch's DataParallel over copies in memory: what it computes, what it loses, and in which threads."""
 
 import copy
 import threading
@@ -14,8 +14,6 @@ from lab_utils import models
 from lab_utils.parallel import CpuDataParallel
 from scripts.replicas import InThreads, note_phases, step_in_threads
 
-GPUS = torch.cuda.device_count()
-
 
 def make_batch(count, **options):
     generator = torch.Generator().manual_seed(count)
@@ -28,8 +26,8 @@ def leave_gradients(model, net, images, labels):
     return torch.cat([parameter.grad.flatten() for parameter in net.parameters()]), loss.detach()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("batch", [1, 6, 7, 9])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 6, 7])
 @pytest.mark.parametrize("net", ["tiny", "plain"])
 def test_the_gradients_equal_one_devices(count, batch, net):
     """Without BatchNorm in training, and with BatchNorm that uses what it has stored."""
@@ -110,37 +108,6 @@ def test_only_replica_0s_statistics_survive_in_training():
     assert all(torch.equal(*pair) for pair in zip(wrapped.buffers(), alone.buffers(), strict=True))
 
 
-def test_what_forward_sets_is_lost_and_numbers_become_a_vector():
-    class Remembering(nn.Linear):
-        calls = 0
-
-        def forward(self, inputs):
-            self.calls += 1
-            return super().forward(inputs).mean()
-
-    net = Remembering(2, 2)
-    assert CpuDataParallel(net, 2)(torch.ones(4, 2)).shape == (2,)
-    assert net.calls == 0
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_threads_take_over_whether_gradients_are_wanted(grad):
-    seen, net = [], nn.Linear(2, 2)
-    net.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
-    with torch.set_grad_enabled(grad):
-        assert CpuDataParallel(net)(torch.ones(4, 2)).requires_grad == grad
-    assert seen == [grad, grad]
-
-
-def test_the_threads_take_over_that_autocast_is_on_and_not_its_dtype():
-    """As torch's own do, in the version that is tested."""
-    net, inputs = nn.Linear(2, 2), torch.ones(4, 2)
-    assert CpuDataParallel(net)(inputs).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert net(inputs).dtype == torch.float16
-        assert CpuDataParallel(net)(inputs).dtype == torch.bfloat16
-
-
 def test_threads_are_set_for_the_replicas_alone():
     seen, net, before = [], nn.Linear(2, 2), torch.get_num_threads()
     net.register_forward_hook(lambda *_: seen.append(torch.get_num_threads()))
@@ -166,25 +133,3 @@ def test_no_replicas_are_refused():
     with pytest.raises(LabError) as caught:
         CpuDataParallel(nn.Linear(2, 2), 0)
     assert_explains(caught.value, "replicas must be at least 1", "replicas=2")
-
-
-@pytest.mark.skipif(GPUS > 0, reason="NOT TESTED HERE: what DataParallel does without a GPU (this machine has one)")
-def test_without_a_gpu_torchs_own_does_nothing_and_says_nothing(recwarn):
-    seen, net = [], nn.Linear(2, 2)
-    net.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    wrapped = nn.DataParallel(net, device_ids=[0, 1])
-    wrapped(torch.ones(8, 2))
-    assert (wrapped.device_ids, seen) == ([], [8])
-    assert not [one for one in recwarn if one.category is not ResourceWarning]  # which is of tests before this one
-
-
-@pytest.mark.skipif(GPUS == 0, reason="NOT TESTED HERE: DataParallel on GPUs (this machine has none)")
-def test_on_gpus_torchs_own_computes_the_same():
-    """On as many as there are; a single one takes the way of a single device."""
-    device_ids = list(range(GPUS))
-    net = models.build("tiny").double().eval().to("cuda:0")
-    twin = copy.deepcopy(net).cpu()
-    images, labels = make_batch(7, dtype=torch.float64)
-    own, _ = leave_gradients(nn.DataParallel(net, device_ids), net, images.cuda(), labels.cuda())
-    ours, _ = leave_gradients(CpuDataParallel(twin, GPUS), twin, images, labels)
-    assert (own.cpu() - ours).abs().max() < 1e-10

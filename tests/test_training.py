@@ -6,7 +6,6 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from lab_common import LabError
 from lab_utils import models, training
@@ -188,7 +187,7 @@ def test_with_fewer_than_five_classes_top5_is_certain():
     assert epoch.top5 == 1.0 and epoch.top1 < 1.0
 
 
-@pytest.mark.parametrize("ks", [(1, 5), (3,), (5, 1, 10)])
+@pytest.mark.parametrize("ks", [(1, 5), (5, 1, 10)])
 def test_top_k_counts_equal_a_count_by_hand(ks):
     generator = torch.Generator().manual_seed(0)
     logits, labels = torch.randn(200, 10, generator=generator), torch.randint(0, 10, (200,), generator=generator)
@@ -201,25 +200,3 @@ def test_top_k_counts_equal_a_count_by_hand(ks):
 def test_a_k_that_cannot_be_is_refused(ks):
     with pytest.raises(LabError, match="from 1 to the number of classes, 10"):
         training.count_topk(torch.zeros(4, 10), torch.zeros(4, dtype=torch.int64), ks=ks)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_the_seconds_are_the_devices_own():
-    model = make_model().cuda()
-    batches = [(images.cuda(), labels.cuda()) for images, labels in make_batches((64,) * 25)]
-    training.train_epoch(model, batches, make_optimizer(model), progress=False)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    epoch = training.train_epoch(model, batches, make_optimizer(model), progress=False)
-    wall = time.perf_counter() - start
-    assert 0.5 * wall < epoch.data_seconds + epoch.compute_seconds <= wall
-    assert epoch.compute_seconds > epoch.data_seconds
-
-
-def test_a_plain_step_trains():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    (images, labels), *_ = make_batches()
-    losses = [training.plain_step(model, images, labels, optimizer)[0].item() for _ in range(5)]
-    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]

@@ -7,14 +7,12 @@ import pty
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import wandb
 from harness.wandb_server import WandbServer
 
-import nodelaunch as launch
 from lab_common import LabError
 from lab_utils import wandb_runs
 from lab_utils.wandb_runs import reading
@@ -34,7 +32,6 @@ for step in range(1, 21):
 run.finish()
 print(json.dumps({"seconds": seconds, "mode": connection.mode, "folder": run.dir}))
 """
-WATCHED = Path("scripts") / "watched_training.py"
 
 
 def make_environment(folder, **variables):
@@ -189,38 +186,6 @@ def test_a_key_that_wandb_login_stored_is_taken(tmp_path):
     assert find_text(tmp_path / "runs", "PLANTED") == []
 
 
-def test_a_step_back_is_lost_and_is_warned_of(tmp_path):
-    program = (
-        "import wandb; from lab_utils import wandb_runs; where = wandb_runs.connect('runs').options\n"
-        "run = wandb.init(project='labs', **where)\n"
-        "for step in (5, 3, 6): run.log({'a': step}, step=step)\n"
-        "run.finish(); print([row['_step'] for row in wandb_runs.read_run(run.dir).rows])"
-    )
-    with WandbServer() as server:
-        key = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.url}
-        pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 90}
-        command, env = [sys.executable, "-c", program], make_environment(tmp_path, **key)
-        child = subprocess.run(command, cwd=tmp_path, env=env, **pipes)
-    assert child.stdout == "[5, 6]\n" and "less than the current step 5" in child.stderr
-    assert [[row["_step"] for row in rows] for rows in server.rows.values()] == [[5, 6]]
-
-
-def test_all_defaults_record_what_the_quiet_settings_switch_off(root, tmp_path):
-    command = [sys.executable, str(root / "notebooks" / WATCHED), str(tmp_path / "whole")]
-    (tmp_path / "whole").mkdir()
-    env = make_environment(tmp_path, PYTHONPATH=str(root), WANDB_MODE="offline")
-    subprocess.run(command, check=True, capture_output=True, env=env, cwd=tmp_path, timeout=300)
-    kinds = {}
-    for name in ("wandb", "wandb, as it comes"):
-        (folder,) = wandb_runs.list_runs(tmp_path / "whole" / name)
-        written = wandb_runs.read_records(folder)
-        kinds[name] = {record["type"] for record in written}
-        (opened,) = (record["run"] for record in written if record["type"] == "run")
-        assert opened.get("host") == (None if name == "wandb" else socket.gethostname())
-        assert (folder / "files" / "requirements.txt").exists() == (name != "wandb")
-    assert kinds["wandb, as it comes"] - kinds["wandb"] >= {"environment", "stats", "output_raw"}
-
-
 def test_an_offline_run_can_be_sent_later(tmp_path):
     _, last = run_program(tmp_path)
     with WandbServer() as server:
@@ -289,10 +254,7 @@ def test_a_folder_without_a_run_says_so(tmp_path):
     [
         ("", 0),
         ("Error: No such command 'leet'.", 2),
-        ("not JSON", 0),
         ('{"type": "history", "history": {"item": {"_step": 1}}}', 0),
-        ('{"type": "run", "run": {"run_id": "a"}}\n{"type": "history", "history": {"row": {}}}', 0),
-        ('{"type": "run", "run": {"run_id": "a"}}\n{"type": "artifact", "artifact": {}}', 0),
     ],
 )
 def test_another_sdk_is_told_in_a_clear_word(recorded_file, monkeypatch, out, code):
@@ -316,49 +278,3 @@ def test_unknown_records_and_fields_are_passed_over():
     recorded = reading.collect(lines, Path("run-a.wandb"))
     assert recorded.id == "a" and recorded.summary == {"loss": {"min": 1}} and not recorded.finished
     assert math.isnan(recorded.curve("loss")[3])
-
-
-@pytest.mark.drill
-def test_a_killed_run_loses_at_most_the_last_second(root, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    command = [sys.executable, str(root / "notebooks" / WATCHED), str(tmp_path / "cut"), "--steps", "200"]
-    (tmp_path / "cut").mkdir()
-    told, env = [], make_environment(tmp_path, PYTHONPATH=str(root))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env, cwd=tmp_path) as script:
-        for line in script.stdout:
-            told.append(json.loads(line))
-            if len(told) == 40:
-                script.kill()
-                killed = time.time()
-    # The interval of a second, and what a busy machine adds before the interval's end is noticed.
-    safe = max((one["step"] for one in told if one["time"] < killed - 1.5), default=0)
-    recorded = wandb_runs.read_run(wandb_runs.list_runs(tmp_path / "cut" / "wandb")[0])
-    assert not recorded.finished
-    assert [row["_step"] for row in recorded.rows] == list(range(1, len(recorded.rows) + 1))
-    assert len(recorded.rows) >= safe
-    board = EventAccumulator(str(tmp_path / "cut" / "TensorBoard"), size_guidance={"scalars": 0}).Reload()
-    written = {event.step: event.value for event in board.Scalars("loss/train")} if board.Tags()["scalars"] else {}
-    assert len(written) >= told[-1]["step"] - 1, "TensorBoard appends each record at once, whatever flush_secs is"
-    for step in written.keys() & recorded.curve("loss/train").keys():
-        assert written[step] == pytest.approx(recorded.curve("loss/train")[step], rel=1e-6)
-    assert list((tmp_path / "home").iterdir()) == []
-
-
-@pytest.mark.drill
-def test_two_processes_make_one_run_of_reduced_values(root, tmp_path, monkeypatch):
-    monkeypatch.setenv("LAB_RUNS", str(tmp_path / "runs"))
-    folder = tmp_path / "ranks"
-    folder.mkdir()
-    (folder / "plans.json").write_text(json.dumps([[{"name": "reduced"}, None], [None, None]]))
-    script = root / "notebooks" / "scripts" / "watch_ranks.py"
-    job = launch.TorchrunJob(str(script), [str(folder)], nodes=launch.local_nodes(1), nproc_per_node=2)
-    results = sorted(job.run(show=False).results, key=lambda result: result["rank"])
-    (found,) = wandb_runs.list_runs(folder)
-    recorded = wandb_runs.read_run(found)
-    assert recorded.name == "reduced" and recorded.finished and len(recorded.rows) == 5
-    for step, loss in recorded.curve("loss").items():
-        first, second = (result["own_loss"][step - 1] for result in results)
-        assert loss == pytest.approx((48 * first + 16 * second) / 64, rel=1e-6)
-        assert loss != pytest.approx((first + second) / 2, rel=1e-4)
-    assert results[0]["rows"] == results[1]["rows"], "a reduced value is the same on every rank"

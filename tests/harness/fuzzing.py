@@ -76,8 +76,6 @@ def make_odd_file(path: Path, kind: str, beginning: bytes = b"") -> None:
     match kind:
         case "a link to nothing":
             path.symlink_to(path.with_name("there is no such file"))
-        case "a link to a device":
-            path.symlink_to("/dev/zero")
         case "a folder":
             path.mkdir()
         case "a pipe":

@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 
@@ -16,7 +15,6 @@ class WandbServer:
 
     Args:
         accepts: True if it accepts keys.
-        opens: True if it opens runs; otherwise it keeps clients waiting.
         status: If it is not 200, every answer has this status and no content.
 
     Attributes:
@@ -26,8 +24,8 @@ class WandbServer:
         operations: The names of all GraphQL operations, in order.
     """
 
-    def __init__(self, *, accepts: bool = True, opens: bool = True, status: int = 200) -> None:
-        self.accepts, self.opens, self.status = accepts, opens, status
+    def __init__(self, *, accepts: bool = True, status: int = 200) -> None:
+        self.accepts, self.status = accepts, status
         self.location = ""
         self.rows: dict[str, list[dict]] = {}
         self.keys: set[str] = set()
@@ -53,8 +51,6 @@ class WandbServer:
         operation, values = body.get("operationName") or "", body.get("variables") or {}
         self.operations.append(operation)
         if operation == "UpsertBucket":
-            if not self.opens:
-                time.sleep(60)
             project = {"id": "p", "name": values.get("project") or "p", "entity": {"id": "e", "name": "e"}}
             bucket = {"id": values.get("name"), "name": values.get("name"), "displayName": "", "config": "{}"}
             bucket |= {"sweepName": None, "historyLineCount": 0, "project": project}
