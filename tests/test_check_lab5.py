@@ -497,6 +497,7 @@ def accumulate_and_clear_at_the_end(model, micro_batches, optimizer):
     ("number", "answer"),
     [
         ("5.3", lambda orders: len(orders) > 1 and len({tuple(order) for order in orders}) == 1),
+        ("5.3", lambda orders: len(orders) > 1 and bool((torch.tensor(orders) == torch.tensor(orders[0])).all())),
         ("5.4", accumulate_and_clear_at_the_end),
     ],
 )

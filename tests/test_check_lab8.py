@@ -21,6 +21,7 @@ EDITS = [
     ("8.1", "[[10], [11], [12], [13]]", "[[0], [11], [22], [33]]", "the others' x are not used"),
     ("8.1", "[[10], [11], [12], [13]]", '["10", "11", "12", "13"]', "rank r gets part r"),
     ("8.1", '"all_gather": [[0, 10, 20, 30]] * 4', '"all_gather": [[0, 10, 20, 30]] * 3', "every rank gets"),
+    ("8.1", '"all_gather": [[0, 10, 20, 30]] * 4', '"all_gather": 7', "every rank gets"),
     ("8.2", "return size / seconds, ", "return ", "two numbers"),
     ("8.3", "    chunks = x.chunk", "    x = x.clone()\n    chunks = x.chunk", "x is as it was"),
     ("8.3", "        work.wait()\n", "", "wait() for every isend"),
