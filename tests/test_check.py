@@ -199,10 +199,11 @@ def test_guesses_are_summed_up_by_their_ratio(capsys):
     check.keep_guess("fourth", 0.1, -0.02)
     with mpl.rc_context({"backend": "agg"}):
         check.calibration()
+        (ax,) = plt.gcf().axes
     out = capsys.readouterr().out
     assert "fourth: guessed 0.1, found -0.02" in out
     assert "3 guesses, half of them within a factor of 2.0; 1 too high, 2 too low" in out
-    assert [text.get_text() for text in plt.gca().texts] == ["2×", "0.67×", "0.12×"]
+    assert [text.get_text() for text in ax.texts] == ["2×", "0.67×", "0.12×"]
 
 
 def test_a_guess_that_was_not_made_is_not_kept(capsys):

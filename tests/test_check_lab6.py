@@ -562,12 +562,6 @@ def test_a_line_number_has_the_line_of_the_job_beside_it(fail, capsys):
     assert '"nodelaunch/node/worker.py", line 67 in main' in said and f"{MODULES} …\n" in said
 
 
-@pytest.mark.parametrize("line", ["[rank 0] OSError: no /points.pt", f"[rank 1] {ERROR}!"])
-def test_a_traceback_that_no_rank_has_printed_is_printed(fail, line, capsys):
-    fail([line], replace(FAILURE, traceback=TRACEBACK.format("", tempfile.gettempdir())))
-    assert capsys.readouterr().out.count("Traceback (most") == 1
-
-
 def test_diff_sets_the_right_job_beside_the_learner_s(capsys):
     card = draw("A")
     with pytest.raises(NotYetError):  # no cause was named
