@@ -225,14 +225,6 @@ WRONG_BATCHES = {
         "one place for both nodes",
     ),
     "an address of today": ([("$head:29500", "10.77.0.11:29500")], "another one in each job"),
-    "another path": (
-        [("scripts/train_ddp.py", "notebooks/scripts/train_ddp.py")],
-        "as seen from the notebook's folder",
-    ),
-    "options behind the script": (
-        [("train_ddp.py --data", "train_ddp.py --rdzv-conf=a=1 --data")],
-        "behind torchrun's options",
-    ),
 }
 
 

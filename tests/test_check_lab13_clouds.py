@@ -1,15 +1,10 @@
 """Exercises 13.3 and 13.4 refuse typical wrong answers with the hint that fits, and accept several right ones.
 
-The wrong values of their tables are tried in test_check_tables.py. The script whose process is killed again and again
-is run as well, for less than a second.
+The wrong values of their tables are tried in test_check_tables.py.
 """
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,20 +122,3 @@ def test_right_files_of_other_styles_are_accepted_and_leave_nothing(answer, caps
         "processes each, train_preempted.py with its checkpoint, 32 GiB; on spot machines in two places\n"
     )
     assert os.environ == before and not list(empty.iterdir())
-
-
-# The script that is killed
-
-
-def test_a_run_that_is_killed_ends_with_the_same_weights(root):
-    options = ("--steps", 60, "--every", 0, 7, "--starts", 3, "--mtbf", 0.1, "--rounds", 2, "--limit", 2)
-    command = [sys.executable, "scripts/train_interrupted.py", *map(str, options)]
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, cwd=root / "notebooks", env=env, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    found = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert [(run["round"], run["every"]) for run in found] == [(0, 0), (0, 7), (1, 0), (1, 7)]
-    whole, kills = found[::2], sum(run["kills"] for run in found[1::2])
-    assert all((run["kills"], run["attempts"], run["saves"], run["steps"]) == (0, 3, 3, 60) for run in whole)
-    assert kills and kills == sum(run["kills"] for run in found) and len({run["weights"] for run in found}) == 1
-    assert not list(Path(root, "notebooks").glob("run.*"))

@@ -61,21 +61,6 @@ def send_around(x):
         passed.copy_(received)
 
 
-def send_to_all(x):
-    """Sends as many bytes as a ring does, but not around a ring."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    chunks, own = x.chunk(n), x.chunk(n)[rank]
-    others = [other for other in range(n) if other != rank]
-    works = [dist.isend(chunks[other], other) for other in others]
-    buffers = [torch.empty_like(own) for _ in others]
-    works += [dist.irecv(buffer, other) for buffer, other in zip(buffers, others, strict=True)]
-    [work.wait() for work in works]
-    own += sum(buffers)
-    works = [dist.isend(own, other) for other in others]
-    works += [dist.irecv(chunks[other], other) for other in others]
-    [work.wait() for work in works]
-
-
 def send_first(x):
     rank, n = dist.get_rank(), dist.get_world_size()
     dist.send(x, (rank + 1) % n)
@@ -91,7 +76,6 @@ def never_doubles(x):
     ("number", "answer", "hint"),
     [
         ("8.3", send_around, "asked for are 1.5"),
-        ("8.3", send_to_all, "one neighbour only"),
         ("8.3", send_first, "If all send first, none receives"),
         ("8.4", never_doubles, "a loop that does not end"),
     ],

@@ -95,15 +95,6 @@ def test_a_notebook_that_cannot_be_read_is_named(workspace):
     assert "04_data_parallel.ipynb could not be read" in page and "What &lt;we&gt; measure" in page
 
 
-def test_a_renamed_notebook_is_still_its_lab_and_others_are_named(workspace):
-    (workspace / "01_mixed_precision.ipynb").rename(workspace / "mine.ipynb")
-    nbformat.write(new_notebook(cells=[new_markdown_cell("# Notes")]), workspace / "notes.ipynb")
-    page = make_report(workspace, team="renamed")
-    lab = page.partition('id="lab1"')[2].partition('id="lab2"')[0]
-    assert "What &lt;we&gt; measure" in lab
-    assert "Of no lab: notes.ipynb" in page
-
-
 def test_a_folder_without_labs_is_refused(tmp_path, capsys):
     with pytest.raises(LabError) as caught:
         make_report(tmp_path, team="x")

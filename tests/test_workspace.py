@@ -213,10 +213,7 @@ def test_the_learner_s_own_files_are_left_alone(labs, copy):
     assert (copy / "notes.md").read_text() == "mine"
 
 
-GARBAGE = (None, "{", '{"files": {"01_lab.ipynb": 4}}')
-
-
-@pytest.mark.parametrize("garbage", GARBAGE, ids=range(len(GARBAGE)))
+@pytest.mark.parametrize("garbage", [None, "{"])
 def test_without_a_manifest_what_differs_is_the_learner_s(labs, copy, garbage):
     update(labs, copy)
     (copy / "01_lab.ipynb").write_bytes(b"mine")
