@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from course.exercises.ranks import run_on_ranks
 from lab_common import LabError
 from lab_utils import links
 
@@ -46,19 +45,6 @@ def test_the_kernels_count_is_that_of_the_bytes(pair):
     assert links.count_sent() - before == 1_000_000
     send(*reversed(pair), 12_345)
     assert links.count_sent() - before == 1_012_345, "both ends are this process's"
-
-
-@linux
-def test_bytes_are_counted_once_every_rank_has_come():
-    """Else what one of them still has to get would be counted later."""
-    begin = time.monotonic()
-
-    def work(rank):
-        if rank:
-            time.sleep(0.4)
-        return links.count_settled() > 0 and time.monotonic() - begin
-
-    assert min(run_on_ranks(work, work, case="a count")) >= 0.4
 
 
 @linux
