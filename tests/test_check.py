@@ -53,6 +53,7 @@ def test_every_exercise_of_every_notebook_has_a_second_hint(root):
     assert set(SECOND_HINTS) == set(NUMBERS)
     assert len(texts) == len(check.LABS)
     assert all(any(f'check.exercise(\\"{number}\\"' in text for text in texts) for number in NUMBERS)
+    assert all(40 < len(hint) < 250 and not hint.endswith(".") for hint in SECOND_HINTS.values())
 
 
 def test_the_second_wrong_answer_gets_a_second_hint(capsys):
