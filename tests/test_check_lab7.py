@@ -160,15 +160,10 @@ def test_a_class_of_a_cell_is_read_and_its_errors_have_a_line(tmp_path):
     assert attempts.read_standings() == {}, "it is no try"
 
 
-def test_an_error_in_a_worker_is_named_and_a_stub_is_no_answer():
+def test_an_error_in_a_worker_is_named():
     def stop_with_an_error(worker_id):
         get_worker_info().dataset.random = np.random.default_rng(get_worker_info().sed)
-
-    def stub(worker_id):
-        raise NotImplementedError
 
     with pytest.raises(OpenError) as stopped:
         check.exercise("7.4", stop_with_an_error)
     assert "sed" in stopped.value.cause and "AttributeError" in stopped.value.cause
-    with pytest.raises(OpenError, match="still to be written"):
-        check.exercise("7.4", stub)

@@ -142,8 +142,6 @@ def test_a_script_follows_upstream_until_the_learner_has_changed_it(labs, copy):
     [
         "### BEGIN SOLUTION\na = 1",
         "a = 1\n### END SOLUTION",
-        "### BEGIN SOLUTION\n### BEGIN SOLUTION\n### END SOLUTION",
-        "### END SOLUTION\n### BEGIN SOLUTION",
     ],
 )
 def test_an_unbalanced_marker_is_named_with_notebook_and_cell(labs, copy, source):
@@ -203,14 +201,6 @@ def test_what_the_learner_deleted_is_written_again(labs, copy):
     (copy / "02_lab.ipynb").unlink()
     assert update(labs, copy).written == ("02_lab.ipynb",)
     assert (copy / "02_lab.ipynb").exists()
-
-
-def test_the_learner_s_own_files_are_left_alone(labs, copy):
-    update(labs, copy)
-    (copy / "notes.md").write_text("mine")
-    (copy / "figures" / "own.png").write_bytes(b"mine")
-    assert update(labs, copy) == Report(current=FILES)
-    assert (copy / "notes.md").read_text() == "mine"
 
 
 @pytest.mark.parametrize("garbage", [None, "{"])
