@@ -131,6 +131,7 @@ WRONG_PLANS = [
     ("11.2", REST, f"{REST} + ['B0']", "each pass once"),
     ("11.3", "min(cuts", "max(cuts", "the largest sum of seconds counts"),
     ("11.3", "places = ", "times = sorted(times)\n    places = ", "the largest sum of seconds counts"),
+    ("11.3", GIVE, f"{GIVE}[::-1]", "the largest sum of seconds counts"),
     ("11.3", GIVE, "return find_slowest(best)", "return how many layers each stage gets, as a list"),
     ("11.3", GIVE, "return [sum(times[begin:end]) for begin, end in itertools.pairwise(best)]", "how many layers"),
     ("11.4", "2 * (ranks - 1) / ranks,", "2 * (ranks - 1) / ranks if ranks > 1 else 2,", "the factor is"),

@@ -112,6 +112,8 @@ def refuse(card):
         ("D", [("shuffle=True", "shuffle=True, drop_last=True")], "rank "),
         ("D", [*UNDER_JOIN, (ALL_REDUCE, "")], "["),
         ("D", [("indices, inputs, targets in loader", EIGHT_BATCHES)], "256"),
+        ("D", [("POINTS, world_size", "POINTS - 1, world_size")], "rank "),
+        ("D", [("range(rank, POINTS", "range(rank + 1, POINTS")], "rank "),
         ("E", [MINE], "["),
         ("F", [MINE], "IndexError"),
         ("F", [("[rank]", "[0]")], "[0, 0]"),

@@ -56,7 +56,9 @@ EDITS = [
     ),
     ("7.4", "info.seed", "1", "the workers have one seed"),
     ("7.4", "info.seed", "worker_id + 7", "change with the epoch"),
+    ("7.4", "info.seed", "", "it follows from the DataLoader's generator"),
     ("7.4", "np.random.default_rng(info.seed)", "info.seed", "has to be a generator"),
+    ("7.4", "info.dataset.random", "random", "newly seeded"),
 ]
 
 
