@@ -84,6 +84,7 @@ def test_only_gloo_listens_and_on_the_loopback(ranks):
     assert {pid for _, pid in ours} <= {*ranks.pids}
 
 
+@only_linux
 def test_no_other_user_can_enter_the_folder_of_their_sockets_and_key(ranks):
     assert stat.S_IMODE(ranks.folder.stat().st_mode) == 0o700
     assert list(ranks.folder.glob("s:*")) and (ranks.folder / "security" / "ipcontroller-client.json").is_file()
