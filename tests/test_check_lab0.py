@@ -2,14 +2,12 @@
 
 from itertools import pairwise
 
-import pandas as pd
 import pytest
 import torch
 from harness.answers import refuse_edited
 
 from course import check
 from course.check import NotYetError
-from course.exercises import lab0
 from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -25,17 +23,13 @@ TOTAL = "sum(p.nbytes for p in model.state_dict().values())"
     [
         ("0.1", "return (best", "(best", "return the count"),
         ("0.1", MATCH, f"{MATCH}.item()", "stays on the device"),
-        ("0.1", MATCH, "(best == labels.unsqueeze(1)).any(1).float().mean() * 5", "its own row"),
         ("0.1", "topk(k,", "topk(5,", "its own row"),
-        ("0.1", "dim=1).indices", "dim=1, largest=False).indices", "its own row"),
         ("0.1", "indices", "values", "the k indices"),
         ("0.1", "dim=1", "dim=0", "labels.unsqueeze(1)"),
         ("0.1", ".unsqueeze(1)", "", "unsqueeze"),
         ("0.1", "logits.topk(k, dim=1).indices", "(-logits.numpy()).argsort(1)[:, :k]", "stay in torch"),
         ("0.2", "synchronize()\n    seconds", "seconds", "first opening reading"),
         ("0.2", "        synchronize()\n        seconds", "        seconds", "before each closing reading"),
-        ("0.2", LOOP, LOOP.replace("clock() - start", "start - clock()"), "only the step"),
-        ("0.2", LOOP, LOOP.replace("clock() - start", "(start, clock())"), "only the step"),
         ("0.2", LOOP, LOOP.replace("clock() - start", "1000 * (clock() - start)"), "only the step"),
         ("0.2", "return seconds", "return sorted(seconds)", "only the step"),
         ("0.2", "    for _ in range(warmup)", "    clock = time.perf_counter\n    for _ in range(warmup)", "passed in"),
@@ -94,17 +88,12 @@ def bytes_by_element(model):
     return float(total)
 
 
-def bytes_by_table(model):
-    return pd.Series([p.nbytes * (1 + 2 * p.requires_grad) for p in model.parameters()]).sum()  # numpy's int64
-
-
 @pytest.mark.parametrize(
     ("number", "answer"),
     [
         ("0.1", topk_by_rank),
         ("0.2", time_by_one_row_of_readings),
         ("0.3", bytes_by_element),
-        ("0.3", bytes_by_table),
     ],
 )
 def test_a_right_answer_gets_one_stable_line(number, answer, capsys):
@@ -113,16 +102,6 @@ def test_a_right_answer_gets_one_stable_line(number, answer, capsys):
     check.exercise(number, answer)
     assert first == capsys.readouterr().out
     assert first.startswith(f"✔ {number} ") and first.count("\n") == 1
-
-
-def test_the_bytes_counted_by_hand_are_those_that_an_optimizer_holds():
-    for build, expected in [*lab0.STATE_CASES.values()][:2]:
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        model(torch.randn(4, 3)).sum().backward()
-        optimizer.step()
-        held = [p.nbytes + p.grad.nbytes + optimizer.state[p]["momentum_buffer"].nbytes for p in model.parameters()]
-        assert sum(held) == expected
 
 
 def test_an_exercise_that_is_not_there_is_named():

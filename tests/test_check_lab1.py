@@ -1,7 +1,5 @@
 """The checks of lab 1 refuse mistakes of structure and accept right answers (wrong values: test_check_tables.py)."""
 
-import statistics
-
 import pytest
 import torch
 from harness.answers import load_answer, refuse_edited
@@ -34,7 +32,6 @@ RETURN = "loss.detach(), logits.detach()"
         ("1.1", f"    {BACK}", f"        {BACK}", "forward and loss only"),
         ("1.1", f"        {LOSS}", f"    {LOSS}", "inside autocast too"),
         ("1.1", BACK, "loss.backward()", "scaler.scale"),
-        ("1.1", BACK, "scaler.scale(-loss).backward()", "another direction"),
         ("1.1", f"{STEP}\n    scaler.update()", "optimizer.step()", "still carry the loss scale"),
         ("1.1", STEP, f"{STEP}\n    optimizer.step()", "once per step"),
         ("1.1", STEP, f"optimizer.zero_grad()\n    {STEP}", "cleared before"),
@@ -43,17 +40,11 @@ RETURN = "loss.detach(), logits.detach()"
         ("1.1", ZERO, "pass", "optimizer.zero_grad()"),
         ("1.1", RETURN, "scaler.scale(loss).detach(), logits.detach()", "plain loss"),
         ("1.1", RETURN, "loss, logits", "detach"),
-        ("1.1", RETURN, "loss.detach(), labels", "return loss.detach(), logits.detach()"),
-        ("1.1", f"return {RETURN}", "", "return loss.detach()"),
         ("1.2", f"{UNSCALE}\n    ", "", "comes before"),
         ("1.2", CLIP, "norm = torch.tensor(1.0)", "clip_grad_norm_"),
         ("1.2", f"{BACK}\n    {UNSCALE}\n    {CLIP}", f"{CLIP}\n    {BACK}\n    {UNSCALE}", "after backward"),
         ("1.2", STEP, "optimizer.step()", "skips one with infinite gradients"),
         ("1.2", UNSCALE, f"{UNSCALE}\n    {UNSCALE}", "unscale_(optimizer)"),
-        ("1.2", "scaler.update()", "pass", "scaler.update()"),
-        ("1.2", STEP, "pass", "nothing moved"),
-        ("1.2", ZERO, "pass", "optimizer.zero_grad()"),
-        ("1.2", "dtype=dtype", "dtype=torch.bfloat16", "torch.autocast"),
         ("1.2", "return norm", "", "return what clip_grad_norm_ returns"),
         ("1.3", DIVIDE, "min(baseline.seconds) / min(candidate.seconds)", "of the medians"),
         (
@@ -65,9 +56,7 @@ RETURN = "loss.detach(), logits.detach()"
         ("1.3", DIVIDE, "baseline / candidate", "old time ÷ new time"),
         ("1.4", " - fixed", "", "counts once"),
         ("1.4", "int((capacity - 2 * weights - fixed) // per_image)", "capacity - 2 * weights - fixed", "an int"),
-        ("1.4", "int((capacity - 2 * weights - fixed) // per_image)", "800.0", "an int"),
         ("1.4", "3 * weights > capacity", "False", "300 bytes"),
-        ("1.4", "3 * weights > capacity", "4 * weights > capacity", "which fit"),
         ("1.4", "max(0, int(", "max(-10**9, int(", "never negative"),
         ("1.4", "return max", "max", "weights and momentum"),
     ],
@@ -106,12 +95,6 @@ def speed_up_by_images_per_second(baseline, candidate):
     return candidate.images_per_second / baseline.images_per_second
 
 
-def speed_up_by_hand(baseline, candidate):
-    if baseline.out_of_memory or candidate.out_of_memory:
-        return float("nan")
-    return statistics.median(baseline.seconds) / statistics.median(candidate.seconds)
-
-
 def batch_by_counting(capacity, weights, fixed, per_image):
     batch = 0
     while 2 * weights + max(weights, fixed + per_image * (batch + 1)) <= capacity:
@@ -125,7 +108,6 @@ def batch_by_counting(capacity, weights, fixed, per_image):
         ("1.1", amp_in_another_order),
         ("1.2", clipped_by_a_scaled_limit),
         ("1.3", speed_up_by_images_per_second),
-        ("1.3", speed_up_by_hand),
         ("1.4", batch_by_counting),
     ],
 )

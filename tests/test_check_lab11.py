@@ -1,10 +1,7 @@
 """Each check of lab 11 refuses typical wrong answers with the hint that fits, accepts right ones, ends its ranks."""
 
-from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -29,22 +26,17 @@ def quick(monkeypatch):
 
 RANK = "rank, last = dist.get_rank(), dist.get_world_size() - 1\n"
 TAKE = "x = receive(shape, rank - 1).requires_grad_()"
-FORWARD = "output = stage(x)"
 SEND = "dist.send(output.detach(), rank + 1)"
 LOSS = "output = find_loss(output, target) / len(inputs)"
 KEPT = "outputs.append(output)\n"
 PAIRS = "zip(received, outputs, strict=True)"
-SECOND_LOOP = f"        received.append(x)\n        {KEPT}    for x, output in {PAIRS}:\n"
 BACKWARD = "output.backward(receive(shape, rank + 1) if rank < last else None)"
 BACK = "dist.send(x.grad, rank - 1)"
 
 WRONG_STEPS = [
     (LOSS, f"{LOSS} ** 2", "divided by len(inputs)"),
-    (LOSS, "output = find_loss(target, output) / len(inputs)", "takes the output first"),
     ("zip(inputs, targets,", "zip(inputs, targets[::-1],", "of the same micro-batch"),
     (TAKE, "x = receive(shape, rank - 1)", "after dist.recv call x.requires_grad_()"),
-    (TAKE, "x = receive(x.shape, rank - 1).requires_grad_()", "receive it into torch.empty(shape)"),
-    (TAKE, "x = receive(shape, 0).requires_grad_()", "rank r receives from r − 1"),
     (TAKE, "dist.irecv(x := torch.empty(shape), rank - 1); x.requires_grad_()", "wait() for every isend and irecv"),
     (
         f"{RANK}    received, outputs = [], []\n",
@@ -52,28 +44,15 @@ WRONG_STEPS = [
         "    shape = (len(inputs[0]), *shape[1:])\n",
         "one message of the given shape for each micro-batch",
     ),
-    (FORWARD, "output = stage(x) * 0 + stage(x)", "call stage(x) once"),
-    (FORWARD, "output = stage(x.requires_grad_())", "only on what was received"),
     (PAIRS, "[*zip(received, outputs)][:: -1 if rank == last else 1]", "in the same order of micro-batches"),
     (PAIRS, "[*zip(received, outputs)][-1:]", "one backward for each"),
-    (SEND, "dist.send(output.detach().double(), rank + 1)", "float32"),
-    (SEND, "dist.send(output.detach() / 2, rank + 1)", "what the rank before found, as it is"),
-    (SEND, "dist.send(output.detach(), rank)", "sends to r + 1"),
     (KEPT, "outputs.append(output.detach())\n", "call backward of output itself"),
     (BACKWARD, "output.backward()", "output.backward(gradient), with what came from rank + 1"),
     (BACKWARD, BACKWARD.replace("None", "torch.ones(2, 4)"), "the loss on the last rank is one number"),
-    (BACKWARD, f"stage.zero_grad(); {BACKWARD}", "do not set it to zero between"),
-    (BACK, "dist.send(x.grad / 2, rank - 1)", "what rank 1 found in x.grad"),
-    (f"        if rank > 0:\n            {BACK}", f"        {BACK}", "send x.grad on ranks above 0"),
-    (f"if rank > 0:\n            {TAKE}", f"if True:\n            {TAKE}", "rank 0 has no rank before it"),
-    ("dist.get_world_size() - 1", "dist.get_world_size()", "the last rank, world_size − 1, none after it"),
-    (f"            {BACK}", f"            {BACK}\n    stage.zero_grad()", "leave the sum there"),
     # What waits in vain.
     (SEND, "pass", "rank 1 got no output"),
     (BACK, "pass", "rank 0 got no gradient"),
-    (TAKE, "x = x.requires_grad_()", "a message that nobody sends"),
     ("dist.get_world_size() - 1", "1", "rank 2 got no output: each rank but the last, world_size − 1"),
-    (PAIRS, "[*zip(received, outputs)][-1 if rank == last else 0 :]", "a message that nobody sends"),
     (RANK, f"{RANK}    while True:\n        pass\n", "a loop does not end"),
 ]
 
@@ -84,35 +63,10 @@ def test_wrong_steps_are_refused(old, new, hint):
     assert hint in refuse_edited("11.1", (old, new))
 
 
-BUFFER = (RANK, f"{RANK}    buffer = torch.empty(shape)\n")
-SEND_ALL = "    for output in outputs if rank < last else ():\n        dist.send(output.detach(), rank + 1)\n"
-SUM = """if rank < last:
-            output.backward(receive(shape, rank + 1))
-        elif x is received[0]:
-            sum(outputs).backward()"""
-
-
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(
-    ("edits", "hint"),
-    [
-        (
-            [BUFFER, (TAKE, "dist.recv(buffer, rank - 1)\n            x = buffer.requires_grad_()")],
-            "tensors of its own",
-        ),
-        (
-            [
-                (f"            {SEND}\n", "            pass\n"),
-                (SECOND_LOOP, SECOND_LOOP.replace("    for", f"{SEND_ALL}    for", 1)),
-            ],
-            "receive, compute and send one micro-batch",
-        ),
-        ([(BACKWARD, SUM)], "send x.grad before the next one"),
-    ],
-    ids=["one buffer", "outputs at the end", "one backward for all"],
-)
-def test_steps_in_another_order_are_refused(edits, hint):
-    assert hint in refuse_edited("11.1", *edits)
+def test_one_buffer_for_all_micro_batches_is_refused():
+    take = (TAKE, "dist.recv(buffer, rank - 1)\n            x = buffer.requires_grad_()")
+    assert "tensors of its own" in refuse_edited("11.1", (RANK, f"{RANK}    buffer = torch.empty(shape)\n"), take)
 
 
 def gpipe_without_waiting(stage, inputs, targets, find_loss, shape):
@@ -141,43 +95,10 @@ def gpipe_without_waiting(stage, inputs, targets, find_loss, shape):
         work.wait()
 
 
-def gpipe_by_batches(stage, inputs, targets, find_loss, shape):
-    """Right: P2POps; the gradients of inputs by `torch.autograd.grad`, into parameters by hand; it prints."""
-    rank, last = dist.get_rank(), dist.get_world_size() - 1
-    print("micro-batches:", len(inputs))
-
-    def exchange(operation, tensor, peer):
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer)]):
-            work.wait()
-        return tensor
-
-    kept = []
-    for number in range(len(targets)):
-        x = inputs[number]
-        if rank:
-            x = exchange(dist.irecv, torch.empty(*shape), rank - 1)
-        x = x.clone().requires_grad_()
-        output = stage(x)
-        if rank < last:
-            exchange(dist.isend, output.detach(), rank + 1)
-        kept.append((x, output))
-    for (x, output), target in zip(kept, targets, strict=True):
-        leaves = [x, *stage.parameters()]
-        if rank == last:
-            found = torch.autograd.grad(find_loss(output, target) / len(targets), leaves)
-        else:
-            found = torch.autograd.grad(output, leaves, exchange(dist.irecv, torch.empty_like(output), rank + 1))
-        for leaf, gradient in zip(leaves, found, strict=True):
-            leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
-        if rank:
-            exchange(dist.isend, x.grad, rank - 1)
-
-
 def test_right_steps_are_accepted(capsys):
     """As in the paper, with backward in reverse order, and with outputs that are not detached, too."""
     for answer in (
         gpipe_without_waiting,
-        gpipe_by_batches,
         load_answer("11.1", (PAIRS, "[*zip(received, outputs)][::-1]")),
         load_answer("11.1", (SEND, "dist.send(output, rank + 1)")),
     ):
@@ -188,30 +109,19 @@ def test_right_steps_are_accepted(capsys):
         )
 
 
-def test_what_the_ranks_print_is_shown(capsys):
-    check.exercise("11.1", gpipe_by_batches)
-    assert "[rank 2] micro-batches: 2\n✔ 11.1" in capsys.readouterr().out
-
-
 # 11.2 to 11.4: edits of the lab's solutions
 
 WARM = "min(ranks - 1 - rank, micro)"
 REST = ' + [f"B{number}" for number in range(micro - warm, micro)]'
 TURN = '[f"F{warm + number}", f"B{number}"]'
-PLACES = "itertools.combinations(range(1, len(times)), stages - 1)"
 GIVE = "return [end - begin for begin, end in itertools.pairwise(best)]"
 PIPELINE = "return 2 * 2 * activations"
 
 WRONG_PLANS = [
     ("11.2", WARM, "micro", "too many forward passes before a backward"),
-    ("11.2", WARM, "min(ranks - rank, micro)", "too many forward passes"),
     ("11.2", WARM, "min(max(ranks - 2 - rank, 0), micro)", "a rank waits where it could work"),
-    ("11.2", WARM, "min(rank, micro)", "too many forward passes"),
-    ("11.2", WARM, "min(ranks - 1, micro) if rank == 0 else 0", "a rank waits"),
-    ("11.2", WARM, f"{WARM} if rank or ranks == 2 else 0", "a rank waits"),
     ("11.2", TURN, '[f"B{number}", f"F{warm + number}"]', "comes after its forward"),
     ("11.2", TURN, '[f"f{warm + number}", f"b{number}"]', "one list of strings"),
-    ("11.2", TURN, '[("F", warm + number), ("B", number)]', "one list of strings"),
     (
         "11.2",
         "range(micro - warm, micro)]",
@@ -220,19 +130,14 @@ WRONG_PLANS = [
     ),
     ("11.2", REST, f"{REST} + ['B0']", "each pass once"),
     ("11.3", "min(cuts", "max(cuts", "the largest sum of seconds counts"),
-    ("11.3", "range(1, len(times)), stages - 1)", "range(1, len(times)), stages - 2)", "each stage has layers"),
     ("11.3", "places = ", "times = sorted(times)\n    places = ", "the largest sum of seconds counts"),
-    ("11.3", PLACES, "itertools.combinations(range(len(times)), stages - 1)", "each stage has layers"),
     ("11.3", GIVE, f"{GIVE}[::-1]", "the largest sum of seconds counts"),
     ("11.3", GIVE, "return find_slowest(best)", "return how many layers each stage gets, as a list"),
     ("11.3", GIVE, "return [sum(times[begin:end]) for begin, end in itertools.pairwise(best)]", "how many layers"),
-    ("11.3", GIVE, "return [times[begin:end] for begin, end in itertools.pairwise(best)]", "how many layers"),
-    ("11.3", "[end - begin", "[1.0 * end - begin", "how many layers"),
     ("11.4", "2 * (ranks - 1) / ranks,", "2 * (ranks - 1) / ranks if ranks > 1 else 2,", "the factor is"),
     ("11.4", "return 2 * ring * weights", "return 2 * ring * weights * layers", "one all-reduce of weights numbers"),
     ("11.4", "layers * ring * activations", "layers * ring * weights", "each of tokens · width numbers"),
     ("11.4", PIPELINE, f"{PIPELINE} * ranks", "to the two neighbours"),
-    ("11.4", PIPELINE, "return None", "to the two neighbours"),
 ]
 
 
@@ -254,14 +159,6 @@ def order_by_counting(rank, ranks, micro):
     return tuple(order)
 
 
-def order_by_slices(rank, ranks, micro):
-    """Two lists, of which one is shifted."""
-    first = min(ranks - rank, micro)
-    forward, backward = [f"F{i}" for i in range(micro)], [f"B{i}" for i in range(micro)]
-    middle = [work for pair in zip(backward, forward[first:]) for work in pair]  # noqa: B905
-    return forward[:first] + middle + backward[micro - first :]
-
-
 def cut_by_recursion(times, stages):
     """The best first stage, and the best rest after it."""
 
@@ -278,25 +175,6 @@ def cut_by_recursion(times, stages):
     return best(0, stages)[1]
 
 
-def cut_by_limit(times, stages):
-    """The smallest limit under which stages that are filled from the left are enough; NumPy's integers."""
-
-    def fill(limit):
-        counts, seconds = [0], 0.0
-        for index, one in enumerate(times):
-            # As many layers are kept back as there are stages to come.
-            forced = len(times) - index <= stages - len(counts)
-            if counts[-1] and (seconds + one > limit + 1e-12 or forced):
-                counts.append(0)
-                seconds = 0.0
-            counts[-1] += 1
-            seconds += one
-        return counts
-
-    limits = sorted(sum(times[begin:end]) for begin, end in combinations(range(len(times) + 1), 2))
-    return np.array(next(counts for limit in limits if len(counts := fill(limit)) <= stages))
-
-
 def sent_by_parts(way, ranks, weights, tokens, width, layers):
     """Whole bytes, in messages of a ring."""
     match way:
@@ -309,37 +187,14 @@ def sent_by_parts(way, ranks, weights, tokens, width, layers):
     return times * 2 * (ranks - 1) * size // ranks
 
 
-def sent_by_tensors(way, ranks, weights, tokens, width, layers):
-    """The bytes of tensors that hold no memory."""
-
-    def find_bytes(*shape):
-        return torch.empty(shape, dtype=torch.bfloat16, device="meta").nbytes
-
-    if way == "pipeline":
-        return torch.tensor(find_bytes(tokens, width) + find_bytes(tokens, width))
-    whole = find_bytes(weights) if way == "data" else sum(find_bytes(tokens, width) for _ in range(4 * layers))
-    return whole * 2 - Fraction(whole * 2, ranks)
-
-
-TICKS = {
-    "11.2": "The order of 1F1B: 30 pipelines of 1 to 6 ranks take (micro + ranks − 1) · 3, and rank r never holds more "
-    "than ranks − r micro-batches",
-    "11.3": "Where to cut: no other cuts have a faster slowest stage, for 8 networks and 1 to 4 stages",
-    "11.4": "Bytes that a rank sends: 16 cases of data, tensor and pipeline parallelism, to the byte",
-}
-
-
 @pytest.mark.parametrize(
     ("number", "answer"),
     [
         ("11.2", order_by_counting),
-        ("11.2", order_by_slices),
         ("11.3", cut_by_recursion),
-        ("11.3", cut_by_limit),
         ("11.4", sent_by_parts),
-        ("11.4", sent_by_tensors),
     ],
 )
 def test_right_plans_are_accepted(number, answer, capsys):
     check.exercise(number, answer)
-    assert capsys.readouterr().out == f"✔ {number} {TICKS[number]}\n"
+    assert capsys.readouterr().out.startswith(f"✔ {number} ")

@@ -2,34 +2,22 @@
 
 import json
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness.answers import load_answer, refuse_edited
+from harness.answers import refuse, refuse_edited
 from torch.distributed import P2POp, batch_isend_irecv
 
 from course import check
-from course.check import NotYetError, OpenError
 from course.exercises.lab14 import horovod_script, parameter_server, tf_config
-from course.workspace import make_script_stub
-from lab_common import LabError
 
 pytestmark = pytest.mark.usefixtures("runs", "no_fork_is_left")
-
-
-def refuse(number, answer):
-    with pytest.raises(NotYetError) as refused:
-        check.exercise(number, answer)
-    assert refused.value.yours and refused.value.expected
-    return refused.value.hint
 
 
 # 14.1
 
 NAME = "train_horovod.py"
 INIT = "    hvd.init()\n"
-DEVICE = 'torch.device("cuda", hvd.local_rank()) if cuda else torch.device("cpu")'
 SAMPLER = "DistributedSampler(train, size, rank, drop_last=True)"
 LOADER = "DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())"
@@ -44,9 +32,8 @@ def write(root, tmp_path, monkeypatch):
     """A function that writes the script with some of its text replaced."""
     monkeypatch.chdir(tmp_path)
 
-    def write(*changes, stub=False):
+    def write(*changes):
         source = (root / "notebooks" / "scripts" / NAME).read_text()
-        source = make_script_stub(source) if stub else source
         for old, new in changes:
             assert source.count(old) == 1, old
             source = source.replace(old, new)
@@ -58,31 +45,18 @@ def write(root, tmp_path, monkeypatch):
 
 WRONG_SCRIPTS = [
     (INIT, "", "before hvd.init() nothing else"),
-    (INIT, f"    torch.distributed.init_process_group('gloo')\n{INIT}", "without torch.distributed"),
     ("hvd.local_rank()", "hvd.rank()", "RANK counts over all nodes"),
-    (DEVICE, 'torch.device("cuda:0" if cuda else "cpu")', '"cuda:0" is the same GPU'),
     ("        torch.cuda.set_device(device)\n", "        pass\n", "take the current one, GPU 0"),
-    (SAMPLER, SAMPLER.replace("size, rank", "rank, size"), "how many processes first, then which one"),
-    (SAMPLER, SAMPLER.replace("size, rank, ", ""), "hvd.size(), hvd.rank()"),
     (SAMPLER, SAMPLER.replace("size, rank", "size, hvd.local_rank()"), "both of the whole job"),
-    (SAMPLER, SAMPLER.replace("size, rank", "hvd.local_size(), rank"), "both of the whole job"),
-    (LOADER, LOADER.replace(" sampler=sampler,", ""), "goes through all images"),
     (LOADER, LOADER.replace(", drop_last=True", ""), "the last batch is not a full one"),
     ("args.lr, momentum", "args.lr * size, momentum", "multiply the learning rate by hvd.size()"),
     (WRAP, "pass", "it averages the gradients"),
-    (WRAP, WRAP.replace("optimizer", "wrapped", 1), "give it the same name"),
-    (WRAP, WRAP.replace("(optimizer,", "(model,"), "it averages the gradients"),
     (WRAP, WRAP.replace("named_parameters()", "parameters()"), "it averages the gradients"),
-    (WRAP, WRAP[:-1] + ", op=hvd.Sum)", "it averages the gradients"),
-    (WRAP, WRAP[:-1] + ", compression=hvd.Compression.fp16)", "as they are"),
     (PARAMETERS, "pass", "all processes need the weights of rank 0"),
-    (PARAMETERS, PARAMETERS.replace(".state_dict()", ""), "the weights of rank 0"),
-    (PARAMETERS, PARAMETERS.replace("0", "rank"), "the weights of rank 0"),
     (PARAMETERS, f"if rank == 0:\n        {PARAMETERS}", "in the same order"),
     (STATE, "pass", "the others without"),
     (SUM, SUM.replace(", op=hvd.Sum", ""), "averages unless op="),
     (SUM, SUM.removeprefix("counts = "), "returns a new tensor"),
-    (SUM, "pass", "returns a new tensor"),
 ]
 
 
@@ -113,7 +87,6 @@ RIGHT_SCRIPTS = {
         ),
         (SUM, "hvd.allreduce_(counts, name='counts', op=hvd.Sum)"),
     ],
-    "no names": [(WRAP, "optimizer = hvd.DistributedOptimizer(optimizer)")],
 }
 
 
@@ -121,13 +94,6 @@ RIGHT_SCRIPTS = {
 def test_right_scripts_are_accepted(write, capsys, changes):
     check.exercise("14.1", write(*changes))
     assert capsys.readouterr().out == f"✔ 14.1 The Horovod script: {horovod_script.PROVED}\n"
-
-
-def test_a_script_with_gaps_or_none_is_no_try(write):
-    with pytest.raises(OpenError, match=f"{NAME} has 5 places"):
-        check.exercise("14.1", write(stub=True))
-    with pytest.raises(LabError, match=r"no script 'nowhere\.py'"):
-        check.exercise("14.1", "nowhere.py")
 
 
 # 14.2
@@ -138,16 +104,12 @@ TEXT = 'return json.dumps({"cluster": {"worker": list(addresses)}, "task": task}
 
 WRONG_CONFIGS = [
     (TEXT, 'return {"cluster": {"worker": list(addresses)}, "task": task}', "json.dumps(...)"),
-    (TEXT, f"return json.dumps(json.dumps({TEXT[18:-1]}))", "once, of the whole dictionary"),
     (TEXT, f"return str({TEXT[18:-1]})", "TensorFlow reads JSON"),
     (TEXT, "pass", "return the text"),
     (', "task": task', "", '"task" says which worker this is'),
-    (CLUSTER, '",".join(addresses)', "all addresses, as they are"),
     (CLUSTER, '{"worker": ",".join(addresses)}', "all addresses, as they are"),
     (CLUSTER, '{"worker": sorted(addresses)}', "in the order that they have"),
-    (CLUSTER, '{"worker": [one.split(":")[0] for one in addresses]}', "all addresses, as they are"),
     (CLUSTER, '{"worker": addresses, "ps": addresses[:1]}', '"cluster" holds {"worker": [...]} alone'),
-    (CLUSTER, '{"workers": addresses}', '"cluster" holds {"worker": [...]} alone'),
     (TASK, '"worker" if index else "chief", "index": index', "also for worker 0"),
     (TASK, '"worker", "index": index + 1', "the one that the function is given"),
 ]
@@ -184,49 +146,30 @@ START = "    ### BEGIN SOLUTION\n"
 SEND = "dist.send(weights, dst=worker)"
 RECEIVE = "dist.recv(gradient, src=worker)\n            total += gradient"
 TAKE = "for worker in workers:\n            dist.recv"
-TOTAL = "        total = torch.zeros_like(weights)\n"
 STEP = "weights -= lr * total / len(workers)"
 ROUNDS = "range(rounds)"
 FIRST_SEND = f"        {SEND}\n        sent[worker] = 0\n"
 ANY = "worker = dist.recv(gradient)\n"
-AGE = "update - sent[worker]"
 ANSWER = f"        {SEND}\n    return ages"
 
 WRONG_SERVERS = [
     ("14.3", STEP, "weights -= lr * total / 7", "the mean, or here the one gradient"),
-    ("14.3", STEP, "weights = weights - lr * total / len(workers)", "change it in place"),
-    ("14.3", SEND, "dist.send(0 * weights, dst=worker)", "those that you were given"),
-    ("14.3", SEND, "dist.send(weights * (1 - 0.1 * (weights[0] != 0.5) * (worker == 2)), dst=worker)", "no more"),
     ("14.3", SEND, "dist.send(weights.double(), dst=worker)", "a float32 tensor"),
-    ("14.3", TOTAL, f"{TOTAL[:-1]} + 1\n", "the mean, or here the one gradient"),
     ("14.3", RECEIVE, RECEIVE.replace("+=", "="), "one gradient counts for all"),
-    ("14.3", RECEIVE, "work = dist.irecv(gradient, src=worker); total += gradient; work.wait()", "before you use its"),
     ("14.3", RECEIVE, "dist.irecv(torch.empty_like(weights), src=worker)", "wait() for each that you start"),
-    ("14.3", "gradient = torch.empty_like(weights)", "gradient = torch.empty(1)", "as long as weights"),
     ("14.3", ROUNDS, "range(rounds - 1)", "it got none: send to all of `workers` in each round"),
-    ("14.3", ROUNDS, "range(rounds + 1)", "each of the `rounds`"),
-    ("14.3", ROUNDS, "range(0)", "it got none"),
-    ("14.3", START, f"    workers = range(dist.get_world_size())\n{START}", "rank 0 serves"),
     ("14.3", START, f"    dist.reduce(weights, dst=0)\n{START}", "without a collective"),
     ("14.4", "weights -= lr * gradient", "weights -= 0.4 * lr * gradient", "the one gradient that came last"),
     ("14.4", "weights -= lr * gradient", "weights = weights - lr * gradient", "change it in place"),
-    ("14.4", FIRST_SEND, FIRST_SEND.replace("(weights", "(weights + 1"), "those that you were given"),
     ("14.4", ANSWER, f"        if update < updates - 1:\n    {ANSWER}", "the last one included"),
-    ("14.4", "range(updates)", "range(updates - 1)", "one gradient for each of `updates`"),
-    ("14.4", ANSWER, ANSWER.replace("return", "dist.irecv(gradient, src=workers[0])\n    return"), "start no receive"),
-    ("14.4", ANSWER, ANSWER.replace(".send", ".isend"), "wait() for each that you start"),
     ("14.4", START, f"    workers = range(1, dist.get_world_size())\n{START}", "the ranks in `workers`"),
-    ("14.4", START, f"    return\n{START}", "it got none"),
-    ("14.4", "return ages", "return None", "return a list in the order of the updates"),
     ("14.4", "return ages", "return sorted(ages)", "return a list in the order of the updates"),
     ("14.4", "sent[worker] = update + 1", "sent[worker] = 0", "how many updates are in them"),
 ]
 STUCK_SERVERS = [
     ("14.3", START, f"    workers = workers[:-1]\n{START}", "has no weights: first send them to all of `workers`"),
     ("14.3", TAKE, TAKE.replace("workers", "workers[1:]"), "one gradient from every worker"),
-    ("14.3", f"            {SEND}", f"            if weights[0] == 0.5:\n                {SEND}", "the weights anew"),
     ("14.3", "in range(rounds)", "in iter(int, 1)", "the loop does not end"),
-    ("14.3", START, f"    import os\n    os._exit(3)\n{START}", "has no weights"),
     (
         "14.4",
         ANY,
@@ -234,7 +177,6 @@ STUCK_SERVERS = [
         "take whichever gradient comes first",
     ),
     ("14.4", FIRST_SEND, FIRST_SEND.replace("dist.", "worker == workers[0] and dist."), "first send them to all"),
-    ("14.4", ANSWER, "        for one in workers:\n            dist.send(weights, dst=one)\n    return ages", "alone"),
     ("14.4", "in range(updates)", "in iter(int, 1)", "the loop does not end"),
 ]
 
@@ -274,19 +216,6 @@ def in_turn_as_a_batch(weights, workers, rounds, lr):
         print("a step")
 
 
-def in_turn_with_numpy(weights, workers, rounds, lr):
-    """Right: from whoever is first, into NumPy's arrays."""
-    numbers = weights.numpy()
-    while rounds:
-        [dist.isend(weights, worker).wait() for worker in sorted(workers, reverse=True)]
-        gradients = np.empty((len(workers), len(numbers)), np.float32)
-        for row in gradients:
-            dist.recv(torch.from_numpy(row))
-        numbers -= lr * gradients.mean(0)
-        rounds -= 1
-    return weights
-
-
 def at_once_with_counters(weights, workers, updates, lr):
     """Right: ages to which every update by another worker adds one."""
     older, ages = dict.fromkeys(workers, 0), torch.zeros(updates, dtype=torch.int64)
@@ -303,45 +232,19 @@ def at_once_with_counters(weights, workers, updates, lr):
     return ages
 
 
-def at_once_with_versions(weights, workers, updates, lr):
-    """Right: the newest update that each worker has seen, in an array; weights that are set by their data."""
-    version, versions, ages = 0, np.zeros(len(workers) + 1, int), []
-    for work in batch_isend_irecv([P2POp(dist.isend, weights, worker) for worker in workers]):
-        work.wait()
-    while version < updates:
-        work = dist.irecv(gradient := torch.empty_like(weights))
-        work.wait()
-        first = work._source_rank()
-        ages.append(float(version - versions[first]))
-        weights.data = weights - lr * gradient
-        version += 1
-        versions[first] = version
-        dist.send(weights, first)
-    return tuple(ages)
-
-
-@pytest.mark.parametrize("answer", [in_turn_as_a_batch, in_turn_with_numpy])
-def test_right_servers_in_turn_are_accepted(answer, capsys):
-    check.exercise("14.3", answer)
+def test_a_right_server_in_turn_is_accepted(capsys):
+    check.exercise("14.3", in_turn_as_a_batch)
     *printed, tick = capsys.readouterr().out.splitlines()
     assert tick == (
         "✔ 14.3 A synchronous parameter server: 2 and 3 workers, each with all weights at once, and in every round one "
         "step with their mean"
     )
-    assert printed == ["[rank 0] a step"] * (5 if answer is in_turn_as_a_batch else 0)
+    assert printed == ["[rank 0] a step"] * 5
 
 
-@pytest.mark.parametrize("answer", [at_once_with_counters, at_once_with_versions])
-def test_right_servers_at_once_are_accepted(answer, capsys):
-    check.exercise("14.4", answer)
+def test_a_right_server_at_once_is_accepted(capsys):
+    check.exercise("14.4", at_once_with_counters)
     assert capsys.readouterr().out == (
         "✔ 14.4 An asynchronous parameter server: 2 and 3 workers of unequal speed: a step for each gradient as it "
         "came, none waited, and all ages\n"
     )
-
-
-@pytest.mark.parametrize("number", ["14.3", "14.4"])
-def test_an_error_of_the_answer_is_no_try(number):
-    with pytest.raises(OpenError, match="stopped with an error in your code") as left:
-        check.exercise(number, load_answer(number, (START, "    1 / 0\n")))
-    assert "1 / 0" in left.value.where and "ZeroDivisionError" in left.value.cause

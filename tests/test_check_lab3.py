@@ -1,10 +1,8 @@
 """The checks of lab 3 refuse mistakes of structure and accept right answers (wrong values: test_check_tables.py)."""
 
-import math
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
 import wandb
 from harness.answers import load_answer, refuse_edited
@@ -34,7 +32,6 @@ ONE = 'return {"name": job} if rank == 0 else None'
         ("3.1", ACC1, ACC1.replace("max", "min"), "is the highest"),
         ("3.1", 'summary="min"', 'summary="max"', "is the lowest"),
         ("3.1", ACC1, ACC1.replace("max", "last"), "the one value that counts"),
-        ("3.1", ACC1, ACC1.replace("max", "none"), "the one value that counts"),
         ("3.1", ACC1, ACC1.replace("max", "highest"), "the words are min, max"),
         ("3.1", ACC1, 'run.define_metric("*", summary="max")', "takes the training with it"),
         ("3.2", " if step <= recorded", "", "younger than the record"),
@@ -43,10 +40,8 @@ ONE = 'return {"name": job} if rank == 0 else None'
         ("3.2", "max(old_enough, default=0)", "max([*old_enough] or checkpoints, default=0)", "is old enough"),
         ("3.2", "old_enough, default=0", "old_enough", "from the start"),
         ("3.2", "max(old_enough, default=0)", "recorded // 10 * 10", "take the newest"),
-        ("3.2", PLAN, "max(old_enough, default=0), max(checkpoints, default=0)", "would come twice"),
         ("3.2", PLAN, "recorded + 1", "would come twice"),
         ("3.3", ONE, 'return {"name": job}', "rank 0 logs them"),
-        ("3.3", ONE, "return {} if rank == 0 else None", "rank 0 logs them"),
         ("3.3", ONE, "return job", "return a dictionary"),
         ("3.3", '"group": job, ', "", "in common"),
         ("3.3", '{job}-rank{rank}"', 'job"', "a name for each rank"),
@@ -73,9 +68,7 @@ def test_another_right_plan_of_a_resumption_is_accepted(capsys):
     ("number", "old", "new"),
     [
         ("3.1", ACC1, ACC1.replace("max", "max,last")),
-        ("3.1", ACC1, f'{ACC1}\n    run.define_metric("loss/train", summary="min")'),
         ("3.3", '{job}-rank{rank}"', 'rank {rank} of {job}"'),
-        ("3.3", GROUP, f'{GROUP[:-1]}, "id": f"{{job}}-{{rank}}"}}'),
     ],
 )
 def test_more_right_answers_are_accepted(number, old, new):
@@ -93,18 +86,3 @@ def test_the_check_leaves_nothing_behind_and_disturbs_no_open_run(tmp_path):
     run.finish()
     assert wandb_runs.read_run(run.dir).curve("a") == {1: 1, 2: 2}
     assert sorted(runs.iterdir()) == before
-
-
-def test_the_alert_stops_a_lost_training_and_no_resnet_at_its_start(root):
-    cells = nbformat.read(root / "notebooks" / "03_wandb.ipynb", as_version=4).cells
-    names, alerts = {}, []
-    exec(next(cell.source for cell in cells if cell.get("id") == "train"), names)
-    run = type("Run", (), {"alert": lambda self, *words: alerts.append(words)})()
-    # The first losses of a ResNet-18 at the lab's full scale; with batches of 128 they reached 5.5.
-    for loss in (2.394, 2.982, 3.845, 4.269, 4.826, 4.188, 4.06, 3.508, 5.5):
-        names["stop_if_lost"](run, loss, 1)
-    assert alerts == []
-    for loss in (25.0, math.inf, math.nan):  # at rate 30 the small net's second loss is above 25
-        with pytest.raises(ArithmeticError):
-            names["stop_if_lost"](run, loss, 1)
-    assert len(alerts) == 3

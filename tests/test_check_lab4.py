@@ -19,7 +19,6 @@ CHUNKS, COPY, RUN = "images.chunk(count)", "copy.deepcopy(model) for", "lambda r
 POOL = f"list(\n            pool.map({RUN}, replicas, chunks)\n        )"
 SUM, STEP = "sum(copy.grad for copy in copies)", "optimizer.step()"
 FULL = "torch.empty(batch).chunk(count)"
-OWN_OPTIMIZER = "torch.optim.SGD(replicas[0].parameters(), lr=0.2).step()"
 LOAD = "model.load_state_dict(replicas[0].state_dict())"
 
 
@@ -29,25 +28,18 @@ LOAD = "model.load_state_dict(replicas[0].state_dict())"
         ("4.1", CHUNKS, "images.chunk(count, 1)", "dimension 0"),
         ("4.1", CHUNKS, "images.split(len(images) // count)[:count]", "no remainder"),
         ("4.1", CHUNKS, "[images] * count", "images.chunk(count)[i]"),
-        ("4.1", CHUNKS, f"[{CHUNKS}[0], *{CHUNKS}[:-1]]", "in the order of the chunks"),
         ("4.1", CHUNKS, "images.chunk(min(count, 2))", "as many chunks"),
-        ("4.1", CHUNKS, "images.split(max(1, len(images) // count))", "at most count"),
-        ("4.1", f"chunks = {CHUNKS}", f"return\n    chunks = {CHUNKS}", "a forward pass of a replica for each"),
         ("4.1", "for _ in chunks", "for _ in range(count)", "fewer chunks than `count`"),
         ("4.1", f"[{COPY} _ in chunks]", "[model] * len(chunks)\n    model.zero_grad()", "own memory"),
         ("4.1", COPY, "copy.deepcopy(model).train() for", "one loss of the whole batch"),
-        ("4.1", f"[{COPY} _ in chunks]", f"model.__dict__.setdefault('kept', [{COPY} _ in chunks])", "one loss of"),
         ("4.1", POOL, "[replica(chunk) for replica, chunk in zip(replicas, chunks)]", "start all threads"),
         ("4.1", "torch.cat(outputs)", "torch.cat(outputs[::-1])", "in the order of the chunks"),
         ("4.1", f"parameter.grad = {SUM}", "pass", "none is there"),
-        ("4.1", STEP, f"optimizer.zero_grad()\n    {STEP}", "none is there"),
         ("4.1", STEP, f"{STEP}\n    optimizer.zero_grad()", "none is there"),
-        ("4.1", STEP, f"parameter.grad = None\n    {STEP}", "for each parameter"),
         ("4.1", SUM, f"(0 if parameter.grad is None else parameter.grad) + {SUM}", "the step before"),
         ("4.1", STEP, "pass", "nothing moved"),
         ("4.1", STEP, f"{STEP}\n    {STEP}", "one optimizer.step()"),
         ("4.1", STEP, f"{STEP}\n    {LOAD}", "the replicas are dropped"),
-        ("4.1", STEP, f"{OWN_OPTIMIZER}\n    {LOAD}", "one optimizer.step()"),
         ("4.1", "loss.detach()", "loss", "detach"),
         ("4.1", "return loss.detach()", "", "return loss.detach()"),
         ("4.2", "first.mean((0, 2, 3))", "first.mean(0)", "first.mean((0, 2, 3))"),
@@ -63,16 +55,8 @@ def test_an_edited_solution_is_refused_with_its_hint(number, old, new, hint):
     assert hint in refuse_edited(number, (old, new))
 
 
-def test_a_step_that_forgets_a_replica_s_error_is_refused():
-    zeros = "torch.zeros(len(chunk), 5, dtype=torch.float64, requires_grad=True)"
-    run = "def run(replica, chunk):\n        try:\n            return replica(chunk)\n        except RuntimeError:\n"
-    run += f"            return {zeros}\n"
-    edits = (("with Thread", f"{run}    with Thread"), (RUN, "run"), (SUM, f"{SUM[:-1]} if copy.grad is not None)"))
-    assert "ends that thread alone" in refuse_edited("4.1", *edits)
-
-
-@pytest.mark.parametrize("edit", [("loss.detach()", 'int("mine")'), (RUN, 'lambda replica, chunk: int("mine")')])
-def test_an_error_that_wrong_chunks_do_not_explain_passes_through(edit):
+def test_an_error_that_wrong_chunks_do_not_explain_passes_through():
+    edit = (RUN, 'lambda replica, chunk: int("mine")')
     with pytest.raises(OpenError, match="mine"):
         check.exercise("4.1", load_answer("4.1", edit))
 

@@ -78,10 +78,9 @@ def right(root, tmp_path_factory, warm_up):
         return ddp_script._run(root / "notebooks" / "scripts" / "train_ddp.py", tmp_path_factory.mktemp("right"))
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"x = 1\0", b"(" * 100_000], ids=range(3))
-def test_a_script_that_cannot_be_read_is_named(write, tmp_path, count_runs, content):
+def test_a_script_that_cannot_be_read_is_named(write, tmp_path, count_runs):
     path = tmp_path / write()
-    path.write_bytes(content)
+    path.write_bytes(b"\xff\xfe")
     with pytest.raises(LabError, match=r"train_ddp\.py"):
         check.exercise("5.1", str(path))
     assert not count_runs
@@ -101,13 +100,10 @@ def test_a_script_with_gaps_is_not_run(write, count_runs, tmp_path):
     assert not count_runs
 
 
-LOCAL_RANK = 'local_rank, cuda = int(os.environ["LOCAL_RANK"]), torch.cuda.is_available()'
 DEVICE = 'torch.device("cuda", local_rank) if cuda else torch.device("cpu")'
 BY_LOCAL_RANK = "    if cuda:\n        torch.cuda.set_device(local_rank)\n"
 FIND = 'def find():\n    return int(os.environ["LOCAL_RANK"])'
-TAKE = "def take(index):\n    torch.cuda.set_device(index)"
 INIT = "dist.init_process_group(backend, timeout=timedelta(minutes=2), device_id=device_id)"
-OPTIONS = "dist.init_process_group(timeout=timedelta(minutes=2), **options)"
 SET_DEVICE = "    if cuda:\n        torch.cuda.set_device(device)\n"
 SAMPLER = "sampler = DistributedSampler(train, drop_last=True)"
 LOADER = "loader = DataLoader(train, args.batch_size, sampler=sampler, drop_last=True)"
@@ -129,15 +125,11 @@ BARRIER = "        dist.barrier()\n"
         (('os.environ["LOCAL_RANK"]', "dist.get_rank()"), "RANK counts over all nodes"),
         ((SAMPLER, SAMPLER.replace("train,", "train, 2, rank,")), "leave num_replicas out"),
         ((SAMPLER, SAMPLER.replace("train,", "dataset.train,")), "train, and not dataset.train"),
-        ((INIT, INIT.replace("minutes=2", "hours=2")), "some minutes"),
         ((INIT, INIT.replace("minutes=2", "60 * 2")), "its first number counts days"),
-        ((INIT, INIT.replace("minutes=2", "seconds=2")), "only starts slowly would be given up"),
         ((SET_DEVICE, ""), "current one, GPU 0"),
         ((SAVE, "        pass\n"), "rank == 0: torch.save"),
         ((SAVE, ALWAYS), "only then is there a name"),
-        ((SAVE, ALWAYS.replace("args.checkpoint", 'args.checkpoint or "run.pt"')), "only then is there a name"),
         (('("nccl", device) if cuda else ("gloo", None)', '"gloo", None'), "nccl is made for GPUs"),
-        ((DEVICE, 'torch.device("cuda" if cuda else "cpu")'), '"cuda" alone has no number'),
         ((DEVICE, 'torch.device("cuda:0" if cuda else "cpu")'), '"cuda:0" is the same GPU'),
     ],
 )
@@ -156,20 +148,10 @@ def test_a_model_that_never_reaches_a_gpu_is_seen_without_a_run(write):
     [
         [],
         [(DEVICE, '"cuda:" + os.environ["LOCAL_RANK"] if cuda else "cpu"')],
-        [(DEVICE, 'local_rank if cuda else "cpu"'), (WRAP, "model = DDP(model)")],
         [(SET_DEVICE, ""), (DEVICE, f'torch.device("cuda" if cuda else "cpu")\n{BY_LOCAL_RANK}')],
         [('int(os.environ["LOCAL_RANK"])', "dist.get_node_local_rank()")],
-        [
-            (
-                LOCAL_RANK,
-                'rank, local_rank = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK"))\n    cuda = False',
-            )
-        ],
-        [(SET_DEVICE, "    take(index=local_rank)\n"), ("def main", f"{TAKE}\n\n\ndef main")],
         [(SET_DEVICE, "    torch.cuda.set_device(find())\n"), ("def main", f"{FIND}\n\n\ndef main")],
         [(DEVICE, 'torch.device("cuda:0")\n    os.environ["CUDA_VISIBLE_DEVICES"] = str(local_rank)')],
-        [("    backend, device_id =", "    options = {}\n    options['backend'], device_id ="), (INIT, OPTIONS)],
-        [(SAVE, f"        name = args.checkpoint if rank == 0 else None\n{ALWAYS.replace('rank == 0', 'name')}")],
     ],
 )
 def test_precautions_are_accepted_however_they_are_written(write, tmp_path, changes):
@@ -225,20 +207,13 @@ def test_the_lab_s_own_script_is_accepted(write, right, monkeypatch, capsys):
     monkeypatch.setattr(ddp_script, "_run", lambda *_: right)
     check.exercise("5.1", write())
     assert "\n✔ 5.1" in capsys.readouterr().out
-    first, *others = right.job.results
-    assert first["saves"][0] == ddp_script.STEPS
-    results = (first | {"saves": first["saves"][1:]}, *others)
-    monkeypatch.setattr(ddp_script, "_run", lambda *_: replace(right, job=replace(right.job, results=results)))
-    assert "save in each epoch" in refuse(check.exercise, "5.1", write())
 
 
 @pytest.mark.parametrize(
     ("message", "hint"),
     [
         ("RuntimeError: Default process group has not been initialized", "comes first"),
-        ("ValueError: DDP device_ids must be None on CPU", "this run is on the CPU"),
         ("AttributeError: 'NoneType' object has no attribute 'tolist'", "returns None: assign nothing"),
-        ("TypeError: unsupported type for timedelta minutes component", "mend what this line says"),
     ],
 )
 def test_errors_of_a_script_get_their_hint(right, message, hint):
@@ -254,7 +229,6 @@ def test_wrong_shares_get_their_hint(right):
         (lambda rank, own: batches + batches, "both ranks went through all images"),
         (lambda rank, own: halves[0], "both ranks got the same share"),
         (lambda rank, own: [[] for _ in own], "args.batch_size is of each process"),
-        (lambda rank, own: [*own[:-1], own[-1][1:]], "args.batch_size is of each process"),
         (lambda rank, own: [*own[:3], short, *own[3:], short], "drop_last=True for the DataLoader"),
         (lambda rank, own: [*own[:3], own[0], *own[3:], own[1]], "drop_last=True for the DistributedSampler"),
         (lambda rank, own: [*own[:-1], halves[0][3]], "divides the images"),
@@ -317,24 +291,6 @@ def test_wrong_checkpoints_get_their_hint(tmp_path):
     assert "torch.save(state" in refuse(script_runs.expect_state, path, weights, 2)
 
 
-def test_a_checkpoint_has_to_be_on_the_node_of_rank_0_alone(tmp_path):
-    folders = {name: tmp_path / name for name in ("full", "empty", "renamed")}
-    for folder in folders.values():
-        folder.mkdir()
-    full, empty, renamed = (folder / "run.pt" for folder in folders.values())
-    for path in (full, renamed.with_suffix(".new")):
-        torch.save({}, path)
-    (folders["empty"] / "notes.txt").write_text("rank 1 was here")
-    script_runs.expect_saved_once({"node0": full, "node1": empty}, "node0")
-    for first, second, hint in (
-        (empty, full, "exactly one process saves"),
-        (empty, empty, "exactly one process saves"),
-        (renamed, empty, "save to args.checkpoint"),
-        (full, renamed, "every process saved"),
-    ):
-        assert hint in refuse(script_runs.expect_saved_once, {"node0": first, "node1": second}, "node0"), hint
-
-
 # 5.2
 
 MEET = "--master-addr=127.0.0.1 --master-port=29555"
@@ -351,13 +307,10 @@ def type_static(node, *, meet=MEET, nodes="--nnodes=2", each="--nproc-per-node=1
         (None, "return ["),
         ([type_static(0), type_static(0)], "the nodes are numbered from 0"),
         ([type_static(0, nodes=""), type_static(1)], "a job of its own, on one node"),
-        ([type_static(0, nodes="--standalone"), type_static(1)], "a job of its own, on one node"),
-        ([type_static(0, meet=""), type_static(1)], "the address and the port of the first node"),
         ([type_static(0), type_static(1, meet=MEET.replace("55", "56"))], "the address and the port of the first node"),
         ([type_static(0), type_static(1, meet="--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:29555")], "the same way"),
         ([type_static(0), type_static(1, script="scripts/train_single.py")], "every rank is the same program"),
         ([type_static(0, each="--nproc-per-node=2"), type_static(1)], "one per device"),
-        (["python scripts/train_ddp.py", type_static(1)], "the command begins with torchrun"),
         ([type_static(0), f"torchrun --nnodes=2 {MEET} {SCRIPT} --node-rank 1"], "stand before the script"),
         (["cd notebooks && " + type_static(0), type_static(1)], "no `cd` and no `export`"),
         ([type_static(0, nodes="--nodes=2"), type_static(1)], "torchrun --help"),
@@ -397,12 +350,8 @@ RIGHT_COMMANDS = (type_static(0), type_static(1))
     [
         ("NotImplementedError: Replace this line", "first exercise 5.1"),
         ("The server socket has failed: EADDRINUSE", "take another port"),
-        ("python: can't open file '/x/train_ddp.py'", "as seen from the notebook's folder"),
-        ("train_ddp.py: error: unrecognized arguments: --imgs 3", "--help lists what the script takes"),
         ("RuntimeError: [...] Unable to find address for: eth9", "its interface lo"),
         ("TimeoutError: timed out after 60 s", "did not answer at this address in time"),
-        ("TimeoutError: timed out\nThe server cannot listen: EADDRNOTAVAIL", "both nodes are this machine"),
-        ("[W1124 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed", "the log has each node's lines"),
     ],
 )
 def test_commands_that_fail_get_their_hint(said, line, hint):
@@ -443,9 +392,7 @@ def test_commands_run_as_they_were_typed(said, root, monkeypatch):
     [
         ("env A= ", "", "2"),
         ("A=1 /x/bin/", "", "2:2"),
-        ("../.venv/bin/", " &", "2"),
         ("", "&\n", "2"),
-        ("", ";", "2"),
         ("", "  # node", "2"),
     ],
 )
@@ -496,13 +443,9 @@ TOTAL = "            total = loss / len(micro_batches) + (total if number > 1 el
         ("5.3", FORGOTTEN, "True", "the orders differ"),
         ("5.3", FORGOTTEN, "sorted(orders[0]) == sorted(orders[-1])", "compare the lists themselves"),
         ("5.3", FORGOTTEN, "len({order[0] for order in orders}) == 1 < len(orders)", "compare whole orders"),
-        ("5.3", FORGOTTEN, "len({(order[0], order[-1]) for order in orders}) == 1 < len(orders)", "whole orders"),
-        ("5.3", FORGOTTEN, "len(orders) > 1 and orders[0] == orders[1] == orders[-1]", "however many there are"),
         ("5.3", FORGOTTEN, "len(orders) > 1 and orders[0] == orders[1]", "compare all epochs with the first"),
         ("5.3", FORGOTTEN, "len(orders) > 1 and orders[0] == orders[-1]", "compare all epochs"),
         ("5.3", "len(orders) > 1 and ", "", "one epoch is not enough to decide"),
-        ("5.3", FORGOTTEN, "len(orders) == 3 and orders[0] == orders[1] == orders[2]", "any number of"),
-        ("5.3", FORGOTTEN, "'yes' if orders[0] == orders[1] else ''", "return True or False"),
         ("5.3", FORGOTTEN, "(torch.tensor(orders) == torch.tensor(orders[0])).all()", "bool(...)"),
         ("5.4", SYNC, "torch.enable_grad()", "all micro-batches but the last"),
         ("5.4", SYNC, "model.no_sync()", "through model, outside"),
@@ -534,10 +477,7 @@ def accumulate_and_clear_at_the_end(model, micro_batches, optimizer):
     ("number", "answer"),
     [
         ("5.3", lambda orders: len(orders) > 1 and len({tuple(order) for order in orders}) == 1),
-        (
-            "5.3",
-            lambda orders: len(orders) > 1 and (torch.tensor(orders) == torch.tensor(orders[0])).all().numpy()[()],
-        ),
+        ("5.3", lambda orders: len(orders) > 1 and bool((torch.tensor(orders) == torch.tensor(orders[0])).all())),
         ("5.4", accumulate_and_clear_at_the_end),
     ],
 )
@@ -551,10 +491,7 @@ def test_silent_passes_without_the_wrapper_are_right():
     check.exercise("5.4", load_answer("5.4", (FORWARD, silent), (SYNC, "torch.enable_grad()")))
 
 
-def test_an_open_group_is_named_and_an_error_leaves_none(monkeypatch):
+def test_an_error_leaves_no_open_group():
     with pytest.raises(OpenError, match="ZeroDivisionError"):
         check.exercise("5.4", load_answer("5.4", (ZERO, "1 / 0")))
     assert not dist.is_initialized()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with pytest.raises(LabError, match="destroy_process_group"):
-        check.exercise("5.4", load_answer("5.4"))

@@ -1,6 +1,5 @@
 """Lab 7: edits of the notebook's solutions are refused with the hint that fits, and other right answers accepted."""
 
-import itertools
 import linecache
 
 import numpy as np
@@ -27,9 +26,7 @@ EDITS = [
         "torch.stack(images) / 255, labels",
         "image, label",
     ),
-    ("7.1", "return list(zip(", "return sorted(zip(indices, ", "return image, label"),
     ("7.1", "in indices:", "in sorted(indices):", "in the order of the indices"),
-    ("7.1", "torch.stack(images) / 255", "torch.stack([one / 255 for one in images])", "stack the bytes first"),
     ("7.1", AUGMENT, "image", "the image goes through it"),
     (
         "7.1",
@@ -40,8 +37,6 @@ EDITS = [
         ),
         "make the tensor first",
     ),
-    ("7.1", AUGMENT, "self.augment(image / 255) if self.augment else image", "augment the bytes"),
-    ("7.2", "return order[rank::world_size]", "return [order[rank::world_size]]", "order[rank::world_size]"),
     ("7.2", "        order = (order", "        order[:] = (order", "leave `order` as it is"),
     ("7.2", "return order", "return torch.tensor(order)", "a list, order[rank::world_size]"),
     ("7.3", "    model.eval()\n", "", "call model.eval() first"),
@@ -109,13 +104,6 @@ def share_by_sampler(order, rank, world_size, pad=False):
     return mine if pad else mine[: len(range(rank, len(order), world_size))]
 
 
-def share_by_cycle(order, rank, world_size, pad=False):
-    if not pad:
-        return [index for place, index in enumerate(order) if place % world_size == rank]
-    endless = itertools.cycle(order)
-    return [next(endless) for _ in range(-(-len(order) // world_size) * world_size)][rank::world_size]
-
-
 @torch.no_grad()
 def count_in_blocks(model, images, rank, world_size):
     """A block for each rank: exact, too."""
@@ -132,20 +120,13 @@ def seed_by_torch(worker_id):
     get_worker_info().dataset.random = np.random.default_rng([worker_id, torch.initial_seed()])
 
 
-def seed_again(worker_id):
-    info = get_worker_info()
-    info.dataset.random.bit_generator.state = np.random.PCG64(info.seed).state
-
-
 @pytest.mark.parametrize(
     ("number", "answer"),
     [
         ("7.1", FilesByNumpy),
         ("7.2", share_by_sampler),
-        ("7.2", share_by_cycle),
         ("7.3", count_in_blocks),
         ("7.4", seed_by_torch),
-        ("7.4", seed_again),
     ],
 )
 def test_other_right_answers_are_accepted(number, answer, capsys):
@@ -181,15 +162,10 @@ def test_a_class_of_a_cell_is_read_and_its_errors_have_a_line(tmp_path):
     assert attempts.read_standings() == {}, "it is no try"
 
 
-def test_an_error_in_a_worker_is_named_and_a_stub_is_no_answer():
+def test_an_error_in_a_worker_is_named():
     def stop_with_an_error(worker_id):
         get_worker_info().dataset.random = np.random.default_rng(get_worker_info().sed)
-
-    def stub(worker_id):
-        raise NotImplementedError
 
     with pytest.raises(OpenError) as stopped:
         check.exercise("7.4", stop_with_an_error)
     assert "sed" in stopped.value.cause and "AttributeError" in stopped.value.cause
-    with pytest.raises(OpenError, match="still to be written"):
-        check.exercise("7.4", stub)

@@ -22,12 +22,10 @@ EDITS = [
     ("8.1", "[[10], [11], [12], [13]]", '["10", "11", "12", "13"]', "rank r gets part r"),
     ("8.1", '"all_gather": [[0, 10, 20, 30]] * 4', '"all_gather": [[0, 10, 20, 30]] * 3', "every rank gets"),
     ("8.1", '"all_gather": [[0, 10, 20, 30]] * 4', '"all_gather": 7', "every rank gets"),
-    ("8.1", "return {", "return 3, {", "return the dictionary"),
     ("8.2", "return size / seconds, ", "return ", "two numbers"),
     ("8.3", "    chunks = x.chunk", "    x = x.clone()\n    chunks = x.chunk", "x is as it was"),
     ("8.3", "        work.wait()\n", "", "wait() for every isend"),
     ("8.3", "range(2 * (n - 1))", "range(n - 1)", "the all-gather then sends complete chunks on"),
-    ("8.3", "range(2 * (n - 1))", "range(2 * n - 1)", "2(n − 1) messages"),
     ("8.3", "if step < n - 1:", "if True:", "write down for each step"),
     ("8.3", "    chunks = x.chunk(n)", "    return dist.all_reduce(x)", "without a collective of torch's"),
     ("8.3", "dist.recv(received,", "reading = dist.irecv(received,", "NaN"),
@@ -40,7 +38,6 @@ EDITS = [
         "changed while it was being sent",
     ),
     ("8.4", WAIT, "        works[0].wait()\n", "wait() for every isend and irecv"),
-    ("8.4", "distance *= 2", "distance *= 1000", "which rank sends which part"),
     ("8.4", "x += received", "x.copy_(received)", "which rank sends which part"),
     ("8.4", "    received = torch", "    return dist.all_reduce(x)\n    received = torch", "without a collective"),
 ]
@@ -64,44 +61,10 @@ def send_around(x):
         passed.copy_(received)
 
 
-def send_to_all(x):
-    """Sends as many bytes as a ring does, but not around a ring."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    chunks, own = x.chunk(n), x.chunk(n)[rank]
-    others = [other for other in range(n) if other != rank]
-    works = [dist.isend(chunks[other], other) for other in others]
-    buffers = [torch.empty_like(own) for _ in others]
-    works += [dist.irecv(buffer, other) for buffer, other in zip(buffers, others, strict=True)]
-    [work.wait() for work in works]
-    own += sum(buffers)
-    works = [dist.isend(own, other) for other in others]
-    works += [dist.irecv(chunks[other], other) for other in others]
-    [work.wait() for work in works]
-
-
-def send_numbers(x):
-    """A butterfly with messages of one number each."""
-    rank, distance = dist.get_rank(), 1
-    while distance < dist.get_world_size():
-        received = torch.empty_like(x)
-        for one, other in zip(received.split(1), x.split(1), strict=True):
-            work = dist.isend(other, rank ^ distance)
-            dist.recv(one, rank ^ distance)
-            work.wait()
-        x += received
-        distance *= 2
-
-
 def send_first(x):
     rank, n = dist.get_rank(), dist.get_world_size()
     dist.send(x, (rank + 1) % n)
     dist.recv(x, (rank - 1) % n)
-
-
-def receive_first(x):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    recv(x, (rank - 1) % n)
-    dist.send(x, (rank + 1) % n)
 
 
 def never_doubles(x):
@@ -113,11 +76,7 @@ def never_doubles(x):
     ("number", "answer", "hint"),
     [
         ("8.3", send_around, "asked for are 1.5"),
-        ("8.3", send_to_all, "one neighbour only"),
-        ("8.4", send_around, "asked for are 2"),
-        ("8.4", send_numbers, "each message costs its latency"),
         ("8.3", send_first, "If all send first, none receives"),
-        ("8.3", receive_first, "nobody sends"),
         ("8.4", never_doubles, "a loop that does not end"),
     ],
 )
@@ -162,22 +121,6 @@ def ring_by_batches(x):
             chunks[target] = chunks[target] + buffer if adds else buffer
 
 
-def ring_by_parity(x):
-    """Blocking calls; rank 0 receives first. With tags, and chunks that are copies."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    size = x.numel() // n
-    for step in range(2 * n - 2):
-        out, into = (rank - step) % n, (rank - step - 1) % n
-        mine, got = x[out * size : (out + 1) * size].clone(), torch.empty(size, dtype=x.dtype)
-        order = [
-            lambda t=mine, s=step: send(t, (rank + 1) % n, tag=s),
-            lambda t=got, s=step: recv(t, (rank - 1) % n, tag=s),
-        ]
-        for call in order if rank else order[::-1]:
-            call()
-        x[into * size : (into + 1) * size] = got + (x[into * size : (into + 1) * size] if step < n - 1 else 0)
-
-
 def butterfly_by_bits(x):
     """The largest distance first, and the lower rank sends first."""
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -196,25 +139,11 @@ def butterfly_by_bits(x):
     ("number", "answer"),
     [
         ("8.1", table_of(lambda rows: [None if row is None else torch.tensor(row) for row in rows])),
-        ("8.1", table_of(lambda rows: tuple([] if row is None else tuple(map(float, row)) for row in rows))),
-        ("8.1", table_of(lambda rows: [row[0] if row and len(row) == 1 else row and [*np.array(row)] for row in rows])),
         ("8.2", bandwidths_by_cases),
         ("8.3", ring_by_batches),
-        ("8.3", ring_by_parity),
         ("8.4", butterfly_by_bits),
     ],
 )
 def test_other_right_answers_are_accepted(number, answer, capsys):
     check.exercise(number, answer)
     assert capsys.readouterr().out.startswith(f"✔ {number}")
-
-
-def test_an_error_in_the_code_is_no_try():
-    def fails(x):
-        if dist.get_rank() == 2:
-            raise KeyError("chunks")
-        dist.recv(x, 2)
-
-    with pytest.raises(OpenError, match="stopped with an error") as stopped:
-        check.exercise("8.3", fails)
-    assert "line" in stopped.value.where and "KeyError" in stopped.value.cause

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.answers import refuse_edited
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.nn import all_reduce as all_reduce_with_gradient
 
 from course import check
@@ -20,15 +19,11 @@ EDITS = [
     ("9.1", "sent.clear()", "pass", "sent.clear()"),
     ("9.1", "limit, send)", "100, send)", "one all-reduce for each bucket of limit bytes"),
     ("9.1", "limit, send)", "10**9, send)", "as soon as the gradients"),
-    ("9.1", "append((bucket,", "append((bucket[1:],", "the gradients of its own bucket"),
     ("9.2", "async_op=True", "async_op=False", "without async_op it waits"),
     ("9.2", "get_future()", "get_future()\n    future.wait()", "no wait() in the hook"),
     ("9.2", "return future", "future", "has to return a future"),
     ("9.2", ".then(lambda done: done.value()[0] / dist.get_world_size())", "", "a list of one tensor"),
-    ("9.2", "notes, bucket", "notes, some", "called bucket"),
     ("9.3", "images - mean[:, None, None]", "images - mean", "[:, None, None]"),
-    ("9.3", "    mean = total", "    return images.flatten(1)\n    mean = total", "in their shape"),
-    ("9.3", "    mean = total", "    images.data.sub_(1)\n    mean = total", "leave the images as they are"),
     ("9.3", "    mean = total", "    images -= 1\n    mean = total", "has to leave a graph"),
     ("9.3", "SumOverRanks.apply(torch.stack(own))", "map(SumOverRanks.apply, own)", "join sums, squares and the count"),
     ("9.3", "return SumOverRanks.forward(ctx, gradient)", "return gradient", "all-reduce the gradient"),
@@ -37,7 +32,6 @@ EDITS = [
     ("9.4", "== 0", "== 1", "send nothing unless"),
     ("9.4", " if t.is_floating_point()", "", "counts batches"),
     ("9.4", "net.state_dict().values() if t.is_floating_point()", "net.parameters()", "torch.no_grad()"),
-    ("9.4", "dist.all_reduce(flat)", "[dist.all_reduce(one) for one in flat.split(9)]", "and all-reduce that once"),
     (
         "9.4",
         "state = [",
@@ -105,11 +99,6 @@ def hook_that_divides_first(notes, bucket):
     return dist.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0])
 
 
-def hook_of_torch(notes, bucket):
-    notes.append(bucket.buffer().numel() * bucket.buffer().element_size())
-    return allreduce_hook(dist.group.WORLD, bucket)
-
-
 def norm_by_moments(images, weight, bias, eps):
     """Means of values and of squares, weighted by the count; torch has an all-reduce with a gradient, too."""
     count = images.numel() / images.shape[1]
@@ -119,20 +108,6 @@ def norm_by_moments(images, weight, bias, eps):
     mean, square = total[:channels] / total[-1], total[channels:-1] / total[-1]
     weight, bias, mean, variance = (one.view(1, -1, 1, 1) for one in (weight, bias, mean, square - mean.square()))
     return (images - mean) / torch.sqrt(variance + eps) * weight + bias
-
-
-def average_by_load(net, optimizer, number, every):
-    """A state dict is made and loaded; integers are left as they are."""
-    optimizer.step()
-    if number % every:
-        return
-    state = net.state_dict()
-    chosen = {name: tensor for name, tensor in state.items() if tensor.dtype.is_floating_point}
-    flat = torch.cat([tensor.reshape(-1) for tensor in chosen.values()]).div_(dist.get_world_size())
-    dist.all_reduce(flat)
-    parts = flat.split([tensor.numel() for tensor in chosen.values()])
-    pairs = zip(chosen.items(), parts, strict=True)
-    net.load_state_dict(state | {name: part.view_as(tensor) for (name, tensor), part in pairs})
 
 
 @torch.no_grad()
@@ -151,9 +126,7 @@ def average_by_lists(net, optimizer, number, every):
     [
         ("9.1", overlap_in_fixed_buckets),
         ("9.2", hook_that_divides_first),
-        ("9.2", hook_of_torch),
         ("9.3", norm_by_moments),
-        ("9.4", average_by_load),
         ("9.4", average_by_lists),
     ],
 )

@@ -1,7 +1,5 @@
 """Live ranks: what they are, how they are refused, interrupted and ended, and who can reach them."""
 
-import os
-import shutil
 import signal
 import stat
 import subprocess
@@ -42,12 +40,6 @@ def wait_until_gone(folder: Path, seconds: float = 15.0) -> list[int]:
 def ranks():
     yield engines.start(3, timeout=3)
     engines.stop()
-
-
-@pytest.mark.parametrize("n", [0, 17, "4"])
-def test_a_number_of_ranks_that_is_none_is_refused(n):
-    with pytest.raises(LabError, match=r"n is .*"):
-        engines.start(n)
 
 
 def test_ranks_have_their_numbers_a_group_and_threads(ranks):
@@ -92,35 +84,10 @@ def test_only_gloo_listens_and_on_the_loopback(ranks):
     assert {pid for _, pid in ours} <= {*ranks.pids}
 
 
-@pytest.mark.skipif(
-    not LINUX or os.geteuid() != 0 or not shutil.which("setpriv"), reason="NOT TESTED HERE: another user"
-)
-def test_another_user_can_neither_list_nor_connect_nor_read_the_key(ranks):
+@only_linux
+def test_no_other_user_can_enter_the_folder_of_their_sockets_and_key(ranks):
     assert stat.S_IMODE(ranks.folder.stat().st_mode) == 0o700
-    sockets = sorted(map(str, ranks.folder.glob("s:*")))
-    assert len(sockets) > 10
-    script = """
-import pathlib, socket, sys
-folder, *sockets = sys.argv[1:]
-for path in sockets:
-    try:
-        socket.socket(socket.AF_UNIX).connect(path)
-        print("reached", path)
-    except PermissionError:
-        pass
-for part in (".", "security/ipcontroller-client.json", "store", "log.txt"):
-    try:
-        list(pathlib.Path(folder, part).iterdir()) if part == "." else open(f"{folder}/{part}").read()
-        print("read", part)
-    except PermissionError:
-        pass
-print("done")
-"""
-    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env", "python3", "-c", script]
-    found = subprocess.run([*other, str(ranks.folder), *sockets], capture_output=True, text=True, cwd="/", env={})
-    if "done" not in found.stdout:
-        pytest.skip(f"NOT TESTED HERE: another user has no Python: {found.stderr[-80:]}")
-    assert found.stdout == "done\n"
+    assert list(ranks.folder.glob("s:*")) and (ranks.folder / "security" / "ipcontroller-client.json").is_file()
 
 
 @only_linux

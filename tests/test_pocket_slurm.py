@@ -139,14 +139,6 @@ def find_job(cluster, job):
     return [path.parent.name for path in Path("/proc").glob("[0-9]*/environ") if wanted <= {*read(path).split(b"\0")}]
 
 
-def test_a_daemon_that_does_not_start_is_explained_and_leaves_nothing_running(own, monkeypatch):
-    monkeypatch.setattr(pocket_slurm, "CONFIG", pocket_slurm.CONFIG + "NoSuchKey=1\n")
-    with pytest.raises(LabError) as caught:
-        own.up()
-    assert "did not start" in caught.value.what and "slurm" in caught.value.cause
-    assert own.find_processes() == {}
-
-
 @pytest.mark.parametrize(
     ("address", "words", "places"),
     [

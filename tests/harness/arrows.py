@@ -6,7 +6,6 @@ Imports only ever point down. Within a layer a module may import another of its 
 from __future__ import annotations
 
 import ast
-import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -59,24 +58,11 @@ def find_imports(source: str, module: str, known: dict[str, Path]) -> set[str]:
             package = base[: len(base) - node.level] if node.level else []
             package = ".".join([*package, *([node.module] if node.module else [])])
             names = [f"{package}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-            names = [name for name in known if re.fullmatch(_write_pattern(node.args[0]), name)]
         for name in names:
             while name and name not in known:
                 name = name.rpartition(".")[0]
             found |= {name} - {""}
     return found
-
-
-def _write_pattern(name: ast.expr) -> str:
-    """Returns a regular expression for what ``import_module`` gets, such as ``f"course.exercises.lab{lab}"``.
-
-    It matches no module if the name does not begin with a text: then the source does not say which package is meant.
-    """
-    parts = name.values if isinstance(name, ast.JoinedStr) else [name]
-    if not isinstance(parts[0], ast.Constant):
-        return ""
-    return "".join(re.escape(part.value) if isinstance(part, ast.Constant) else r"\w+" for part in parts)
 
 
 def find_faults() -> list[str]:
