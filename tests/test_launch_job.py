@@ -302,7 +302,6 @@ def test_without_the_launcher_a_report_is_printed(tmp_path, root):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path, nodes: TorchrunJob(path / "none.py", nodes=nodes).run(), ["none.py", "no file"]),
         (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, files=[path / "a.py"]).run(), ["a.py", "rename"]),
         (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes).run(by_hand=["nowhere"]), ["nowhere"]),
         (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes).run(by_hand=["node0", "node1"]), ["job.write()"]),

@@ -239,10 +239,8 @@ def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
     for options, words in (
         ({"script": "train.py", "root": project / "nowhere"}, ("is a folder", "root='.'")),
         ({"script": tmp_path / "train.py", "root": project}, ("not within", str(project))),
-        ({"script": "../train.py", "root": project}, ("not within", str(project))),
         ({"script": "examples/train.py", "root": project, "files": ["a.py"]}, ("do not go together",)),
         ({"script": "examples/train.py", "root": 3}, ("root", "path")),
-        ({"script": "examples/nothing.py", "root": project}, ("no file", "nothing.py")),
     ):
         with pytest.raises(LabError) as caught:
             TorchrunJob(nodes=local_nodes(1), **options).run(show=False)
@@ -272,16 +270,6 @@ def test_another_program_that_fails_is_explained_as_well(plain, mode, kind, word
     assert error.result.failure.kind == kind
     for word in words:
         assert word in str(error), str(error)
-
-
-def test_a_traceback_that_was_only_printed_is_not_the_failure(write):
-    """Python ends with status 1 for an exception that nobody caught."""
-    lines = ("import sys, traceback", "try: 1 / 0", "except Exception: traceback.print_exc()", "sys.exit(3)")
-    script = write("caught.py", "\n".join(lines))
-    error = TorchrunJob(script, nodes=local_nodes(1), program=["python"]).run(check=False, show=False).failure
-    said = "Rank 0 on node0 failed first: exit status 3: ZeroDivisionError: division by zero"
-    assert (error.kind, error.what, error.traceback) == ("exit", said, "")
-    assert "the last line that it printed" in error.cause
 
 
 def test_the_line_that_is_named_is_the_project_s(project, tmp_path):

@@ -175,13 +175,6 @@ def test_programs_share_one_private_connection_and_outlive_its_socket(make_nodes
     assert processes[0].communicate(b"still there", timeout=20)[0] == b"still there"
 
 
-@pytest.mark.parametrize("names", [["-oProxyCommand=x"], ["n1\nn2"], "n1"], ids=str)
-def test_names_that_are_none_are_refused(names):
-    with pytest.raises(LabError) as caught:
-        ssh_nodes(names)
-    assert_explains(caught.value, "names is a list of hosts")
-
-
 def test_a_machine_without_ssh_or_its_configuration_is_explained(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(LabError) as caught:

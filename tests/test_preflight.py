@@ -25,13 +25,11 @@ from nodelaunch.backends.ssh import ssh_nodes
 from nodelaunch.node import probe, receive, sampler
 from nodelaunch.preflight import Preflight, check_nodes, routes
 from nodelaunch.preflight.client import ask_once
-from nodelaunch.preflight.gpus import find_offers, judge_gpus
 from nodelaunch.preflight.verdicts import (
     WILL_COPY,
     Verdict,
     Wanted,
     judge_clock,
-    judge_data,
     judge_disks,
     judge_jobs,
     judge_versions,
@@ -291,22 +289,6 @@ def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
     assert "Driver/library version mismatch" in verdict.cause
 
 
-def test_a_gpu_that_another_container_fills_is_noted():
-    facts = {"n1": {"versions": VERSIONS, "gpus": {"gpus": [["0", "H100", "70000", "81559", "580.1"]]}}}
-    (verdict,) = judge_gpus(find_offers({"n1": local_nodes(1)[0]}, facts, Wanted()), facts, Wanted())
-    assert "70000 of 81559 MiB in use" in verdict.found
-
-
-def test_a_node_that_could_find_nothing_out_costs_nobody_a_verdict():
-    facts = {"n1": {}, "n2": {"versions": VERSIONS, "gpus": {"gpus": []}}}
-    wanted = Wanted(data=DataFolder("x", "x", "y"))
-    offers = find_offers(dict.fromkeys(facts, local_nodes(1)[0]), facts, wanted)
-    verdicts = [*judge_versions(facts), *judge_disks(facts), *judge_gpus(offers, facts, wanted)]
-    verdicts += judge_data(facts, wanted)
-    assert [verdict.check for verdict in verdicts if verdict.node == "n1"] == ["versions", "disk", "gpus", "data"]
-    assert {verdict.state for verdict in verdicts} <= {"ok", "note"}
-
-
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -370,13 +352,6 @@ def choose(network: routes.Network) -> dict:
     return {name: network.choose_address(name) for name in network.facts}
 
 
-def test_of_two_networks_the_one_that_works_is_chosen():
-    network = make_network()
-    assert choose(network) == {"n1": "10.0.0.1", "n2": "10.0.0.2"}, "and not docker0"
-    network.facts["n2"]["interfaces"] = {"eth0": ["192.168.7.7"], "eth1": ["10.0.0.2"]}
-    assert choose(network)["n2"] == "10.0.0.2"
-
-
 @pytest.mark.parametrize(
     ("outcomes", "words", "cause"),
     [
@@ -390,22 +365,6 @@ def test_a_way_that_is_closed_is_named_with_its_likely_cause(outcomes, words, ca
     (verdict,) = routes.judge_routes(network, choose(network), seconds=2)
     assert verdict.node == "n2 → n1" and f"n2 does not reach n1 at 10.0.0.1, {words}" in verdict.found
     assert cause in verdict.cause and "allow all TCP from 10.0.0.2 on n1" in verdict.fix
-
-
-@pytest.mark.parametrize(
-    ("interface", "chosen", "state", "words"),
-    [
-        (None, "10.0.0.1", "ok", "10.0.0.1 on eth0"),
-        (None, "203.0.113.7", "red", "203.0.113.7 is on no interface"),
-        (None, None, "red", "no address that another machine could reach"),
-        ("eth9", "10.0.0.1", "red", "interface eth9 is not there, or has no address; there are: lo 127.0.0.1"),
-    ],
-)
-def test_an_address_and_an_interface_have_to_fit(interface, chosen, state, words):
-    network = make_network()
-    network.nodes["n1"] = replace(network.nodes["n1"], interface=interface)
-    verdict = routes.judge_address(network, "n1", chosen)
-    assert verdict.state == state and words in verdict.found and bool(verdict.fix) == (state == "red")
 
 
 def test_only_who_knows_the_token_is_the_node():
