@@ -1,7 +1,6 @@
 """Tests that a command ended from outside explains why, and has the matching exit status."""
 
 import argparse
-import io
 import os
 import stat
 import subprocess
@@ -20,8 +19,6 @@ ENDS = {
     "an error of ours": (LabError("It failed.\x1b[2J", fix="make lab"), 1, "It failed.\ufffd[2J\n  fix: make lab\n"),
     "an interrupt": (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
     "a file": (PermissionError(13, "Permission denied", "/x/y"), 1, "/x/y: Permission denied\n"),
-    "no file": (OSError(28, "No space left on device"), 1, "No space left on device\n"),
-    "words alone": (OSError("it is odd"), 1, "it is odd\n"),
 }
 
 
@@ -34,13 +31,6 @@ def test_a_command_ends_in_words(capsys, end, status, said):
 
     assert run_command(main) == status
     assert capsys.readouterr() == ("", said)
-
-
-def test_a_terminal_without_utf_8_shows_what_it_can(monkeypatch):
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", out)
-    assert run_command(lambda: print("é ✔")) == 0
-    assert out.buffer.getvalue() == b"\\xe9 \\u2714\n"
 
 
 def test_a_fault_of_ours_is_not_hidden():
@@ -61,11 +51,7 @@ def test_an_option_that_is_a_path_has_its_home(monkeypatch):
 LONG = f"/{'x' * 300}"
 COMMANDS = {
     "environment, a user that is not there": ("LAB_DATA=~nobodyx/x {} -m course.environment", "LAB_DATA leads nowhere"),
-    "environment, too long a name": (f"LAB_DATA={LONG} {{}} -m course.environment", "File name too long"),
-    "data, too long a name": (f"LAB_DATA={LONG} {{}} -m lab_utils.data prepare", "File name too long"),
-    "report, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.report", "LAB_RUNS leads nowhere"),
     "report, too long a name": (f"{{}} -m course.report --workspace {LONG}", "File name too long"),
-    "race, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.race board x", "LAB_RUNS leads nowhere"),
     "preflight, a locale without letters": (
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {} -m nodelaunch preflight --local 2",
         "Preflight: ",
