@@ -1,4 +1,4 @@
-"""The lines of labs 0 and 1 that are for a GPU, taken out of the notebooks: precisions, scaler, graph, compiler."""
+"""The lines of labs 0 and 1 that are for a GPU, taken out of the notebooks: precisions, scaler, graph."""
 
 from __future__ import annotations
 
@@ -111,34 +111,6 @@ def test_the_norm_that_is_clipped_is_that_of_unscaled_gradients(gpu, lab1):
     assert norms[0] == pytest.approx(norms[1], rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["fp32", "tf32"])
-def test_a_step_is_run_after_its_precision_is_set(gpu, lab1, monkeypatch, name):
-    batch, found = make_batch(gpu.device), []
-    for precision in ("tf32", "ieee"):  # whatever stood there before
-        torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = precision
-        batch[0].register_forward_pre_hook(
-            lambda *_: found.append(
-                (torch.backends.cudnn.conv.fp32_precision, torch.backends.cuda.matmul.fp32_precision)
-            )
-        )
-        lab1["run_step"](batch, *lab1["PRECISIONS"][name], None)
-    assert set(found) == {({"fp32": "ieee", "tf32": "tf32"}[name], "ieee")}
-
-
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_lab_1s_steps_stand_on_the_device_in_their_layout(gpu, lab1, layout):
-    steps = lab1["make_steps"]("imagenet", 4, layout)
-    assert [*steps] == ["fp32", "tf32", "bf16", "fp16"]
-    model, images, labels, optimizer = steps["fp32"].args[0]
-    assert {one.device for one in (images, labels, *model.parameters(), *model.buffers())} == {gpu.device}
-    assert images.is_contiguous(memory_format=layout) and model[0].weight.is_contiguous(memory_format=layout)
-    assert optimizer.defaults["momentum"] == 0.9
-    gpu.calls.clear()
-    timings = timing.interleave(steps, images=4, repeats=1, warmup=1, device=gpu.device)
-    assert all(one.peak_bytes > 0 and one.seconds for one in timings)
-    assert [dtype for _, dtype, _ in find_autocasts(gpu)[:2]] == [torch.bfloat16, torch.float16]
-
-
 def test_a_set_up_that_does_not_fit_is_told_and_left_out(gpu, define, capsys):
     attempt = define(LAB1, "record-graph", torch=torch)["attempt"]
 
@@ -187,22 +159,3 @@ def test_a_replayed_graph_trains_as_the_step_does(real_gpu, lab1, name):
     start = torch.cat([one.detach().flatten() for one in lab1["models"].build("").to(real_gpu).parameters()])
     moved = [(one - start).norm() for one in weights]
     assert moved[0] > 0 and (weights[0] - weights[1]).norm() < 0.05 * moved[0]
-
-
-# What only a GPU can show.
-
-
-def test_all_precisions_train_alike(real_gpu, lab1):
-    """Ten steps from the same weights on the same images: losses within a few percent of float32's."""
-    losses = {}
-    for name in lab1["PRECISIONS"]:
-        model = lab1["models"].build("").to(real_gpu)
-        images = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(2)).to(real_gpu)
-        batch = model, images, torch.arange(64, device=real_gpu) % 10, SGD(model.parameters(), lr=0.005)
-        scaler = GradScaler("cuda", 1024.0, enabled=name == "fp16")
-        for _ in range(10):
-            lab1["run_step"](batch, *lab1["PRECISIONS"][name], scaler)
-        with torch.no_grad():
-            losses[name] = F.cross_entropy(model(images), batch[2]).item()
-    for name, loss in losses.items():
-        assert loss == pytest.approx(losses["fp32"], rel=0.05, abs=0.02), (name, losses)

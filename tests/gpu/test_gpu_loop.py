@@ -116,15 +116,6 @@ def test_evaluation_counts_as_on_a_cpu_and_leaves_the_mode(gpu):
     assert there.loss == pytest.approx(here.loss, abs=1e-4)
 
 
-def test_topk_is_counted_on_the_device_without_waiting(gpu):
-    logits, labels = torch.randn(64, 10).to(gpu.device), (torch.arange(64) % 10).to(gpu.device)
-    training.count_topk(logits, labels)  # one-time work
-    with gpu.no_waits():
-        counts = training.count_topk(logits, labels)
-    assert counts.device == gpu.device and counts.dtype == torch.int64
-    assert counts.tolist() == training.count_topk(logits.cpu(), labels.cpu()).tolist()
-
-
 def test_a_run_goes_on_from_a_checkpoint_on_the_device(gpu, tmp_path):
     """Loaded to main memory, whatever device it was saved from, the states go where the model is."""
     in_ieee_float32()
