@@ -129,16 +129,6 @@ def test_what_failed_first(state, events, kind, rank, node, words):
     assert_words(failure, words)
 
 
-def test_torchrun_that_gave_up_before_the_launcher_is_a_node_that_did_not_join():
-    state = JobState(["a", "b"], ["10.0.0.1", "10.0.0.2"])
-    state.nodes["a"].started = True
-    line(0, "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError")(state)
-    for happen in (end(0, 1), lose(0)):
-        happen(state)
-    failure = diagnose(state)
-    assert (failure.kind, failure.node, failure.what) == ("join", "b", "Not all nodes joined in time; missing: b.")
-
-
 def test_a_stop_hides_no_failure_before_it_and_causes_none(state):
     state.reason, state.asked = StopReason.STOPPED, 0.0
     error(1, LOST)(state)

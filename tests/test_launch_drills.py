@@ -36,16 +36,9 @@ pytestmark = [pytest.mark.drill, pytest.mark.usefixtures("runs")]
 
 
 CHATTY = """
-import os, sys, time
-if sys.argv[1] == "failure":
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    dist.barrier()
 print("connected", flush=True)
-end = time.monotonic() + (3 if sys.argv[1] == "failure" and os.environ["RANK"] == "1" else 600)
-while time.monotonic() < end:
+while True:
     print("loss 0.123456789 " * 10)
-raise ValueError("bad luck")
 """
 
 
@@ -269,26 +262,22 @@ def show(line):
     time.sleep(0.002)  # as slow as a notebook
     if 'connected' in line:
         print(line, flush=True)
-print('end', job.run(check=False, show=show).failure.kind, flush=True)
+job.run(show=show)
 """
 
 
-@pytest.mark.parametrize("way", ["interrupt", "failure"])
-def test_16_a_job_that_prints_without_end(way, script, start_launcher):
-    """The launcher is behind with reading; the prompt is back all the same, and the failure is found."""
+def test_16_a_job_that_prints_without_end(script, start_launcher):
+    """The launcher is behind with reading; the prompt is back all the same."""
     script.write_text(CHATTY)
-    program = [] if way == "failure" else ["python"]
-    launcher = start_launcher(script, way, "local_nodes(2)", program=program, run=SLOW)
+    launcher = start_launcher(script, "loop", "local_nodes(2)", program=["python"], run=SLOW)
     launcher.wait_for("] connected")
     time.sleep(3)
     start = time.monotonic()
-    if way == "interrupt":
-        os.killpg(launcher.process.pid, signal.SIGINT)
+    os.killpg(launcher.process.pid, signal.SIGINT)
     launcher.process.wait(30)
     took = time.monotonic() - start
-    assert took < (10 if way == "failure" else 5), took
-    said = {"interrupt": "KeyboardInterrupt", "failure": "end exception"}[way]
-    assert launcher.output.read_text().rstrip().endswith(said)
+    assert took < 5, took
+    assert launcher.output.read_text().rstrip().endswith("KeyboardInterrupt")
     assert_gone(launcher.job_id, 10)
 
 

@@ -267,16 +267,6 @@ def test_a_started_job_runs_beside_the_caller_and_is_waited_for_or_stopped(write
 
 
 @pytest.mark.drill
-def test_the_limit_ends_both_nodes_and_is_named(write):
-    job = TorchrunJob(write("train.py", PLAIN), ["loop"], nodes=local_nodes(2), limit=5, **PYTHON)
-    job_id = job.id
-    result = job.run(check=False, show=False)
-    assert result.failure.kind == "limit", str(result.failure)
-    assert "5 s" in result.failure.what and "limit=" in result.failure.fix
-    assert_gone(job_id, 5)
-
-
-@pytest.mark.drill
 def test_20_the_kernel_is_never_forked(write, monkeypatch):
     """A fork would copy what the notebook has of CUDA, its threads and its locks, which breaks in the copy."""
 

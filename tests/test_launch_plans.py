@@ -135,13 +135,6 @@ def test_the_nodes_of_this_machine_share_its_cores(script, count, processes, sha
     assert threads(script, local_nodes(count), nproc_per_node=processes) == [share] * count
 
 
-def test_one_node_of_two_keeps_its_share(script, tmp_path, monkeypatch):
-    """Else one node would be compared with two that have half of it each."""
-    set_gpus(tmp_path, monkeypatch, 2)
-    for number, node in enumerate(local_nodes(2)):
-        assert (threads(script, [node]), devices(script, [node])) == (["4"], [str(number)])
-
-
 def test_a_number_of_threads_that_was_chosen_holds_on_every_node(script, monkeypatch):
     nodes = [*far_nodes("alice"), *local_nodes(1)]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")

@@ -207,24 +207,6 @@ def test_every_field_takes_no_odd_value_or_does_no_harm_with_it(owner, tmp_path,
     assert (tmp_path / "here" / "precious").exists()
 
 
-def read_options(text):
-    """The options of torchrun as the script has them, without the comments."""
-    lines = text.partition("options=(\n")[2].partition("\n)")[0].splitlines()
-    return [word for line in lines for word in line.partition("  # ")[0].split()]
-
-
-def test_torchrun_itself_takes_the_options():
-    run = pytest.importorskip("torch.distributed.run")
-    for order in ("address", "nodes"):
-        texts = write_texts(rank_order=order, join_timeout=7.5)
-        options = [option.strip("'") for option in read_options(texts[1]) if "$" not in option]
-        arguments = run.get_args_parser().parse_args([*options, "train.py"])
-        config, _, _ = run.config_from_args(arguments)
-        timeouts = [int(value) for name, value in config.rdzv_configs.items() if name.endswith("timeout")]
-        assert 8 in timeouts, config.rdzv_configs
-        assert (config.min_nodes, config.max_nodes, config.local_addr) == (2, 2, "10.0.0.12")
-
-
 def test_the_cores_are_shared(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for processes, share in {1: 8, 2: 4, 3: 3}.items():
