@@ -42,11 +42,7 @@ dist.barrier()
 mode, folder = sys.argv[1], Path(sys.argv[2] if len(sys.argv) > 2 else os.environ["LAB_JOB_FOLDER"])
 if os.environ["RANK"] == "1":
     print(f"fault at {time.time()}", flush=True)
-    if mode == "write":
-        file = open(folder / "log.txt", "wb", buffering=0)
-        while True:
-            file.write(bytes(2**16))
-    elif mode == "save":
+    if mode == "save":
         torch.save(torch.zeros(2**20), folder / "checkpoint.pt")
     elif mode == "bash":
         subprocess.run(["bash", "-c", 'head -c 9000000 /dev/zero > "$0"', folder / "x"], check=True)
@@ -62,15 +58,13 @@ dist.barrier()
 @pytest.mark.parametrize(
     ("mode", "words"),
     [
-        ("write", [FULL]),
         ("save", ["write", "checkpoint.pt"]),
         ("bash", [FULL]),
     ],
 )
-def test_46_a_disk_that_a_script_fills_is_named(write, small_disk, mode, words, request):
-    """By Python, by torch.save, which leaves the reason out, and by a tool, of which Python knows its status only."""
-    if mode != "write":
-        request.getfixturevalue("warm_torchrun")
+@pytest.mark.usefixtures("warm_torchrun")
+def test_46_a_disk_that_a_script_fills_is_named(write, small_disk, mode, words):
+    """By torch.save, which leaves the reason out, and by a tool, of which Python knows its status only."""
     job = TorchrunJob(write("train.py", FILL), [mode, small_disk], nodes=local_nodes(2))
     error = run_badly(job, Heard(), seconds=15)
     failure = error.result.failure

@@ -7,7 +7,6 @@ hosts; else they are two nodes of this machine.
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +17,7 @@ from harness.jobs import (
     PLAIN,
     TROUBLE,
     Heard,
+    Launcher,
     assert_gone,
     assert_port_free,
     find_port,
@@ -182,42 +182,12 @@ def test_a_killed_rank_is_started_anew(script, tmp_path):
     assert_gone(job_id, 2)
 
 
-class Launcher:
-    """Another process that runs a job, and what it printed."""
-
-    def __init__(self, code, folder):
-        self.output = folder / "launcher.txt"
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with self.output.open("wb") as file:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", code], stdout=file, stderr=file, env=env, start_new_session=True
-            )
-
-    @property
-    def job_id(self):
-        return self.output.read_text().split(" id")[0].removeprefix("id ")
-
-    def wait_for(self, text, count=1):
-        def look():
-            printed = self.output.read_text()
-            assert self.process.poll() is None or printed.count(text) >= count, printed
-            return printed.count(text) >= count
-
-        wait_for(look)
-
-
 @pytest.fixture
 def start_launcher(tmp_path):
     started = []
 
-    def start(script, mode, nodes, *, program=(), run="job.run()"):
-        code = f"""
-from nodelaunch import *
-job = TorchrunJob({str(script)!r}, [{mode!r}], program={list(program)}, nodes={nodes})
-print('id', job.id, 'id', flush=True)
-{run}
-"""
-        started.append(Launcher(code, tmp_path))
+    def start(script, mode, nodes, **options):
+        started.append(Launcher(tmp_path, script, [mode], nodes, **options))
         return started[-1]
 
     yield start

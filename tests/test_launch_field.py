@@ -287,7 +287,7 @@ def test_a_rank_that_may_have_met_the_others_elsewhere_did_not_train_alone():
 # The watch over a rank: when it reports that the main thread stands, and whether that thread waits for other ranks.
 
 
-def watch(write, source, *, over=False, seconds=30.0):
+def watch(write, source, *, seconds=30.0):
     """The first event of the watch over a process in which ``source`` runs as the training script, and when it came."""
     script, (read, end) = str(write("train.py", source)), os.pipe()
 
@@ -296,7 +296,6 @@ def watch(write, source, *, over=False, seconds=30.0):
             os.write(end, json.dumps({"event": event, **facts}).encode())
 
         made = HangWatch(SimpleNamespace(write=tell), script, 0.3, SimpleNamespace(list_changes=list))
-        made.over = over
         made.start()
         exec(compile(source, script, "exec"), {"__name__": "__main__"})
         time.sleep(60)
@@ -369,18 +368,6 @@ def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(sour
 def test_an_open_collective_counts_only_where_a_call_may_wait_for_it(source, inside, write, monkeypatch):
     monkeypatch.setattr(node_watch, "has_open_work", lambda: True)
     assert watch(write, f"{TOOLS}{source}")[0]["inside"] is inside
-
-
-@pytest.mark.parametrize(
-    ("source", "idle"),
-    [
-        ("done.wait", True),
-        ("lambda: time.sleep(60)", False),
-    ],
-)
-def test_a_thread_that_outlives_the_script_is_idle_only_if_it_waits_without_a_limit(source, idle, write):
-    event, _ = watch(write, f"{TOOLS}beside({source}, daemon=False)", over=True)
-    assert event["thread"].endswith(" (serve)") and event["idle"] is idle
 
 
 @pytest.mark.parametrize(

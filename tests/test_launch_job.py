@@ -10,14 +10,24 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, copy_code, find_port, find_processes, run_badly
+from harness.jobs import (
+    HOSTILE,
+    PLAIN,
+    PYTHON,
+    TROUBLE,
+    Heard,
+    assert_gone,
+    copy_code,
+    find_port,
+    find_processes,
+    run_badly,
+)
 
 import nodelaunch as launch
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
 
 pytestmark = pytest.mark.usefixtures("runs")
-HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "it's; touch canary", "a\nb", "*", "", "é✔", "-c"]
 REPORT = """
 import gc, json, os, sys, helper
 import torch, torch.distributed as dist

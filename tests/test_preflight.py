@@ -282,7 +282,6 @@ def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
     ("odd", "words"),
     [
         ({"instead": ("sleep", "60")}, "did not answer within"),
-        ({"late": 4.0}, "did not answer within"),  # its program comes too late, and is ended at once
         ({"instead": ("sh", "-c", "echo no luck >&2; exit 3")}, "A program could not be run on node1."),
     ],
 )
@@ -298,7 +297,6 @@ def test_a_node_that_does_not_answer_is_red_in_time_and_the_others_are_judged(pa
     judged = {verdict.check for verdict in found.verdicts if "node2" in verdict.node}
     assert judged >= {"address", "network", "disk", "versions", "clock"}
     assert "node1" not in found.addresses
-    time.sleep(max(0.0, odd.get("late", 0) + 1 - (time.monotonic() - started)))
     for program in ("sleep 60", "nodelaunch.node.probe"):
         assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", program], capture_output=True).stdout == b""
 
