@@ -126,7 +126,8 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
     (tools / "scontrol").write_text(
         "#!/bin/sh\n[ $2 = node ] && echo NodeName=$3 NodeAddr=$3 X=1 || printf 'n1\\nn2\\n'\n"
     )
-    shown = 'import json, os, sys; print(json.dumps([os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")] + sys.argv[1:]))'
+    names = '[os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")]'
+    shown = f"import json, os, sys; print(json.dumps({names} + sys.argv[1:]))"
     (tools / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{shown}' \"$@\"\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
