@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import Heard, assert_gone, find_processes, kill, run_badly
+from harness.jobs import PLAIN, Heard, assert_gone, find_processes, kill, run_badly
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
@@ -38,25 +38,14 @@ dist.destroy_process_group()
     "net/model.py": "WIDTH = 7\n",
     "configs/small.json": '{"width": 21}',
 }
-# Without torch: what every rank is told, by the variables.
-PLAIN = """
-import json, os, signal, sys, time
+# What every rank is told, by the variables; without torch.
+VARIABLES = """
+import os, sys
 import nodelaunch as launch
-mode, faulty = sys.argv[1], os.environ["RANK"] == "1"
 names = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "COLOUR"]
 launch.report([*(os.environ.get(name) for name in names), sys.argv[1:], "torch" in sys.modules])
 print("connected")
 print("to stderr", file=sys.stderr)
-if mode == "raise" and faulty:
-    print(f"fault at {time.time()}")
-    raise ValueError("bad luck in batch 7")
-if mode == "exit" and faulty:
-    print(f"fault at {time.time()}")
-    sys.exit(3)
-if mode == "stubborn" and faulty:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-while mode != "ok":
-    time.sleep(0.1)
 """
 
 
@@ -224,15 +213,16 @@ def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
         assert_explains(caught.value, *words)
 
 
-def test_another_program_gets_the_variables_of_torchrun(plain):
-    heard = Heard()
-    job = plain("ok", "two words", "$(touch canary)", nproc_per_node=2, env={"COLOUR": "deep blue"})
+def test_another_program_gets_the_variables_of_torchrun(write):
+    heard, arguments, env = Heard(), ["two words", "$(touch canary)"], {"COLOUR": "deep blue"}
+    script, program = write("plain.py", VARIABLES), ["python"]
+    job = TorchrunJob(script, arguments, nodes=local_nodes(2), nproc_per_node=2, env=env, program=program)
     result = job.run(show=heard)
     addresses = {rank.address for rank in result.ranks}
     assert addresses == {"127.0.0.1", "127.0.0.2"}
     for rank, value in enumerate(result.results):
         places = [str(rank), str(rank % 2), str(rank // 2), "4", "2", "127.0.0.1", "deep blue"]
-        assert value == [*places, ["ok", "two words", "$(touch canary)"], False]
+        assert value == [*places, arguments, False]
         assert {f"[rank {rank}] connected", f"[rank {rank}] to stderr"} <= set(heard.lines)
     assert_gone(job.id, 1)
 
