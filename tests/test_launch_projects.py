@@ -238,17 +238,6 @@ def test_another_program_that_fails_is_explained_as_well(plain, mode, kind, word
         assert word in str(error), str(error)
 
 
-def test_the_line_that_is_named_is_the_project_s(project, tmp_path):
-    """Not one of a library in a folder called work, as the disks of clusters are."""
-    (tmp_path / "work/site").mkdir(parents=True)
-    (tmp_path / "work/site/library.py").write_text("def fail():\n    raise ValueError('bad')\n")
-    (project / "train.py").write_text("\nimport library\nlibrary.fail()\n")
-    path = {"PYTHONPATH": str(tmp_path / "work/site")}
-    job = TorchrunJob("train.py", root=project, nodes=local_nodes(1), program=["python"], env=path)
-    error = job.run(check=False, show=False).failure
-    assert error.location == "train.py, line 3" and 'File "train.py", line 3' in error.traceback
-
-
 def test_a_shell_script_is_a_program_too(write):
     script = write("each.sh", 'echo "node $GROUP_RANK of $1, $PWD"; test -d "$LAB_JOB_FOLDER"\n')
     job = TorchrunJob(script, ["two"], nodes=local_nodes(2), program=["bash", "-eu"])
