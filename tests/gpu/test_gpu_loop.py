@@ -104,18 +104,6 @@ def test_an_epoch_trains_as_on_a_cpu(gpu):
     assert torch.allclose(*weights, atol=1e-3)
 
 
-def test_evaluation_counts_as_on_a_cpu_and_leaves_the_mode(gpu):
-    in_ieee_float32()
-    found = []
-    for device in ("cpu", gpu.device):
-        model = make_model(device)
-        found.append(training.evaluate(model, draw(device, 3), progress=False))
-        assert model.training and all(one.grad is None for one in model.parameters())
-    here, there = found
-    assert (there.top1, there.top5, there.images) == (here.top1, here.top5, here.images)
-    assert there.loss == pytest.approx(here.loss, abs=1e-4)
-
-
 def test_a_run_goes_on_from_a_checkpoint_on_the_device(gpu, tmp_path):
     """Loaded to main memory, whatever device it was saved from, the states go where the model is."""
     in_ieee_float32()

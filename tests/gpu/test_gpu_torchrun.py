@@ -1,4 +1,4 @@
-"""Jobs of the launcher on a machine with a GPU: the scripts that labs 4 and 5 start, over NCCL."""
+"""Jobs of the launcher on a machine with a GPU: the scripts that lab 5 starts, over NCCL, and no GPU for each rank."""
 
 from __future__ import annotations
 
@@ -43,24 +43,6 @@ def test_lab_5s_steps_and_buckets_are_measured_over_nccl(real_gpu):
     for rows in step["timelines"].values():
         assert all(begin <= end for _, begin, end in rows)
     assert step["ddp"]["Timing"]["device"] == "cuda:0"
-
-
-def test_lab_4s_set_ups_are_measured_on_one_gpu(real_gpu):
-    arguments = ["--device", "cuda", "--net", "tiny", "--batch-sizes", 8, "--repeats", 3]
-    (found,) = run(SCRIPTS / "compare_parallel.py", *arguments).results
-    (case,) = found["cases"]
-    timings = [one["Timing"] for kind in ("training", "inference") for one in case[kind]]
-    assert len(timings) == 7 and all(one["device"] == "cuda:0" and one["seconds"] for one in timings)
-    assert all(one["peak_bytes"] > 0 for one in timings)
-    assert [one["name"] for one in found["links"]] == ["copy", "all_reduce", "meeting"]
-
-
-@pytest.mark.parametrize("how", ["single", "ddp"])
-def test_lab_4s_script_trains_on_one_gpu(real_gpu, how):
-    arguments = ["--how", how, "--device", "cuda", "--batch-size", 64, "--steps", 4]
-    (rank,) = run(SCRIPTS / "train_parallel.py", *arguments).results
-    assert len(rank["loss"]) == 4 and len(rank["ends"]) == 5
-    assert rank["ends"] == sorted(rank["ends"]) and max(rank["peaks"]) > 0
 
 
 def test_more_processes_than_gpus_use_the_cpu(real_gpu, tmp_path):
