@@ -1,7 +1,6 @@
 """Tests that a command ended from outside explains why, and has the matching exit status."""
 
 import argparse
-import io
 import os
 import stat
 import subprocess
@@ -20,8 +19,6 @@ ENDS = {
     "an error of ours": (LabError("It failed.\x1b[2J", fix="make lab"), 1, "It failed.\ufffd[2J\n  fix: make lab\n"),
     "an interrupt": (KeyboardInterrupt(), 130, "\nInterrupted.\n"),
     "a file": (PermissionError(13, "Permission denied", "/x/y"), 1, "/x/y: Permission denied\n"),
-    "no file": (OSError(28, "No space left on device"), 1, "No space left on device\n"),
-    "words alone": (OSError("it is odd"), 1, "it is odd\n"),
 }
 
 
@@ -34,13 +31,6 @@ def test_a_command_ends_in_words(capsys, end, status, said):
 
     assert run_command(main) == status
     assert capsys.readouterr() == ("", said)
-
-
-def test_a_terminal_without_utf_8_shows_what_it_can(monkeypatch):
-    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", out)
-    assert run_command(lambda: print("é ✔")) == 0
-    assert out.buffer.getvalue() == b"\\xe9 \\u2714\n"
 
 
 def test_a_fault_of_ours_is_not_hidden():
@@ -61,11 +51,7 @@ def test_an_option_that_is_a_path_has_its_home(monkeypatch):
 LONG = f"/{'x' * 300}"
 COMMANDS = {
     "environment, a user that is not there": ("LAB_DATA=~nobodyx/x {} -m course.environment", "LAB_DATA leads nowhere"),
-    "environment, too long a name": (f"LAB_DATA={LONG} {{}} -m course.environment", "File name too long"),
-    "data, too long a name": (f"LAB_DATA={LONG} {{}} -m lab_utils.data prepare", "File name too long"),
-    "report, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.report", "LAB_RUNS leads nowhere"),
     "report, too long a name": (f"{{}} -m course.report --workspace {LONG}", "File name too long"),
-    "race, a user that is not there": ("LAB_RUNS=~nobodyx/x {} -m course.race board x", "LAB_RUNS leads nowhere"),
     "preflight, a locale without letters": (
         "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 {} -m nodelaunch preflight --local 2",
         "Preflight: ",
@@ -82,20 +68,6 @@ def test_no_command_ends_in_a_traceback(root, tmp_path, command, words):
     ended = subprocess.run(["bash", "-c", command], cwd=root, capture_output=True, text=True, timeout=300)
     assert words in ended.stdout + ended.stderr and "Traceback" not in ended.stderr, ended.stderr
     assert ended.returncode == (0 if "|" in command or "preflight" in command else 1)
-
-
-def test_a_link_in_place_of_the_environment_is_told_before_anything_is_deleted(root, tmp_path):
-    """Such a link exists if somebody has moved the environment to a larger disk."""
-    checkout, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
-    checkout.mkdir()
-    elsewhere.mkdir()
-    (checkout / "setup_venv.py").write_bytes((root / "setup_venv.py").read_bytes())
-    for name in ("made-by-the-labs", "ready"):
-        (elsewhere / name).write_text("another folder")
-    (checkout / ".venv").symlink_to(elsewhere)
-    ended = subprocess.run([sys.executable, checkout / "setup_venv.py"], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 1 and "was not made by these labs" in ended.stderr and "Traceback" not in ended.stderr
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["made-by-the-labs", "ready"]
 
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path):

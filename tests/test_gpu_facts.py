@@ -1,16 +1,13 @@
-"""Parts of the GPU paths that need no GPU: NCCL's words, capabilities, autocast's rules, a scaler's skipped step."""
+"""Parts of the GPU paths that need no GPU: NCCL's words, capabilities, a scaler's skipped step."""
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from harness.answers import load_answer
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lab_utils import machine, models, training
+from lab_utils import machine
 from nodelaunch.messages import look_up
 from nodelaunch.node.errors import failed_as_consequence
 
@@ -21,7 +18,6 @@ TWO_RANKS = (
     "Multiple Ranks are using the same GPU/Partition. Set NCCL_MULTI_RANK_GPU_ENABLE=1 to enable this configuration.",
 )
 USAGE = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n{}"
-GONE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 
 
 @pytest.mark.parametrize("words", TWO_RANKS)
@@ -30,10 +26,6 @@ def test_two_ranks_on_one_gpu_are_a_cause_and_told_in_words(words):
     assert not failed_as_consequence(message)
     cause, fix = look_up(message)
     assert "same GPU" in cause and "nproc_per_node" in fix
-
-
-def test_nccls_word_of_a_rank_that_is_gone_is_a_consequence():
-    assert failed_as_consequence(NCCL.format("remote process exited or there was a network error", GONE))
 
 
 def pretend_gpus(monkeypatch, *capabilities):
@@ -51,24 +43,6 @@ def pretend_gpus(monkeypatch, *capabilities):
 def test_bf16_is_fast_from_ampere_on(monkeypatch, capability, units):
     pretend_gpus(monkeypatch, capability)
     assert machine.has_fast_bf16(machine.describe()) is units
-
-
-def test_two_gpus_have_one_label(monkeypatch):
-    pretend_gpus(monkeypatch, (9, 0), (9, 0))
-    assert machine.describe().label == "2 × NVIDIA Pretended"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_torch_casts_a_step_on_a_fake_gpu(monkeypatch, dtype):
-    """By its fake tensors: autocast's own rules for CUDA, without numbers, and without a GPU."""
-    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
-    with FakeTensorMode(), torch.device("cuda"), torch.autocast("cuda", dtype=dtype):
-        net, images, labels = models.build("tiny"), torch.zeros(4, 3, 32, 32), torch.zeros(4, dtype=torch.int64)
-        hidden = list(itertools.accumulate(net, lambda value, layer: layer(value), initial=images))
-        loss, counts = F.cross_entropy(hidden[-1], labels), training.count_topk(hidden[-1], labels)
-    assert hidden[1].dtype == hidden[-1].dtype == dtype and loss.dtype == torch.float32
-    assert {one.device.type for one in (*hidden, loss, counts)} == {"cuda"}
 
 
 def test_the_scaler_skips_a_step_whose_gradients_are_infinite(monkeypatch):

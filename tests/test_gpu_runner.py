@@ -1,7 +1,6 @@
 """The runner of ``make gpu`` with small steps, a notebook without Jupyter, and reference runs."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -59,13 +58,6 @@ def test_a_step_is_ended_whole_at_its_cap(tmp_path, monkeypatch):
         time.sleep(0.05)
 
 
-def test_what_follows_a_step_may_fail_it(tmp_path):
-    def refuse():
-        raise LabError("pytest left no report.", fix="less tests.log")
-
-    assert "pytest left no report" in run(tmp_path, make_step(after=refuse))["one"]
-
-
 def test_the_outcome_of_each_test_is_kept(tmp_path):
     cases = "".join(
         f'<testcase classname="tests.gpu.test_x" name="test_{name}">{inside}</testcase>'
@@ -82,14 +74,6 @@ def test_without_a_gpu_there_is_one_message(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "describe_machine", lambda: {"gpus": [], "label": "a machine"})
     assert runner.main(["--out", str(tmp_path)]) == 1
     assert "There is no GPU that torch can use" in capsys.readouterr().err
-
-
-def test_references_are_copied_into_the_checkout(tmp_path):
-    (tmp_path / "out" / "reference").mkdir(parents=True)
-    (tmp_path / "data" / "reference").mkdir(parents=True)
-    (tmp_path / "out" / "reference" / "lab0.json").write_text("{}")
-    runner.publish_references(tmp_path / "out", tmp_path)
-    assert (tmp_path / "data" / "reference" / "lab0.json").exists()
 
 
 def test_a_notebook_runs_without_jupyter(tmp_path, root):
@@ -123,26 +107,6 @@ def test_no_cell_of_these_labs_has_a_magic(root):
 
 # Reference runs.
 
-SMI = """#!/bin/sh
-case $1 in
-*driver_version*) echo '580.95.05, P0, 345, 2619, 1980, 2619, 700.00, 31, 143771' ;;
-*) echo '1' ;;
-esac
-"""
-
-
-def test_a_gpus_clocks_are_known(tmp_path, monkeypatch):
-    assert reference.read_gpus() == [] or os.access("/dev/nvidia0", os.R_OK)
-    program = tmp_path / "nvidia-smi"
-    program.write_text(SMI)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (gpu_found,) = reference.read_gpus()
-    assert gpu_found["driver_version"] == "580.95.05" and gpu_found["clocks.max.sm"] == "1980"
-    assert gpu_found.keys() == set(reference.GPU_FIELDS)
-    here = reference.describe_machine()
-    assert here["driver"] == "580.95.05" and here["clocks"] == [gpu_found] and here["label"]
-
 
 @pytest.fixture
 def on_gpu(tmp_path, monkeypatch):
@@ -171,15 +135,3 @@ def test_a_reference_run_holds_what_was_measured_on_the_gpu_alone(on_gpu):
         label.startswith("NVIDIA H200, torch 2.") and "+" not in label and label[-10:] == records.read()[0]["when"][:10]
     )
     assert reference.recorded("lab4", "training", by="batch") == reference.recorded("lab5", "x", by="y") == ("", {})
-
-
-def test_several_labs_are_recorded_at_once(on_gpu, tmp_path, monkeypatch, capsys):
-    timing.Records("lab0").add("step", [timing.Timing("one", (0.5,), device="cuda:0")], model="tiny")
-    arguments = ["reference", "lab0", "lab1", "--into", str(tmp_path / "into")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    assert reference.main() == 1
-    monkeypatch.setattr(sys, "argv", [*arguments, "--some"])
-    assert reference.main() == 0
-    said = capsys.readouterr()
-    assert "wrote into/lab0.json" in said.out and "There are no records of lab1" in said.err
-    assert [path.name for path in (tmp_path / "into").iterdir()] == ["lab0.json"] and not on_gpu.exists()

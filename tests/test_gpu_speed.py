@@ -1,7 +1,6 @@
 """The benchmark of ``make gpu``: its arithmetic on a CPU, arms that train alike, and goals judged both ways."""
 
 import json
-import math
 import sys
 import types
 from dataclasses import replace
@@ -11,35 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.gpu import TIME_IS_UP, arms, report, roofline, speed
+from benchmarks.gpu import TIME_IS_UP, report, roofline, speed
 from benchmarks.gpu.arms import ARMS, LR, REFERENCE, SGD, Arm, Setup, make_ours
 from lab_common import LabError
 
 CPU = torch.device("cpu")
 EXACT = Setup("tiny", "imagenet", CPU)
 H200 = roofline.SHEETS["H200"]
-
-
-def count(module, read, wrote, fusion, **more):
-    return [(one.flops, one.bytes) for one in roofline.count_layer(module, read, wrote, fusion, **more)]
-
-
-def test_roofline_of_the_layers_by_hand():
-    conv = nn.Conv2d(64, 128, 3, stride=2, padding=1)
-    read, wrote = torch.Size((8, 64, 16, 16)), torch.Size((8, 128, 8, 8))
-    flops, moved = 2 * wrote.numel() * (64 * 3 * 3), 2 * (read.numel() + wrote.numel() + 128 * 64 * 9)
-    assert count(conv, read, wrote, "fused") == [(flops, moved)] * 3
-    assert count(conv, read, wrote, "fused", first=True) == [(flops, moved)] * 2
-    # 75 million operations take 0.08 µs, and 0.54 MB take 0.11 µs: the bytes decide, until they are twice as fast.
-    kernel = roofline.Kernel(flops, moved)
-    assert kernel.seconds(989e12, 4.8e12) == moved / 4.8e12 == pytest.approx(0.113e-6, rel=0.01)
-    assert kernel.seconds(989e12, 9.6e12) == flops / 989e12 == pytest.approx(0.0763e-6, rel=0.01)
-    size, block = read.numel(), nn.Identity()
-    block.downsample = None
-    for fusion, batch_norm, relu, addition in (("unfused", 8, 5, 6), ("fused", 8, 0, 4)):
-        assert count(nn.BatchNorm2d(64), read, read, fusion) == [(0, 2 * batch_norm * size)]
-        assert count(nn.ReLU(), read, read, fusion) == [(0, 2 * relu * size)]
-        assert count(block, read, read, fusion) == [(0, 2 * addition * size)]
 
 
 def test_roofline_of_resnet152_is_what_the_module_says():
@@ -88,48 +65,6 @@ def test_an_arm_trains_as_five_plain_lines(name, monkeypatch):
     assert losses == pytest.approx(expected, rel=1e-4)
     for own, plain in zip(training.model.state_dict().values(), model.state_dict().values(), strict=True):
         torch.testing.assert_close(own, plain, rtol=1e-3, atol=1e-4)
-
-
-def test_weights_momentum_and_learning_rate_start_anew():
-    training = make_ours(EXACT, amp=False)
-    first = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
-    pool = speed.make_pool(8, CPU)
-    one = [float(loss) for loss in speed.run_steps(training, pool, 3)]
-    training.load(first)
-    assert [float(loss) for loss in speed.run_steps(training, pool, 3)] == pytest.approx(one, rel=1e-6)
-    training.set_lr(0.0)
-    before = training.model.state_dict()["1.weight"].clone()
-    speed.run_steps(training, pool, 1)
-    assert torch.equal(before, training.model.state_dict()["1.weight"])
-
-
-def forget_momentum(setup):
-    training = make_ours(setup)
-    training.optimizer.param_groups[0]["momentum"] = 0.0
-    return training
-
-
-def skip_half(setup):
-    training = make_ours(setup)
-    step = training.step
-    training.step = lambda images, labels: step(images[::2], labels[::2])
-    return training
-
-
-@pytest.mark.parametrize("make", [forget_momentum, skip_half])
-def test_a_wrong_step_shows_in_its_losses(make, monkeypatch):
-    monkeypatch.setattr(speed, "CURVE_LR", 0.02)  # so steep that a tiny network, too, learns enough in 30 steps
-    scale = speed.DRY | {"curve": 30}
-    right, wrong, reference = (
-        speed.prepare(arm, EXACT, 8, scale)[2]["losses"] for arm in (ARMS["eager"], Arm(make, ours=True), REFERENCE)
-    )
-    assert speed.find_deviation(right, reference) < speed.LIMIT < speed.find_deviation(wrong, reference)
-
-
-def test_deviation_is_the_largest_of_all_steps():
-    assert speed.find_deviation([1.0, 2.1, 4.0], [1.0, 2.0, 4.0]) == pytest.approx(0.05)
-    for losses in ([1.0], [1.0, math.nan], []):
-        assert speed.find_deviation(losses, [1.0, 2.0]) == math.inf
 
 
 def fail(setup):
@@ -228,53 +163,6 @@ def test_goals_are_judged_against_the_best_of_their_own_kind():
     assert report.judge(poor)[0].measured.startswith("too few rounds to tell (n = 5)")
 
 
-def test_the_page_gets_what_was_measured_and_what_was_not(tmp_path, root):
-    result = make_result((1024, {"eager": 6_000, "timm AMP channels_last": 5_000}), (128, {"eager": 3_000}))
-    (tmp_path / "data" / "reference").mkdir(parents=True)
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "data" / "reference" / "gpu_speed.json").write_text(json.dumps(result))
-    (tmp_path / "docs" / "performance.md").write_text("# A\n<!-- BEGIN: make gpu -->\n<!-- END: make gpu -->\n")
-    report.keep(tmp_path)
-    page = (tmp_path / "docs" / "performance.md").read_text()
-    assert "| ours: eager | 3,000 ± 2.5% | 6,000 ± 2.5% | 4.0 GiB | 0.40% |" in page
-    assert "| timm AMP channels_last |  | 5,000 ± 2.5% | 4.0 GiB | 0.40% |" in page
-    assert "Not measured yet: ours, eager, against the best eager AMP peer, batch 128;" in page
-
-
 def test_the_pages_block_is_that_of_the_record(root):
     record = json.loads((root / "data" / "reference" / "gpu_speed.json").read_text())
     assert report.write_report(record) in (root / "docs" / "performance.md").read_text()
-
-
-def test_a_capture_warms_up_first_and_a_replay_reads_what_was_copied(monkeypatch):
-    """By a stand-in for CUDA's streams and graphs: the order of the calls, without a GPU."""
-    calls = []
-    stream = types.SimpleNamespace(wait_stream=lambda other: calls.append("waits"))
-    graph = types.SimpleNamespace(replay=lambda: calls.append("replay"))
-
-    class Block:
-        def __init__(self, *args, stream=None):
-            self.name = "capture" if stream else "side"
-
-        def __enter__(self):
-            calls.append(self.name)
-
-        def __exit__(self, *error):
-            calls.append(f"end of {self.name}")
-
-    names = {"Stream": lambda: stream, "current_stream": lambda: stream, "stream": Block, "graph": Block}
-    names |= {"CUDAGraph": lambda: graph, "reset_peak_memory_stats": lambda: calls.append("reset peak")}
-    for name, value in (names | {"max_memory_allocated": lambda: 7}).items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    seen = []
-    training = arms.Training(nn.Linear(1, 1), types.SimpleNamespace(zero_grad=lambda **_: calls.append("drop")), None)
-    training.step = lambda images, labels: (calls.append("step"), seen.append(images), torch.zeros(()))[-1]
-    batch = torch.zeros(2, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64)
-    training.capture(batch)
-    assert calls == [
-        *("waits", "side", "step", "step", "step", "end of side", "waits"),
-        *("drop", "reset peak", "capture", "step", "end of capture"),
-    ]
-    training.step(torch.full((2,), 7, dtype=torch.uint8), torch.ones(2, dtype=torch.int64))
-    assert calls[-1] == "replay" and len(seen) == 4 and training.peak == 7
-    assert seen[-1].tolist() == [7, 7] and batch[0].tolist() == [0, 0]

@@ -15,6 +15,7 @@ from harness.jobs import (
     PLAIN,
     PYTHON,
     TROUBLE,
+    Launcher,
     assert_gone,
     copy_code,
     find_processes,
@@ -198,20 +199,11 @@ def start_job(write, where, request, *, torchrun=False):
     if where == "hosts":
         config = str(request.getfixturevalue("hosts").ssh_config)
         nodes = f"ssh_nodes(['n1', 'n2'], config={config!r}, folder='/node/labs')"
+    words, program = (["torchrun"], []) if torchrun else ([], ["python"])
     script = write("family.py", FAMILY)
-    code = f"""
-from nodelaunch import *
-torchrun = {torchrun}
-words, program = (["torchrun"], []) if torchrun else ([], ["python"])
-job = TorchrunJob({str(script)!r}, words, nodes={nodes}, program=program)
-print("id", job.id, "id", flush=True)
-job.run()
-"""
-    log = script.with_name("launcher.log")
-    with log.open("wb") as file:
-        launcher = subprocess.Popen([sys.executable, "-uc", code], stdout=file, stderr=file, start_new_session=True)
-    wait_for(lambda: log.read_text().count("] connected") == 2)
-    return launcher, re.search(r"id (\S+) id", log.read_text())[1]
+    launcher = Launcher(script.parent, script, words, nodes, program=program)
+    launcher.wait_for("] connected", count=2)
+    return launcher.process, launcher.job_id
 
 
 @pytest.mark.drill

@@ -1,12 +1,9 @@
-"""Faults that a launcher must bear: full disks, stuck connections, torn lines, and a second interrupt."""
+"""Faults that a launcher must bear: a full disk, a second interrupt, and what was red before."""
 
-import contextlib
 import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from unittest.mock import Mock
@@ -46,11 +43,6 @@ def follow(link, folder, show=lambda line: None):
 END = [say("result", rank=0, value=7), say("ended", returncode=0, reason=None, why="", killed=0, memory={})]
 
 
-def test_a_line_that_was_torn_ends_nothing(tmp_path):
-    state, _ = follow(make_link(b"[rank 0] hi\n", b'\x1e{"event": "result", "rank": 0, "val'), tmp_path)
-    assert state.nodes["a"].gone and not state.results
-
-
 def test_a_full_disk_costs_the_log_and_not_the_job(tmp_path):
     said = []
     (tmp_path / "output.log").symlink_to("/dev/full")
@@ -58,92 +50,6 @@ def test_a_full_disk_costs_the_log_and_not_the_job(tmp_path):
     assert result.ok and result.results == (7,)
     assert result.lines == ("[rank 0] hi", "[rank 0] ho")
     assert sum("the log is not complete" in line for line in said) == 1
-
-
-def test_a_function_that_cannot_show_a_line_ends_the_job_in_order(tmp_path):
-    def show(line):
-        raise ValueError("no window")
-
-    link = make_link(b"[rank 0] hi\n", b"[rank 0] ho\n", *END)
-    with pytest.raises(ValueError, match="no window"):
-        follow(link, tmp_path, show)
-    assert link.stop.called and not link.kill.called
-    assert b"[rank 0] ho" in (tmp_path / "output.log").read_bytes(), "the rest is read to its end"
-
-
-# The supervisor, with nobody to read what it says, and with disks that are full.
-
-
-class Supervised:
-    """A supervisor over a bash command; its lease is renewed until ``over`` is set."""
-
-    def __init__(self, root, folder, command, *options):
-        program = [sys.executable, "-P", "-u", "-m", "nodelaunch.node.supervisor", f"--job-folder={folder}", *options]
-        env = {**os.environ, "PYTHONPATH": str(root), "LAB_JOB_ID": "supervised"}
-        pipe, self.over = subprocess.PIPE, threading.Event()
-        self.process = subprocess.Popen(
-            [*program, "--", "bash", "-c", command], stdin=pipe, stdout=pipe, env=env, start_new_session=True
-        )
-        threading.Thread(target=self._beat, daemon=True).start()
-
-    def _beat(self):
-        with contextlib.suppress(OSError, ValueError):  # it has ended by itself
-            while not self.over.wait(0.3):
-                os.write(self.process.stdin.fileno(), b".")
-
-    def read(self):
-        lines = list(self.process.stdout)
-        self.process.wait(10)
-        return lines
-
-    def close(self):
-        self.over.set()
-        self.process.kill()
-        self.process.communicate()
-
-
-@pytest.fixture
-def supervise(root, tmp_path):
-    made = []
-
-    def run(command, *options, folder=None):
-        made.append(Supervised(root, folder or tmp_path / "job", command, *options))
-        return made[-1]
-
-    yield run
-    for supervised in made:
-        supervised.close()
-    assert_gone("supervised", 5)
-
-
-def test_a_connection_that_is_stuck_does_not_stop_the_lease(supervise):
-    """Nobody reads: the pipe is full, the supervisor has more to say, and ends in time all the same."""
-    supervised = supervise("head -c 300000 /dev/zero | tr '\\0' a; echo; sleep 60", "--lease=2", "--grace=1")
-    time.sleep(1)
-    supervised.over.set()  # the heart stops
-    begun = time.monotonic()
-    assert supervised.process.wait(10) == 124
-    assert time.monotonic() - begun < 2 + 1 + 2 + 2, "lease, grace, the last words, and two noisy cores"
-
-
-def test_a_slow_reader_loses_nothing(supervise, tmp_path):
-    event = json.dumps({"event": "error", "rank": 0})
-    command = f"head -c 300000 /dev/zero | tr '\\0' a; echo; echo '{event}' >> job/events.jsonl; seq 3000"
-    supervised = supervise(f"cd {tmp_path}; {command}")
-    time.sleep(4)
-    lines = supervised.read()
-    told = [json.loads(line[1:]) for line in lines if line.startswith(MARK.encode())]
-    assert [event["event"] for event in told] == ["started", "error", "ended"]
-    assert told[-1]["returncode"] == 0
-    plain = [line for line in lines if not line.startswith(MARK.encode())]
-    assert len(plain) == 3001 and plain[-1] == b"3000\n" and len(plain[0]) == 300001
-
-
-def test_whatever_goes_wrong_in_the_supervisor_nothing_of_the_job_stays(supervise, tmp_path):
-    # A folder in place of the file: an error that nobody has foreseen.
-    supervised = supervise(f"(setsid sleep 66 &); sleep 0.5; mkdir -p {tmp_path}/job/events.jsonl; sleep 66")
-    assert supervised.process.wait(10) == 1
-    assert_gone("supervised", 1)
 
 
 # Jobs.

@@ -3,15 +3,14 @@
 import os
 import re
 import shlex
-import subprocess
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 from harness.jobs import TROUBLE, Heard, OddNode, run_badly
 
-from nodelaunch import TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch import TorchrunJob, local_nodes
 from nodelaunch.failure import diagnose
 
 pytestmark = pytest.mark.usefixtures("runs")
@@ -208,15 +207,3 @@ def test_a_rank_that_the_watchdog_aborts_waited_and_the_silent_one_is_named(stat
     assert "reading batch 17" in failure.cause
     assert "OpType=ALLREDUCE" in failure.consequences[0] and failure.stacks[0] == "train.py, line 7, in <module>"
     assert "rank 0 failed as a consequence: torch.distributed.DistBackendError: Watchdog caught" in str(failure)
-
-
-def test_the_network_interface_is_named_exactly(write):
-    """To NCCL eth1 is also the beginning of eth10; to Gloo "=eth1" is no interface."""
-    nodes = [replace(ssh_nodes(["n"], folder="/f", python="/p", interface="eth1")[0], address="10.0.0.1")]
-    own = 'echo "$GLOO_SOCKET_IFNAME $NCCL_SOCKET_IFNAME"'
-    for each in (nodes, slurm_nodes(2)):
-        (path, *_) = TorchrunJob(write("t.py", ""), nodes=each, port=29500).write()
-        text = path.read_text()
-        (line,) = re.findall(r"^export GLOO_SOCKET_IFNAME=.*$", text, re.MULTILINE)
-        said = subprocess.run(["bash", "-c", f"interface=eth1; {line}; {own}"], capture_output=True, text=True)
-        assert said.stdout == "eth1 =eth1\n"

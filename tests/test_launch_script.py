@@ -207,50 +207,6 @@ def test_every_field_takes_no_odd_value_or_does_no_harm_with_it(owner, tmp_path,
     assert (tmp_path / "here" / "precious").exists()
 
 
-def read_options(text):
-    """The options of torchrun as the script has them, without the comments."""
-    lines = text.partition("options=(\n")[2].partition("\n)")[0].splitlines()
-    return [word for line in lines for word in line.partition("  # ")[0].split()]
-
-
-@pytest.mark.parametrize("node", [0, 1])
-def test_the_meeting(node):
-    options = read_options(write_texts(join_timeout=7.5)[node])
-    # Whole seconds, and exactly one host, whatever the hosts are called; no question waits for ever.
-    conf = f"--rdzv-conf=is_host={int(node == 0)},join_timeout=8,read_timeout=30"
-    assert options[2:5] == ["--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.11:29400", conf]
-    ordered = read_options(write_texts(rank_order="nodes", join_timeout=2e6)[node])
-    assert ordered[2:5] == ["--rdzv-backend=static", "--rdzv-conf=timeout=2000000", f"--node-rank={node}"]
-    assert ordered[5:7] == ["--master-addr=10.0.0.11", "--master-port=29400"]
-    for found in (options, ordered):
-        assert found[:2] == ["--nnodes=2", "--nproc-per-node=1"]
-        assert {f"--local-addr=10.0.0.{11 + node}", "--max-restarts=0"} <= {*found}
-
-
-def test_torchrun_itself_takes_the_options():
-    run = pytest.importorskip("torch.distributed.run")
-    for order in ("address", "nodes"):
-        texts = write_texts(rank_order=order, join_timeout=7.5)
-        options = [option.strip("'") for option in read_options(texts[1]) if "$" not in option]
-        arguments = run.get_args_parser().parse_args([*options, "train.py"])
-        config, _, _ = run.config_from_args(arguments)
-        timeouts = [int(value) for name, value in config.rdzv_configs.items() if name.endswith("timeout")]
-        assert 8 in timeouts, config.rdzv_configs
-        assert (config.min_nodes, config.max_nodes, config.local_addr) == (2, 2, "10.0.0.12")
-
-
-@pytest.mark.parametrize("order", ["address", "nodes"])
-def test_it_is_short_and_every_step_has_its_comment(monkeypatch, order):
-    monkeypatch.delenv("LAB_SCALE", raising=False)
-    text = write_texts(nproc_per_node=4, rank_order=order)[0]
-    lines = text.splitlines()
-    assert lines[0] == "#!/usr/bin/env bash" and 'Node 0 of 2, "n1", of job train-1' in lines[1]
-    assert any("by hand" in line for line in lines[:4])
-    assert len([line for line in lines if line and line[0] != "#"]) <= 25
-    assert max(map(len, lines)) <= 120
-    assert all("  # " in line for line in text.partition("options=(\n")[2].partition("\n)")[0].splitlines())
-
-
 def test_the_cores_are_shared(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for processes, share in {1: 8, 2: 4, 3: 3}.items():

@@ -10,24 +10,23 @@ import time
 
 import pytest
 from harness.drawn import assert_explains
-from harness.jobs import PLAIN, PYTHON, TROUBLE, Heard, assert_gone, copy_code, list_processes, wait_for
+from harness.jobs import (
+    HOSTILE,
+    PLAIN,
+    PYTHON,
+    TROUBLE,
+    Heard,
+    Launcher,
+    assert_gone,
+    copy_code,
+    list_processes,
+    wait_for,
+)
 
 from lab_common import LabError
 from nodelaunch import JobError, TorchrunJob, local_nodes
 from nodelaunch.backends.slurm import SlurmJob, SlurmLink, slurm_nodes, submit
 
-HOSTILE = [
-    "two words",
-    "it's",
-    '"q"',
-    "; touch injected",
-    "$(touch injected)",
-    "`touch injected`",
-    "a\nb",
-    "✔ ü",
-    "-x",
-    "",
-]
 ENV = {"ODD": "$HOME 'x'\n#SBATCH --nodes=99"}
 SAME = """
 import os, sys
@@ -44,17 +43,6 @@ launch.report({"total": total.item(), "args": sys.argv[1:], "value": os.environ[
                "interface": os.environ["GLOO_SOCKET_IFNAME"]})
 dist.destroy_process_group()
 """
-# Runs a job and says its id, in a process that can be ended.
-LAUNCHER = """
-import sys
-import nodelaunch as launch
-job = launch.TorchrunJob(sys.argv[1], ["loop"], nodes=launch.slurm_nodes(2, extra=sys.argv[2:]), program=["python"])
-print("id", job.id, flush=True)
-try:
-    job.run()
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-"""
 
 
 @pytest.fixture
@@ -69,38 +57,23 @@ def train(tmp_path, monkeypatch):
 @pytest.fixture
 def folder(tmp_path):
     """A shared folder with a hostile name."""
-    return tmp_path / "it's $(touch injected) ü"
+    return tmp_path / "it's $(touch canary) ü"
 
 
 @pytest.fixture
-def launcher(train, root):
-    """Starts a launcher in a process and session of its own, as a kernel; it says the job's id first."""
+def start_launcher(train, tmp_path):
     started = []
     train.write_text(PLAIN)
 
-    def run(*extra):
-        process = subprocess.Popen(
-            [sys.executable, "-uc", LAUNCHER, str(train), *extra],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": str(root)},
-        )
-        started.append(process)
-        job_id = process.stdout.readline().removeprefix("id ").strip()
-        assert job_id
-        return process, job_id
+    def start(*extra):
+        nodes = f"slurm_nodes(2, extra={list(extra)})"
+        started.append(Launcher(tmp_path, train, ["loop"], nodes, program=["python"]))
+        return started[-1]
 
-    yield run
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def wait_line(process, part):
-    assert any(part in line for line in process.stdout), f"{part!r} was not printed"
+    yield start
+    for launcher in started:
+        launcher.process.kill()
+        launcher.process.wait()
 
 
 @pytest.mark.parametrize("order", ["address", "nodes"])
@@ -153,7 +126,8 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
     (tools / "scontrol").write_text(
         "#!/bin/sh\n[ $2 = node ] && echo NodeName=$3 NodeAddr=$3 X=1 || printf 'n1\\nn2\\n'\n"
     )
-    shown = 'import json, os, sys; print(json.dumps([os.environ["GLOO_SOCKET_IFNAME"], sys.argv[1:]]))'
+    names = '[os.environ[f"{name}_SOCKET_IFNAME"] for name in ("GLOO", "NCCL")]'
+    shown = f"import json, os, sys; print(json.dumps({names} + sys.argv[1:]))"
     (tools / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{shown}' \"$@\"\n")
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -169,8 +143,8 @@ def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(ho
         hosts.set_hosts(node, f"127.0.0.1 localhost\n127.0.1.1 {node}\n{hosts.hosts_text}")
         slurm = {"SLURM_NODEID": index, "SLURM_NNODES": 2, "SLURM_JOB_ID": 12345, "SLURM_JOB_NODELIST": "n[1-2]"}
         env = ["env", f"PATH={tools}:{os.environ['PATH']}", *(f"{key}={value}" for key, value in slurm.items())]
-        interface, argv = json.loads(hosts.run_on(node, [*env, "bash", str(tmp_path / "job.sbatch")]))
-        assert interface == "eth0"
+        gloo, nccl, *argv = json.loads(hosts.run_on(node, [*env, "bash", str(tmp_path / "job.sbatch")]))
+        assert (gloo, nccl) == ("eth0", "=eth0"), "to NCCL eth1 is also the beginning of eth10"
         assert f"--local-addr={hosts.address(node)}" in argv
         assert argv[-len(HOSTILE) :] == HOSTILE
         head = hosts.address("n1")
@@ -201,7 +175,7 @@ def test_the_same_job_has_the_same_result_as_on_this_machine(slurm, train, folde
     assert [value["total"] for value in results["slurm"].results] == [10.0] * 4
     assert results["slurm"].results[0]["args"] == HOSTILE
     assert results["slurm"].results[0]["value"] == ENV["ODD"]
-    assert not list(tmp_path.rglob("injected"))
+    assert not list(tmp_path.rglob("canary"))
     ranks = results["slurm"].ranks
     assert [rank.rank for rank in ranks] == [0, 1, 2, 3]
     assert [rank.local_rank for rank in ranks] == [0, 1, 0, 1]
@@ -246,25 +220,25 @@ def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
 
 @pytest.mark.drill
 @pytest.mark.parametrize("moment", ["waiting", "running"])
-def test_an_interrupted_cell_leaves_no_process_and_an_empty_queue(slurm, launcher, moment):
-    process, job_id = launcher(*(["--begin=now+600"] if moment == "waiting" else []))
-    wait_line(process, "PENDING (BeginTime)" if moment == "waiting" else "[rank 1] connected")
+def test_an_interrupted_cell_leaves_no_process_and_an_empty_queue(slurm, start_launcher, moment):
+    launcher = start_launcher(*(["--begin=now+600"] if moment == "waiting" else []))
+    launcher.wait_for("PENDING (BeginTime)" if moment == "waiting" else "[rank 1] connected")
     begun = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    wait_line(process, "interrupted")
+    os.killpg(launcher.process.pid, signal.SIGINT)
+    launcher.process.wait(10)
     assert time.monotonic() - begun < 5, "the prompt is back"
-    assert process.wait(10) == 0
-    assert_gone(job_id, 10)
+    assert launcher.output.read_text().rstrip().endswith("KeyboardInterrupt")
+    assert_gone(launcher.job_id, 10)
     wait_for(lambda: not slurm.list_jobs(), 10)
 
 
 @pytest.mark.drill
-def test_a_launcher_that_is_killed_leaves_nothing(slurm, launcher):
-    process, job_id = launcher()
-    wait_line(process, "[rank 1] connected")
-    wait_for(lambda: len(list(list_processes(job_id))) >= 6)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert_gone(job_id, 10)
+def test_a_launcher_that_is_killed_leaves_nothing(slurm, start_launcher):
+    launcher = start_launcher()
+    launcher.wait_for("[rank 1] connected")
+    wait_for(lambda: len(list(list_processes(launcher.job_id))) >= 6)
+    os.killpg(launcher.process.pid, signal.SIGKILL)
+    assert_gone(launcher.job_id, 10)
     wait_for(lambda: not slurm.list_jobs(), 10)
 
 

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from harness.drawn import assert_explains
 
 from lab_common import LabError
 from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
-from nodelaunch.__main__ import main
 from nodelaunch.bundle import collect_files, find_packages
 from nodelaunch.node.facts import hash_tree
 
@@ -33,14 +31,11 @@ def make_job(script, **options):
         ({"port": 80000}, ["port is a whole number from 1 to 65535, not 80000"]),
         ({"nproc_per_node": True}, ["nproc_per_node", "True"]),
         ({"args": "--lr 0.1"}, ["args is a list", "fix: args=['--lr', 0.1]"]),
-        ({"args": ["a\0"]}, ["args is a list of texts and numbers, not ['a\\x00']"]),
         ({"env": {"A": None}}, ["env['A'] is a text or a number, not None"]),
         ({"env": {"A=$(touch canary)": "x"}}, ["env is a dictionary", "a variable's name has letters"]),
-        ({"env": ["A=1"]}, ["env", "['A=1']"]),
         ({"limit": float("nan")}, ["limit is a number of seconds", "nan"]),
         ({"files": "helper.py"}, ["files is a list of paths, not 'helper.py'"]),
         ({"nodes": []}, ["nodes is a list of nodes, not []", "at least one"]),
-        ({"nodes": local_nodes(1)[0]}, ["nodes is a list of nodes", "fix: nodes=launch.local_nodes(2)"]),
         ({"nodes": [*local_nodes(1), *slurm_nodes(1)]}, ["not on both"]),
         ({"rank_order": "size"}, ["rank_order is 'address' or 'nodes', not 'size'"]),
         ({"rank_order": "nodes", "max_restarts": 1}, ["Only torchrun restarts", "static rendezvous"]),
@@ -68,7 +63,6 @@ def test_numbers_of_numpy_and_paths_are_taken(script, tmp_path):
     ("make", "words"),
     [
         (lambda: DataFolder("~nobody-has-this-name/x", "x", "index.json"), ["path is a path", "home"]),
-        (lambda: DataFolder("x", "x", "index.json", copy_data="no"), ["copy_data is True or False", "'no'"]),
         (lambda: local_nodes("2"), ["count is a whole number from 1 to 16, not '2'", "local_nodes"]),
         (lambda: local_nodes(2, folder="/home/me/a:b"), ["':'"]),
         (lambda: slurm_nodes(2, extra="--gpus-per-node=1"), ["extra is a list of", "'--gpus-per-node=1'"]),
@@ -78,12 +72,6 @@ def test_nodes_and_data_of_other_values_are_refused(make, words):
     with pytest.raises(LabError) as caught:
         make()
     assert_explains(caught.value, *words)
-
-
-def test_the_command_line_refuses_what_no_port_is(capsys):
-    assert main(["preflight", "--port=80000"]) == 1
-    said = capsys.readouterr().err
-    assert "port is a whole number from 1 to 65535" in said and "fix:" in said and "Traceback" not in said
 
 
 def test_a_home_is_known_in_each_path_of_a_job(monkeypatch, script):
@@ -104,12 +92,10 @@ def make_large(path):
     ("make", "words"),
     [
         (lambda path: None, ["There is no file 'train.py' to run", "typo"]),
-        (lambda path: path.symlink_to("train.py"), ["leads nowhere"]),
-        (Path.mkdir, ["'train.py' is no regular file", "folder"]),
         (os.mkfifo, ["no regular file", "pipe"]),
         (make_large, ["too large for a job: 3,072 MiB", "data=DataFolder("]),
     ],
-    ids=["nothing", "circle", "folder", "FIFO", "large"],
+    ids=["nothing", "FIFO", "large"],
 )
 def test_a_file_that_cannot_be_a_script_is_named(tmp_path, write, make, words):
     path = tmp_path / "train.py"
@@ -144,7 +130,6 @@ def test_what_editors_leave_in_the_package_is_no_code(tmp_path, script, monkeypa
         ("import os, one.inner as x, numpy", {"one"}),
         ("def f():\n    from two import *", {"one", "two"}),  # which imports the other
         ("import three", {"three"}),
-        ("from . import one\nimport torch\nimport nothing_of_this_name", set()),
         ("important = 'import'\ndef f(:", set()),
         ("from lab_utils import data", {"lab_utils", "lab_common"}),
     ],
@@ -158,18 +143,12 @@ def test_packages_of_one_s_own_travel_with_a_script(tmp_path, monkeypatch, sourc
     assert set(find_packages([source.encode()])) == names
 
 
-@pytest.mark.parametrize("trouble", ["is a file", "full"])
-def test_a_folder_of_jobs_that_cannot_be_written_is_named(script, runs, trouble, request, monkeypatch):
-    if trouble == "is a file":
-        runs.write_text("not a folder")
-        words = ["The folder of the job cannot be written", "export LAB_RUNS", "Not a directory"]
-    else:
-        disk = request.getfixturevalue("small_disk")
-        with (disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-            while True:
-                file.write(bytes(2**16))
-        monkeypatch.setenv("LAB_RUNS", str(disk / "runs"))
-        words = [f"The disk is full at {disk}"[:100], "No space left", "export LAB_RUNS"]
+def test_a_full_disk_with_the_folder_of_jobs_is_named(script, small_disk, monkeypatch):
+    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(2**16))
+    monkeypatch.setenv("LAB_RUNS", str(small_disk / "runs"))
+    words = [f"The disk is full at {small_disk}"[:100], "No space left", "export LAB_RUNS"]
     node = replace(ssh_nodes(["far"], folder="/f", python="/p/python", interface="eth0")[0], address="10.0.0.1")
     with pytest.raises(LabError) as caught:
         make_job(script, nodes=[node]).write()

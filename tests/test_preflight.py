@@ -20,19 +20,15 @@ from lab_common import LabError
 from nodelaunch import DataFolder
 from nodelaunch import __main__ as launch_main
 from nodelaunch.__main__ import main
-from nodelaunch.backends.local import LocalNode, local_nodes
+from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.ssh import ssh_nodes
 from nodelaunch.node import probe, receive, sampler
 from nodelaunch.preflight import Preflight, check_nodes, routes
 from nodelaunch.preflight.client import ask_once
-from nodelaunch.preflight.gpus import find_offers, judge_gpus
 from nodelaunch.preflight.verdicts import (
     WILL_COPY,
     Verdict,
     Wanted,
-    judge_clock,
-    judge_data,
-    judge_disks,
     judge_jobs,
     judge_versions,
 )
@@ -257,19 +253,10 @@ def test_data_have_to_be_the_same_on_all_nodes_and_those_that_the_launcher_copie
         assert {what for _, what, _ in check(folder, folder, **launcher)} == {WILL_COPY}
 
 
-def test_a_clock_that_is_off_is_a_note():
-    slow = judge_clock("n1", -3.5)
-    assert (slow.state, slow.found) == ("note", "the clock is 3.5 s behind the launcher's")
-    assert judge_clock("n1", 1.9).state == "ok"
-
-
 def test_a_full_disk_is_red_before_anything_is_copied(pair, small_disk):
     found = look([pair[0], replace(pair[1], folder=str(small_disk / "not" / "there"))])
     assert [(verdict.node, verdict.check) for verdict in found.reds] == [("node1", "disk")]
     assert not (small_disk / "not").exists(), "a preflight changes nothing"
-    read_only = {"folder": "/f", "free": 2**40, "writable": False, "shm": None}
-    (verdict,) = judge_disks({"n1": {"disk": read_only}})
-    assert (verdict.state, verdict.found) == ("red", "/f cannot be written")
 
 
 def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
@@ -291,27 +278,10 @@ def test_gpus_are_counted_and_their_users_named(pair, tmp_path):
     assert "Driver/library version mismatch" in verdict.cause
 
 
-def test_a_gpu_that_another_container_fills_is_noted():
-    facts = {"n1": {"versions": VERSIONS, "gpus": {"gpus": [["0", "H100", "70000", "81559", "580.1"]]}}}
-    (verdict,) = judge_gpus(find_offers({"n1": local_nodes(1)[0]}, facts, Wanted()), facts, Wanted())
-    assert "70000 of 81559 MiB in use" in verdict.found
-
-
-def test_a_node_that_could_find_nothing_out_costs_nobody_a_verdict():
-    facts = {"n1": {}, "n2": {"versions": VERSIONS, "gpus": {"gpus": []}}}
-    wanted = Wanted(data=DataFolder("x", "x", "y"))
-    offers = find_offers(dict.fromkeys(facts, local_nodes(1)[0]), facts, wanted)
-    verdicts = [*judge_versions(facts), *judge_disks(facts), *judge_gpus(offers, facts, wanted)]
-    verdicts += judge_data(facts, wanted)
-    assert [verdict.check for verdict in verdicts if verdict.node == "n1"] == ["versions", "disk", "gpus", "data"]
-    assert {verdict.state for verdict in verdicts} <= {"ok", "note"}
-
-
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
         ({"instead": ("sleep", "60")}, "did not answer within"),
-        ({"late": 4.0}, "did not answer within"),  # its program comes too late, and is ended at once
         ({"instead": ("sh", "-c", "echo no luck >&2; exit 3")}, "A program could not be run on node1."),
     ],
 )
@@ -327,7 +297,6 @@ def test_a_node_that_does_not_answer_is_red_in_time_and_the_others_are_judged(pa
     judged = {verdict.check for verdict in found.verdicts if "node2" in verdict.node}
     assert judged >= {"address", "network", "disk", "versions", "clock"}
     assert "node1" not in found.addresses
-    time.sleep(max(0.0, odd.get("late", 0) + 1 - (time.monotonic() - started)))
     for program in ("sleep 60", "nodelaunch.node.probe"):
         assert subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", program], capture_output=True).stdout == b""
 
@@ -351,63 +320,6 @@ def test_the_table_shows_red_first_wraps_and_is_safe():
     assert "n1  3.11; n2  3.12" in caught.value.where
 
 
-def make_network() -> routes.Network:
-    """Two hosts that both have docker0, and reach each other by eth0."""
-    facts, reached = {}, {}
-    for number, name in enumerate(("n1", "n2"), start=1):
-        interfaces = {"lo": ["127.0.0.1"], "docker0": ["172.17.0.1"], "eth0": [f"10.0.0.{number}"]}
-        facts[name] = {"interfaces": interfaces, "system": {"machine": name}, "ports": {"any": 40000 + number}}
-    facts["n1"]["ports"] |= {"port": 29500, "chosen": 29500, "busy": None}
-    for source, target, address in (("n1", "n2", "10.0.0.2"), ("n2", "n1", "10.0.0.1")):
-        reached[source] = {routes.name_target(target, address, kind): "ok" for kind in routes.KINDS}
-        reached[source] |= {routes.name_target(target, "172.17.0.1", kind): "stranger" for kind in routes.KINDS}
-    node = LocalNode(name="n1", folder="/f")
-    nodes = {"n1": node, "n2": replace(node, name="n2")}
-    return routes.Network(nodes, facts, reached)
-
-
-def choose(network: routes.Network) -> dict:
-    return {name: network.choose_address(name) for name in network.facts}
-
-
-def test_of_two_networks_the_one_that_works_is_chosen():
-    network = make_network()
-    assert choose(network) == {"n1": "10.0.0.1", "n2": "10.0.0.2"}, "and not docker0"
-    network.facts["n2"]["interfaces"] = {"eth0": ["192.168.7.7"], "eth1": ["10.0.0.2"]}
-    assert choose(network)["n2"] == "10.0.0.2"
-
-
-@pytest.mark.parametrize(
-    ("outcomes", "words", "cause"),
-    [
-        ({"port": "dropped"}, "port 29500: no answer in 2.0 s (dropped); port 40001 is open. n1 reaches n2.", "drops"),
-        ({"any": "refused", "port": "refused"}, "any port: refused. n1 reaches n2.", "a firewall of n1 refuses it"),
-    ],
-)
-def test_a_way_that_is_closed_is_named_with_its_likely_cause(outcomes, words, cause):
-    network = make_network()
-    network.reached["n2"].update({routes.name_target("n1", "10.0.0.1", kind): said for kind, said in outcomes.items()})
-    (verdict,) = routes.judge_routes(network, choose(network), seconds=2)
-    assert verdict.node == "n2 → n1" and f"n2 does not reach n1 at 10.0.0.1, {words}" in verdict.found
-    assert cause in verdict.cause and "allow all TCP from 10.0.0.2 on n1" in verdict.fix
-
-
-@pytest.mark.parametrize(
-    ("interface", "chosen", "state", "words"),
-    [
-        (None, "10.0.0.1", "ok", "10.0.0.1 on eth0"),
-        (None, "203.0.113.7", "red", "203.0.113.7 is on no interface"),
-        (None, None, "red", "no address that another machine could reach"),
-        ("eth9", "10.0.0.1", "red", "interface eth9 is not there, or has no address; there are: lo 127.0.0.1"),
-    ],
-)
-def test_an_address_and_an_interface_have_to_fit(interface, chosen, state, words):
-    network = make_network()
-    network.nodes["n1"] = replace(network.nodes["n1"], interface=interface)
-    verdict = routes.judge_address(network, "n1", chosen)
-    assert verdict.state == state and words in verdict.found and bool(verdict.fix) == (state == "red")
-
-
 def test_only_who_knows_the_token_is_the_node():
     port = probe.open_listener("127.0.0.1", 0, "secret")
     assert [probe.reach("127.0.0.1", port, token, 1.0) for token in ("secret", "another")] == ["ok", "stranger"]
@@ -422,7 +334,9 @@ def test_only_who_knows_the_token_is_the_node():
     ],
 )
 def test_it_says_what_is_open_to_whom_on_every_node(address, state, words):
-    verdicts = routes.judge_exposure(make_network(), {"n1": address, "n2": address})
+    interfaces = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}
+    network = routes.Network({}, {name: {"interfaces": interfaces} for name in ("n1", "n2")})
+    verdicts = routes.judge_exposure(network, {"n1": address, "n2": address})
     assert [verdict.node for verdict in verdicts] == ["n1", "n2"]
     for verdict in verdicts:
         assert verdict.state == state and words in verdict.found

@@ -10,7 +10,6 @@ import pytest
 from harness.jobs import wait_for
 
 import nodelaunch as launch
-from lab_common import LabError
 from nodelaunch.node import sampler
 
 BURN = """
@@ -63,18 +62,11 @@ def test_the_load_of_a_job_is_told_from_other_load_and_node_from_node():
 
 
 def test_a_node_that_cannot_be_watched_disturbs_nothing_and_nothing_runs_on(tmp_path):
-    class Far:
-        name, folder, popen = "far", "/nodes/far", None
-
-        @property
-        def python(self):
-            raise LabError("n1 does not answer.", where="n1", fix="ssh n1")
-
     greeter = tmp_path / "python"
     greeter.write_text(f'#!/bin/sh\necho "Welcome to node1"\necho "{{}}"\nexec {sys.executable} "$@"\n')
     greeter.chmod(0o755)
     well = Node("well", str(greeter))
-    nodes = [Far(), Node("gone", python="/nowhere/python"), Node("broken", python="/bin/false"), well]
+    nodes = [Node("gone", python="/nowhere/python"), Node("broken", python="/bin/false"), well]
     with pytest.raises(RuntimeError, match="the job"), launch.watch(nodes, every=0.1) as seen:
         wait_for(lambda: seen.samples, seconds=20)
         raise RuntimeError("the job")

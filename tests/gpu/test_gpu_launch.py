@@ -9,12 +9,8 @@ import time
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import distributed
-from torch.nn.parallel import DistributedDataParallel
 
 import nodelaunch
-from lab_utils import models
 from nodelaunch import local_nodes
 from nodelaunch.node import watch, worker
 from nodelaunch.node.facts import find_gpus, find_versions
@@ -62,40 +58,3 @@ def test_the_device_of_a_rank_is_found_and_cuda_not_started(real_gpu):
     root = worker.__file__.partition("/nodelaunch/")[0]
     said = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=60, cwd=root)
     assert said.stdout.split() == ["GPU", "False"], said.stderr
-
-
-@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_nccl_connects_one_rank(real_gpu, backend):
-    """As the scripts of labs 4 and 5 do, with the device named."""
-    store = distributed.HashStore()
-    distributed.init_process_group(backend, store=store, rank=0, world_size=1, device_id=real_gpu)
-    try:
-        numbers = torch.arange(4.0, device=real_gpu)
-        distributed.all_reduce(numbers)
-        distributed.broadcast(numbers, src=0)
-        distributed.barrier()
-        box = [{"epoch": 3}]
-        distributed.broadcast_object_list(box)
-        assert numbers.tolist() == [0.0, 1.0, 2.0, 3.0] and box == [{"epoch": 3}]
-        if "gloo" in backend:
-            here = torch.ones(1)
-            distributed.all_reduce(here)
-            assert here.item() == 1
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_ddp_over_nccl_leaves_the_gradients_of_the_bare_network(real_gpu):
-    store = distributed.HashStore()
-    distributed.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=real_gpu)
-    try:
-        net = models.build("tiny").double().eval().to(real_gpu)
-        images, labels = torch.randn(8, 3, 32, 32, device=real_gpu).double(), torch.arange(8, device=real_gpu)
-        found = []
-        for model in (net, DistributedDataParallel(net, device_ids=[0])):
-            net.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            found.append(torch.cat([one.grad.flatten() for one in net.parameters()]))
-        assert torch.allclose(*found, atol=1e-10)
-    finally:
-        distributed.destroy_process_group()

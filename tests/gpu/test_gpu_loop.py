@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lab_common import LabError
-from lab_utils import models, training
+from lab_utils import training
 from lab_utils.training.loop import CHECK_EVERY
 
 pytestmark = pytest.mark.gpu
@@ -60,16 +60,6 @@ def test_an_epochs_seconds_are_the_devices_own(gpu):
     assert epoch.data_seconds + epoch.compute_seconds <= wall + 1e-3
 
 
-def test_an_epoch_has_two_events_a_step(gpu):
-    model, batches = make_model(gpu.device), draw(gpu.device, 5)
-    gpu.calls.clear()
-    training.train_epoch(model, batches, make_optimizer(model), progress=False)
-    names = [name for name, *_ in gpu.calls]
-    assert names.count("Event") == 1 + 2 * 5
-    assert names.count("synchronize") == 1, "the device is waited for at the first batch alone"
-    assert names.index("synchronize") < names.index("Event")
-
-
 def test_a_training_loop_waits_once_in_twenty_steps(gpu):
     """From the second batch on until the losses are read: no operation has to be waited for."""
     model, batches = make_model(gpu.device), draw(gpu.device, CHECK_EVERY)
@@ -114,27 +104,6 @@ def test_an_epoch_trains_as_on_a_cpu(gpu):
     assert torch.allclose(*weights, atol=1e-3)
 
 
-def test_evaluation_counts_as_on_a_cpu_and_leaves_the_mode(gpu):
-    in_ieee_float32()
-    found = []
-    for device in ("cpu", gpu.device):
-        model = make_model(device)
-        found.append(training.evaluate(model, draw(device, 3), progress=False))
-        assert model.training and all(one.grad is None for one in model.parameters())
-    here, there = found
-    assert (there.top1, there.top5, there.images) == (here.top1, here.top5, here.images)
-    assert there.loss == pytest.approx(here.loss, abs=1e-4)
-
-
-def test_topk_is_counted_on_the_device_without_waiting(gpu):
-    logits, labels = torch.randn(64, 10).to(gpu.device), (torch.arange(64) % 10).to(gpu.device)
-    training.count_topk(logits, labels)  # one-time work
-    with gpu.no_waits():
-        counts = training.count_topk(logits, labels)
-    assert counts.device == gpu.device and counts.dtype == torch.int64
-    assert counts.tolist() == training.count_topk(logits.cpu(), labels.cpu()).tolist()
-
-
 def test_a_run_goes_on_from_a_checkpoint_on_the_device(gpu, tmp_path):
     """Loaded to main memory, whatever device it was saved from, the states go where the model is."""
     in_ieee_float32()
@@ -166,14 +135,3 @@ def test_saving_a_checkpoint_puts_nothing_on_the_gpu(gpu, tmp_path):
     before = torch.cuda.memory_allocated()
     training.Checkpoints(tmp_path).save(1, {"model": model.state_dict()})
     assert torch.cuda.max_memory_allocated() == before
-
-
-def test_a_checkpoint_is_loaded_to_the_device(real_gpu, tmp_path):
-    model, checkpoints = models.build("tiny").to(real_gpu), training.Checkpoints(tmp_path)
-    checkpoints.save(1, {"model": model.state_dict()})
-    for place, expected in (("cuda:0", real_gpu), ("cpu", torch.device("cpu"))):
-        _, state = checkpoints.load(map_location=place)
-        assert {one.device for one in state["model"].values()} == {expected}
-        assert all(torch.equal(one.cpu(), model.state_dict()[name].cpu()) for name, one in state["model"].items())
-    with pytest.raises(RuntimeError, match="CUDA"):
-        checkpoints.load(map_location="cuda:77")

@@ -28,13 +28,6 @@ def test_the_labs_take_the_first_gpu_and_the_full_scale(gpu, monkeypatch):
     assert (machine.scale(), machine.scale_reason()) == ("small", "LAB_SCALE says so")
 
 
-def test_the_card_shows_memory_and_scale(gpu, capsys):
-    machine.card()
-    out, properties = capsys.readouterr().out, torch.cuda.get_device_properties(0)
-    assert f"GPU 0      {properties.name}, {properties.total_memory / 2**30:.1f} GiB" in out
-    assert "Scale      full (there is a GPU; LAB_SCALE=small does less)" in out
-
-
 def test_nvidia_smi_tells_driver_and_clocks(gpu, smi):
     rows = nvidia.query_smi("gpu=index,memory.total")
     assert rows[0][0] == "0" and int(rows[0][1]) > 0

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lab_utils import models, timing
+from lab_utils import models
 from lab_utils.parallel import CpuDataParallel
-from scripts import replicas
 
 pytestmark = pytest.mark.gpu
 
@@ -30,22 +28,6 @@ def test_the_emulation_takes_no_gpu_where_there_is_one(gpu):
     assert wrapped.device_ids == [0, 1, 2] and gradients.device.type == "cpu"
     assert torch.allclose(gradients, leave_gradients(twin, twin, images, labels), atol=1e-12)
     assert not [name for name, *_ in gpu.calls if name == "copy"]
-
-
-def test_the_phases_of_a_network_on_the_device_are_noted(gpu):
-    net = models.build("tiny").to(gpu.device)
-    rows = replicas.note_phases(net)
-    images = torch.randn(4, 3, 32, 32, device=gpu.device, requires_grad=True)
-    leave_gradients(net, net, images, torch.arange(4, device=gpu.device))
-    assert [row["phase"] for _, row in rows] == ["forward", "backward"]
-    assert all(row["start"] <= row["end"] for _, row in rows)
-
-
-def test_lab_4s_step_of_one_device_is_timed_there(gpu, define):
-    names = {"torch": torch, "F": F, "models": models, "timing": timing, "partial": partial}
-    names |= {"DEVICE": gpu.device, "NET": "tiny"}
-    one = define("04_data_parallel", "baseline", "what-if", **names)["time_step"]("cifar", 4)
-    assert (one.name, one.device, len(one.seconds)) == ("cifar", "cuda:0", 3) and one.peak_bytes > 4 * 24_000
 
 
 def test_data_parallel_with_one_gpu_is_one_call(real_gpu, define):

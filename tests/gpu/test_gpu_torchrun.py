@@ -1,4 +1,4 @@
-"""Jobs of the launcher on a machine with a GPU: the scripts that labs 4 and 5 start, over NCCL."""
+"""Jobs of the launcher on a machine with a GPU: the scripts that lab 5 starts, over NCCL, and no GPU for each rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ from nodelaunch import TorchrunJob, local_nodes
 
 pytestmark = pytest.mark.gpu
 SCRIPTS = Path(__file__).parents[2] / "notebooks" / "scripts"
-# Both ranks take the first GPU.
-SHARED = """
-from datetime import timedelta
-import torch, torch.distributed as dist
-import nodelaunch as launch
-device = torch.device("cuda", 0)
-torch.cuda.set_device(device)
-dist.init_process_group("nccl", timeout=timedelta(seconds=40), device_id=device)
-x = torch.tensor([dist.get_rank() + 1.0], device=device)
-dist.all_reduce(x)
-launch.report(x.item())
-dist.destroy_process_group()
-"""
 ASKING = """
 import torch
 import nodelaunch as launch
@@ -56,40 +43,6 @@ def test_lab_5s_steps_and_buckets_are_measured_over_nccl(real_gpu):
     for rows in step["timelines"].values():
         assert all(begin <= end for _, begin, end in rows)
     assert step["ddp"]["Timing"]["device"] == "cuda:0"
-
-
-def test_lab_4s_set_ups_are_measured_on_one_gpu(real_gpu):
-    arguments = ["--device", "cuda", "--net", "tiny", "--batch-sizes", 8, "--repeats", 3]
-    (found,) = run(SCRIPTS / "compare_parallel.py", *arguments).results
-    (case,) = found["cases"]
-    timings = [one["Timing"] for kind in ("training", "inference") for one in case[kind]]
-    assert len(timings) == 7 and all(one["device"] == "cuda:0" and one["seconds"] for one in timings)
-    assert all(one["peak_bytes"] > 0 for one in timings)
-    assert [one["name"] for one in found["links"]] == ["copy", "all_reduce", "meeting"]
-
-
-@pytest.mark.parametrize("how", ["single", "ddp"])
-def test_lab_4s_script_trains_on_one_gpu(real_gpu, how):
-    arguments = ["--how", how, "--device", "cuda", "--batch-size", 64, "--steps", 4]
-    (rank,) = run(SCRIPTS / "train_parallel.py", *arguments).results
-    assert len(rank["loss"]) == 4 and len(rank["ends"]) == 5
-    assert rank["ends"] == sorted(rank["ends"]) and max(rank["peaks"]) > 0
-
-
-def test_two_ranks_on_one_gpu_work_or_are_refused_in_words(real_gpu, tmp_path, record_property):
-    """NCCL's newer versions can be told to allow it; the refusal of the others names its cause and a fix."""
-    script = tmp_path / "shared.py"
-    script.write_text(SHARED, encoding="utf-8")
-    # Named, so that the launcher does not hide it from processes of which not each has one.
-    env = {"CUDA_VISIBLE_DEVICES": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-    found = run(script, processes=2, check=False, env=env)
-    if not found.failure:
-        record_property("two ranks on one GPU", "allowed")
-        assert found.results == [3.0, 3.0]
-        return
-    record_property("two ranks on one GPU", found.failure.message[:300])
-    assert found.failure.kind == "exception" and "same GPU" in found.failure.cause, found.failure
-    assert "nproc_per_node" in found.failure.fix
 
 
 def test_more_processes_than_gpus_use_the_cpu(real_gpu, tmp_path):

@@ -153,13 +153,8 @@ class Hosts:
         """Starts a program on the launcher's side; its pid is that program's own."""
         return subprocess.Popen([*self._enter("n0"), *argv], env=dict(env) if env is not None else None, **kwargs)
 
-    def crash(self, node: str) -> None:
-        """Cuts the power: all processes of the host disappear at once, without a word on the network."""
-        self.link_down(node)
-        self._kill(node)
-
     def boot(self, node: str) -> None:
-        """Starts a host (again), with the disk as it was."""
+        """Starts a host."""
         folder = self.state / node
         command = [*("ip", "netns", "exec", self._prefix + node), "unshare"]
         command += ["--uts", "--pid", "--fork", "--kill-child", "--mount-proc", "--ipc"]
@@ -196,17 +191,14 @@ class Hosts:
         (NETNS / (self._prefix + node) / "hosts").write_text(text)
 
     def mend(self) -> None:
-        """Undoes the tests' changes to names, links, firewalls and power; files on the disks stay."""
+        """Undoes the tests' changes to names, links and firewalls; files on the disks stay."""
         if not self._dirty:
             return
         for node in ("n0", *NODES):
             self.set_hosts(node, self.hosts_text)
             _run("ip", "netns", "exec", self._prefix + node, "iptables", "-w", "-F", "INPUT")
         for node in NODES:
-            if self._nodes[node].poll() is None:
-                self.link_up(node)
-            else:
-                self.boot(node)
+            self.link_up(node)
         self._dirty = False
 
     def close(self) -> None:

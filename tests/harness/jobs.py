@@ -105,10 +105,10 @@ import nodelaunch as launch
 
 mode, faulty = sys.argv[1], os.environ["RANK"] == "1"
 print("connected")
-if mode in ("raise", "kill") and faulty:
+if mode in ("raise", "exit") and faulty:
     print(f"fault at {time.time()}")
-    if mode == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if mode == "exit":
+        sys.exit(3)
     raise ValueError("bad luck in batch 7")
 if mode == "stubborn" and faulty:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -137,6 +137,9 @@ for address, port in sorted(found):
     print(address, port)
 """
 PYTHON = {"program": ["python"]}
+# Arguments that arrive unchanged, and of which none may make a file `canary`.
+HOSTILE = ["-m", "--nnodes=9", "--", "two words", "$(touch canary)", "`touch canary`", "it's; touch canary", '"q" \\']
+HOSTILE += ["a\nb", "*", "", "é✔", "-c"]
 
 
 @dataclass(frozen=True)
@@ -147,10 +150,8 @@ class OddNode(LocalNode):
     before: tuple = ()
     instead: tuple = ()
     cwd: str | None = None
-    late: float = 0.0
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        time.sleep(self.late)
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = self.instead or (*self.before, *argv)
         return subprocess.Popen(command, **pipes, start_new_session=True, env={**os.environ, **self.env}, cwd=self.cwd)
@@ -164,6 +165,45 @@ def make_odd(node: LocalNode, **settings: object) -> OddNode:
 def hear(state: JobState, node: str, event: str, /, **facts: object) -> None:
     """Passes a node's event to a state."""
     state.read(node, f"\x1e{json.dumps({'event': event, **facts})}\n".encode())
+
+
+class Launcher:
+    """Another process that runs a job, in a session of its own as a kernel, and what it printed."""
+
+    def __init__(
+        self,
+        folder: Path,
+        script: Path,
+        args: Sequence[str],
+        nodes: str,
+        *,
+        program: Sequence[str] = (),
+        run: str = "job.run()",
+    ) -> None:
+        code = f"""
+from nodelaunch import *
+job = TorchrunJob({str(script)!r}, {list(args)}, program={list(program)}, nodes={nodes})
+print('id', job.id, 'id', flush=True)
+{run}
+"""
+        self.output = folder / "launcher.txt"
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with self.output.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-uc", code], stdout=file, stderr=file, env=env, start_new_session=True
+            )
+
+    @property
+    def job_id(self) -> str:
+        return self.output.read_text().split(" id")[0].removeprefix("id ")
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        def look() -> bool:
+            ended, printed = self.process.poll() is not None, self.output.read_text()
+            assert not ended or printed.count(text) >= count, printed
+            return printed.count(text) >= count
+
+        wait_for(look)
 
 
 @dataclass
