@@ -86,6 +86,7 @@ RIGHT_SCRIPTS = {
             "        compression=hvd.Compression.none, backward_passes_per_step=1)",
         ),
         (SUM, "hvd.allreduce_(counts, name='counts', op=hvd.Sum)"),
+        ("if args.checkpoint and rank == 0:", "if args.checkpoint and hvd.rank() == 0:"),
     ],
 }
 

@@ -53,6 +53,17 @@ def test_fetch_downloads_nothing_if_a_whole_pack_is_there(root, tmp_path, capsys
     assert main(["fetch", "cinic10"]) == 0 and fetched == [root]
 
 
+def test_beside_a_folder_of_cinic10_nothing_is_fetched_or_imported(root, tmp_path, capsys, monkeypatch):
+    """The folder would be read before the new pack."""
+    archive = make_archive(make_folder(tmp_path / "source"), tmp_path / "CINIC-10.tar.gz")
+    make_folder(root / "cinic10")
+    monkeypatch.setattr(data, "fetch_archive", lambda root: pytest.fail("688 MB for nothing"))
+    assert main(["fetch", "cinic10"]) == 0
+    assert "is here already, in the folder" in capsys.readouterr().out
+    with pytest.raises(LabError, match="There is a folder of CINIC-10 already"):
+        main(["import", str(archive)])
+
+
 def test_an_error_is_a_message_without_a_traceback_and_nothing_heavy_is_loaded(tmp_path):
     code = "import sys; from lab_common.commandline import run_command; from lab_utils.data.__main__ import main; "
     code += "run_command(lambda: main(['import', 'absent.tar.gz'])); print(set(sys.modules) & set(sys.argv))"

@@ -97,6 +97,22 @@ def test_a_notebook_runs_without_jupyter(tmp_path, root):
     assert "--- c2:" in done.stdout and [*(tmp_path / "out").glob("lab0-*.png")]
 
 
+def test_the_step_of_the_tests_finds_them(tmp_path, root):
+    """By the step's own command: on a GPU's machine the files above tests/gpu are not loaded."""
+    (tests, *_) = runner.list_steps(tmp_path, dry=False)
+    command = [*tests.command, "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "tests collected" in done.stdout, done.stdout[-2000:]
+
+
+def test_a_record_with_less_in_it_does_not_replace_one(tmp_path):
+    for folder, groups in ((tmp_path / "out" / "reference", [1]), (tmp_path / "data" / "reference", [1, 2])):
+        folder.mkdir(parents=True)
+        (folder / "lab1.json").write_text(json.dumps({"records": groups}))
+    runner.publish_references(tmp_path / "out", tmp_path)
+    assert json.loads((tmp_path / "data" / "reference" / "lab1.json").read_text()) == {"records": [1, 2]}
+
+
 def test_no_cell_of_these_labs_has_a_magic(root):
     for lab in runner.LABS:
         (path,) = (root / "notebooks").glob(f"{lab:02d}_*.ipynb")

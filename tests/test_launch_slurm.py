@@ -118,6 +118,15 @@ def test_a_machine_without_slurm_is_explained(train, monkeypatch, tmp_path):
     assert_explains(caught.value, "sbatch", "login node", "local_nodes")
 
 
+def test_a_controller_that_is_away_for_a_moment_leaves_the_job_s_state_unknown(monkeypatch, tmp_path):
+    def ask(*args, **options):
+        raise subprocess.TimeoutExpired(args, 60)
+
+    monkeypatch.setattr(subprocess, "run", ask)
+    job = SlurmJob(12, tmp_path)
+    assert job.describe() == "Slurm job 12: UNKNOWN" and not job.is_over
+
+
 @pytest.mark.parametrize("order", ["address", "nodes"])
 def test_on_two_hosts_each_finds_its_own_address_whatever_its_name_stands_for(hosts, train, folder, tmp_path, order):
     """The part of each node on two real-looking hosts; only scontrol and torchrun are stood in for."""

@@ -190,6 +190,12 @@ def test_laps_that_are_there_are_not_run_again(home, warm_ranks, write, monkeypa
     assert len(race.run_laps(script, count=1, threshold=0.0, show=False)) == 1 and len(records.read_laps(home)) == 4
 
 
+def test_two_nodes_that_are_one_are_refused(monkeypatch):
+    monkeypatch.setenv("LAB_NODES", "local:1")
+    with pytest.raises(LabError, match="There is one node only"):
+        command.main(["lap", "--nodes", "2", "race.py"])
+
+
 def test_two_nodes_are_compared_with_one(home, warm_ranks):
     lap = race.run_lap(BASELINE, SHORT, nodes=local_nodes(2), threshold=0.0, show=False)
     assert lap["nodes"] == lap["processes"] == 2 and lap["class"].startswith("2 nodes on one machine, ")

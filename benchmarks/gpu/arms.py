@@ -254,7 +254,7 @@ class Arm:
 
     Attributes:
         make: Builds its ``Training``.
-        kind: ``eager``, ``compiled`` or ``graph``: arms are compared with those of their own kind.
+        kind: One of ``KINDS``: arms are compared with those of their own kind.
         ours: True if it is ours, False for a peer.
         benchmark: ``torch.backends.cudnn.benchmark``; PyTorch's default is False.
         tf32_matmul: True if float32 means TF32 in matrix products; PyTorch's default is False.
@@ -293,7 +293,7 @@ ARMS = {
     "compiled": Arm(partial(make_ours, compiled=True), "compiled", ours=True),
     "timm compiled channels_last": _timm(partial(make_timm, compiled=True), "compiled"),
     "graph": Arm(make_ours, "graph", ours=True),
-    "compiled graph": Arm(partial(make_ours, compiled=True), "graph", ours=True),
+    "compiled graph": Arm(partial(make_ours, compiled=True), "compiled graph", ours=True),
 }
 REFERENCE = Arm(make_reference, benchmark=False, tf32_conv=False)
-KINDS = ("eager", "graph", "compiled")
+KINDS = ("eager", "graph", "compiled", "compiled graph")

@@ -455,20 +455,23 @@ def _judge_state(yours: dict, right: dict, alone: dict, averages: bool, case: st
     hint = "between two averages the ranks do not talk: send nothing unless number % every == 0"
     if averages:
         hint = "join weights and statistics in one tensor, pack(…), and all-reduce that once"
-    never = {"steps count from 1: average when number % every == 0, after optimizer.step()": 0}
+    never = {"no average in this step: steps count from 1, so average when number % every == 0": 0}
     judge(yours.pop("calls")[0], right=int(averages), case=f"{case}: all-reduces", wrong=never, hint=hint)
     if not averages:
         hint = "optimizer.step() in every step, once, with the rank's own gradients"
         return judge(yours, right=right, case=f"{case}: the ranks' states", hint=hint)
     count = len(right["weights"])
     summed = {part: [count * one for one in right[part]] for part in ("weights", "statistics")}
+    weights_alone = right | {"weights": summed["weights"], "statistics": alone["statistics"]}
     batches = sum(alone["batches"]) // count
     return judge(
         yours,
         right=right,
         case=f"{case}: the ranks' states",
         wrong={
-            "this is the sum of the ranks' weights: divide by dist.get_world_size()": right | summed,
+            "this is the sum of the ranks' weights: divide by dist.get_world_size()": AnyOf(
+                (right | summed, weights_alone)
+            ),
             "the mean did not come back: unpack it into the tensors themselves, in place": alone,
             "the statistics of batch norm are buffers: average these, too; net.state_dict() has both": (
                 right | {"statistics": alone["statistics"]}

@@ -1,4 +1,4 @@
-"""Exercise 5.1, by reading the script: faults that a successful run on a CPU cannot show."""
+"""Exercises 5.1 and 14.1, by reading the script: faults that a successful run on a CPU cannot show."""
 
 from __future__ import annotations
 

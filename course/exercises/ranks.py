@@ -68,6 +68,13 @@ def _judge(outcomes: list[Outcome], case: str) -> None:
     """Raises the failure: first an error of the answer itself, then one between the ranks."""
     failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
     for _, one in failed:
+        if "autograd's threading" in str(one.error):  # torch: no fork after a backward, where there is a GPU
+            raise LabError(
+                "This check cannot make its ranks in this kernel.",
+                where="torch's backward, in a process that was forked",
+                cause="there is a GPU, and a backward pass ran in this kernel before: torch cannot be forked after it",
+                fix="start JupyterLab with CUDA_VISIBLE_DEVICES= (nothing behind it), and run the lab on the CPU",
+            )
         if not any(word in str(one.error) for word in NETWORK):
             one.error.line_of_answer = one.line
             raise one.error

@@ -10,7 +10,7 @@ from course.race import baseline, judge
 from course.race.board import read_entries, write_board
 from course.race.images import NAMES
 from course.race.records import LEAGUES
-from lab_common import env_folder
+from lab_common import LabError, env_folder
 from lab_common.commandline import find_user, read_option, run_command
 from lab_common.text import clean, clean_name
 from nodelaunch import choose_nodes, local_nodes
@@ -48,6 +48,9 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> None:
     options = {"league": args.league, "name": args.name, "dataset": args.data, "nproc_per_node": args.processes}
     nodes = choose_nodes()[:2] if args.nodes == 2 else local_nodes(1)
+    if len(nodes) < args.nodes:
+        fix = "export LAB_NODES=local:2, or two hosts: export LAB_NODES=hostA,hostB"
+        raise LabError("There is one node only.", where="the variable LAB_NODES", cause="--nodes 2", fix=fix)
     print(clean(judge.tell(judge.run_lap(args.script, args.args, nodes=nodes, **options))))
 
 

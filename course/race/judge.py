@@ -198,7 +198,13 @@ def _find_cache(lap: str) -> str:
 def _ask(node: Node, work: Path) -> dict[str, Any]:
     """Describes a node: the result of ``on_node.describe`` there."""
     process = node.popen(make_command(node.python, on_node, str(work)))
-    out, errors = process.communicate()
+    try:
+        out, errors = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        what, fix = f"{node.name} does not answer.", "python -m nodelaunch preflight says what is wrong with a node"
+        raise LabError(what, where=node.name, cause=f"no word within {PATIENCE:g} s", fix=fix) from None
     if process.returncode:
         raise node.explain(process.returncode, errors.decode(errors="replace"))
     return json.loads(out.splitlines()[-1])
@@ -322,6 +328,8 @@ def _judge(
     # A data set that is drawn has new ones for each lap, another one has its ``valid``.
     seed = secrets.randbits(63) if dataset.name == "shapes10" else None
     given = *images.find_images(dataset, record["data"]["mapping"], seed), len(dataset.class_names)
+    # Of a drive on one node alone only the last weights count.
+    drives = [(versions[-1:], busy) for versions, busy in drives[:-1]] + drives[-1:]
     found = [images.evaluate([path for _, path in versions], *given) for versions, _ in drives]
     for answers in found:
         if isinstance(answers[-1], str):

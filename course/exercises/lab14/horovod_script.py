@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,8 @@ def verify_horovod_script(path: str | Path) -> str:
     for call in CALLS:
         line = _expect_call(tree, call, line)
     conditions = [node for node in ast.walk(tree) if isinstance(node, ast.If) and "rank" in ast.unparse(node.test)]
-    alone = [text for node in conditions if "hvd." in (text := ast.unparse(node))]
+    inside = [ast.unparse(part) for node in conditions for part in (*node.body, *node.orelse)]
+    alone = [text for text in inside if re.search(r"\bhvd\.(?!rank|size|local_)", text)]
     expect(not alone, "which ranks call hvd", yours="".join(alone[:1])[:120], expected="all of them", hint=SAME)
     hint = "Horovod does without torch.distributed: hvd.init() is enough"
     group = "init_process_group" in ast.unparse(tree)
