@@ -192,8 +192,9 @@ def test_laps_that_are_there_are_not_run_again(home, warm_ranks, write, monkeypa
 
 def test_two_nodes_that_are_one_are_refused(monkeypatch):
     monkeypatch.setenv("LAB_NODES", "local:1")
+    monkeypatch.setattr(sys, "argv", ["race", "lap", "--nodes", "2", "race.py"])
     with pytest.raises(LabError, match="There is one node only"):
-        command.main(["lap", "--nodes", "2", "race.py"])
+        command.main()
 
 
 def test_two_nodes_are_compared_with_one(home, warm_ranks):
