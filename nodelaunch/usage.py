@@ -8,6 +8,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
@@ -91,6 +92,8 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
     running: list[tuple[subprocess.Popen, threading.Thread]] = []
     try:
         for index, node in enumerate(nodes):
+            if not import_module(node.backend).ONE_BY_ONE:
+                continue  # Slurm chooses the machine, and this one is another
             with contextlib.suppress(OSError, LabError):
                 process = node.popen(make_command(node.python, sampler, str(every), str(index), node.folder))
                 reader = threading.Thread(target=_follow, args=(node.name, process, seen), daemon=True)

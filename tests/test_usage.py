@@ -26,6 +26,7 @@ class Node:
     name: str
     python: str = sys.executable
     folder: str = "/nodes/own"
+    backend: str = "nodelaunch.backends.direct"
 
     def popen(self, argv):
         pipe = subprocess.PIPE
@@ -121,3 +122,9 @@ def test_gpus_are_read_from_nvidia_smi_and_a_job_has_those_that_it_may_see(tmp_p
         "--format=csv,noheader,nounits",
         "-lms=100",
     ]
+
+
+def test_a_node_that_slurm_will_choose_has_no_samples_of_this_machine():
+    with launch.watch([*launch.slurm_nodes(1), Node("here")], every=0.1) as seen:
+        wait_for(lambda: seen.samples, seconds=20)
+    assert {sample.node for sample in seen.samples} == {"here"}
