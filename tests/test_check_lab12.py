@@ -86,7 +86,7 @@ def test_a_script_with_gaps_or_without_lightning_is_not_run(
 ):
     with pytest.raises(OpenError, match=rf"{name} has {gaps} place"):
         check.exercise(number, write(name, stub=True))
-    monkeypatch.setattr(frameworks, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(frameworks, "find_folder", lambda name: tmp_path / name)
     with pytest.raises(LabError, match="Lightning's environment is not here"):
         check.exercise(number, write(name))
     assert not count_runs
