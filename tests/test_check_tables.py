@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from harness.answers import load_answer, recording
+from harness.answers import NOTEBOOKS, load_answer, recording
 
 from course import check
 from course.check import NotYetError
@@ -23,7 +23,8 @@ def list_judged():
 
 
 @pytest.mark.parametrize("number", list(list_judged()))
-def test_each_wrong_value_of_a_table_gets_its_hint(number, capsys, record_property):
+def test_each_wrong_value_of_a_table_gets_its_hint(number, capsys, record_property, monkeypatch):
+    monkeypatch.chdir(NOTEBOOKS)
     with recording() as comparisons:
         check.exercise(number, load_answer(number))
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"✔ {number}")

@@ -315,7 +315,7 @@ def test_a_disk_that_became_read_only_leaves_the_earlier_one_intact(small_disk):
 def test_a_part_of_a_sharded_tensor_is_refused(tmp_path):
     """torch.save takes it, and the parts of the other ranks would be lost without a word."""
     part = torch.ones(2).as_subclass(type("DTensor", (torch.Tensor,), {}))
-    part.device_mesh = SimpleNamespace()
+    part.device_mesh, part.full_tensor = SimpleNamespace(), None
     with pytest.raises(LabError, match=r'state\["model"\]\[0\] is a .*DTensor') as caught:
         Checkpoints(tmp_path).save(1, {"model": [part]})
     assert "full_tensor()" in caught.value.fix and names(tmp_path) == []

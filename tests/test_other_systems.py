@@ -136,7 +136,7 @@ def test_a_rank_that_macos_ends_is_not_the_answer_s_fault(elsewhere, monkeypatch
         ranks._judge(outcomes, "two ranks")
     assert f"export {ranks.FORK_SAFETY}=YES" in caught.value.fix
     monkeypatch.setenv(ranks.FORK_SAFETY, "YES")
-    with pytest.raises(NotYetError, match="do not fit together"):
+    with pytest.raises(NotYetError, match="did not end"):
         ranks._judge(outcomes, "two ranks")
 
 

@@ -86,7 +86,8 @@ def _judge_update(case: str, before: nn.Module, pair: tuple[dict, dict], wrong: 
 
 def _judge_scale(case: str, ours: dict, theirs: dict) -> None:
     yours, right = ours["scaler"].get_scale(), theirs["scaler"].get_scale()
-    unused = ours["scaler"]._scale is None  # which it makes when it scales its first loss
+    scaler = ours["scaler"]
+    unused = scaler.is_enabled() and scaler._scale is None  # which it makes when it scales its first loss
     judge(yours, right=right, case=f"{case}: the loss scale after the step", hint=ORDER if unused else UPDATE)
 
 
