@@ -202,7 +202,8 @@ def test_two_nodes_are_compared_with_one(home, warm_ranks):
     assert lap["nodes"] == lap["processes"] == 2 and lap["class"].startswith("2 nodes on one machine, ")
     assert lap["speed_up"] == lap["one_node"]["seconds"] / lap["seconds"]
     assert f"efficiency {lap['speed_up'] / 2:.0%}" in race.tell(lap)
-    assert 0 < lap["busy"] <= 1
+    # Zero, where no rank worked between two looks: the lap lasts a second.
+    assert 0 <= lap["busy"] <= 1
 
 
 @pytest.mark.system
