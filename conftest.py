@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 FOLDERS = pytest.StashKey[Path]()
 SETTINGS = pytest.StashKey[dict[str, str]]()
 WATCH = pytest.StashKey()
+WARM = pytest.StashKey[subprocess.Popen]()
 # The fixtures of what needs root, or packages that the lock does not have.
 SYSTEM = {"hosts", "slurm", "chromium", "nbgrader", "small_disk"}
 SYSTEM |= {"lightning", "ray", "jax", "tensorflow", "horovod", "sphinx"}
@@ -95,6 +96,21 @@ def start_kernels_again():
     kernel.start_new_kernel = start_again
 
 
+def warm_notebooks(config):
+    """Gives the nodes that notebooks make on this machine a Python that has imported torch already.
+
+    That import is most of what a small job takes. `make notebooks`, and the learner in the browser, do without.
+    """
+    from tests.harness import warm
+
+    folder = config.stash[FOLDERS] / "w"
+    folder.mkdir()
+    command, config.stash[WARM] = warm.start_server(str(folder))
+    warm.write_python(folder / "python", command)
+    warm.write_profile(folder / "ipython", folder / "python")
+    os.environ["IPYTHONDIR"] = str(folder / "ipython")
+
+
 @functools.cache
 def draw_data():
     """Draws the data set before a notebook does: on a slow machine that shows progress, which no notebook stores."""
@@ -124,8 +140,10 @@ def pytest_runtest_setup(item):
         need_engine_of(item.path)
         start_kernels_again()
         draw_data()
+        if WARM not in item.config.stash:
+            warm_notebooks(item.config)
         if WATCH not in item.parent.stash:
-            item.parent.stash[WATCH] = MemoryWatch().__enter__()
+            item.parent.stash[WATCH] = MemoryWatch(item.config.stash[WARM].pid).__enter__()
 
 
 def end_watch(item):
@@ -200,7 +218,9 @@ def pytest_xdist_make_scheduler(config, log):
 
 
 def pytest_unconfigure(config):
-    """Removes those folders."""
+    """Removes those folders, and ends the warm Python."""
+    if WARM in config.stash:
+        config.stash[WARM].communicate()
     if FOLDERS in config.stash:
         shutil.rmtree(config.stash[FOLDERS], ignore_errors=True)
 

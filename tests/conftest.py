@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import matplotlib as mpl
@@ -64,14 +63,8 @@ def warm_python() -> Iterator[list[str]]:
     """A command that runs a Python script in a fork of a process that has torch already: see tests/harness/warm.py."""
     # Not pytest's own folder: a socket has no room for so long a name.
     with tempfile.TemporaryDirectory(prefix="warm-") as folder:
-        command = [sys.executable, "-IS", warm.__file__, f"{folder}/s"]
-        environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        # The end of the block closes its standard input, at which it ends.
-        with subprocess.Popen(
-            [sys.executable, *command[2:]], start_new_session=True, env=environment, **pipes
-        ) as server:
-            assert server.stdout.readline() == b"warm\n"
+        command, server = warm.start_server(folder)
+        with server:  # the end of the block closes its standard input, at which it ends
             yield command
 
 
@@ -99,14 +92,7 @@ def warm_torchrun(warm_python: list[str], tmp_path: Path, monkeypatch: pytest.Mo
     Not for tests of their environment or memory, or of stopped processes: these are forks of a warm Python.
     """
     warm.write_python(tmp_path / "warm-python", warm_python)
-    start, python = TorchrunJob.__init__, str(tmp_path / "warm-python")
-
-    def prepare(
-        job: TorchrunJob, script: str | Path | None = None, args: Sequence[object] = (), nodes: Sequence = (), **b
-    ) -> None:
-        start(job, script, args, [replace(node, python=python) for node in nodes], **b)
-
-    monkeypatch.setattr(TorchrunJob, "__init__", prepare)
+    warm.use_python(str(tmp_path / "warm-python"), monkeypatch.setitem)
 
 
 @pytest.fixture

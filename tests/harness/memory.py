@@ -9,6 +9,8 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
+import psutil
+
 # On a CPU, at the small scale. A laptop of 4 GiB runs each lab beside JupyterLab and a browser.
 LIMIT_GIB = 2.6
 # How much more than its stored peak a notebook may take: other cores, another C library.
@@ -20,14 +22,16 @@ MARK = "MEMORY_OF_NOTEBOOK"
 class MemoryWatch:
     """Samples the memory of all processes started since then, directly or not; works on Linux only.
 
-    Jobs leave the kernel's process tree, so processes are found by a mark that they inherit in their environment.
+    Jobs leave the kernel's process tree, so processes are found by a mark that they inherit in their environment. The
+    forks of a warm process (tests/harness/warm.py), whose id may be given, have its environment, and count, too.
 
     Attributes:
         peak_bytes: The most so far: private memory of all processes, plus shared memory such as libraries once.
     """
 
-    def __init__(self, interval: float = 0.5) -> None:
+    def __init__(self, warm: int | None = None, *, interval: float = 0.5) -> None:
         self.peak_bytes = 0
+        self._warm = warm and psutil.Process(warm)
         self._mark = uuid.uuid4().hex
         self._interval, self._stopped = interval, threading.Event()
         self._marked: set[str] = set()  # process ids
@@ -57,7 +61,12 @@ class MemoryWatch:
 
     def sample(self) -> None:
         """Takes one sample."""
-        folders = [folder for folder in Path("/proc").glob("[0-9]*") if self._is_marked(folder)]
+        forks: set[str] = set()
+        if self._warm:
+            with contextlib.suppress(psutil.Error):  # one ended between two looks
+                forks = {str(process.pid) for process in self._warm.children(recursive=True)}
+        found = Path("/proc").glob("[0-9]*")
+        folders = [folder for folder in found if folder.name in forks or self._is_marked(folder)]
         commands = {folder: _read_command(folder) for folder in folders}
         counts = Counter(commands.values())
         sizes = [read_sizes(folder, forked=counts[command] > 1) for folder, command in commands.items()]

@@ -7,7 +7,8 @@ own.
 
 :func:`write_python` writes a Python that does so for torchrun and its workers alone. torchrun, its rendezvous and its
 end are real; in the tree of processes, and by their environment, those stand for it and its workers that wait for the
-forks, pass signals on and end with them.
+forks, pass signals on and end with them. :func:`use_python` gives it to the nodes that a process makes on this machine,
+and :func:`write_profile` to those of a notebook.
 """
 
 import array
@@ -19,7 +20,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
@@ -27,10 +28,12 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 AGENT, WORKER = "nodelaunch.node.agent", "nodelaunch.node.worker"
 PYTHON = """\
 #!/bin/sh
+# A rank that is killed takes its own process with it: torchrun hears of a fork's end later than the other ranks do.
+case "$*" in
+*crash_once.py*) ;;
 # torchrun starts its workers by PYTHON_EXEC.
-for word; do case $word in
-{agent}|{worker}) export PYTHON_EXEC="$0"; exec {warm} "$@" ;;
-esac; done
+*{agent}*|*{worker}*) export PYTHON_EXEC="$0"; exec {warm} "$@" ;;
+esac
 exec {python} "$@"
 """
 
@@ -40,6 +43,38 @@ def write_python(path: Path, command: Sequence[str]) -> None:
     words = {"agent": AGENT, "worker": WORKER, "warm": shlex.join(command), "python": shlex.quote(sys.executable)}
     path.write_text(PYTHON.format(**words))
     path.chmod(0o755)
+
+
+def start_server(folder: str) -> tuple:
+    """Starts a warm process, with a socket in this folder, whose name is short: a socket has no room for a long one.
+
+    Returns:
+        The command that runs a script in a fork of it; and its Popen, which ends when its standard input is closed.
+    """
+    import subprocess
+
+    command = [sys.executable, "-IS", __file__, f"{folder}/s"]
+    environment = {name: text for name, text in os.environ.items() if name != "PYTHONPATH"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    server = subprocess.Popen([sys.executable, *command[2:]], start_new_session=True, env=environment, **pipes)
+    if server.stdout.readline() != b"warm\n":
+        raise RuntimeError("the warm process did not start")
+    return command, server
+
+
+def use_python(path: str, set_item: Callable[[dict, str, object], None] = dict.__setitem__) -> None:
+    """Makes a program the Python of all nodes that this process makes on this machine from now on."""
+    from nodelaunch.backends.local import LocalNode
+
+    set_item(LocalNode.__init__.__kwdefaults__, "python", path)
+
+
+def write_profile(folder: Path, python: Path) -> None:
+    """Writes a folder for IPYTHONDIR: with it a notebook's nodes on this machine run by that Python."""
+    startup = folder / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    call = f"__import__('runpy').run_path({__file__!r})['use_python']({str(python)!r})\n"
+    (startup / "warm.py").write_text(call)
 
 
 def run(path: str, argv: list[str]) -> int:
@@ -72,7 +107,7 @@ def serve(path: str) -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports for a second, too
     gc.collect()
     gc.freeze()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+    signal.signal(signal.SIGCHLD, _reap)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
@@ -83,6 +118,13 @@ def serve(path: str) -> None:
                 listener.close()
                 _attend(client)
             client.close()
+
+
+def _reap(*_: object) -> None:
+    """Waits for the forks that have ended, so that their CPU time counts for the tests that they ran for."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _attend(client: socket.socket) -> None:
