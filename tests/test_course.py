@@ -127,6 +127,7 @@ def test_nbgrader_makes_the_assignment_and_grades_it(nbgrader, root, tmp_path, m
     assert json.loads(scores.stdout) == {"ada": [3.0, 3.0], "bob": [0.0, 3.0]}, scores.stderr
 
 
+@pytest.mark.system
 def test_what_comes_before_jupyterlab_goes_on_if_a_check_fails(tmp_path, root):
     command = [sys.executable, "-m", "course.prepare", "--workspace", str(tmp_path / "labs")]
     (program := tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: one that torch cannot use'\n")

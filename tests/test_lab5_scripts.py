@@ -109,6 +109,7 @@ def read_epochs(report):
     return re.findall(r"epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images", report["printed"])
 
 
+@pytest.mark.system
 def test_plain_torchrun_runs_the_script_without_anything_of_ours_around_it(scripts, images, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "LAB_DATA": str(images.parent), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -160,7 +161,7 @@ def test_the_prediction_of_a_step_bucket_by_bucket(run_cells_of, capsys, buckets
     assert list(found["table"]["off by (%)"]) == pytest.approx(off, abs=0.06)
 
 
-@pytest.mark.usefixtures("runs")
+@pytest.mark.usefixtures("runs", "warm_torchrun")
 def test_a_step_is_measured_bucket_by_bucket(scripts):
     arguments = ["--stems", "imagenet", "--batch-sizes", 2, "--repeats", 2]
     job = launch.TorchrunJob(scripts / "measure_step.py", arguments, nodes=launch.local_nodes(2))

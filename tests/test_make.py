@@ -75,6 +75,7 @@ def test_a_busy_port_is_said_before_anything_is_done(make, tmp_path):
     assert not (tmp_path / "workspace").exists()
 
 
+@pytest.mark.system
 def test_make_lab_serves_the_learners_copy_on_this_computer_only_and_asks_for_a_token(make, tmp_path):
     port = find_free_port()
     arguments = ("lab", f"LAB_PORT={port}", f"WORKSPACE={tmp_path / 'workspace'}")

@@ -39,6 +39,8 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
 """
 UV = Path(sys.executable).with_name("uv")
 
+pytestmark = pytest.mark.system
+
 
 class Checkout:
     """A checkout of the set-up's own files with a lock of toys, in a folder with a space in its name."""
