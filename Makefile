@@ -50,10 +50,14 @@ lab: setup
 test: setup
 	@$(PY) -m pytest -n $(WORKERS) $(ARGS)
 
-## test-system: what needs root and packages: two hosts with sshd, a Slurm, a learner in Chromium (CONTRIBUTING.md)
+## test-system: what `make test` leaves out: what needs root and packages (two hosts, Slurm, Chromium) or takes long
 .PHONY: test-system
 test-system: setup
 	@$(PY) -m pytest -n $(WORKERS) -m "system and not hosting" -rs tests $(ARGS)
+
+## test-all: both
+.PHONY: test-all
+test-all: test test-system
 
 ## host: bring up the teams of TEAMS=hosting/teams.csv in containers of their own (hosting/README.md; ARGS="--address ...")
 .PHONY: host
