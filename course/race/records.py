@@ -69,7 +69,7 @@ def find_threshold(dataset: data.Dataset, league: str) -> float:
         f"No threshold is set for {dataset.name} with {len(dataset.train):,} training images.",
         where=f"league {league!r}",
         cause="it comes from five laps of the baseline, which nobody has run on this data set",
-        fix="run `python -m course.race thresholds sprint`, or race on shapes10: `--data shapes10`",
+        fix="race on shapes10, `--data shapes10`, or add a row to course/race/thresholds.json",
     )
 
 

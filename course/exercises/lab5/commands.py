@@ -79,13 +79,11 @@ def verify_commands(two_commands: Callable) -> str:
 
 def _parse(case: str, command: str) -> _Command:
     try:
-        # In a terminal one may put a command into the background, or end it by a semicolon: the command is the same.
-        line = command.replace("\\\n", " ").rstrip().removesuffix("&").removesuffix(";")
-        words = shlex.split(line, comments=True)
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         hint = "a quotation mark has no partner"
         raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None
-    words, variables = words[1:] if words[:1] == ["env"] else words, []
+    variables = []
     while words and ASSIGNMENT.fullmatch(words[0]):
         variables.append(words.pop(0))
     length = next((length for length in (1, 3, 4) if PROGRAM.fullmatch(" ".join(words[:length]))), 0)
