@@ -392,6 +392,14 @@ def test_commands_run_as_they_were_typed(said, root, monkeypatch):
     assert job.spec.env["PYTHONPATH"] == "/where/the/packages/are" and job.spec.env["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_commands_of_other_spellings_are_accepted(said):
+    started = said(EPOCH, ok=True)
+    check.exercise(
+        "5.2", lambda: [type_static(n, before="A=1 /x/bin/", nodes="--nnodes=2:2") + "  # n" for n in (0, 1)]
+    )
+    assert all(line.rstrip("; fi").endswith("--images 64") for line in started[0][1][3:])
+
+
 def test_two_commands_meet_and_train(root, monkeypatch, capsys, survivors, count_runs):
     """Runs them for real, closed to other machines. Nothing is left, even if one waits for the other in vain."""
     monkeypatch.chdir(root / "notebooks")
