@@ -6,11 +6,12 @@ import secrets
 import shutil
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.answers import load_answer, refuse_edited
+from harness.answers import load_answer, refuse_edited, write_script
 from harness.jobs import hear_listeners
 from torch.nn import functional as F
 
@@ -18,7 +19,6 @@ from course import check
 from course.check import NotYetError, OpenError
 from course.exercises import precautions, script_runs
 from course.exercises.lab5 import commands, ddp_script
-from course.workspace import make_script_stub
 from lab_common import LabError
 from nodelaunch.node.probe import find_free_port
 from nodelaunch.result import Failure, JobResult
@@ -39,35 +39,9 @@ def refuse(judging, *arguments):
 @pytest.fixture
 def write(root, tmp_path, monkeypatch):
     """A function that writes the lab's script with some of its text replaced, beside the one that watches it."""
-    scripts = root / "notebooks" / "scripts"
-    shutil.copy(scripts / "observed.py", tmp_path)
+    shutil.copy(root / "notebooks" / "scripts" / "observed.py", tmp_path)
     monkeypatch.chdir(tmp_path)
-
-    def write(*changes, name="train_ddp.py", stub=False):
-        source = (scripts / "train_ddp.py").read_text()
-        source = make_script_stub(source) if stub else source
-        for old, new in changes:
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
-        (tmp_path / name).write_text(source)
-        return name
-
-    return write
-
-
-@pytest.fixture
-def count_runs(monkeypatch):
-    """The ids of the jobs that a check ran."""
-    ids, run = [], ddp_script.launch.TorchrunJob.run
-
-    def note(job, **options):
-        try:
-            return run(job, **options)
-        finally:
-            ids.append(job.id)  # the next run has another
-
-    monkeypatch.setattr(ddp_script.launch.TorchrunJob, "run", note)
-    return ids
+    return partial(write_script, tmp_path, "train_ddp.py")
 
 
 @pytest.fixture(scope="module")
