@@ -7,6 +7,7 @@ kernels of one step of the fastest arm to ``runs/gpu/profile.txt``.
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -66,6 +67,7 @@ def prepare(name: str, net: str, pool: Sequence[Batch], expected: torch.Tensor) 
         RuntimeError: The arm cannot run here, or its losses are off by more than ``MOST_OFF``.
     """
     arm, device = ARMS[name], pool[0][0].device
+    gc.collect()  # or what earlier arms left would be freed meanwhile, and be missing from the peak
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     training = arm.build(net, STEM, device)
     peak = training.capture(pool[0]) if arm.graph else None
