@@ -97,7 +97,7 @@ def measure_batch(
         try:
             trainings[name], facts = prepare(name, net, pool, expected)
         except RuntimeError as error:
-            rows[name]["error"] = f"{error}"[:300]
+            rows[name]["error"] = (f"{error}".splitlines() or [type(error).__name__])[0][:200]
         else:
             rows[name] |= facts
     blocks = {name: partial(run_steps, training, pool, steps) for name, training in trainings.items()}
