@@ -152,13 +152,17 @@ picture: setup
 reference: LAB ?= 1
 reference: setup
 	@rm -rf runs/reference
-	@LAB_SCALE=full LAB_RUNS=$(CURDIR)/runs/reference $(PY) -m benchmarks.gpu.notebook --out runs/reference $(LAB)
+	@LAB_SCALE=full LAB_RUNS=$(CURDIR)/runs/reference $(PY) -m nbconvert --to notebook --execute --output-dir runs/reference \
+	  notebooks/0$(LAB)_*.ipynb
 	@LAB_RUNS=runs/reference $(PY) -m course.reference lab$(LAB)
 
-## gpu: on a machine with a GPU, in 9 minutes: tests, labs 0, 1, 4, 5, reference runs, speed (ARGS=--dry rehearses on a CPU)
+## gpu: on a machine with a GPU: the tests that need one, the reference runs of labs 0 and 1, the speed of a training step
 .PHONY: gpu
 gpu: setup
-	@$(PY) -m benchmarks.gpu $(ARGS)
+	@$(PY) -m pytest -c tests/gpu/pytest.ini --confcutdir=tests/gpu tests/gpu --record $(ARGS)
+	@$(MAKE) --no-print-directory reference LAB=0
+	@$(MAKE) --no-print-directory reference LAB=1
+	@$(PY) -m benchmarks.gpu
 
 ## bench: measure the performance claims that a maintainer has to defend
 .PHONY: bench

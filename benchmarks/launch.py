@@ -155,7 +155,7 @@ def check_host_preflights() -> list[Claim]:
         hosts.mend()
         nodes = ssh_nodes(["n1", "n2"], config=hosts.ssh_config)
         time_preflight(nodes)
-        hosts.crash("n2")
+        hosts.link_down("n2")  # to the network, the same as switched off
         # Over a connection that is there already, and then over one that cannot be made.
         connected = time_preflight(nodes, red=True)
         claims.append(judge(off, [connected, time_fresh(hosts, red=True)], bound=10, pick=max))

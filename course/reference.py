@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lab_common import LabError, checkout
-from lab_common.commandline import read_option
+from lab_common.commandline import run_command
 from lab_common.files import write_atomically
 from lab_common.nvidia import query_smi
 from lab_utils import machine
@@ -81,13 +81,12 @@ def read_gpus() -> list[dict[str, str]]:
         return []
 
 
-def save_reference(lab: str, *, allow_cpu: bool = False, folder: Path | None = None) -> Path:
-    """Writes this machine's newest record per kind and settings to ``<folder>/<lab>.json``.
+def save_reference(lab: str, *, allow_cpu: bool = False) -> Path:
+    """Writes this machine's newest record per kind and settings to ``data/reference/<lab>.json``.
 
     Args:
         lab: The lab, such as ``lab1``.
         allow_cpu: Accepts a machine without a GPU, and records that used none.
-        folder: The folder; ``data/reference`` of the checkout if None.
 
     Raises:
         LabError: There is no GPU, or no record of this machine and this version of torch.
@@ -115,7 +114,7 @@ def save_reference(lab: str, *, allow_cpu: bool = False, folder: Path | None = N
         "when": max(record["when"] for record in newest.values()),
         "records": list(newest.values()),
     }
-    path = (folder or reference_path(lab).parent) / f"{lab}.json"
+    path = reference_path(lab)
     path.parent.mkdir(parents=True, exist_ok=True)
     with write_atomically(path) as file:
         file.write(encode(content, indent=1) + b"\n")
@@ -131,22 +130,13 @@ def used_gpu(record: dict[str, Any]) -> bool:
 def main() -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.reference", description=__doc__)
-    parser.add_argument("labs", nargs="+", metavar="LAB", help="such as lab1")
+    parser.add_argument("lab", metavar="LAB", help="such as lab1")
     parser.add_argument("--allow-cpu", action="store_true", help="record a machine without a GPU")
-    parser.add_argument("--into", type=read_option, metavar="FOLDER", help="write there, and not to data/reference")
-    parser.add_argument("--some", action="store_true", help="it is enough that one of the labs has records")
     arguments = parser.parse_args()
-    written = 0
-    for lab in arguments.labs:
-        try:
-            path = save_reference(lab, allow_cpu=arguments.allow_cpu, folder=arguments.into)
-        except LabError as error:
-            print(error, file=sys.stderr)
-        else:
-            written += 1
-            print(f"wrote {path.parent.name}/{path.name}")
-    return 0 if written == len(arguments.labs) or (written and arguments.some) else 1
+    path = save_reference(arguments.lab, allow_cpu=arguments.allow_cpu)
+    print(f"wrote {path.parent.name}/{path.name}")
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

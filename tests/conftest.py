@@ -96,6 +96,21 @@ def warm_torchrun(warm_python: list[str], tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.fixture
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ids of the jobs that the test has run, in a list that grows."""
+    ids, run = [], TorchrunJob.run
+
+    def note(job: TorchrunJob, **options: object) -> object:
+        try:
+            return run(job, **options)
+        finally:
+            ids.append(job.id)  # the next run has another
+
+    monkeypatch.setattr(TorchrunJob, "run", note)
+    return ids
+
+
+@pytest.fixture
 def write(tmp_path: Path) -> Callable[[str, str], Path]:
     """Writes a file for the test, such as a training script, and returns its path."""
 

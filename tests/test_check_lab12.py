@@ -6,17 +6,17 @@ one that hangs.
 
 import re
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from harness.answers import refuse, refuse_edited
+from harness.answers import refuse, refuse_edited, write_script
 from harness.quick_ranks import keep_warm, run_job
 
 from course import check, frameworks
 from course.check import NotYetError, OpenError
 from course.exercises.lab12 import callback
-from course.workspace import make_script_stub
 from lab_common import LabError
 from nodelaunch import TorchrunJob
 
@@ -24,40 +24,13 @@ pytestmark = pytest.mark.usefixtures("runs")
 
 
 @pytest.fixture
-def write(root, tmp_path, monkeypatch):
+def write(tmp_path, monkeypatch):
     """A function that writes a script of the lab with some of its text replaced; nothing may be added beside it."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    names = set()
-
-    def write(name, *changes, stub=False):
-        source = (root / "notebooks" / "scripts" / name).read_text()
-        source = make_script_stub(source) if stub else source
-        for old, new in changes:
-            assert source.count(old) >= 1, old
-            source = source.replace(old, new, 1)
-        (folder / name).write_text(source)
-        names.add(name)
-        return name
-
-    yield write
-    assert {path.name for path in folder.iterdir()} == names
-
-
-@pytest.fixture
-def count_runs(monkeypatch):
-    """The ids of the jobs that a check ran."""
-    ids, run = [], TorchrunJob.run
-
-    def note(job, **options):
-        try:
-            return run(job, **options)
-        finally:
-            ids.append(job.id)  # the next run has another
-
-    monkeypatch.setattr(TorchrunJob, "run", note)
-    return ids
+    yield partial(write_script, folder)
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,11 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
+from harness.answers import write_script
 
 from course import check
 from course.check import NotYetError
@@ -40,21 +42,12 @@ LEAVE = """                if stop:
 
 
 @pytest.fixture
-def write(root, tmp_path, monkeypatch):
+def write(tmp_path, monkeypatch):
     """A function that writes the script with some of its text replaced; nothing may be added beside it."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     monkeypatch.chdir(folder)
-
-    def write(*changes):
-        source = (root / "notebooks" / "scripts" / NAME).read_text()
-        for old, new in changes:
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
-        (folder / NAME).write_text(source)
-        return NAME
-
-    yield write
+    yield partial(write_script, folder, NAME)
     assert [path.name for path in folder.iterdir()] == [NAME]
 
 

@@ -1,11 +1,12 @@
 """The checks of lab 14 refuse typical wrong answers with the hint that fits, accept right ones, and end all ranks."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness.answers import refuse, refuse_edited
+from harness.answers import refuse, refuse_edited, write_script
 from torch.distributed import P2POp, batch_isend_irecv
 
 from course import check
@@ -28,19 +29,10 @@ SUM = "counts = hvd.allreduce(counts, op=hvd.Sum)"
 
 
 @pytest.fixture
-def write(root, tmp_path, monkeypatch):
+def write(tmp_path, monkeypatch):
     """A function that writes the script with some of its text replaced."""
     monkeypatch.chdir(tmp_path)
-
-    def write(*changes):
-        source = (root / "notebooks" / "scripts" / NAME).read_text()
-        for old, new in changes:
-            assert source.count(old) == 1, old
-            source = source.replace(old, new)
-        (tmp_path / NAME).write_text(source)
-        return NAME
-
-    return write
+    return partial(write_script, tmp_path, NAME)
 
 
 WRONG_SCRIPTS = [

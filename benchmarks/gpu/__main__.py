@@ -1,250 +1,212 @@
-"""Tests and measures on a machine with a GPU: ``make gpu``, or ``python -m benchmarks.gpu``, in at most 9 minutes.
+"""Measures a training step of ResNet-152 on a GPU in four arms that take turns: the last part of ``make gpu``.
 
-The most valuable comes first: the tests of what runs on a GPU, the notebooks of labs 0, 1, 4 and 5, their records as
-reference runs, and ResNet-152 against other people's scripts. Each step is its own process with a time limit and a log,
-OUT/STEP.log. What came of it is in OUT/results.json after each, and another call goes on where this one ended. On a GPU
-the files of OUT/reference/ are copied to data/reference/. ``--dry`` rehearses everything on a CPU.
+The data are random uint8 images on the GPU. Before an arm is timed, the losses of its first steps have to lie within
+2 % of those of float32, in each step. Results go to ``data/reference/gpu_speed.json`` and docs/performance.md, and the
+kernels of one step of the fastest arm to ``runs/gpu/profile.txt``.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
-import os
-import shutil
-import signal
-import subprocess
+import gc
+import math
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
-import psutil
+import torch
 
-from benchmarks.gpu import TIME_IS_UP, report, write_json
+from benchmarks.claims import PAGE, Claim, write_block, write_rows
+from benchmarks.gpu.arms import ARMS, Batch, Training, build_reference
+from benchmarks.gpu.roofline import find_sheet, predict
 from course.reference import describe_machine
 from lab_common import LabError, checkout
-from lab_common.commandline import read_option
+from lab_common.commandline import run_command
+from lab_common.files import write_atomically
+from lab_utils import machine, timing
+from lab_utils.timing.records import encode
 
-GRACE = 8.0  # seconds after an interrupt, in which pytest still writes its report
-LABS = (0, 1, 4, 5)
-LAST_LINES = 12  # of a step's log, which are shown
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: its name, command (``{seconds}`` is what it may take), most seconds, and settings of its environment.
-
-    Attributes:
-        after: Called when it has ended, also where its time was up.
-        always: True to run it again where it has passed.
-    """
-
-    name: str
-    command: tuple[str, ...]
-    cap: float
-    env: dict[str, str] = field(default_factory=dict)
-    after: Callable[[], None] = lambda: None
-    always: bool = False
+NET, STEM, BATCHES = "resnet152", "imagenet", (1024, 128)
+ROUNDS, STEPS = 10, 20  # of all arms in turn, and training steps of one arm in a round
+POOL = 2  # batches on the device, which steps take in turn
+CURVE, MOST_OFF = 30, 0.02  # losses that are compared, and how far each of them may be from float32's
+ROOFLINE_SHARE = 0.55
+RECORD = Path("data", "reference", "gpu_speed.json")
 
 
-def list_steps(out: Path, *, dry: bool) -> list[Step]:
-    """Returns the steps, the most valuable first; ``dry`` makes them small."""
-    python, reference = (sys.executable, "-m"), out / "reference"
-    tests = (*python, "pytest", "-c", "tests/gpu/pytest.ini", "--confcutdir=tests/gpu", "tests/gpu")
-    tests += ("-p", "no:cacheprovider", f"--junitxml={out / 'tests.xml'}")
-    scale = {"LAB_SCALE": "small", "LAB_ROUNDS": "2"} if dry else {"LAB_SCALE": "full"}
-    notebooks = [
-        Step(
-            f"lab{lab}",
-            (*python, "benchmarks.gpu.notebook", str(lab), "--out", str(out / "notebooks")),
-            cap,
-            env=scale | {"TQDM_DISABLE": "1"},
-        )
-        for lab, cap in zip(LABS, (40, 180, 60, 60), strict=True)
-        if not (dry and lab)
-    ]
-    labs = [f"lab{lab}" for lab in LABS]
-    references = (*python, "course.reference", *labs, "--some", "--into", str(reference))
-    speed = (*python, "benchmarks.gpu.speed", "--out", str(out / "speed.json"), "--seconds", "{seconds}")
-    steps = [
-        Step("tests", tests, 150, after=lambda: keep_outcomes(out)),
-        *notebooks[:2],
-        Step("references", (*references, *["--allow-cpu"] * dry), 60, always=True),
-        Step("speed", (*speed, *["--dry"] * dry), 540, after=lambda: keep_speed(out)),
-        *notebooks[2:],
-    ]
-    return [replace(one, cap=3600) for one in steps] if dry else steps
+def make_pool(batch: int, device: torch.device) -> list[Batch]:
+    """Returns random uint8 images (batch, 3, 32, 32) and labels on the device, the same at each call."""
+    generator = torch.Generator().manual_seed(23)
+    images = torch.randint(0, 256, (POOL, batch, 3, 32, 32), dtype=torch.uint8, generator=generator).to(device)
+    labels = torch.randint(0, 10, (POOL, batch), generator=generator).to(device)
+    return list(zip(images, labels, strict=True))
 
 
-def run_capped(step: Step, out: Path, seconds: float) -> int | None:
-    """Runs a step in a session of its own, and ends all its descendants with it or when its time is up.
+def run_steps(training: Training, pool: Sequence[Batch], count: int) -> torch.Tensor:
+    """Trains on the batches in turn; returns the losses (count,), on the device."""
+    # Cloned, because a graph writes each loss to the same place.
+    return torch.stack([training.step(*pool[index % len(pool)]).clone() for index in range(count)])
+
+
+def find_deviation(losses: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns the largest relative difference of a step's loss; infinite if a loss is not finite."""
+    off = float(((losses - expected) / expected).abs().max())
+    return off if math.isfinite(off) else math.inf
+
+
+def prepare(name: str, net: str, pool: Sequence[Batch], expected: torch.Tensor) -> tuple[Training, dict[str, Any]]:
+    """Builds an arm, captures its graph, and compares its losses with float32's.
 
     Returns:
-        The exit status, negative for a signal; None if its time was up.
-    """
-    command = [part.replace("{seconds}", f"{max(1.0, 0.95 * seconds - GRACE):.0f}") for part in step.command]
-    env = {**os.environ, "LAB_RUNS": str(out / "runs"), "PYTHONPATH": str(checkout()), "PYTHONUNBUFFERED": "1"}
-    with (out / f"{step.name}.log").open("wb") as log:
-        more = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": checkout(), "start_new_session": True}
-        child = subprocess.Popen(command, env=env | step.env, **more)
-        try:
-            return child.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            # torchrun gives its ranks sessions of their own: they are found while their parents live.
-            family = []
-            with contextlib.suppress(psutil.Error):
-                family = psutil.Process(child.pid).children(recursive=True)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(GRACE)
-            for process in family:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only zombies are left
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
-
-
-def describe_outcome(status: int | None) -> str:
-    """Returns an outcome in words: ``passed``, ``failed: …``, or that another call will go on."""
-    if status in (None, TIME_IS_UP):
-        return "unfinished: its time was up, call again to go on"
-    if status == 0:
-        return "passed"
-    return f"failed: {f'exit status {status}' if status > 0 else f'ended by signal {-status}'}"
-
-
-def run_all(steps: list[Step], out: Path, seconds: float) -> bool:
-    """Runs the steps that have not passed, in order, as long as there is time; returns True if all have passed."""
-    path, end = out / "results.json", time.monotonic() + seconds
-    results = read_results(path)
-    for step in steps:
-        left = end - time.monotonic()
-        if results["steps"].get(step.name, {}).get("outcome") == "passed" and not step.always:
-            print(f"{step.name}: passed before; --fresh runs it anew", flush=True)
-            continue
-        if left < 20:
-            print(f"{step.name}: not begun, {max(0, left):.0f} s were left", flush=True)
-            continue
-        print(f"{step.name}: at most {min(step.cap, left):.0f} s ...", flush=True)
-        start = time.monotonic()
-        status = run_capped(step, out, min(step.cap, left))
-        outcome = describe_outcome(status)
-        try:
-            step.after()
-        except (LabError, OSError) as error:
-            outcome = outcome if status is None else f"failed: {error}"
-        when = datetime.now(UTC).isoformat(timespec="seconds")
-        results["steps"][step.name] = {"outcome": outcome, "seconds": round(time.monotonic() - start, 1), "when": when}
-        write_json(path, results)
-        for line in (out / f"{step.name}.log").read_text(errors="replace").splitlines()[-LAST_LINES:]:
-            print("   ", line[:160])
-        print(f"{step.name}: {outcome}, {results['steps'][step.name]['seconds']:.0f} s", flush=True)
-    return all(results["steps"].get(step.name, {}).get("outcome") == "passed" for step in steps)
-
-
-def read_results(path: Path) -> dict:
-    """Returns what came of the steps of earlier calls on this machine, with its facts."""
-    here = describe_machine()
-    facts = {"machine": here, "torch": here["torch"], "when": datetime.now(UTC).isoformat(timespec="seconds")}
-    with contextlib.suppress(OSError, ValueError):
-        before = json.loads(path.read_bytes())
-        if (before["machine"]["label"], before["torch"]) == (here["label"], here["torch"]):
-            return facts | {"steps": before["steps"]}
-    return facts | {"steps": {}}
-
-
-def keep_outcomes(out: Path) -> None:
-    """Writes each test's outcome to ``reference/gpu_tests.json``, from pytest's report in ``tests.xml``.
+        The training, and as facts ``off`` (the largest relative difference of a loss) and ``peak_bytes`` (the most
+        memory that the arm's tensors hold during a step, weights included; None on a CPU).
 
     Raises:
-        LabError: There is no such report: pytest did not get that far.
+        RuntimeError: The arm cannot run here, or its losses are off by more than ``MOST_OFF``.
     """
-    try:
-        cases = list(ElementTree.parse(out / "tests.xml").iter("testcase"))
-    except (OSError, ElementTree.ParseError) as error:
-        raise LabError("pytest left no report.", where=out / "tests.xml", fix=f"less {out / 'tests.log'}") from error
-    tests = {}
-    for case in cases:
-        marks = {child.tag for child in case}  # JUnit's words for what was no pass
-        outcome = "failed" if marks & {"failure", "error"} else "skipped" if "skipped" in marks else "passed"
-        tests[f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"] = outcome
-    facts = read_results(out / "results.json")
-    (out / "reference").mkdir(exist_ok=True)
-    kept = {"machine": facts["machine"], "torch": facts["torch"], "when": facts["when"], "tests": tests}
-    write_json(out / "reference" / "gpu_tests.json", kept)
+    arm, device = ARMS[name], pool[0][0].device
+    gc.collect()  # or what earlier arms left would be freed meanwhile, and be missing from the peak
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    training = arm.build(net, STEM, device)
+    peak = training.capture(pool[0]) if arm.graph else None
+    off = find_deviation(run_steps(training, pool, CURVE), expected)
+    if off > MOST_OFF:
+        raise RuntimeError(f"its losses are off by {off:.1%}, {MOST_OFF:.0%} is the most")
+    if device.type == "cuda" and not arm.graph:
+        torch.cuda.reset_peak_memory_stats()
+        run_steps(training, pool, 1)
+        peak = torch.cuda.max_memory_allocated()
+    return training, {"off": off, "peak_bytes": peak and peak - before}
 
 
-def keep_speed(out: Path) -> None:
-    """Copies the benchmark's result to ``reference/``, once a group has been measured."""
-    if (out / "speed.json").exists():
-        (out / "reference").mkdir(exist_ok=True)
-        shutil.copy(out / "speed.json", out / "reference" / "gpu_speed.json")
+def measure_batch(
+    batch: int, device: torch.device, *, net: str = NET, steps: int = STEPS
+) -> tuple[list[dict[str, Any]], str]:
+    """Measures all arms at one batch size, in turn.
 
-
-def publish_references(out: Path, root: Path) -> None:
-    """Copies ``reference/`` to data/reference, and writes the page that is made from it.
-
-    What has measured or run less than the record that is there does not replace it.
+    Returns:
+        A row for each arm: ``arm``, ``batch`` and either ``error``, or ``timing`` (of blocks of steps) with the facts
+        of ``prepare``. Then the profile of the fastest arm, as a text.
     """
-    for path in sorted((out / "reference").glob("*.json")):
-        target = root / "data" / "reference" / path.name
-        if not target.exists() or _count_parts(path) >= _count_parts(target):
-            shutil.copy(path, target)
-    if (out / "reference" / "gpu_speed.json").exists():
-        report.keep(root)
+    pool, rows, trainings = make_pool(batch, device), {}, {}
+    expected = run_steps(build_reference(net, STEM, device), pool, CURVE)
+    for name in ARMS:
+        rows[name] = {"arm": name, "batch": batch}
+        try:
+            trainings[name], facts = prepare(name, net, pool, expected)
+        except RuntimeError as error:
+            rows[name]["error"] = (f"{error}".splitlines() or [type(error).__name__])[0][:200]
+        else:
+            rows[name] |= facts
+    blocks = {name: partial(run_steps, training, pool, steps) for name, training in trainings.items()}
+    timings = timing.interleave(blocks, images=batch * steps, repeats=ROUNDS, warmup=1, device=device)
+    for one in timings:
+        rows[one.name]["timing"] = one
+    fastest = find_fastest(timings)
+    return [*rows.values()], f"{fastest.name}, batch {batch:,}\n{profile(trainings[fastest.name], pool)}"
 
 
-def _count_parts(path: Path) -> int:
-    """Returns how much is in a record: groups of arms, tests that passed, or records of a lab."""
-    content = json.loads(path.read_bytes())
-    passed = [name for name, outcome in content.get("tests", {}).items() if outcome == "passed"]
-    return len(content.get("groups", passed or content.get("records", ())))
+def find_fastest(timings: Iterable[timing.Timing]) -> timing.Timing:
+    """Returns the timing with the most images per second."""
+    return max((one for one in timings if not one.out_of_memory), key=lambda one: one.images_per_second)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 if a step failed or was cut off, 130 after an interrupt."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=read_option, metavar="FOLDER", help="runs/gpu; runs/gpu-dry for a rehearsal")
-    parser.add_argument("--dry", action="store_true", help="a rehearsal, on a CPU too, at the smallest size")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="only these steps")
-    parser.add_argument("--fresh", action="store_true", help="run again what is done")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all together (9)")
-    arguments = parser.parse_args(argv)
-    dry = arguments.dry
-    out = (arguments.out or checkout() / "runs" / ("gpu-dry" if dry else "gpu")).resolve()
-    steps = list_steps(out, dry=dry)
-    if unknown := set(arguments.only or ()) - {step.name for step in steps}:
-        parser.error(f"there is no step {min(unknown)!r}; choose from {', '.join(step.name for step in steps)}")
+def profile(training: Training, pool: Sequence[Batch]) -> str:
+    """Returns the profiler's table of the kernels (on a CPU: the operators) of one step, the longest first."""
+    device = pool[0][0].device
+    activity = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[activity.CUDA if device.type == "cuda" else activity.CPU]) as profiler:
+        run_steps(training, pool, 1)
+        timing.synchronize(device)
+    return profiler.key_averages().table(sort_by=f"self_{device.type}_time_total", row_limit=15)
+
+
+def judge(record: dict[str, Any]) -> list[Claim]:
+    """Returns the claims about the roofline, one for each batch size whose roofline is known."""
+    claims = []
+    for batch, limit in record["roofline"].items():
+        timed = [row["timing"] for row in record["rows"] if f"{row['batch']}" == batch and "timing" in row]
+        best = find_fastest(one for one in timed if one.name in ARMS)
+        share = best.images_per_second / limit
+        measured = f"{share:.0%} ({best.name} {best.images_per_second:,.0f} of {limit:,.0f} images/s)"
+        bound = {"bound": f"at least {ROOFLINE_SHARE:.0%}", "holds": share >= ROOFLINE_SHARE} if batch == "1024" else {}
+        claims.append(Claim(f"the fastest arm against the computed roofline, batch {int(batch):,}", measured, **bound))
+    return claims
+
+
+def write_report(record: dict[str, Any]) -> str:
+    """Returns a record in Markdown: machine and date, the share of the roofline, a row for each arm."""
+    rounds = max(len(row["timing"].seconds) for row in record["rows"] if "timing" in row)
+    caption = (
+        f"Measured on {datetime.fromisoformat(record['when']):%d %B %Y}; {record['machine']['label']}, torch "
+        f"{record['machine']['torch'].partition('+')[0]}. Training steps of {record['net']}, {STEM} stem, on random "
+        f"32×32 images that are on the GPU, in {rounds} rounds of all arms in turn. Images per second: medians, ± half "
+        "of their range. The speed-up is the middle of the rounds' ratios, with its 95 % interval. *Losses off by*: "
+        f"the largest distance from the losses of float32 in {CURVE} steps."
+    )
+    table = ["| batch | arm | images/s | speed-up over eager | peak memory | losses off by |"]
+    table.append("|--:|---|--:|---|--:|--:|")
+    for row in record["rows"]:
+        cells = _write_cells(row, record["rows"]) if "timing" in row else [f"not measured: {row['error']}", "", "", ""]
+        table.append(f"| {row['batch']:,} | {' | '.join([row['arm'], *cells])} |")
+    return "\n\n".join([caption, write_rows(judge(record)), "\n".join(table)])
+
+
+def _write_cells(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[str]:
+    one = row["timing"]
+    if one.out_of_memory:
+        return ["out of memory", "", "", ""]
+    rates = [one.images / seconds for seconds in one.seconds]
+    spread = (max(rates) - min(rates)) / 2 / one.images_per_second
+    eager = [other.get("timing") for other in rows if (other["arm"], other["batch"]) == ("eager", row["batch"])]
+    gain = str(timing.find_speed_up(eager[0], one)) if eager[0] and one.name != "eager" else ""
+    peak, off = row["peak_bytes"], row["off"]
+    return [
+        f"{one.images_per_second:,.0f} ± {spread:.1%}",
+        gain,
+        f"{peak / 2**30:.1f} GiB" if peak else "",
+        "" if off is None else f"{off:.2%}",
+    ]
+
+
+def keep(record: dict[str, Any], root: Path) -> None:
+    """Writes a record and its report into a checkout."""
+    with write_atomically(root / RECORD) as file:
+        file.write(encode(record, indent=1) + b"\n")
+    write_block(root / PAGE, "make gpu", write_report(record))
+
+
+def main() -> int:
+    """Measures all batch sizes; returns the exit status.
+
+    Raises:
+        LabError: There is no GPU.
+    """
+    device = machine.device()
+    if device.type != "cuda":
+        cause, fix = "torch sees none", "run this on a machine with a GPU, where nvidia-smi lists it"
+        raise LabError("There is no GPU to measure.", cause=cause, fix=fix)
+    torch.backends.cudnn.benchmark = True
+    # The reference is float32; the arms' products are bfloat16 in any case.
+    torch.backends.cudnn.conv.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "ieee"
     here = describe_machine()
-    if not (here["gpus"] or dry):
-        fix = "run it on a machine with a GPU, or rehearse: python -m benchmarks.gpu --dry"
-        print(LabError("There is no GPU that torch can use.", where=here["label"], fix=fix), file=sys.stderr)
-        return 1
-    print(f"{here['label']}: torch {here['torch']}, CUDA {here['cuda']}, driver {here['driver'] or 'not known'}")
-    out.mkdir(parents=True, exist_ok=True)
-    if arguments.fresh:
-        (out / "results.json").unlink(missing_ok=True)
-        (out / "speed.json").unlink(missing_ok=True)
-    chosen = [step for step in steps if not arguments.only or step.name in arguments.only]
-    try:
-        passed = run_all(chosen, out, 3600 if dry else 60 * arguments.minutes - 10)
-        if not dry:
-            publish_references(out, checkout())
-    except KeyboardInterrupt:
-        print("\nStopped; what is done is kept, and another call goes on from there.", file=sys.stderr)
-        return 130
-    print(f"results: {out / 'results.json'}")
-    return 0 if passed else 1
+    sheet, rows, profiles = find_sheet(here["label"]), [], []
+    for batch in BATCHES:
+        measured, text = measure_batch(batch, device)
+        rows += measured
+        profiles.append(text)
+    roofline = {f"{batch}": predict(NET, STEM, batch, sheet) for batch in BATCHES} if sheet else {}
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    record = {"machine": here, "when": when, "net": NET, "rows": rows, "roofline": roofline}
+    keep(record, checkout())
+    folder = checkout() / "runs" / "gpu"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "profile.txt").write_text("\n\n".join(profiles), encoding="utf-8")
+    print(write_report(record))
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

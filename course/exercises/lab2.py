@@ -194,10 +194,9 @@ SHARES = ((17.0, 34.0, 5.0), (16.0, 40.0, 12.0))
 PATIENCE = 2.0  # seconds that a rank waits for the other before we call it a hang
 
 
-def verify_log_reduced(log_reduced: Callable) -> str:
-    """Calls it as two ranks at once, which are threads, and looks at who opened a writer, and at what was logged."""
-    ranks, step = range(len(SHARES)), 7
-    barrier, brought, writers = threading.Barrier(len(SHARES)), {}, {rank: [] for rank in ranks}
+def _log_on_ranks(log_reduced: Callable, step: int) -> tuple[list[list[Recorder]], list[Exception]]:
+    """Calls the answer as two ranks at once, which are threads; returns the writers of each rank, and the errors."""
+    barrier, brought, writers = threading.Barrier(len(SHARES)), {}, [[] for _ in SHARES]
 
     def run(rank: int) -> Exception | None:
         def all_reduce(tensor: torch.Tensor) -> None:
@@ -218,7 +217,13 @@ def verify_log_reduced(log_reduced: Callable) -> str:
             return error
 
     with ThreadPoolExecutor(len(SHARES)) as pool:
-        errors = [error for error in pool.map(run, ranks) if error]
+        return writers, [error for error in pool.map(run, range(len(SHARES))) if error]
+
+
+def verify_log_reduced(log_reduced: Callable) -> str:
+    """Calls it on two ranks, and looks at who opened a writer, and at what was logged."""
+    step = 7
+    writers, errors = _log_on_ranks(log_reduced, step)
     case = f"two ranks with {SHARES[0][0]:.0f} and {SHARES[1][0]:.0f} images"
     hint = "all_reduce(sums) works in place, on the tensor of three numbers, and returns nothing"
     # One rank that fails leaves the other waiting: what it failed of comes first.
@@ -228,7 +233,7 @@ def verify_log_reduced(log_reduced: Callable) -> str:
             raise NotYetError(f"{case}: all_reduce", yours="one rank waits for ever", expected="all call it", hint=hint)
         with refusing(TypeError, AttributeError, RuntimeError, ValueError, case=case, expected="scalars", hint=hint):
             raise error
-    opened = [rank for rank in ranks for _ in writers[rank]]
+    opened = [rank for rank, some in enumerate(writers) for _ in some]
     hint = "rank 0 has to open the writer, and no other: two files in one directory become one run, mixed or with gaps"
     judge(opened, right=[0], case=f"{case}: the ranks that opened a writer", hint=hint)
     (writer,) = writers[0]

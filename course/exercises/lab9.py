@@ -304,51 +304,81 @@ def verify_sync_batch_norm(sync_batch_norm: Callable) -> str:
     return f"{equal}; one all-reduce per pass"
 
 
-def _verify_norm(sync_batch_norm: Callable, shares: tuple[int, ...], case: str) -> None:
-    generator = torch.Generator().manual_seed(sum(shares))
-    images, gradients = torch.randn(2, sum(shares), 3, 3, 2, generator=generator, dtype=torch.float64)
-    images += torch.arange(sum(shares)).view(-1, 1, 1, 1)  # no two ranks alike
-    weight, bias = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+class _NormTrial:
+    """The global batch of one case, float64, and what one process makes of it.
 
-    def work(rank: int) -> dict:
-        leaves = [leaf.clone().requires_grad_() for leaf in (images.split(shares)[rank], weight, bias)]
+    Attributes:
+        shares: How many images each rank has.
+        images: The images of all ranks, (N, 3, 3, 2), no two ranks alike.
+        gradients: The gradient of the loss with respect to the outputs, of the same shape.
+        weight: The factor of each channel.
+        bias: The summand of each channel.
+    """
+
+    def __init__(self, shares: tuple[int, ...]) -> None:
+        generator = torch.Generator().manual_seed(sum(shares))
+        self.shares = shares
+        self.images, self.gradients = torch.randn(2, sum(shares), 3, 3, 2, generator=generator, dtype=torch.float64)
+        self.images += torch.arange(sum(shares)).view(-1, 1, 1, 1)
+        self.weight, self.bias = torch.randn(2, 3, generator=generator, dtype=torch.float64)
+
+    def run(self, sync_batch_norm: Callable, rank: int) -> dict:
+        """Runs the learner's function on a rank's images, forward and backward."""
+        own = self.images.split(self.shares)[rank], self.weight, self.bias
+        leaves = [one.clone().requires_grad_() for one in own]
         # What is not a leaf may be changed in place, so that a change of the images shows.
         given, before = leaves[0] * 1, count_collectives()
         outputs = sync_batch_norm(given, *leaves[1:], EPS)
         if not isinstance(outputs, torch.Tensor) or outputs.shape != given.shape:
             return {"shape": tuple(getattr(outputs, "shape", (type(outputs).__name__,)))}
         middle = count_collectives()
-        (outputs * gradients.split(shares)[rank]).sum().backward()
+        (outputs * self.gradients.split(self.shares)[rank]).sum().backward()
         found = {"shape": tuple(given.shape), "outputs": outputs.detach(), "images": given.detach()}
         found["grads"] = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         return found | {"passes": [middle - before, count_collectives() - middle]}
 
+    def normalize(self, statistics: Callable) -> list[torch.Tensor]:
+        """Returns outputs and the gradients of images, weight and bias.
+
+        Args:
+            statistics: Returns mean and variance of each channel for a rank's images, and given those of all ranks.
+        """
+        images, weight, bias = leaves = [one.clone().requires_grad_() for one in (self.images, self.weight, self.bias)]
+        parts, outputs = images.split(self.shares), []
+        for part in parts:
+            mean, var = (one.view(-1, 1, 1) for one in statistics(part, parts))
+            outputs.append((part - mean) * weight.view(-1, 1, 1) * (var + EPS).rsqrt() + bias.view(-1, 1, 1))
+        whole = torch.cat(outputs)
+        (whole * self.gradients).sum().backward()
+        return [whole.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _verify_norm(sync_batch_norm: Callable, shares: tuple[int, ...], case: str) -> None:
+    trial = _NormTrial(shares)
     shape_hint = "return the normalised images, in their shape: statistics need [:, None, None] beside them"
     hint = "every operation has to leave a graph: in forward of SumOverRanks clone, all-reduce the clone, return it"
     hints = {"size of tensor a": shape_hint, "": hint}
     with refusing(RuntimeError, case=case, expected="outputs with a gradient", hints=hints):
+        work = partial(trial.run, sync_batch_norm)
         ranks = run_on_ranks(work, sync_batch_norm, case=case, count=len(shares))
-    shape = (shares[0], *images.shape[1:])
+    shape = (shares[0], *trial.images.shape[1:])
     judge(ranks[0]["shape"], right=shape, case=f"{case}: the outputs of rank 0", hint=shape_hint)
     hint = "all_reduce works in place: sum a clone, or a new tensor, and leave the images as they are"
-    judge(torch.cat([rank["images"] for rank in ranks]), right=images, case=f"{case}: the images", hint=hint)
+    judge(torch.cat([rank["images"] for rank in ranks]), right=trial.images, case=f"{case}: the images", hint=hint)
+    outputs, *grads = trial.normalize(lambda part, parts: _describe(parts))
+    _judge_outputs(torch.cat([rank["outputs"] for rank in ranks]), outputs, trial, case)
+    _judge_gradient_of_images(torch.cat([rank["grads"][0] for rank in ranks]), grads[0], trial, case)
+    yours = [sum(rank["grads"][place] for rank in ranks) for place in (1, 2)]
+    hint = "leave the gradients of weight and bias to autograd: DDP averages them over the ranks later"
+    judge(yours, right=grads[1:], case=f"{case}: the summed gradients of weight and bias", hint=hint)
+    hint = "join sums, squares and the count in one tensor, torch.cat([…]), and sum that over the ranks"
+    judge(ranks[0]["passes"], right=[1, 1], case=f"{case}: all-reduces in forward, and in backward", hint=hint)
 
-    def find(statistics: Callable) -> list[torch.Tensor]:
-        """Outputs, and gradients of images, weight and bias, with other statistics of a rank's part of all parts."""
-        leaves = [leaf.clone().requires_grad_() for leaf in (images, weight, bias)]
-        parts, outputs = leaves[0].split(shares), []
-        for part in parts:
-            mean, var = (one.view(-1, 1, 1) for one in statistics(part, parts))
-            scale = leaves[1].view(-1, 1, 1) * (var + EPS).rsqrt()
-            outputs.append((part - mean) * scale + leaves[2].view(-1, 1, 1))
-        whole = torch.cat(outputs)
-        (whole * gradients).sum().backward()
-        return [whole.detach(), *(leaf.grad for leaf in leaves)]
 
-    each = [_describe([part]) for part in images.split(shares)]
+def _judge_outputs(yours: torch.Tensor, right: torch.Tensor, trial: _NormTrial, case: str) -> None:
+    each = [_describe([part]) for part in trial.images.split(trial.shares)]
     means, variances = (torch.stack(ones) for ones in zip(*each, strict=True))
     squares = (variances + means**2).mean(0)
-    outputs, *grads = find(lambda part, parts: _describe(parts))
     wrong = {
         "these are statistics of a rank's own images: sum them over the ranks": lambda part, parts: _describe([part]),
         "a mean of variances leaves out how far the ranks' means are apart: sum the squares, then E[x²] − E[x]²": (
@@ -359,12 +389,15 @@ def _verify_norm(sync_batch_norm: Callable, shares: tuple[int, ...], case: str) 
         ),
     }
     judge(
-        torch.cat([rank["outputs"] for rank in ranks]),
-        right=outputs,
+        yours,
+        right=right,
         case=f"{case}: the outputs",
-        wrong={hint: find(statistics)[0] for hint, statistics in wrong.items()},
+        wrong={hint: trial.normalize(statistics)[0] for hint, statistics in wrong.items()},
         hint="variance = squares / count − mean²; count: N · H · W, of all ranks; (variance + eps).rsqrt()",
     )
+
+
+def _judge_gradient_of_images(yours: torch.Tensor, right: torch.Tensor, trial: _NormTrial, case: str) -> None:
     wrong = {
         "no gradient flows through the statistics: dist.all_reduce alone has none; use SumOverRanks.apply": (
             lambda _, parts: _describe([one.detach() for one in parts])
@@ -374,17 +407,12 @@ def _verify_norm(sync_batch_norm: Callable, shares: tuple[int, ...], case: str) 
         ),
     }
     judge(
-        torch.cat([rank["grads"][0] for rank in ranks]),
-        right=grads[0],
+        yours,
+        right=right,
         case=f"{case}: the gradient of the images",
-        wrong={hint: find(statistics)[1] for hint, statistics in wrong.items()},
+        wrong={hint: trial.normalize(statistics)[1] for hint, statistics in wrong.items()},
         hint="the sums depend on the images of all ranks: backward has to sum the gradient of the sums over the ranks",
     )
-    yours = [sum(rank["grads"][place] for rank in ranks) for place in (1, 2)]
-    hint = "leave the gradients of weight and bias to autograd: DDP averages them over the ranks later"
-    judge(yours, right=grads[1:], case=f"{case}: the summed gradients of weight and bias", hint=hint)
-    hint = "join sums, squares and the count in one tensor, torch.cat([…]), and sum that over the ranks"
-    judge(ranks[0]["passes"], right=[1, 1], case=f"{case}: all-reduces in forward, and in backward", hint=hint)
 
 
 def _describe(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

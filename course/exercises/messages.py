@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from course.check.verdicts import NotYetError, refusing
 from course.exercises.lab8.witness import MisuseError, Witness
-from course.exercises.ranks import NETWORK, PRINTED
+from course.exercises.ranks import NETWORK
 from course.ranks import Outcome
-from lab_common.text import clean
 
 # What a rank says that only lost its neighbour.
 LOST = (*NETWORK, "closed by peer", "Wait timeout")
@@ -38,13 +37,6 @@ def watch_messages(inspect: Callable[[torch.Tensor, int | None], None]) -> Witne
     group.send, group.recv = inspecting(group.send), inspecting(group.recv)
     group.recv_anysource = inspecting(group.recv_anysource, to_any=True)
     return witness
-
-
-def show_printed(outcomes: Mapping[int, Outcome]) -> None:
-    """Prints the first lines of each rank's own output."""
-    for rank, outcome in outcomes.items():
-        for line in outcome.printed.splitlines()[:PRINTED]:
-            print(f"[rank {rank}] {clean(line, 200)}")
 
 
 def expect_no_error(outcomes: Iterable[Outcome], case: str, expected: str, hints: Mapping[str, str]) -> None:

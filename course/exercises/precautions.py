@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,24 +83,15 @@ def _expect_timeout(named: Sequence[tuple[str, ast.Call]]) -> None:
     hint = "without it the others wait 10 minutes (nccl) or 30 (gloo) for a process that hangs"
     yours = "timeout=None, the default" if waits else "init_process_group without timeout="
     expect(any(wait != "None" for wait in waits), case, yours=yours, expected=expected, hint=hint)
-    for name, call in named:
-        if name == "timedelta":
-            try:
-                keywords = {keyword.arg: _multiply(keyword.value) for keyword in call.keywords}
-                span = timedelta(*map(_multiply, call.args), **keywords)
-            except (ValueError, TypeError, ArithmeticError):  # only a run can tell
-                continue
-            hint = "some minutes: timedelta(minutes=2); its first number counts days, and after some seconds a process "
-            hint += "that only starts slowly would be given up"
-            fits = timedelta(seconds=30) <= span <= timedelta(minutes=10)
-            expect(fits, case, yours=ast.unparse(call), expected=expected, hint=hint)
-
-
-def _multiply(node: ast.expr) -> float:
-    """The value of a number or of a product of numbers; ValueError for anything else."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _multiply(node.left) * _multiply(node.right)
-    return ast.literal_eval(node)
+    for call in (call for name, call in named if name == "timedelta"):
+        try:
+            span = eval(ast.unparse(call), {"timedelta": timedelta, "datetime": datetime})
+        except Exception:  # it has other names in it: only a run can tell
+            continue
+        hint = "some minutes: timedelta(minutes=2); its first number counts days, and after some seconds a process "
+        hint += "that only starts slowly would be given up"
+        fits = timedelta(seconds=30) <= span <= timedelta(minutes=10)
+        expect(fits, case, yours=ast.unparse(call), expected=expected, hint=hint)
 
 
 def _expect_backend(tree: ast.AST, named: Sequence[tuple[str, ast.Call]], values: Mapping[str, list[ast.expr]]) -> None:
@@ -165,23 +157,18 @@ def _is_local(used: set) -> bool:
 
 
 def find_values(tree: ast.AST) -> dict[str, list[ast.expr]]:
-    """Finds all values assigned to each name, and all return values and arguments of each function."""
+    """Finds all values assigned to each name, and all return values of each function."""
     values = defaultdict(list)
-    functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
+        if isinstance(node, ast.FunctionDef):
+            values[node.name] += [one.value for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value:
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                 parts = getattr(target, "elts", [target])
                 each = getattr(node.value, "elts", ()) if parts != [target] else ()
                 whole = [node.value] * len(parts)
                 for part, value in zip(parts, each if len(each) == len(parts) else whole, strict=True):
                     values[ast.unparse(part)].append(value)
-        elif isinstance(node, ast.Call) and (called := functions.get(getattr(node.func, "id", ""))):
-            values[called.name] += [one.value for one in ast.walk(called) if isinstance(one, ast.Return) and one.value]
-            for parameter, value in zip(called.args.args, node.args, strict=False):
-                values[parameter.arg].append(value)
-            for keyword in node.keywords:
-                values[str(keyword.arg)].append(keyword.value)
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from course.check.verdicts import NotYetError
@@ -57,11 +57,16 @@ def run_on_ranks(
     import torch._dynamo  # noqa: F401
 
     outcomes = fork_ranks(work, answer, count, limit=limit or LIMIT, timeout=COLLECTIVE)
-    for rank, outcome in enumerate(outcomes):
-        for line in outcome.printed.splitlines()[:PRINTED]:
-            print(f"[rank {rank}] {clean(line, 200)}")
+    show_printed(dict(enumerate(outcomes)))
     _judge(outcomes, case)
     return [outcome.value for outcome in outcomes]
+
+
+def show_printed(outcomes: Mapping[int, Outcome]) -> None:
+    """Prints the first lines of each rank's own output."""
+    for rank, outcome in outcomes.items():
+        for line in outcome.printed.splitlines()[:PRINTED]:
+            print(f"[rank {rank}] {clean(line, 200)}")
 
 
 def _judge(outcomes: list[Outcome], case: str) -> None:

@@ -1,4 +1,4 @@
-"""The run of a learner's script on two ranks: which images it took, and which checkpoint it left."""
+"""The run of a learner's script: how it ended, which images it took, and which checkpoint it left."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+import nodelaunch as launch
 from course.check.judge import judge
 from course.check.verdicts import NotYetError, expect
 
@@ -18,6 +19,33 @@ STEPS = IMAGES // (RANKS * BATCH_SIZE)  # of an epoch
 CHECKPOINT = "saved-here.pt"  # not the name that the script itself has as an example
 # What the script prints at the end of an epoch.
 PRINTED = re.compile(r"\[rank (\d+)\] epoch (\d+): loss (\S+), accuracy (\S+) on (\d+) images")
+
+
+def expect_end(job: launch.JobResult, case: str, hints: Mapping[str, str], *, waits: str, own: str = "") -> None:
+    """Expects a job of the learner's to end well.
+
+    Args:
+        job: The result.
+        case: What was tried.
+        hints: For a pattern in the message of the rank that failed, a hint.
+        waits: The hint for a job that does not end.
+        own: The learner's file, if another one is launched, which calls it.
+    """
+    failure, expected = job.failure, "a run that ends well"
+    if not failure:
+        return
+    if failure.kind in ("hang", "limit"):
+        stands = "; ".join(f"rank {rank} stood at {place}" for rank, place in sorted(failure.stacks.items()))
+        yours = stands or failure.what
+        raise NotYetError(f"{case}: it does not end", yours=yours, expected=expected, hint=f"a rank waits: {waits}")
+    last = (failure.message.strip().splitlines() or [failure.what])[0]
+    fix = "mend what this line says, save the file, run the cell again" if failure.kind == "exception" else failure.fix
+    hint = next((hint for pattern, hint in hints.items() if re.search(pattern, failure.message)), fix)
+    # The launcher names a line of the script that it ran; a file which that one calls stands in the traceback.
+    lines = re.findall(rf'{own}", line (\d+)', failure.traceback) if own else []
+    where = f"{own}, line {lines[-1]}" if lines else failure.location or failure.kind
+    who = failure.what if failure.rank is None else f"rank {failure.rank} failed first"
+    raise NotYetError(f"{case}: {who}", yours=f"{where}: {last[:160]}", expected=expected, hint=hint)
 
 
 def expect_gradients(states: Sequence[Mapping], alone: Sequence[Mapping[str, torch.Tensor]], step: str) -> None:

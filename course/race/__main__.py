@@ -6,14 +6,16 @@ import argparse
 import os
 import sys
 
-from course.race import baseline, judge
+from course.race import judge
 from course.race.board import read_entries, write_board
 from course.race.images import NAMES
 from course.race.records import LEAGUES
-from lab_common import LabError, env_folder
+from lab_common import LabError, checkout, env_folder
 from lab_common.commandline import find_user, read_option, run_command
 from lab_common.text import clean, clean_name
 from nodelaunch import choose_nodes, local_nodes
+
+BASELINE = checkout() / "notebooks" / "scripts" / "race_baseline.py"
 
 
 def main() -> None:
@@ -34,15 +36,11 @@ def main() -> None:
     board = commands.add_parser("board", help="write the leaderboard of race folders")
     board.add_argument("folders", nargs="+", type=read_option, help="such as runs/race; or folders that hold several")
     board.add_argument("--to", type=read_option, default=env_folder("LAB_RUNS", "runs") / "race.html")
-    thresholds = commands.add_parser("thresholds", help="set a league's top-1 by five laps of the baseline")
-    thresholds.add_argument("league", choices=LEAGUES)
     args = parser.parse_args()
     if args.command == "lap":
         _run(args)
-    elif args.command == "board":
-        _write_board(args)
     else:
-        print(baseline.measure_threshold(args.league))
+        _write_board(args)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -56,7 +54,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _write_board(args: argparse.Namespace) -> None:
     entries, refused = read_entries(args.folders)
-    write_board(entries, refused, args.to, baseline=baseline.SCRIPT.read_text())
+    write_board(entries, refused, args.to, baseline=BASELINE.read_text())
     print(f"entries: {len(entries)}, refused: {len(refused)}; {clean_name(args.to)}")
     for line in refused:
         print(f"refused: {clean_name(line)}")

@@ -110,18 +110,25 @@ def run_lap(
             **_describe(nodes, facts, nproc_per_node),
         }
         placed = [replace(node, data=f"{work if node.here else _find_folder(node, lap)}/data") for node in nodes]
-        try:
-            parts = [placed[:1], placed] if len(placed) > 1 else [placed]
+        parts = [placed[:1], placed] if len(placed) > 1 else [placed]
+        with _note_failure(record, home / lap):
             drives = [_drive(part, facts, record, work, home / lap, show=show) for part in parts]
             result = _judge(record, home / lap, drives, whole)
-        except BaseException as error:
-            why = getattr(error, "what", "") or ("interrupted" if isinstance(error, KeyboardInterrupt) else repr(error))
-            if (home / lap).exists():  # it was launched
-                with contextlib.suppress(OSError):  # the disk is full: the record from before the launch stays
-                    records.write_record(home / lap, record | {"failed": clean(why, 300)})
-                print(f"lap {lap} failed, and it counts")
-            raise
         return records.write_record(home / lap, record | result | {"failed": ""})
+
+
+@contextlib.contextmanager
+def _note_failure(record: dict[str, Any], folder: Path) -> Iterator[None]:
+    """Notes in the record of a lap that was launched why the block failed."""
+    try:
+        yield
+    except BaseException as error:
+        why = getattr(error, "what", "") or ("interrupted" if isinstance(error, KeyboardInterrupt) else repr(error))
+        if folder.exists():  # it was launched
+            with contextlib.suppress(OSError):  # the disk is full: the record from before the launch stays
+                records.write_record(folder, record | {"failed": clean(why, 300)})
+            print(f"lap {record['lap']} failed, and it counts")
+        raise
 
 
 def run_laps(

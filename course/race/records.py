@@ -17,6 +17,8 @@ from lab_utils import data
 
 LEAGUES = ("sprint", "distance")
 THRESHOLDS = Path(__file__).with_name("thresholds.json")
+# Images that the baseline trains on in each league, all epochs together.
+PASSES = {"sprint": 20_000, "distance": 100_000}
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
 RECORD_BYTES, CODE_BYTES = 2**20, 16 * 2**10
 # The results of a lap that did not end.
@@ -69,8 +71,13 @@ def find_threshold(dataset: data.Dataset, league: str) -> float:
         f"No threshold is set for {dataset.name} with {len(dataset.train):,} training images.",
         where=f"league {league!r}",
         cause="it comes from five laps of the baseline, which nobody has run on this data set",
-        fix="run `python -m course.race thresholds sprint`, or race on shapes10: `--data shapes10`",
+        fix="race on shapes10, `--data shapes10`, or add a row to course/race/thresholds.json",
     )
+
+
+def count_epochs(league: str, images: int) -> int:
+    """Returns the epochs of the baseline on a data set with that many training images in a lap."""
+    return max(1, round(PASSES[league] / images))
 
 
 def find_home() -> Path:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import jsonschema
 
 from course import check
 from course.check.guesses import MOST_QUESTIONS
@@ -18,10 +19,16 @@ from lab_common.files import read_bounded
 BEGIN, END = b'<script type="application/json" id="report">', b"</script>"
 # A page with the figures of all labs has 3 MB, its data have 5 kB.
 PAGE_BYTES, DATA_BYTES = 64 * 2**20, 2**20
-MOST_EXERCISES = 200
 # Of all teams together: a team can ask what no other asks.
 MOST_ROWS = 200
-NUMBER = re.compile(r"\d{1,2}\.\d{1,2}", re.ASCII)
+GUESS = {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2}
+SOLVED = {"propertyNames": {"pattern": r"^[0-9]{1,2}\.[0-9]{1,2}$"}, "additionalProperties": {"type": "boolean"}}
+PROPERTIES = {
+    **{key: {"type": "string"} for key in ("team", "machine", "when")},
+    "solved": {"type": "object", "maxProperties": 200, **SOLVED},
+    "guesses": {"type": "object", "maxProperties": MOST_QUESTIONS, "additionalProperties": GUESS},
+}
+VALIDATOR = jsonschema.Draft202012Validator({"type": "object", "required": [*PROPERTIES], "properties": PROPERTIES})
 
 
 @dataclass(frozen=True)
@@ -92,15 +99,15 @@ def read_report(path: Path) -> Summary:
         ValueError: It has no data in it, or they are not those of a report; the message says what is wrong.
     """
     content = find_data(read_bounded(path, PAGE_BYTES, follow=False))
-    if not isinstance(content, dict):
-        raise ValueError("its data are no JSON object")
-    texts = [content.get(key) for key in ("team", "machine", "when")]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("it does not say its team, machine and time")
-    team, machine, when = (shorten(text, 60) for text in texts)
-    return Summary(
-        path, team or "(no name)", machine, when, _read_solved(content.get("solved")), _read_guesses(content)
-    )
+    if error := next(VALIDATOR.iter_errors(content), None):
+        keys = " in ".join(repr(str(part)) for part in reversed(error.absolute_path))
+        raise ValueError(f"{keys or 'a key'} in its data is missing or not valid")
+    team, machine, when = (shorten(content[key], 60) for key in ("team", "machine", "when"))
+    try:
+        guesses = {shorten(what): (float(one), float(found)) for what, (one, found) in content["guesses"].items()}
+    except OverflowError as error:
+        raise ValueError("a guess is too large a number") from error
+    return Summary(path, team or "(no name)", machine, when, content["solved"], guesses)
 
 
 def find_data(page: bytes) -> Any:
@@ -121,27 +128,6 @@ def find_data(page: bytes) -> Any:
         raise ValueError("its data are nested too deeply") from error
     except ValueError as error:
         raise ValueError(f"its data are no JSON: {error}") from error
-
-
-def _read_solved(solved: Any) -> dict[str, bool]:
-    if not isinstance(solved, dict) or len(solved) > MOST_EXERCISES:
-        raise ValueError("it does not say which exercises are solved")
-    if not all(NUMBER.fullmatch(number) and isinstance(done, bool) for number, done in solved.items()):
-        raise ValueError("what it says of the exercises is not whether each is solved")
-    return solved
-
-
-def _read_guesses(content: dict) -> dict[str, tuple[float, float]]:
-    guesses = content.get("guesses")
-    if not isinstance(guesses, dict) or len(guesses) > MOST_QUESTIONS:
-        raise ValueError("its guesses are no table of questions, or too many")
-    for pair in guesses.values():
-        if not isinstance(pair, list) or len(pair) != 2 or not all(type(number) in (int, float) for number in pair):
-            raise ValueError("a guess is not a pair of numbers")
-    try:
-        return {shorten(what): (float(guess), float(found)) for what, (guess, found) in guesses.items()}
-    except OverflowError as error:
-        raise ValueError("a guess is too large a number") from error
 
 
 def _name_teams(teams: Sequence[Summary]) -> list[str]:

@@ -6,7 +6,6 @@ its path, so that it needs nothing of this package.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
@@ -20,27 +19,20 @@ SAMPLES = "scalars=10000,images=20,histograms=50"
 
 
 def drop_replaced_runs() -> None:
-    """Makes TensorBoard reread a run whose file was deleted, as when its cell is run again, and survive the deletion.
+    """Makes TensorBoard reread a run whose file was deleted, as when its cell is run again.
 
-    Its own reader goes on looking for the deleted file, as long as the folder is there, and shows the old curve. Where
-    a folder is deleted after it was found and before it was read, its one thread that reads ends: no curve grows then.
+    Its own reader goes on looking for the deleted file, as long as the folder is there, and shows the old curve.
     """
-    from tensorboard.backend.event_processing import directory_watcher, plugin_event_multiplexer
+    from tensorboard.backend.event_processing import directory_watcher
 
     load = directory_watcher.DirectoryWatcher.Load
-    add = plugin_event_multiplexer.EventMultiplexer.AddRun
 
     def load_or_drop(watcher: directory_watcher.DirectoryWatcher) -> Iterator:
         if watcher._path and not Path(watcher._path).exists():
             raise directory_watcher.DirectoryDeletedError(watcher._path)
         yield from load(watcher)
 
-    def add_or_pass(runs: plugin_event_multiplexer.EventMultiplexer, path: str, name: str | None = None) -> None:
-        with contextlib.suppress(OSError, directory_watcher.DirectoryDeletedError):  # as TensorBoard, once it has a run
-            add(runs, path, name)
-
     directory_watcher.DirectoryWatcher.Load = load_or_drop
-    plugin_event_multiplexer.EventMultiplexer.AddRun = add_or_pass
 
 
 def main(arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ import os
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,26 @@ ROOT = HERE.parents[1]
 NO_GPU = "NOT TESTED HERE: needs a GPU"
 SECONDS = 100  # for one test, where pytest-timeout is installed
 TOLD = ("synchronize", "empty_cache")
+
+
+def pytest_addoption(parser):
+    """Adds the option of ``make gpu``."""
+    parser.addoption("--record", action="store_true", help="writes what passed into data/reference/gpu_tests.json")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Records which tests passed, on which machine and when; on a machine without a GPU there is nothing to record."""
+    if not (config.getoption("--record") and torch.cuda.is_available()):
+        return
+    from course.reference import describe_machine
+
+    tests = {}
+    for outcome in ("passed", "skipped", "failed", "error"):
+        tests |= {report.nodeid: outcome for report in terminalreporter.getreports(outcome)}
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {"machine": describe_machine(), "torch": torch.__version__, "when": when, "tests": tests}
+    path = ROOT / "data" / "reference" / "gpu_tests.json"
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def pytest_collection_modifyitems(config, items):

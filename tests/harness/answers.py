@@ -1,4 +1,4 @@
-"""The notebooks' own solutions as functions, whole or with a mistake edited in, and what a check compares them with."""
+"""The labs' own solutions, whole or with a mistake edited in, and what a check compares them with."""
 
 import ast
 import contextlib
@@ -9,6 +9,7 @@ from pathlib import Path
 from course import check
 from course.check.judge import Expected
 from course.notebooks import read_notebook
+from course.workspace import make_script_stub
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
@@ -73,6 +74,17 @@ def recording():
         yield found
     finally:
         Expected.check = original
+
+
+def write_script(folder, script, *edits, name="", stub=False):
+    """Writes a script of the labs into a folder, with each ``(old, new)`` replaced once; returns its name there."""
+    source = (NOTEBOOKS / "scripts" / script).read_text()
+    source = make_script_stub(source) if stub else source
+    for old, new in edits:
+        assert source.count(old) >= 1, f"{script} has no {old!r}"
+        source = source.replace(old, new, 1)
+    (folder / (name or script)).write_text(source)
+    return name or script
 
 
 def refuse(number, answer):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import nodelaunch as launch
 from course.check.verdicts import expect
-from course.exercises.lab12.lightning_script import expect_end
+from course.exercises.script_runs import expect_end
 from course.exercises.scripts import expect_scripts, read_script
 from course.frameworks import find_python
 from lab_common import read_path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,10 @@ from pathlib import Path
 import torch
 
 import nodelaunch as launch
-from course.check.verdicts import NotYetError, expect
+from course.check.verdicts import expect
 from course.exercises.lab12 import by_hand
 from course.exercises.lab12.by_hand import LR, MOMENTUM, Means
+from course.exercises.script_runs import expect_end
 from course.exercises.scripts import draw_shapes, expect_scripts, read_script
 from course.frameworks import find_python
 from lab_common import read_path
@@ -117,33 +118,6 @@ def _run(script: Path, folder: Path, python: Path, ranks: int, dataset: data.Dat
     own_means = tuple(find(net, rank=rank) for rank, net in enumerate(nets))
     case = "one process" if ranks == 1 else "two nodes of one process each"
     return _Run(result, checkpoint, case, nets[0].state_dict(), means, own_means)
-
-
-def expect_end(job: launch.JobResult, case: str, hints: Mapping[str, str], *, waits: str, own: str = "") -> None:
-    """Expects a job of the learner's to end well.
-
-    Args:
-        job: The result.
-        case: What was tried.
-        hints: For a pattern in the message of the rank that failed, a hint.
-        waits: The hint for a job that does not end.
-        own: The learner's file, if another one is launched, which calls it.
-    """
-    failure, expected = job.failure, "a run that ends well"
-    if not failure:
-        return
-    if failure.kind in ("hang", "limit"):
-        stands = "; ".join(f"rank {rank} stood at {place}" for rank, place in sorted(failure.stacks.items()))
-        yours = stands or failure.what
-        raise NotYetError(f"{case}: it does not end", yours=yours, expected=expected, hint=f"a rank waits: {waits}")
-    last = (failure.message.strip().splitlines() or [failure.what])[0]
-    fix = "mend what this line says, save the file, run the cell again" if failure.kind == "exception" else failure.fix
-    hint = next((hint for pattern, hint in hints.items() if re.search(pattern, failure.message)), fix)
-    # The launcher names a line of the script that it ran; a file which that one calls stands in the traceback.
-    lines = re.findall(rf'{own}", line (\d+)', failure.traceback) if own else []
-    where = f"{own}, line {lines[-1]}" if lines else failure.location or failure.kind
-    who = failure.what if failure.rank is None else f"rank {failure.rank} failed first"
-    raise NotYetError(f"{case}: {who}", yours=f"{where}: {last[:160]}", expected=expected, hint=hint)
 
 
 def _read_printed(run: _Run) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import re
 import shlex
@@ -19,11 +18,10 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from torch.distributed.run import get_args_parser
-
 from course.check.judge import AnyOf, judge
-from course.check.verdicts import NotYetError, expect
+from course.check.verdicts import expect
 from course.exercises.lab13 import slurm_stand_in
+from course.exercises.torchrun import parse_torchrun
 
 NODES, SCRIPT, SECONDS = 2, "train_ddp.py", 15.0
 # What the lab compares needs these.
@@ -207,7 +205,12 @@ def _judge_started(found: Sequence[dict], job: str, nodes: Sequence[Mapping[str,
     names = [node["name"] for node in nodes]
     hint = "srun takes the number of tasks from #SBATCH: leave -n, -N and -w away from the line of torchrun"
     judge([one["node"] for one in found], right=names, case="the nodes that start a torchrun", hint=hint)
-    options = [_parse(one["words"], one["node"]) for one in found]
+    hint = "torchrun --help lists its options; each stands before the script. Is a variable empty, or misspelt?"
+    expected = "options, then the script"
+    options = [
+        parse_torchrun(one["words"], case=f"torchrun on node {one['node']}", expected=expected, hint=hint)
+        for one in found
+    ]
     for one in options:
         size = "--standalone" if one.standalone else f"--nnodes={one.nnodes}"
         hint = "without --nnodes=2 each torchrun is a job of its own. Slurm has the number in $SLURM_NNODES"
@@ -229,20 +232,6 @@ def _judge_started(found: Sequence[dict], job: str, nodes: Sequence[Mapping[str,
     )
     hint = "sbatch starts the script in the folder where it is called: the path is as seen from the notebook's folder"
     expect(Path(script).is_file(), "the script's path", yours=script, expected=f"scripts/{SCRIPT}", hint=hint)
-
-
-def _parse(words: Sequence[str], node: str) -> argparse.Namespace:
-    """Parses a torchrun's arguments as torchrun does."""
-    said, parser = io.StringIO(), get_args_parser()
-    parser.prog = "torchrun"  # or it names the program that this process was started as
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            return parser.parse_args(list(words))
-    except SystemExit:
-        last = said.getvalue().strip().splitlines()[-1:] or ["it prints its help"]
-        hint = "torchrun --help lists its options; each stands before the script. Is a variable empty, or misspelt?"
-        case = f"torchrun on node {node}"
-        raise NotYetError(case, yours=last[0][:200], expected="options, then the script", hint=hint) from None
 
 
 def _judge_meeting(options: Sequence[argparse.Namespace], job: str, nodes: Sequence[Mapping[str, str]]) -> None:

@@ -7,9 +7,7 @@ Kubeflow Trainer and SkyPilot set and with programs that only note how they were
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import io
 import json
 import os
 import re
@@ -25,6 +23,7 @@ import yaml
 
 from course.check.judge import AnyOf, judge
 from course.check.verdicts import NotYetError, expect
+from course.exercises.torchrun import parse_torchrun
 from lab_common import checkout
 
 NODES, PROCESSES, GIBIBYTES, RESTARTS = 2, 4, 32, 3
@@ -308,22 +307,15 @@ def _run_shell(text: str, env: Mapping[str, str], name: str) -> list[str]:
 
 def _read_call(argv: Sequence[str], env: Mapping[str, str], name: str) -> dict[str, object]:
     """Parses a command with torchrun's own parser, which reads missing options from the environment."""
-    from torch.distributed.run import get_args_parser
-
     words = list(argv[1:] if argv[:1] == ["torchrun"] else argv[3:])
     launched = argv[:1] == ["torchrun"] or argv[1:3] == ["-m", "torch.distributed.run"]
     yours, expected = " ".join(argv)[:160] or "none", f"torchrun [options] {SCRIPT} …"
     expect(launched, f"{name}: the command", yours=yours, expected=expected, hint=STARTS)
     own = {key: one for key, one in os.environ.items() if not key.startswith("PET_")}
-    said = io.StringIO()
-    with mock.patch.dict(os.environ, {**own, **env}, clear=True), contextlib.redirect_stderr(said):
-        try:
-            return vars(get_args_parser().parse_args(words))
-        except SystemExit as error:
-            last = (said.getvalue().strip().splitlines() or ["it shows its help"])[-1]
-            hint = "write torchrun's options as its help has them, then the script and its arguments. "
-            hint += "A line of bash ends the command: put \\ at the end of a line that goes on"
-            raise NotYetError(f"{name}: {yours[:80]}", yours=last[:160], expected=expected, hint=hint) from error
+    hint = "write torchrun's options as its help has them, then the script and its arguments. "
+    hint += "A line of bash ends the command: put \\ at the end of a line that goes on"
+    with mock.patch.dict(os.environ, {**own, **env}, clear=True):
+        return vars(parse_torchrun(words, case=f"{name}: {yours[:80]}", expected=expected, hint=hint))
 
 
 def _judge_call(call: Mapping[str, object], name: str, node: int, head: str) -> None:

@@ -5,21 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from numbers import Real
+from typing import NamedTuple
 
 from course.check.judge import AnyOf, judge
 from course.check.verdicts import expect, refusing
 
 WITHIN = 1e-4  # relative
-# Work, nodes, efficiency, price, checkpoint, restart, mean time between failures of a node, and the interval, where it
-# is given. In the first cases as much as possible is 1 or nothing, so that a mistake shows by itself.
+
+
+class Case(NamedTuple):
+    """The arguments of ``plan_run``."""
+
+    work: float
+    nodes: int
+    efficiency: float
+    price: float
+    checkpoint: float
+    restart: float
+    mtbf: float
+    interval: float | None = None
+
+
+# In the first cases as much as possible is 1 or nothing, so that a mistake shows by itself.
 CASES = (
-    (100, 1, 1.0, 1.0, 0.02, 0.1, 25, None),
-    (100, 1, 1.0, 1.0, 0.02, 0.1, 25, 4),
-    (100, 5, 0.8, 3.0, 0.02, 0.1, 125, None),
-    (400, 8, 0.9, 2.5, 0.05, 0.2, 200, None),
-    (400, 8, 0.9, 2.5, 0.05, 0.2, 200, 0.25),
-    (5000, 16, 0.7, 12.0, 0.01, 0.5, 96, 6.0),
-    (24, 2, 0.95, 0.5, 0.5, 0.0, 10, None),
+    Case(100, 1, 1.0, 1.0, 0.02, 0.1, 25),
+    Case(100, 1, 1.0, 1.0, 0.02, 0.1, 25, 4),
+    Case(100, 5, 0.8, 3.0, 0.02, 0.1, 125),
+    Case(400, 8, 0.9, 2.5, 0.05, 0.2, 200),
+    Case(400, 8, 0.9, 2.5, 0.05, 0.2, 200, 0.25),
+    Case(5000, 16, 0.7, 12.0, 0.01, 0.5, 96, 6.0),
+    Case(24, 2, 0.95, 0.5, 0.5, 0.0, 10),
 )
 
 
@@ -64,17 +79,15 @@ def verify_plan_run(answer: Callable) -> str:
         with refusing(ZeroDivisionError, OverflowError, case=words, expected="three numbers", hint=hint):
             found = answer(*case)
         yours = _as_numbers(found, words)
-        _judge_interval(yours[0], words, *case)
-        _judge_hours(yours[1], words, *case)
-        _judge_cost(yours[2], words, *case)
+        _judge_interval(yours[0], words, case)
+        _judge_hours(yours[1], words, case)
+        _judge_cost(yours[2], words, case)
     return f"{len(CASES)} runs on 1 to {max(case[1] for case in CASES)} nodes, with Young's interval and with others"
 
 
-def _describe(case: tuple) -> str:
-    work, nodes, efficiency, price, checkpoint, restart, mtbf, interval = case
-    words = f"work {work:g}, nodes {nodes}, efficiency {efficiency:g}, price {price:g}, checkpoint {checkpoint:g}, "
-    words += f"restart {restart:g}, mtbf {mtbf:g}"
-    return words if interval is None else f"{words}, interval {interval:g}"
+def _describe(case: Case) -> str:
+    given = {name: value for name, value in case._asdict().items() if value is not None}
+    return ", ".join(f"{name} {value:g}" for name, value in given.items())
 
 
 def _as_numbers(found: object, words: str) -> tuple[float, ...]:
@@ -89,12 +102,9 @@ def _as_numbers(found: object, words: str) -> tuple[float, ...]:
     return tuple(map(float, found))
 
 
-def _judge_interval(
-    yours: float, words: str, work: float, nodes: int, efficiency: float, price: float, checkpoint: float,
-    restart: float, mtbf: float, interval: float | None,
-) -> None:  # fmt: skip
-    mean = mtbf / nodes
-    right = plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval)
+def _judge_interval(yours: float, words: str, case: Case) -> None:
+    mean, checkpoint = case.mtbf / case.nodes, case.checkpoint
+    right = plan_run(*case)
     judge(
         yours,
         right=right[0],
@@ -102,14 +112,14 @@ def _judge_interval(
         wrong={
             "return them in this order: interval, hours, cost": AnyOf(right[1:]),
             "an interval that is given is taken as it is: compute one only where it is None": AnyOf(
-                () if interval is None else (math.sqrt(2 * checkpoint * mean),)
+                () if case.interval is None else (math.sqrt(2 * checkpoint * mean),)
             ),
             "take the square root: √(2 · C · M)": 2 * checkpoint * mean,
             "the 2 belongs below the root: √(2 · C · M)": AnyOf(
                 (math.sqrt(checkpoint * mean), 2 * math.sqrt(checkpoint * mean))
             ),
             "the run fails as soon as one of its nodes does: its M is mtbf / nodes": AnyOf(
-                (math.sqrt(2 * checkpoint * mtbf), math.sqrt(2 * checkpoint * mtbf * nodes))
+                (math.sqrt(2 * checkpoint * case.mtbf), math.sqrt(2 * checkpoint * case.mtbf * case.nodes))
             ),
         },
         hint="the interval is √(2 · C · M), with C the checkpoint's hours and M = mtbf / nodes",
@@ -117,12 +127,10 @@ def _judge_interval(
     )
 
 
-def _judge_hours(
-    yours: float, words: str, work: float, nodes: int, efficiency: float, price: float, checkpoint: float,
-    restart: float, mtbf: float, interval: float | None,
-) -> None:  # fmt: skip
-    mean, ideal = mtbf / nodes, work / (nodes * efficiency)
-    interval, right, _ = plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval)
+def _judge_hours(yours: float, words: str, case: Case) -> None:
+    nodes, efficiency, price, checkpoint, restart = case[1:6]
+    mean, ideal = case.mtbf / nodes, case.work / (nodes * efficiency)
+    interval, right, _ = plan_run(*case)
     late, length = math.exp(restart / mean), interval + checkpoint
     again = mean * math.expm1(length / mean)
     lost = (length / 2, interval / 2, interval / 2 + restart, length / 2 + restart)
@@ -135,10 +143,10 @@ def _judge_hours(
             "divide the work by the efficiency": AnyOf((right * efficiency, right * efficiency**2)),
             "the price comes last: return interval, hours, cost": AnyOf((right * price, right * price * nodes)),
             "the run fails as soon as one of its nodes does: M is mtbf / nodes, in the hours as well": plan_run(
-                work, nodes, efficiency, price, checkpoint, restart, mtbf * nodes, interval
+                *case._replace(mtbf=case.mtbf * nodes, interval=interval)
             )[1],
             "the hours are of another interval than you return: use the one that is given": plan_run(
-                work, nodes, efficiency, price, checkpoint, restart, mtbf
+                *case._replace(interval=None)
             )[1],
             "the restart is missing: e^(R / M) is one of the factors": ideal / interval * again,
             "a failure can also hit a checkpoint: the exponent is (interval + checkpoint) / M": (
@@ -154,11 +162,9 @@ def _judge_hours(
     )
 
 
-def _judge_cost(
-    yours: float, words: str, work: float, nodes: int, efficiency: float, price: float, checkpoint: float,
-    restart: float, mtbf: float, interval: float | None,
-) -> None:  # fmt: skip
-    _, hours, right = plan_run(work, nodes, efficiency, price, checkpoint, restart, mtbf, interval)
+def _judge_cost(yours: float, words: str, case: Case) -> None:
+    nodes, efficiency, price = case[1:4]
+    _, hours, right = plan_run(*case)
     judge(
         yours,
         right=right,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from unittest import mock
 
 import torch
 from torch import nn
@@ -30,10 +29,10 @@ class _Watch:
         self._lock = threading.Lock()
         self.begin(1)
 
-    def begin(self, parts: int, *, failing: int | None = None) -> None:
-        """Clears the notes; ``parts`` passes have to meet, and the pass with the number ``failing`` raises."""
+    def begin(self, parts: int) -> None:
+        """Clears the notes; ``parts`` passes have to meet."""
         self.weights: list[torch.Tensor] = []
-        self.alone, self._parts, self._failing, self._complete = False, parts, failing, threading.Event()
+        self.alone, self._parts, self._complete = False, parts, threading.Event()
 
     def __deepcopy__(self, memo: dict) -> _Watch:
         return self  # the copies of a network report to the same watch
@@ -43,8 +42,6 @@ class _Watch:
         with self._lock:
             self.weights.append(weight)
             number = len(self.weights)
-        if number == self._failing:
-            raise RuntimeError(f"replica {number - 1} was made to fail")
         if number >= self._parts:
             self._complete.set()
         if not self._complete.wait(PATIENCE):
@@ -99,10 +96,9 @@ def _join_gradients(model: nn.Module) -> torch.Tensor:
 
 
 def verify_data_parallel_step(data_parallel_step: Callable) -> str:
-    """Takes two steps for each number of replicas, beside one device, and one step in which a replica fails."""
+    """Takes two steps for each number of replicas, beside one device."""
     for count, batch in CASES:
         _compare_steps(data_parallel_step, count, batch)
-    _expect_error(data_parallel_step)
     where = "on 1, 2, 3 and 5 replicas, for uneven batches too"
     return f"loss, gradients and weights equal one device's in float64, {where}"
 
@@ -201,28 +197,3 @@ def _judge_gradient(
     }
     hint = "for each parameter of the model the sum of the gradients of its copies: zip(model.parameters(), ...)"
     judge(yours, right=right, case=case, wrong=wrong, hint=hint)
-
-
-def _expect_error(answer: Callable) -> None:
-    """Lets one replica fail, and wants to hear of it; in a thread, since an answer may wait for the result for ever."""
-    watch, heard = _Watch(), ["returned as if nothing had happened"]
-    watch.begin(1, failing=2)
-
-    def work() -> None:
-        try:
-            answer(**_make_trial(watch, 4), count=2)
-        except Exception as error:
-            heard.append(type(error).__name__)
-
-    # A thread of the learner's that ends by the error would print it.
-    with mock.patch.object(threading, "excepthook", lambda _: None):
-        caller = threading.Thread(target=work, daemon=True)
-        caller.start()
-        caller.join(2 * PATIENCE)
-    expect(
-        len(heard) == 2 and not caller.is_alive(),
-        "4 images on 2 replicas, the second of which raises an error",
-        yours="waits for ever" if caller.is_alive() else heard[0],
-        expected="the error",
-        hint="an error in a thread ends that thread alone; list(pool.map(...)) or future.result() raises it again",
-    )

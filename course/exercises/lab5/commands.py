@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import os
 import re
 import shlex
@@ -14,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed.run import get_args_parser
-
 import nodelaunch as launch
 from course.check.verdicts import NotYetError, expect
+from course.exercises.torchrun import parse_torchrun
 
 NODES, SECONDS = 2, 90
 EXAMPLE = "torchrun --nnodes=2 --node-rank=0 --master-addr=… --master-port=… scripts/train_ddp.py"
@@ -79,28 +76,19 @@ def verify_commands(two_commands: Callable) -> str:
 
 def _parse(case: str, command: str) -> _Command:
     try:
-        # In a terminal one may put a command into the background, or end it by a semicolon: the command is the same.
-        line = command.replace("\\\n", " ").rstrip().removesuffix("&").removesuffix(";")
-        words = shlex.split(line, comments=True)
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
     except ValueError as error:
         hint = "a quotation mark has no partner"
         raise NotYetError(case, yours=str(error), expected="a line for a shell", hint=hint) from None
-    words, variables = words[1:] if words[:1] == ["env"] else words, []
+    variables = []
     while words and ASSIGNMENT.fullmatch(words[0]):
         variables.append(words.pop(0))
     length = next((length for length in (1, 3, 4) if PROGRAM.fullmatch(" ".join(words[:length]))), 0)
     hint = "the command begins with torchrun, or with NAME=value and then torchrun; no `cd` and no `export`: the cell "
     yours = " ".join(words)[:60] or "nothing"
     expect(length > 0, case, yours=yours, expected=EXAMPLE, hint=hint + "runs it in this folder")
-    words, said, parser = words[length:], io.StringIO(), get_args_parser()
-    parser.prog = "torchrun"  # or it names the program that this process was started as
-    try:
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-            options = parser.parse_args(words)
-    except SystemExit:
-        last = said.getvalue().strip().splitlines()[-1:] or ["it prints its help"]
-        hint = "torchrun --help lists its options; each stands before the script"
-        raise NotYetError(case, yours=last[0][:200], expected=EXAMPLE, hint=hint) from None
+    words, hint = words[length:], "torchrun --help lists its options; each stands before the script"
+    options = parse_torchrun(words, case=case, expected=EXAMPLE, hint=hint)
     late = [word for word in options.training_script_args if TORCHRUN_OPTION.match(word)]
     hint = "options of torchrun stand before the script: what stands after it goes to the script"
     expect(not late, f"{case}: options after the script", yours=" ".join(late), expected=EXAMPLE, hint=hint)

@@ -9,7 +9,6 @@ computed here, in one process, so that the script's own style does not matter.
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 import nodelaunch as launch
-from course.check.verdicts import NotYetError, expect
+from course.check.verdicts import expect
 from course.exercises.precautions import expect_precautions
 from course.exercises.script_runs import (
     BATCH_SIZE,
@@ -30,6 +29,7 @@ from course.exercises.script_runs import (
     RANKS,
     STEPS,
     VALID,
+    expect_end,
     expect_gradients,
     expect_images,
     expect_saved_once,
@@ -47,25 +47,16 @@ PROVED = (
     "float64, batch norm with its stored statistics); no image twice in an epoch; one checkpoint"
 )
 # By what the last line of the rank that failed says.
-FAILURES = (
-    (
-        r"has no attribute '(module|no_sync)'",
-        "the model was not wrapped: model = DDP(model), under the same name, makes backward() talk to the others",
-    ),
-    (
-        r"process group has not been initialized|init_process_group",
-        "dist.init_process_group(...) comes first: before it there is nobody to ask for a rank",
-    ),
-    (
-        r"(?i)nccl|device_ids|cuda|nvidia",
-        "this run is on the CPU: 'nccl', device_ids and CUDA only if torch.cuda.is_available()",
-    ),
-    (
-        r"'NoneType' object has no attribute 'tolist'",
-        "dist.all_reduce works in place, and returns None: assign nothing",
-    ),
-    (r"NameError|UnboundLocalError", "the lines that follow the gap use this name: assign it in the gap"),
-)
+FAILURES = {
+    r"has no attribute '(module|no_sync)'": "the model was not wrapped: model = DDP(model), under the same name, makes "
+    "backward() talk to the others",
+    r"process group has not been initialized|init_process_group": "dist.init_process_group(...) comes first: before it "
+    "there is nobody to ask for a rank",
+    r"(?i)nccl|device_ids|cuda|nvidia": "this run is on the CPU: 'nccl', device_ids and CUDA only if "
+    "torch.cuda.is_available()",
+    r"'NoneType' object has no attribute 'tolist'": "dist.all_reduce works in place, and returns None: assign nothing",
+    r"NameError|UnboundLocalError": "the lines that follow the gap use this name: assign it in the gap",
+}
 
 
 @dataclass(frozen=True)
@@ -124,20 +115,8 @@ def _run(script: Path, folder: Path) -> _Runs:
 
 def _expect_end(job: launch.JobResult) -> None:
     """Both processes came to their end and reported."""
-    failure, expected = job.failure, f"{RANKS} processes that end well"
-    if failure and failure.kind == "hang":
-        stands = "; ".join(f"rank {rank} stood at {place}" for rank, place in sorted(failure.stacks.items()))
-        hint = (
-            "every rank has to reach the same collectives in the same order: none of them may stand in `if rank == 0`"
-        )
-        raise NotYetError("the processes hang", yours=stands, expected=expected, hint=hint)
-    if failure:
-        last = (failure.message.strip().splitlines() or [failure.what])[0]
-        wrong = "mend what this line says, save the file, run the cell again"
-        fix = wrong if failure.kind == "exception" else failure.fix
-        hint = next((hint for pattern, hint in FAILURES if re.search(pattern, last)), fix)
-        case = failure.what if failure.rank is None else f"rank {failure.rank} failed first"
-        raise NotYetError(case, yours=f"{failure.location or failure.kind}: {last[:160]}", expected=expected, hint=hint)
+    waits = "every rank has to reach the same collectives in the same order: none of them may stand in `if rank == 0`"
+    expect_end(job, f"{RANKS} processes", FAILURES, waits=waits)
     silent = [rank for rank, result in enumerate(job.results) if result is None]
     yours, hint = f"nothing from rank {', '.join(map(str, silent))}", "main() has to come to its end on every rank"
     expect(not silent, "what the processes report", yours=yours, expected="a report from every rank", hint=hint)

@@ -2,8 +2,7 @@
 
 ``cards.draw("stops")`` draws a card; ``card.run()`` runs its job on one or two nodes of this machine, on the CPU, so
 that the symptom is the same everywhere; ``card.name("C")`` says whether that is the cause, and then writes the job into
-``cards/`` beside the notebook; ``check.exercise("6.1", card)`` runs what the learner made of the file. A card is worth
-three points: a wrong letter costs one, and so does ``card.hint()``.
+``cards/`` beside the notebook; ``check.exercise("6.1", card)`` runs what the learner made of the file.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from lab_common.files import read_bounded, write_atomically
 # Longer than an operation of these jobs takes on a busy laptop.
 HANG_SECONDS = 20
 SHOWN = "# Written by card.solve().\n"
-POINTS = 3  # of a card whose cause was named at once
 # What Slurm would set for a job with one task, which is torchrun.
 SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
 
@@ -110,50 +108,39 @@ class Card:
         """Names the cause by its letter in the lab's list; if it is right, the job opens.
 
         Raises:
-            NotYetError: It is another one, which costs a point; the hint says where to look.
+            NotYetError: It is another one; the hint says where to look.
             LabError: There is no such letter.
         """
         causes = {fault.letter: fault.cause for fault in FAULTS}
         if letter not in causes:
             fix = f"one of the letters {', '.join(causes)}, in quotes"
             raise LabError(f"There is no cause {letter!r:.40}.", where="card.name", cause="a typo", fix=fix)
-        diagnosis, right = self._read_diagnosis(), letter == self.fault.letter
-        if not diagnosis.solved and (right or letter != diagnosis.answer):  # a cell that is run again costs nothing
-            attempts.note(self._diagnosis, "right" if right else "wrong", letter)
         expect(
-            right,
-            f"the cause of card {self.number}: {self.count_points()} of {POINTS} points left",
+            letter == self.fault.letter,
+            f"the cause of card {self.number}",
             yours=f"{letter}: {causes[letter]}",
             expected="the cause that explains what each rank printed, and where it stood",
             hint=self.fault.sign,
         )
         self.named = True
-        print(f"✔ card {self.number}: {letter}, {self.fault.cause}; {self.count_points()} of {POINTS} points")
+        if not self._read_diagnosis().solved:
+            attempts.note(self._diagnosis, "right", letter)
+        print(f"✔ card {self.number}: {letter}, {self.fault.cause}")
         self._open()
 
     def hint(self) -> None:
-        """Prints where to look; costs a point. The second hint opens the job before its cause is named."""
+        """Prints where to look. The second hint opens the job before its cause is named."""
         print(f"Card {self.number}: {self.fault.sign}{'' if self.fault.sign.endswith('?') else '.'}")
         if not (self.named or self.path.exists()):
             attempts.note(self._diagnosis, "asked")
             if _has_opened(self._read_diagnosis()):
                 self._open()
-        print(f"{self.count_points()} of {POINTS} points left")
-
-    def count_points(self) -> int:
-        """Returns how many points naming the cause has brought, or still brings."""
-        diagnosis = self._read_diagnosis()
-        return max(0, POINTS - diagnosis.tries - diagnosis.asked)
 
     def solve(self) -> None:
         """Mends the job in the learner's place, for who wants to see it; prints the lines that change.
 
-        What the learner had changed is kept beside it, under another name. Where the cause is not named yet, no point
-        is left.
+        What the learner had changed is kept beside it, under another name.
         """
-        if not self.named:
-            for _ in range(self.count_points()):
-                attempts.note(self._diagnosis, "asked")
         found, right = self._read_as_it_is(), read_job(self.fault.job) + SHOWN
         for line in difflib.ndiff(found.splitlines(), right.splitlines()):
             if line[0] in "+-" and line[2:].strip():
@@ -243,12 +230,6 @@ def draw(pile: str, turn: int = 1, *, seed: int = 0) -> Card:
     return card
 
 
-def count_points() -> None:
-    """Prints how many points the named cards have brought."""
-    points = [card.count_points() for card in _list_cards() if card._read_diagnosis().solved]
-    print(f"Fault cards: {len(points)} of {len(FAULTS)} named, {sum(points)} of {POINTS * len(points)} points")
-
-
 def _list_cards() -> list[Card]:
     """All cards, in an order that gives no letter away, and in which number 0 draws first what the lab solves."""
     faults = sorted(FAULTS, key=lambda one: (_rank_topic(one), _shuffle("deck 93", one.letter)))
@@ -257,8 +238,8 @@ def _list_cards() -> list[Card]:
 
 
 def _has_opened(diagnosis: attempts.Standing) -> bool:
-    """True if hints have opened a job: the first one gives the hint, unless a wrong letter has brought it already."""
-    return diagnosis.asked > 0 and diagnosis.asked + diagnosis.tries > 1
+    """True if hints have opened a job: the first one only says where to look."""
+    return diagnosis.asked > 1
 
 
 def _rank_topic(fault: Fault) -> int:
