@@ -1,15 +1,12 @@
 """The messages of torch, Python and Linux that the launcher knows: what each means, and what to do about it.
 
-node/errors.py only classifies messages, and failure.py adds what the other ranks did. tests/test_launch_field.py takes
-a real text of each row through the whole diagnosis. Texts are those of torch 2.14 and Python 3.11 unless a version is
-named. A message that explains itself has no row: it is quoted.
+tests/test_launch_field.py takes a real text of each row through the whole diagnosis. Texts are those of torch 2.14 and
+Python 3.11. A message that explains itself has no row: it is quoted.
 """
 
 from __future__ import annotations
 
 import re
-
-HANDLING = "During handling of the above exception, another exception occurred:"
 
 # A pattern, searched in a rank's traceback and message, or in its last words; the cause in plain words; and the fix.
 # `\g<name>` inserts what a group of the pattern has found. The first match counts: a special case comes before the
@@ -26,11 +23,6 @@ KNOWN = (
      r'|multiprocessing/\w+\.py\"[^\n]*\n(?:(?: {4}[^\n]*)?\n)*OSError: \[Errno 28\]',
      "the shared memory (/dev/shm) is full; a DataLoader's workers hand their batches over in it, and NCCL uses it",
      "num_workers=0, or more of it: podman run --shm-size=2g (docker too); ls -l /dev/shm shows what runs left"),
-    ("can't start new thread|pthread_create (failed|has failed)"
-     r"|(fork|thread|libgomp)[^\n]*Resource temporarily unavailable"
-     r"|(_execute_child|spawnv_passfds|popen_fork\.py)[\s\S]*^BlockingIOError: ",
-     "the node allows this user no more processes or threads (`ulimit -u`, or the container's limit)",
-     "fewer num_workers and threads (OMP_NUM_THREADS=1), or a higher limit: ulimit -u"),
     ("CUDA out of memory|CUDA error: out of memory|cuda.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
      "the GPU's memory is full", "a smaller --batch-size"),
     (r"can't allocate memory: you tried to allocate (?P<size>\d+) bytes",
@@ -50,9 +42,6 @@ KNOWN = (
      "the ranks built different models", "build the model from the same arguments on every rank"),
     (r"'(?P<kind>DistributedDataParallel|DataParallel)' object has no attribute '(?P<name>\w+)'",
      r"\g<kind> wraps the model, and has none of the model's own attributes", r"model.module.\g<name>"),
-    ("device_ids and output_device arguments only work with",
-     "DDP was given device_ids, and the model is not on that one GPU",
-     "model.to(device) before DDP; on a CPU: DDP(model) without device_ids"),
     # Weights and checkpoints.
     (r'Error\(s\) in loading state_dict[\s\S]*(Missing|Unexpected) key\(s\)[^\n]*\"(?P<prefix>module\.|_orig_mod\.)',
      r'the names of the weights begin with "\g<prefix>" on one side alone: the wrapper (DDP or torch.compile) was '
@@ -156,28 +145,18 @@ KNOWN = (
      r"the script imports what this node does not have: \g<name>",
      "a module of yours beside the script: root='.' copies the folder (files=['…'] one file); else: pip install it "
      "there"),
-    (r"(PermissionError|Permission denied|Read-only file system)[^\n]*?(?P<path> '[^'\n]+')?$",
-     r"the user of this job may not use this file or address\g<path>",
-     "ls -ld shows who may; write below the job's own folder, or into a folder of yours on that node"),
     ("FileExistsError|: File exists$",
      "it is there already: from an earlier run, or another rank made it a moment before",
      "os.makedirs(…, exist_ok=True), or a new name for each run; let rank 0 alone make it, with a barrier behind"),
-    (r"fatal error: (?P<name>[\w./+-]+\.(h|hpp|cuh)): No such file or directory",
-     r"the C++ compiler does not find the header \g<name> on this node",
-     "Python.h: the package python3-dev; cuda_*.h: the CUDA toolkit (nvcc); then run the job again"),
-    (r"No such file or directory|FileNotFoundError: \[Errno 2\]|Parent directory \S+ does not exist",
+    (r"(?<!\.h: )No such file or directory|FileNotFoundError: \[Errno 2\]|Parent directory \S+ does not exist",
      "a path that is not on this node: a job runs in its own folder, which has the script and the files of files=, or "
      "with root= the project without files that git ignores or that are above 8 MiB",
      "root='.' copies the script's project and runs in it; large or ignored data: an absolute path; what another rank "
      "writes: dist.barrier() after the save"),
     # A process that the script started, where nothing before has said why it ended.
-    (r"DataLoader worker \(pid[^\n]*killed by signal: (?P<name>Segmentation fault|Aborted|Illegal instruction"
-     "|Floating point exception|Bus error)",
-     r"a worker of the DataLoader crashed in C code (\g<name>)",
-     "num_workers=0 and env={'PYTHONFAULTHANDLER': '1'} show the line"),
     (r"DataLoader worker \(pid|terminated with signal SIGKILL|<Signals\.SIGKILL|process pool was terminated abruptly",
-     "a process that the script started (such as a worker of the DataLoader) ended without a word; most often Linux "
-     "killed it, because memory was full (`sudo dmesg | tail`)",
+     "a process that the script started (such as a worker of the DataLoader) ended without a word: it crashed in C "
+     "code, or, most often, Linux killed it because memory was full (`sudo dmesg | tail`)",
      "num_workers=0 shows a worker's own error; if memory is full: fewer processes, or less in the memory of each"),
 )  # fmt: skip
 
@@ -185,7 +164,7 @@ KNOWN = (
 def look_up(text: str) -> tuple[str, str]:
     """The cause and the fix of the first known message in a text; two empty strings if there is none."""
     # What was caught before ("During handling …") need not be why the script failed.
-    text = text.rpartition(HANDLING)[2]
+    text = text.rpartition("During handling of the above exception, another exception occurred:")[2]
     for pattern, cause, fix in KNOWN:
         if found := re.search(pattern, text, re.MULTILINE):
             return found.expand(cause), found.expand(fix)

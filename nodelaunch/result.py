@@ -10,10 +10,7 @@ from lab_common import LabError, env_folder
 from lab_common.markup import write_card
 from lab_common.text import cut_lines
 
-# The most ranks that a card in a notebook names one by one.
-MANY_RANKS = 8
-# What ends a job without an error of any rank.
-ENDED = ("limit", "stopped")
+MANY_RANKS = 8  # the most that a card in a notebook names one by one
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,7 @@ class Failure:
         message: The error's own text, which ends its traceback, or torchrun's message.
         location: Where in the training script, for example "train.py, line 33".
         traceback: Its traceback, without the frames of the launcher.
-        cause: The likely cause.
-        fix: What to do.
+        cause: The likely cause; ``fix`` is what to do about it.
         consequences: By rank, in one line, the messages of the others; they failed because the first one did.
         others: By rank, in one line, those that failed later by an error of their own, perhaps the same one.
         stacks: By rank, where it stood when it was ended.
@@ -84,18 +80,16 @@ class Failure:
             self.what,
             [*named, *more, *hints],
             place=" on ".join(part for part in (rank, self.node) if part),
-            colour="note" if self.kind in ENDED else "red",
+            colour="note" if self.kind in ("limit", "stopped") else "red",
             title=f"traceback of {rank}" if rank else "the last lines before the end",
             lines=self.traceback,
         )
 
     def _list_ranks(self) -> list[tuple[str, str]]:
         """A label and a text for each rank that stood somewhere or had a message."""
-        stood = sorted(self.stacks.items()) if self.kind == "hang" else []
-        rows = [(f"rank {rank} stood at", text) for rank, text in stood]
-        rows += [(f"rank {rank} failed, too", text) for rank, text in sorted(self.others.items())]
-        rows += [(f"rank {rank} failed as a consequence", text) for rank, text in sorted(self.consequences.items())]
-        return rows
+        stood = self.stacks if self.kind == "hang" else {}
+        kinds = {"stood at": stood, "failed, too": self.others, "failed as a consequence": self.consequences}
+        return [(f"rank {rank} {kind}", texts[rank]) for kind, texts in kinds.items() for rank in sorted(texts)]
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(self.write_text())

@@ -39,19 +39,17 @@ def check_argument(value: Any) -> str:
     return values.TEXT(str(value))
 
 
-def check_nodes(value: Any) -> tuple[Node, ...]:
+def check_node_list(value: Any) -> tuple[Node, ...]:
     """Takes a list of nodes that can run one job together."""
-    wanted, example = "a list of nodes", "launch.local_nodes(2)"
-    nodes = values.list_of(rule(lambda node: hasattr(node, "popen"), wanted, example), wanted, example)(value)
+    what = "a list of nodes", "launch.local_nodes(2)"
+    nodes = values.list_of(rule(lambda node: hasattr(node, "popen"), *what), *what)(value)
     names = [node.name for node in nodes]
     if not nodes:
-        raise InvalidValue(wanted, example, "a job needs at least one node")
-    if len(set(names)) < len(names):
-        double = next(name for name in names if names.count(name) > 1)
-        cause = f"{double} is in it twice; several processes on one node are nproc_per_node"
-        raise InvalidValue(wanted, example, cause)
+        raise InvalidValue(*what, "a job needs at least one node")
+    if double := [name for name in names if names.count(name) > 1]:
+        raise InvalidValue(*what, f"{double[0]} is in it twice; several processes on one node are nproc_per_node")
     if len({node.backend for node in nodes}) > 1:  # one module launches on all of them
-        raise InvalidValue(wanted, example, "a job runs on nodes of Slurm or on others, not on both")
+        raise InvalidValue(*what, "a job runs on nodes of Slurm or on others, not on both")
     return nodes
 
 
@@ -79,9 +77,8 @@ class DataFolder:
     Args:
         path: The folder on this machine.
         name: Its path below the data folder of a node.
-        identity: The name of the file in it that is compared by its SHA-256, such as a list of the other files. If it
-            is JSON with ``sha256``, an object by the names of files, those files have to be there too; if it has
-            ``classes`` besides, nothing else in it is compared.
+        identity: The name of the file in it that is compared by its SHA-256. If it is JSON with ``sha256``, an object
+            by the names of files, those have to be there, too; with ``classes`` besides, nothing else is compared.
         copy_data: True to copy the folder to the nodes that lack it. One that is there is never changed.
         fix: The command that makes the folder on a machine, which the messages name; "" if there is none.
 
@@ -112,11 +109,8 @@ class DataFolder:
 
 
 ARGUMENTS = values.list_of(check_argument, "a list of texts and numbers", "['--lr', 0.1]")
-DATA = rule(
-    lambda value: isinstance(value, DataFolder),
-    "a DataFolder",
-    "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')",
-)
+EXAMPLE = "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')"
+DATA = rule(lambda value: isinstance(value, DataFolder), "a DataFolder", EXAMPLE)
 RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'nodes'", "'address'")
 
 
@@ -146,8 +140,7 @@ class JobSpec:
         root: Folder of the project that the script is part of. Each node gets a copy of it, without what git ignores
             and without files over 8 MiB, and the script runs in that copy, which stays for the next job.
         program: What runs the script in place of torchrun, with its options: ``["python"]`` (the node's own),
-            ``["bash"]``. It is started ``nproc_per_node`` times on each node, with RANK, WORLD_SIZE, MASTER_ADDR and
-            torchrun's other variables. Nobody looks whether such a process hangs; ``limit`` ends it.
+            ``["bash"]``. It gets torchrun's variables. Nobody looks whether such a process hangs; ``limit`` ends it.
         files: Other files that the script imports or reads beside itself; not with ``root``.
         data: A :class:`nodelaunch.DataFolder`: what data each node needs; the preflight compares them. None: no data.
         needs_group: True if torchrun's ranks have to form one process group: a job whose ranks form none fails, since
@@ -159,7 +152,7 @@ class JobSpec:
 
     script: str | Path = checked(check_script)
     args: Sequence[object] = checked(ARGUMENTS, default=())
-    nodes: Sequence[Node] = checked(check_nodes, default=())
+    nodes: Sequence[Node] = checked(check_node_list, default=())
     nproc_per_node: int = checked(values.PROCESSES, default=1)
     env: Mapping[str, str] = checked(check_env, default_factory=dict)
     port: int | None = checked(values.PORT, default=None)
@@ -180,24 +173,25 @@ class JobSpec:
         script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
         script = values.check_value("TorchrunJob", "script", script, values.check_path)
         object.__setattr__(self, "script", script)
-        self._check_root()
         if self.max_restarts and (self.program or self.rank_order == "nodes"):
             what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
             cause = "program= runs in its place, or rank_order='nodes' asks for its static rendezvous"
             raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
+        if self.root:
+            self._check_root()
 
     def _check_root(self) -> None:
         """Checks that the project is a folder with the script in it, and that it is not combined with ``files``."""
-        where, fix = clean(self.script, 300), "root='.' is the current folder, which is copied as a whole"
-        if self.root and self.files:
+        if self.files:
             what, cause = "files= and root= do not go together.", "root= copies the whole folder"
-            raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
-        if self.root and not self.root.is_dir():
+        elif not self.root.is_dir():
             what, cause = "The root of a project is a folder.", "there is no such folder"
-            raise LabError(what, where=clean(self.root, 300), cause=cause, fix=fix)
-        if self.root and self.root not in self.script.parents:
-            cause = f"root is {clean(self.root, 300)}"
-            raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
+        elif self.root not in self.script.parents:
+            what, cause = "The script is not within root=.", f"the script is {clean(self.script, 300)}"
+        else:
+            return
+        fix = "root='.' is the current folder, which is copied as a whole"
+        raise LabError(what, where=f"root={clean(self.root, 300)}", cause=cause, fix=fix)
 
     @property
     def world_size(self) -> int:
@@ -214,8 +208,6 @@ class JobSpec:
         """The command that this job stands for, to be typed by hand on each node, in the folder of the script.
 
         On Slurm: once, on a login node, in the folder that ``write()`` fills.
-
-        The job's own command adds what finds errors and ends all ranks together; ``write()`` leaves it to be read.
         """
         if self.nodes[0].backend.endswith(".slurm"):
             return "sbatch job.sbatch"
@@ -230,17 +222,11 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """The names of one launch, new each time: what is left of an earlier one must not be joined.
+    """The names of one launch, new each time: what is left of an earlier one must not be joined."""
 
-    Attributes:
-        id: The job's id, in the names of folders and in the environment of every process.
-        rendezvous_id: torchrun's ``--rdzv-id``: a secret, so that no stranger guesses it.
-        folder: Folder on this machine, with the scripts and ``output.log``.
-    """
-
-    id: str
-    rendezvous_id: str
-    folder: Path
+    id: str  # the job's, in the names of folders and in the environment of every process
+    rendezvous_id: str  # torchrun's --rdzv-id: a secret, so that no stranger guesses it
+    folder: Path  # on this machine, with the scripts and output.log
 
 
 def make_launch(name: str) -> Launch:

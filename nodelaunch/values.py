@@ -26,7 +26,6 @@ class InvalidValue(ValueError):
     """A value that a field does not take: what it takes, an example, and the cause if the value does not show it."""
 
     def __init__(self, wanted: str, example: str, cause: str = "its type or its range does not fit") -> None:
-        super().__init__(wanted)
         self.wanted, self.example, self.cause = wanted, example, cause
 
 
@@ -36,11 +35,7 @@ def checked(check: Check, **options: Any) -> Any:
 
 
 def check_fields(instance: Any, owner: str) -> None:
-    """Checks all such fields of a frozen dataclass, from its ``__post_init__``.
-
-    Raises:
-        LabError: A field does not take its value.
-    """
+    """Checks all such fields of a frozen dataclass, from its ``__post_init__``, or raises a LabError."""
     for each in fields(instance):
         if check := each.metadata.get("check"):
             value = check_value(owner, each.name, getattr(instance, each.name), check)
@@ -48,11 +43,7 @@ def check_fields(instance: Any, owner: str) -> None:
 
 
 def check_value(owner: str, name: str, value: object, check: Check) -> Any:
-    """Returns what a check makes of the value of a field or argument; ``owner`` is what was called.
-
-    Raises:
-        LabError: The field does not take the value.
-    """
+    """Returns what a check makes of the value of a field or argument of ``owner``, or raises a LabError."""
     try:
         return check(value)
     except InvalidValue as error:
@@ -103,10 +94,10 @@ def check_path(value: Any) -> Path:
     if not isinstance(value, str | PurePath):
         raise InvalidValue("a path", "'folder/file'")
     try:
-        found = Path(NAME(str(value))).expanduser().resolve()
+        path = Path(NAME(str(value))).expanduser().resolve()
         with contextlib.suppress(PermissionError):
-            found.exists()  # raises if it is longer than a path can be, as code in place of a file's name is
-        return found
+            path.exists()  # raises if it is longer than a path can be, as code in place of a file's name is
+        return path
     except (OSError, RuntimeError) as error:
         raise InvalidValue("a path", "'folder/file'", f"the path leads nowhere: {error}") from error
 

@@ -302,7 +302,10 @@ def test_without_the_launcher_a_report_is_printed(tmp_path, root):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, files=[path / "a.py"]).run(), ["a.py", "rename"]),
+        (
+            lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes, files=[path / "b/a.py"]).run(),
+            ["a.py", "rename"],
+        ),
         (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes).run(by_hand=["nowhere"]), ["nowhere"]),
         (lambda path, nodes: TorchrunJob(path / "a.py", nodes=nodes).run(by_hand=["node0", "node1"]), ["job.write()"]),
         (lambda path, nodes: TorchrunJob(path / "a.py", nodes=[nodes[0], nodes[0]]), ["node0", "twice"]),
@@ -312,7 +315,9 @@ def test_without_the_launcher_a_report_is_printed(tmp_path, root):
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_starts(make, words, tmp_path, monkeypatch):
-    (tmp_path / "a.py").write_text("print('a')")
+    (tmp_path / "b").mkdir()
+    for name in ("a.py", "b/a.py"):
+        (tmp_path / name).write_text("print('a')")
     nodes = local_nodes(2)
     monkeypatch.setattr("nodelaunch.backends.direct.PipeLink", None)
     with pytest.raises(LabError) as caught:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 
 from nodelaunch.backends import Say
-from nodelaunch.backends.nodes import PipeLink
+from nodelaunch.backends.nodes import Link, PipeLink
 from nodelaunch.preflight import Preflight, check_nodes
 from nodelaunch.script import Placement, write_script
 from nodelaunch.spec import JobSpec, Launch
@@ -43,15 +43,13 @@ def start(
     by_hand: Sequence[str],
     say: Say,
     stop: threading.Event,
-) -> dict[str, PipeLink]:
+) -> dict[str, Link]:
     """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name.
-
-    It runs the node's script, and ends it when this process is gone.
 
     Raises:
         LabError: A node could not be started; the others are ended.
     """
-    links: dict[str, PipeLink] = {}
+    links: dict[str, Link] = {}
     bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={spec.limit}"]
     try:
         for place in places:

@@ -8,9 +8,9 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from lab_common import LabError
 from lab_common.text import clean
@@ -69,13 +69,12 @@ class Node:
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that could not be run there."""
         last = clean((stderr.strip().splitlines() or [f"exit status {returncode}"])[-1], 300)
-        if FULL.search(stderr):
-            path = name_full_disk(stderr) or self.folder
-            what = clean(f"The disk of {self.name} is full at {path}", 118) + "."
-            return LabError(what, where=path, cause=last, fix=advise_room(path))
+        what, where = f"A program could not be run on {self.name[:40]}.", self.folder
         fix = "see that the folder can be written to and that the disk has room, then run the job again"
-        what = f"A program could not be run on {self.name[:40]}."
-        return LabError(what, where=self.folder, cause=last, fix=fix)
+        if FULL.search(stderr):
+            where = name_full_disk(stderr) or self.folder
+            what, fix = clean(f"The disk of {self.name} is full at {where}", 118) + ".", advise_room(where)
+        return LabError(what, where=where, cause=last, fix=fix)
 
 
 def advise_room(path: str) -> str:
@@ -92,26 +91,42 @@ class ThisMachine(Node):
     python: str = values.checked(values.NAME, default=sys.executable)
 
 
+class Link(Protocol):
+    """The connection to one node's supervisor, which follows its end and brings it about.
+
+    Attributes:
+        lines: Yields what the supervisor prints, line by line, until it has ended.
+        beat: Sends a heartbeat of the launcher.
+        stop: Asks the supervisor to end everything.
+        kill: Cuts the connection; without heartbeats the supervisor then ends by itself.
+        poll: Returns the exit status, or None while it runs.
+        explain: Returns why the link ended although the supervisor had not reported its end; None if nothing failed.
+    """
+
+    lines: Callable[[], Iterator[bytes]]
+    beat: Callable[[], None]
+    stop: Callable[[], None]
+    kill: Callable[[], None]
+    poll: Callable[[], int | None]
+    explain: Callable[[], LabError | None]
+
+
 class PipeLink:
-    """A supervisor at the other end of a pipe, on this machine or through the SSH client."""
+    """A :class:`Link` by a pipe, on this machine or through the SSH client."""
 
     def __init__(self, node: Node, argv: Sequence[str]) -> None:
         self._owner = node
         self._process = node.popen(argv)
         # Without a reader a chatty stderr would fill its pipe and stop the node; only its end is needed.
         self._errors: deque[bytes] = deque(maxlen=50)
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        lines = read_lines(self._process.stderr, 10_000)
+        self._reader = threading.Thread(target=self._errors.extend, args=[lines], daemon=True)
         self._reader.start()
         os.set_blocking(self._process.stdin.fileno(), False)
 
-    def _read_errors(self) -> None:
-        with contextlib.suppress(ValueError, OSError):
-            self._errors.extend(read_lines(self._process.stderr, 10_000))
-
     def lines(self) -> Iterator[bytes]:
         """Yields what the supervisor prints, line by line, until it has ended."""
-        with contextlib.suppress(ValueError, OSError):
-            yield from read_lines(self._process.stdout)
+        yield from read_lines(self._process.stdout)
         self._process.wait()
 
     def beat(self) -> None:

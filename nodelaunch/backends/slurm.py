@@ -19,7 +19,7 @@ from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends import Say
-from nodelaunch.backends.nodes import ThisMachine
+from nodelaunch.backends.nodes import Link, ThisMachine
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, judge_error
 from nodelaunch.script import Bash, Placement, write_environment, write_start
@@ -46,12 +46,9 @@ class SlurmNode(ThisMachine):
     """One of the nodes that Slurm will choose; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
     Its folder is on a file system that this machine and all nodes share, so that files are copied here.
-
-    Attributes:
-        options: Options of sbatch, the same for all nodes of a list.
     """
 
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # of sbatch, the same for all nodes of a list
     backend: ClassVar[str] = __name__
     maker: ClassVar[str] = "slurm_nodes"
 
@@ -89,12 +86,10 @@ def slurm_nodes(
     options = [f"--time={time_limit}", *([] if partition is None else [f"--partition={partition}"]), *extra]
     for option in options:
         if not OPTION.fullmatch(option):
-            raise LabError(
-                f"{json.dumps(option)[:60]} is not one option of sbatch.",
-                where="slurm_nodes",
-                cause="each begins with --, has its value behind =, and neither spaces nor quotes",
-                fix="slurm_nodes(2, partition='gpu', time_limit='00:30:00', extra=['--gpus-per-node=1'])",
-            )
+            what = f"{json.dumps(option)[:60]} is not one option of sbatch."
+            cause = "each begins with --, has its value behind =, and neither spaces nor quotes"
+            fix = "slurm_nodes(2, partition='gpu', time_limit='00:30:00', extra=['--gpus-per-node=1'])"
+            raise LabError(what, where="slurm_nodes", cause=cause, fix=fix)
     place = values.check_value("slurm_nodes", "folder", folder, values.optional(values.check_path))
     place = place or env_folder("LAB_RUNS", "runs") / "slurm"
     own = {"folder": str(place), "interface": interface, "options": tuple(options)}
@@ -206,10 +201,10 @@ def start(
     launch: Launch,
     places: Sequence[Placement],
     *,
-    by_hand: Sequence[str] = (),
+    by_hand: Sequence[str],
     say: Say,
     stop: threading.Event,
-) -> dict[str, SlurmLink]:
+) -> dict[str, Link]:
     """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn.
 
     Raises:
@@ -239,8 +234,7 @@ def submit(folder: Path) -> SlurmJob:
     (folder / "lease").touch()
     done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:
-        cause = clean(done.stderr.strip().rpartition("error: ")[2], 300)
-        fix = f"sinfo shows what there is; by hand: cd {shlex.quote(str(folder))}; sbatch {SCRIPT}"
+        cause, fix = clean(done.stderr.strip().rpartition("error: ")[2], 300), "sinfo shows what there is"
         raise LabError("Slurm does not take the job.", where=folder / SCRIPT, cause=cause, fix=fix)
     return SlurmJob(int(done.stdout.strip().split(";")[0]), folder)  # "12;cluster" if there are several clusters
 
@@ -254,14 +248,14 @@ class SlurmJob:
 
     @property
     def facts(self) -> dict[str, str]:
-        """Slurm's facts of it, such as its ``JobState``."""
+        """Slurm's facts of it: ``JobState``, and others such as its ``Reason`` and its ``NodeList``."""
         with self._lock:
             if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
                 done = _ask("scontrol", "show", "job", "--oneliner", str(self.number))
-                self._facts, self._looked = dict(re.findall(r"(\w+)=(\S*)", done.stdout)), time.monotonic()
-                if done.returncode:
-                    # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
-                    self._facts = {"JobState": "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"}
+                # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
+                state = "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"
+                self._facts = {"JobState": state, **dict(re.findall(r"(\w+)=(\S*)", done.stdout))}
+                self._looked = time.monotonic()
             return self._facts
 
     @property
@@ -271,9 +265,9 @@ class SlurmJob:
 
     def describe(self) -> str:
         """Returns its state, the reason and its nodes, in words."""
-        facts = {"Reason": "None", "NodeList": "(null)"} | self.facts
-        on = f" on {facts['NodeList']}" if facts["NodeList"] not in ("", "(null)") else ""
-        why = f" ({facts['Reason']})" if facts["Reason"] != "None" else ""
+        facts = self.facts
+        on = f" on {nodes}" if (nodes := facts.get("NodeList", "(null)")) not in ("", "(null)") else ""
+        why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
         return f"Slurm job {self.number}: {facts['JobState']}{on}{why}"
 
     def beat(self) -> None:
@@ -293,7 +287,7 @@ class SlurmJob:
 
 
 class SlurmLink:
-    """The link to one node of a Slurm job, with the methods of :class:`nodelaunch.backends.nodes.PipeLink`."""
+    """The :class:`nodelaunch.backends.nodes.Link` to one node of a Slurm job: a file that grows, and the lease."""
 
     def __init__(self, index: int, job: SlurmJob) -> None:
         self.job = job
@@ -320,24 +314,20 @@ class SlurmLink:
             yield rest + b"\n"
 
     def poll(self) -> int | None:
-        """Returns the exit status of the job, or None while it is not over."""
-        if not self.job.is_over:
-            return None
-        status, number = map(int, self.job.facts.get("ExitCode", "0:0").split(":"))
-        code = status or (128 + number if number else 0)
-        return code or int(self.job.facts["JobState"] not in ("COMPLETED", "GONE"))
+        """Returns 1 if the job has failed, 0 if it ended well, or None while it is not over."""
+        return int(self.job.facts["JobState"] not in ("COMPLETED", "GONE")) if self.job.is_over else None
 
     def explain(self) -> LabError | None:
         """The error of a job that Slurm ended, or that failed; None if it ended well."""
         if not self.poll():
             return None
-        facts, number = {"Reason": "None", "NodeList": "no node", **self.job.facts}, self.job.number
+        facts, number = self.job.facts, self.job.number
         log = self.job.folder / f"slurm-{number}.out"
         said = log.read_text(errors="replace").strip() if log.is_file() else ""
-        last = said.rpartition("\n")[2] or f"Slurm's reason: {facts['Reason']}"
+        last = said.rpartition("\n")[2] or f"Slurm's reason: {facts.get('Reason', 'None')}"
         what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
-        fix = f"scontrol show job {number}"
-        return LabError(what, where=facts["NodeList"], cause=clean(last, 300), fix=fix, log=log)
+        where, fix = facts.get("NodeList", "no node"), f"scontrol show job {number}"
+        return LabError(what, where=where, cause=clean(last, 300), fix=fix, log=log)
 
 
 def _sbatch(*argv: str, cwd: Path | None = None, lease: str = "") -> subprocess.CompletedProcess[str]:

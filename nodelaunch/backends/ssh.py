@@ -94,19 +94,13 @@ class Connections:
 class SshNode(Node):
     """A host that ssh reaches; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
-    ``python`` and ``folder`` are looked up there at their first use, once, if they were not given in full.
-
-    Attributes:
-        name: An argument of ssh: a name of the user's configuration or of the network, an address, ``user@host``.
-        wanted_python: As the user gave it; None looks for this interpreter's own path there, then for python3.
-        wanted_folder: As the user gave it, with ``~`` for the home on the host.
-        config: The configuration of ssh, or None for the user's own.
-        connections: Shared by the nodes of one list.
+    ``python`` and ``folder`` are looked up there at their first use, once, if they were not given in full. ``name`` is
+    what the user would type after ``ssh``; the nodes of one list share their ``connections``.
     """
 
     wanted_python: str | None = values.checked(values.optional(values.NAME), default=None)
     wanted_folder: str = values.checked(values.FOLDER, default=FOLDER)
-    config: Path | None = None
+    config: Path | None = values.checked(values.optional(values.check_path), default=None)
     connections: Connections = field(default_factory=Connections, repr=False, compare=False)
     maker: ClassVar[str] = "ssh_nodes"
 
@@ -114,14 +108,14 @@ class SshNode(Node):
     def python(self) -> str:
         """The interpreter there."""
         given = self.wanted_python or ""
-        return given if given.startswith("/") else self._facts[1]
+        return given if given.startswith("/") else self._home_and_python[1]
 
     @property
     def folder(self) -> str:
         """Our folder there, absolute."""
         if self.wanted_folder.startswith("/"):
             return self.wanted_folder
-        return f"{self._facts[0]}/{self.wanted_folder.removeprefix('~').lstrip('/')}".rstrip("/")
+        return f"{self._home_and_python[0]}/{self.wanted_folder.removeprefix('~').lstrip('/')}".rstrip("/")
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
         """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends.
@@ -136,9 +130,8 @@ class SshNode(Node):
         try:
             return super().popen(command)
         except FileNotFoundError as error:
-            what, cause = "The OpenSSH client is not on this machine.", "there is no program `ssh`"
             fix = "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)"
-            raise LabError(what, where="PATH", cause=cause, fix=fix) from error
+            raise LabError("The OpenSSH client (ssh) is not on this machine.", where="PATH", fix=fix) from error
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that ssh could not run there; 255 is ssh's own failure, else it is the program's."""
@@ -161,16 +154,11 @@ class SshNode(Node):
         if returncode in (126, 127):  # a shell's status if the program does not exist or cannot be run
             what, where = f"The Python for the job is not on {self.name[:40]}.", self.wanted_python or "python3"
             fix = f"install Python and torch there ({ssh}), or name the one to use: ssh_nodes(…, python='/its/path')"
-            return LabError(what, where=f"{self.name}: {where}", cause=last or "no such program", fix=fix)
+            return LabError(what, where=where, cause=last, fix=fix)
         return super().explain(returncode, stderr)
 
     @functools.cached_property
-    def _facts(self) -> tuple[str, str]:
-        """The home and the interpreter there.
-
-        Raises:
-            LabError: The host was not reached, or has no Python.
-        """
+    def _home_and_python(self) -> tuple[str, str]:
         wanted = [self.wanted_python] if self.wanted_python else [sys.executable, "python3"]
         with self.popen(["sh", "-c", LOOK, "sh", *wanted]) as process:
             try:
@@ -198,7 +186,7 @@ def ssh_nodes(
     """Makes nodes out of hosts that ``ssh NAME`` reaches without a question.
 
     Args:
-        names: Names or addresses as you would type them after ``ssh``.
+        names: Names or addresses as you would type them after ``ssh``: ``n1``, ``me@10.0.0.2``.
         python: The interpreter on the hosts; None takes this one's path if it exists there, otherwise python3.
         folder: The folder for all that is ours on the hosts; ``~`` is the home there.
         interface: The network interface between the hosts; None finds it by the route.
@@ -206,16 +194,12 @@ def ssh_nodes(
         config: A configuration of ssh in place of ``~/.ssh/config``.
 
     Raises:
-        LabError: A name is invalid or is given twice, or the configuration does not exist.
+        LabError: A name is invalid or is given twice.
     """
     names = values.check_value("ssh_nodes", "names", names, values.list_of(HOST, "a list of hosts", "['n1', 'n2']"))
     if len(set(names)) < len(names):
         fix = "name each host once; several processes on one host are nproc_per_node"
         raise LabError("Each node needs its own host.", where=clean(", ".join(names), 200), fix=fix)
-    path = values.check_value("ssh_nodes", "config", config, values.optional(values.check_path))
-    if path and not path.is_file():
-        where = clean(path, 300)
-        raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
     options = {"wanted_folder": str(folder) if isinstance(folder, Path) else folder, "wanted_python": python}
-    options |= {"interface": interface, "data": data, "config": path, "connections": Connections()}
+    options |= {"interface": interface, "data": data, "config": config, "connections": Connections()}
     return [SshNode(name=name, **options) for name in names]

@@ -23,7 +23,7 @@ from nodelaunch.values import PORT, PROCESSES, check_value
 
 @dataclass(frozen=True, repr=False)
 class Preflight:
-    """The result of a preflight.
+    """The result of a preflight; empty if no node was asked.
 
     Attributes:
         verdicts: In the order of the checks.
@@ -34,7 +34,7 @@ class Preflight:
         hide_gpus: True if all nodes have to use the CPU, since not every process has a GPU.
     """
 
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...] = ()
     addresses: Mapping[str, str] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
@@ -60,9 +60,9 @@ class Preflight:
         if self.ok:
             return
         first, *others = self.reds
-        headline, *lines = first.found.split("\n")
+        headline, *table = first.found.split("\n")
         what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
-        where = "; ".join([first.node, *([headline] if what.endswith(" …") else []), *map(str.strip, lines)])
+        where = "; ".join([first.node, *([headline] if what.endswith(" …") else []), *map(str.strip, table)])
         more = f" (+ {len(others)} more)" if others else ""
         raise LabError(what + more, where=where, cause=first.cause, fix=first.fix)
 
@@ -92,18 +92,18 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
         own = find_data(wanted.data.path / wanted.data.identity)
         wanted = replace(wanted, data_hash="" if own["missing"] else own["hash"] or "")
     by_name = {node.name: node for node in nodes}
-    head, tokens = nodes[0].name, {name: secrets.token_hex(16) for name in by_name}
+    tokens = {name: secrets.token_hex(16) for name in by_name}
     # Two thirds for the start: SSH gives up on a host after 5 s, and reports why.
     starting, connecting = 0.7 * timeout, 0.2 * timeout
+    examine = {"do": "examine", "seconds": 0.5 * starting}
+    connect = {"do": "connect", "seconds": connecting}
     with open_clients(nodes) as clients:
-        ports = {name: (port or 0) if name == head else None for name in by_name}
-        tasks = {
-            name: functools.partial(_examine, client, wanted.data, 0.5 * starting, tokens[name], ports[name])
-            for name, client in clients.items()
-        }
+        tasks = {}
+        for index, (name, client) in enumerate(clients.items()):
+            own = {"token": tokens[name], "port": None if index else port or 0}  # of the rendezvous, on node 0
+            tasks[name] = functools.partial(_examine, client, wanted.data, examine | own)
         facts, errors = ask_all(tasks, starting)
         network = routes.Network(by_name, facts)
-        connect = {"do": "connect", "seconds": connecting}
         questions = {name: {**connect, "targets": network.list_targets(name, tokens)} for name in facts}
         tasks = {name: functools.partial(clients[name].ask, question) for name, question in questions.items()}
         # A connection without an answer is reported when its time is over; 0.8 s are for the way there and back.
@@ -111,7 +111,7 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     network = replace(network, reached={name: answer["reached"] for name, answer in answers.items()})
     chosen = {name: address for name in facts if (address := network.choose_address(name))}
     offers = find_offers(by_name, facts, wanted)
-    found = [
+    judged = [
         *(verdicts.judge_error(name, error) for name, error in {**errors, **late}.items()),
         *(routes.judge_address(network, name, chosen.get(name)) for name in facts),
         *routes.judge_exposure(network, chosen),
@@ -122,26 +122,25 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
         *judge_gpus(offers, facts, wanted),
         *(verdicts.judge_data(facts, wanted) if wanted.data else ()),
         *verdicts.judge_jobs(by_name, facts, wanted),
-        *(verdicts.judge_clock(name, found["clock"]) for name, found in facts.items()),
+        *(verdicts.judge_clock(name, own["clock"]) for name, own in facts.items()),
     ]
     return Preflight(
-        verdicts=tuple(found),
+        verdicts=tuple(judged),
         addresses=chosen,
         interfaces={name: held for name, own in chosen.items() if (held := network.find_interface(name, own))},
-        port=port or network.find_ports(head).get("chosen") or find_free_port(),
+        port=port or network.find_ports(network.head).get("chosen") or find_free_port(),
         seconds=time.monotonic() - start,
         hide_gpus=must_hide(offers, wanted),
     )
 
 
-def _examine(client: ProbeClient, data: DataFolder | None, seconds: float, token: str, port: int | None) -> dict:
+def _examine(client: ProbeClient, data: DataFolder | None, question: dict) -> dict:
     """Starts a node's probe, and asks for all that it can find out without the other nodes."""
     start, node = time.time(), client.node
     client.open()
     path = f"{data.find_on(node)}/{data.identity}" if data else ""
-    question = {"do": "examine", "seconds": seconds, "token": token, "port": port}
-    found = client.ask(question | {"address": node.address or "", "folder": node.folder, "data": path})
-    if "time" in found:
+    answer = client.ask(question | {"address": node.address or "", "folder": node.folder, "data": path})
+    if "time" in answer:
         # The node looked at its clock between these two moments; the rest is how far it is off at least.
-        found["clock"] = found["time"] - min(max(found["time"], start), time.time())
-    return found
+        answer["clock"] = answer["time"] - min(max(answer["time"], start), time.time())
+    return answer

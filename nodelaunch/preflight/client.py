@@ -81,7 +81,7 @@ def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
 
 
 def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[dict[str, dict], dict[str, LabError]]:
-    """Runs a task for each node, all at once; returns what they returned, and the error of each of the other nodes."""
+    """Runs a task for each node, all at once; returns the answers, and an error for each node that gave none."""
     errors: dict[str, LabError] = {}
 
     def run(name: str) -> dict:
@@ -91,18 +91,15 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[di
             errors[name] = error
             return {}
 
-    found = probe.collect({name: functools.partial(run, name) for name in tasks}, seconds)
+    answers = probe.collect({name: functools.partial(run, name) for name in tasks}, seconds)
+    slow = "the machine is off or overloaded, or a firewall drops what is sent to it"
     for name in [name for name in tasks if name not in errors]:
-        if name not in found:
-            cause = "the machine is off or overloaded, or a firewall drops what is sent to it"
+        answer = answers.setdefault(name, {"error": slow, "late": True})
+        if "error" in answer:
+            what = f"did not answer within {seconds:.1f} s" if "late" in answer else "could not be examined"
             fix = "log in there by hand; when that works at once, run the preflight again"
-            what = f"{name} did not answer within {seconds:.1f} s."
-            errors[name] = LabError(what, where=name, cause=cause, fix=fix)
-        elif "error" in found[name]:
-            fix = "run the preflight again; if it says the same, use a newer Python on that node"
-            what = f"{name} could not be examined."
-            errors[name] = LabError(what, where=name, cause=found[name]["error"], fix=fix)
-    answers = {name: found[name] for name in tasks if name not in errors}
+            errors[name] = LabError(f"{name} {what}.", where=name, cause=answer["error"], fix=fix)
+    answers = {name: answers[name] for name in tasks if name not in errors}
     return answers, {name: errors[name] for name in tasks if name in errors}
 
 

@@ -380,10 +380,10 @@ def make_running(links: dict, state: JobState, folder: Path, say: Callable = lam
     """A job whose supervisors are stand-ins."""
     given = {"join_timeout": 60, "limit": 60, "max_restarts": 0, "world_size": 1, "nodes": [], **spec}
     launch = SimpleNamespace(id="none", folder=folder)
-    more = {"found": None, "started": time.monotonic(), "say": say, "stop": threading.Event()}
+    more = {"started": time.monotonic(), "seconds": {}, "say": say, "stop": threading.Event()}
     return RunningJob(SimpleNamespace(**given), launch, links=links, state=state, **more)
 
 
 def copy_code(job: TorchrunJob) -> None:
     """Copies the code as a launch does before it starts, for scripts that are started by hand."""
-    job._copy(job._launch, job._collect(), None)
+    job._copy(job._collect())
