@@ -25,25 +25,16 @@ class Node:
 
     Besides these attributes a node has ``python``, the interpreter there, and ``folder``, the absolute folder there for
     all that is ours (``jobs/<id>``, ``code/<hash>``, ``work``).
-
-    Attributes:
-        name: Unique in a job.
-        address: IPv4 address by which the other nodes reach it; None if the preflight has to find it.
-        interface: The network interface, if the user chose one; None follows the route.
-        data: ``LAB_DATA`` on that node, as the user gave it.
-        backend: Name of the module that launches there; see :mod:`nodelaunch.backends`.
-        here: True for this machine, whose cores and GPUs its nodes share. Such a node also needs ``index`` and
-            ``together``, its share; see :class:`nodelaunch.backends.local.LocalNode`.
-        maker: Name of the function that makes such nodes, for errors.
     """
 
-    name: str = values.checked(values.NAME)
-    address: str | None = None
-    interface: str | None = values.checked(values.optional(values.NAME), default=None)
-    data: str | None = values.checked(values.optional(values.NAME), default=None)
-    backend: ClassVar[str] = "nodelaunch.backends.direct"
+    name: str = values.checked(values.NAME)  # unique in a job
+    address: str | None = None  # IPv4, by which the other nodes reach it; None if the preflight has to find it
+    interface: str | None = values.checked(values.optional(values.NAME), default=None)  # None follows the route
+    data: str | None = values.checked(values.optional(values.NAME), default=None)  # LAB_DATA there, if it was given
+    backend: ClassVar[str] = "nodelaunch.backends.direct"  # the module that launches there, see nodelaunch.backends
+    # True for this machine, whose cores and GPUs its nodes share. Such a node also has its share, see LocalNode.
     here: ClassVar[bool] = False
-    maker: ClassVar[str]
+    maker: ClassVar[str]  # the name of the function that makes such nodes, for errors
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -59,11 +50,9 @@ class Node:
         return f"{self.folder}/jobs/{job_id}/node{index}"
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there, with three pipes of bytes; the arguments are data and never code.
-
-        It has a session of its own, so that an interrupt in the terminal reaches only the launcher.
-        """
+        """Starts a program there, with three pipes of bytes; the arguments are data and never code."""
         pipe = subprocess.PIPE
+        # With a session of its own, so that an interrupt in the terminal reaches only the launcher.
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
     def explain(self, returncode: int, stderr: str) -> LabError:
@@ -92,23 +81,14 @@ class ThisMachine(Node):
 
 
 class Link(Protocol):
-    """The connection to one node's supervisor, which follows its end and brings it about.
+    """The connection to the supervisor of one node."""
 
-    Attributes:
-        lines: Yields what the supervisor prints, line by line, until it has ended.
-        beat: Sends a heartbeat of the launcher.
-        stop: Asks the supervisor to end everything.
-        kill: Cuts the connection; without heartbeats the supervisor then ends by itself.
-        poll: Returns the exit status, or None while it runs.
-        explain: Returns why the link ended although the supervisor had not reported its end; None if nothing failed.
-    """
-
-    lines: Callable[[], Iterator[bytes]]
-    beat: Callable[[], None]
-    stop: Callable[[], None]
-    kill: Callable[[], None]
-    poll: Callable[[], int | None]
-    explain: Callable[[], LabError | None]
+    lines: Callable[[], Iterator[bytes]]  # yields what it prints, line by line, until it has ended
+    beat: Callable[[], None]  # sends a heartbeat of the launcher
+    stop: Callable[[], None]  # asks it to end everything
+    kill: Callable[[], None]  # cuts the connection; without heartbeats it then ends by itself
+    poll: Callable[[], int | None]  # its exit status, 0 if all went well; None while it runs
+    explain: Callable[[], LabError | None]  # why the link ended before it had reported its end
 
 
 class PipeLink:

@@ -23,23 +23,15 @@ from nodelaunch.values import PORT, PROCESSES, check_value
 
 @dataclass(frozen=True, repr=False)
 class Preflight:
-    """The result of a preflight; empty if no node was asked.
+    """The result of a preflight; empty if no node was asked."""
 
-    Attributes:
-        verdicts: In the order of the checks.
-        addresses: Per node, the IPv4 address at which the others reach it; the likeliest one if none do.
-        interfaces: Per node, the network interface with that address.
-        port: The rendezvous' port on node 0.
-        seconds: The time it took.
-        hide_gpus: True if all nodes have to use the CPU, since not every process has a GPU.
-    """
-
-    verdicts: tuple[Verdict, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()  # in the order of the checks
+    # Per node, the IPv4 address at which the others reach it (the likeliest one if none do), and its interface.
     addresses: Mapping[str, str] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    port: int = 0
+    port: int = 0  # of the rendezvous, on node 0
     seconds: float = 0.0
-    hide_gpus: bool = False
+    hide_gpus: bool = False  # all nodes have to use the CPU, since not every process has a GPU
 
     @property
     def reds(self) -> tuple[Verdict, ...]:
@@ -52,11 +44,7 @@ class Preflight:
         return not self.reds
 
     def raise_if_red(self) -> None:
-        """Raises the first red verdict, with the number of the others.
-
-        Raises:
-            LabError: There is a red verdict.
-        """
+        """Raises the first red verdict as a LabError, with the number of the others."""
         if self.ok:
             return
         first, *others = self.reds
@@ -74,16 +62,10 @@ class Preflight:
 
 
 def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
-    """Checks all nodes of a job at once, and the network between them.
+    """Checks all nodes of a job at once, and the network between them, in ``timeout`` seconds.
 
-    Args:
-        nodes: The job's nodes; the rendezvous listens on the first.
-        port: The rendezvous' port; None picks a free one.
-        timeout: Seconds for everything; a second more in the worst case.
-        needs: The job's needs: fields of :class:`nodelaunch.preflight.verdicts.Wanted`.
-
-    Raises:
-        LabError: The port or the number of processes is invalid.
+    The rendezvous listens on ``port`` of the first node; None picks a free one. ``needs`` are the fields of
+    :class:`nodelaunch.preflight.verdicts.Wanted`.
     """
     start, wanted = time.monotonic(), Wanted(**needs)
     port = check_value("preflight", "port", port, PORT)

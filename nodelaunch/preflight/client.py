@@ -26,11 +26,7 @@ class ProbeClient:
         self._ended = False
 
     def open(self) -> None:
-        """Starts the probe; returns before it answers.
-
-        Raises:
-            LabError: It could not be started.
-        """
+        """Starts the probe; returns before it answers."""
         try:
             self._process = self.node.popen(make_command(self.node.python, probe))
         except OSError as error:
@@ -39,11 +35,7 @@ class ProbeClient:
             self.end()
 
     def ask(self, request: Mapping) -> dict:
-        """Asks one question and returns its answer, which is an "error" if the probe could not find out.
-
-        Raises:
-            LabError: The probe has ended.
-        """
+        """Asks one question; returns its answer, an "error" if it could not be found out, or raises a LabError."""
         process = self._process
         with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
             process.stdin.write(json.dumps(request).encode() + b"\n")

@@ -51,7 +51,7 @@ class Wanted:
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
-    """Returns the verdict for a node that could not be asked."""
+    """The verdict for a node that could not be asked."""
     where = f" ({error.where})" if error.where not in ("", name) else ""
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
@@ -172,10 +172,7 @@ def judge_clock(name: str, offset: float) -> Verdict:
 
 
 def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Names the processes of other jobs, each job once if several nodes are one machine.
-
-    Red are those that hold the memory of a GPU that this job will use; a held port is judged with the port.
-    """
+    """Names the processes of other jobs: red are those that hold the memory of a GPU."""
     verdicts, seen = [], set()
     for name, found in facts.items():
         gpu_users = {int(row[0]) for row in find_part(found, "gpu_users").get("rows", []) if row[0].isdigit()}
@@ -183,7 +180,7 @@ def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[
         for process in find_part(found, "jobs").get("jobs", []):
             by_job.setdefault(process["id"], []).append(process)
         for job, own in by_job.items():
-            place = found["system"]["machine"], job
+            place = found["system"]["machine"], job  # several nodes may be one machine
             if job == wanted.job_id or place in seen:
                 continue
             seen.add(place)
