@@ -85,10 +85,7 @@ def read_file(path: Path) -> bytes:
         what, cause = f"{shown} is no regular file.", "it is a folder, a pipe, a socket or a device"
         if stat.S_ISREG(facts.st_mode):
             what = f"The file {shown} is too large for a job: {facts.st_size / 2**20:,.0f} MiB of {TOTAL >> 20}."
-            cause, fix = (
-                "the files of a job are copied to each node",
-                "name data by data=DataFolder(…)",
-            )
+            cause, fix = "the files of a job are copied to each node", "name data by data=DataFolder(…)"
     except (FileNotFoundError, NotADirectoryError):
         what, cause = f"There is no file {shown} to run.", "a typo in the path, or a link whose target is gone"
     except OSError as error:

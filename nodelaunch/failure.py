@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import signal
 import textwrap
@@ -21,8 +20,6 @@ OWN = r"[^\"]*/(?:code/[0-9a-f]{64}/script|work/[\w.-]+-[0-9a-f]{6})/"
 # The last traceback in a rank's output, and the line with the error.
 PRINTED = re.compile(r"[\s\S]*(Traceback \(most recent call last\):\n(?: .*\n)+(\S.*)[\s\S]*)")
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
-# The message of a process that the script or its DataLoader started holds its traceback, and ends with the error.
-INNER = re.compile(r"[\w.]+: Caught \w+ in DataLoader worker|torch\.multiprocessing\.spawn\.ProcessRaisedException")
 # Lines by which a program says why it aborts; everything else that it printed may have nothing to do with its end.
 ABORTS = re.compile(r"terminate called|what\(\):|^(ERROR|FATAL|Fatal)\b|bad_alloc|gloo|[Bb]us error")
 TOOL = re.compile(r"(subprocess\.)?CalledProcessError")  # gives the status with which a program ended, not the reason
@@ -121,8 +118,7 @@ def _explain_rank(state: JobState, errors: list[dict]) -> Failure:
         words = [line for line in words if ABORTS.search(line)] or [line for line in words if line[:1] != " "][-1:]
     else:
         words = words[-1:] if kind == "exit" else []
-    lines = error["message"].strip().splitlines() or [kind]
-    said = f"{lines[-1]} (in a process that the script started)" if INNER.match(lines[0]) else lines[0]
+    said = (error["message"].strip().splitlines() or [kind])[0]
     if kind == "exit" and words and words[-1] not in said:
         said += f": {words[-1]}"
     later = [other for other in errors if other["rank"] != rank]
@@ -412,9 +408,6 @@ def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:
 
 def explain_folder(folder: Path, error: OSError) -> LabError:
     """The error for a job's folder, on the launcher's side, that cannot be written."""
-    what = "The folder of the job cannot be written."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = clean(f"The disk is full at {folder}", 110) + "."
     cause = f"{error.strerror} ({clean(error.filename or folder, 300)})"
     fix = "export LAB_RUNS=/a/folder/of/yours, then start Python (or JupyterLab) again"
-    return LabError(what, where=folder, cause=cause, fix=fix)
+    return LabError("The folder of the job cannot be written.", where=folder, cause=cause, fix=fix)

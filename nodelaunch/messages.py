@@ -51,9 +51,6 @@ KNOWN = (
     (r"Weights only load failed[\s\S]*GLOBAL (?P<name>[\w.]+) was not an allowed global",
      r"the checkpoint holds \g<name>, and since torch 2.6 torch.load takes nothing but tensors and plain values",
      "save plain values (vars(args), float(x)); for a file that you trust: torch.load(…, weights_only=False)"),
-    ("Weights only load failed|PytorchStreamReader failed|invalid load key|not a ZIP archive|unexpected EOF, expected",
-     "the file that torch.load read is no checkpoint, was cut short or damaged, or is still being written by a rank",
-     "look at it (ls -l, file), and copy it again or take an earlier one; after a save by one rank: dist.barrier()"),
     # Devices and backends.
     ("invalid device ordinal|device >= 0 && device < num_gpus|Invalid device id",
      "the node has fewer GPUs than processes, or the script numbers them by RANK instead of LOCAL_RANK",
@@ -64,9 +61,6 @@ KNOWN = (
     ("ProcessGroupNCCL is only supported with GPUs|doesn't have NCCL built in|NCCL is not available",
      "the script asks for the backend nccl, which needs a GPU for every process; this process sees none",
      "backend='nccl' if torch.cuda.is_available() else 'gloo'"),
-    (r"No backend type associated with device type \w+|Tensors must be CUDA and dense",
-     "the group's backend does not take tensors of this device (nccl: GPU alone; gloo: CPU)",
-     "move the tensor to the group's device first, or init_process_group('cpu:gloo,cuda:nccl')"),
     ("Found no NVIDIA driver|No CUDA GPUs are available|not compiled with CUDA enabled|No NVIDIA GPU"
      "|CUDA driver version is insufficient|driver on your system is too old|no CUDA-capable device"
      "|CUDA is not available|cuInit|CUDA unknown error",

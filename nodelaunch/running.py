@@ -15,7 +15,6 @@ from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import Log, read_lines
 from nodelaunch.node.processes import find_jobs, stop_job
-from nodelaunch.node.supervisor import MARK
 from nodelaunch.result import JobError, JobResult, find_log
 from nodelaunch.spec import JobSpec, Launch
 from nodelaunch.state import JobState
@@ -24,9 +23,10 @@ LOOK_SECONDS, BEAT_SECONDS, COUNTDOWN_SECONDS = 0.1, 0.5, 5.0
 # How long the other ranks may take to say what the first failure did to them; and to end, once they were asked to.
 SETTLE_SECONDS, END_SECONDS = 2.0, 4.5
 LIMIT_MARGIN = 2.0  # seconds after which the launcher ends a job whose stopped supervisor has not kept its limit
-# A display that is this many lines behind leaves lines out until it is nearly there, and says how many: the launcher
-# has to hear of a failure, and of an interrupt, while a rank prints faster than a notebook shows.
+# A display that is this many lines behind leaves lines out until it is nearly there: the launcher has to hear of a
+# failure, and of an interrupt, while a rank prints faster than a notebook shows.
 MANY_LINES, FEW_LINES = 1000, 50
+OUTCOME = "outcome.txt"  # beside the log: how the job ended, for last()
 MOST_LINES = 100_000  # of which a result holds the last; the log has all
 
 
@@ -61,7 +61,7 @@ class RunningJob:
         self._log: Log | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._cut = False  # the disk with the log is full
-        self._unshown = 0  # lines that were left out of the display just now
+        self._behind = False  # the display leaves lines out
         self._begun = self._counted = time.monotonic()
         self._joined = False
         # Since when something has failed, and since when no rank can move any more.
@@ -102,12 +102,16 @@ class RunningJob:
 
     def follow(self) -> None:
         """Follows the job to its end; ``wait`` then returns its result, or raises what went wrong here."""
+        outcome = "Its launcher was interrupted."
         try:
             self._follow_links()
             self._result = self._make_result()
+            outcome = str(self._result.failure or "It ended well.")
         except BaseException as error:
             self._error = error
         finally:
+            with contextlib.suppress(OSError):  # the disk is full, and that was said
+                (self.folder / OUTCOME).write_text(outcome, errors="replace")
             self._over.set()
 
     def _is_over_by(self, end: float) -> bool:
@@ -210,16 +214,11 @@ class RunningJob:
 
     def _show(self, line: str) -> None:
         """Shows a line, unless the display is far behind."""
-        if self._queue.qsize() > (FEW_LINES if self._unshown else MANY_LINES):
-            self._unshown += 1
-            return
-        self._report_unshown()
-        self._say(line)
-
-    def _report_unshown(self) -> None:
-        if self._unshown:
-            self._say(f"({self._unshown} lines came too fast to be shown; they are in {self.folder / 'output.log'})")
-            self._unshown = 0
+        was_behind, self._behind = self._behind, self._queue.qsize() > (FEW_LINES if self._behind else MANY_LINES)
+        if not self._behind:
+            self._say(line)
+        elif not was_behind:
+            self._say(f"(lines come too fast to be shown; they are in {self.folder / 'output.log'})")
 
     def _must_end(self) -> bool:
         """Returns True if the launcher has to end the job: nodes that do not come, or a failure that stays one."""
@@ -279,7 +278,6 @@ class RunningJob:
             self._take(timeout=0.1)
         for _ in range(self._queue.qsize()):
             self._take(timeout=0)
-        self._report_unshown()
 
 
 def last(job_id: str | None = None) -> None:
@@ -289,22 +287,15 @@ def last(job_id: str | None = None) -> None:
         LabError: There is no such log.
     """
     log = find_log(job_id)
-    job = log.parent.name
-    with log.open("rb") as file:
-        lines = [line.partition(b": ") for line in read_lines(file)]
-    # Every node begins with an event; without one it is the log's own note of what is left out in it.
-    nodes = {node: node.decode(errors="replace") for node, _, rest in lines if rest.startswith(MARK.encode())}
-    state = JobState(list(nodes.values()), [""] * len(nodes))
-    shown = [state.read(nodes[node], rest) for node, _, rest in lines if node in nodes]
+    job, outcome = log.parent.name, log.parent / OUTCOME
     print(f"job {job}, {time.strftime('%d %B %Y, %H:%M', time.localtime(log.stat().st_mtime))}")
-    print(*(clean(line) for line in shown if line is not None), sep="\n")
-    ends = [part.ended and part.ended["reason"] for part in state.nodes.values()]
+    with log.open("rb") as file:
+        for line in read_lines(file):
+            _, _, text = line.decode(errors="replace").rstrip("\n").partition(": ")
+            if text.startswith("[rank "):
+                print(clean(text))
     if find_jobs({"id": job})["jobs"]:
         print(f"It still runs. To end it: python -m nodelaunch stop {job}")
-    elif not (state.errors or all(part.ended for part in state.nodes.values())):
-        print("It was cut off: its launcher was gone before its end.")
-    elif not state.errors and set(ends) == {StopReason.RELEASE}:
-        print("Its launcher ended it: by stop(), an interrupt or a limit, or since ranks did not join or did not move.")
     else:
-        print(diagnose(state) or "It ended well.")
+        print(outcome.read_text() if outcome.exists() else "It was cut off: its launcher was gone before its end.")
     print(f"log: {log}")

@@ -145,8 +145,8 @@ def test_programs_share_one_private_connection_and_outlive_its_socket(make_nodes
     processes = [node.popen(["cat"]) for node in nodes for _ in range(3)]
     for process in processes[1:]:
         assert process.communicate(b"x", timeout=20)[0] == b"x" and process.returncode == 0
-    folder = Path(nodes[0].connections.folder)
-    assert nodes[1].connections.folder == str(folder)
+    folder = Path(nodes[0].connections.name)
+    assert nodes[1].connections.name == str(folder)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and len(list(folder.iterdir())) == 2
     del nodes
     gc.collect()

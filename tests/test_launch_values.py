@@ -148,7 +148,7 @@ def test_a_full_disk_with_the_folder_of_jobs_is_named(script, small_disk, monkey
         while True:
             file.write(bytes(2**16))
     monkeypatch.setenv("LAB_RUNS", str(small_disk / "runs"))
-    words = [f"The disk is full at {small_disk}"[:100], "No space left", "export LAB_RUNS"]
+    words = ["cannot be written", str(small_disk), "No space left", "export LAB_RUNS"]
     node = replace(ssh_nodes(["far"], folder="/f", python="/p/python", interface="eth0")[0], address="10.0.0.1")
     with pytest.raises(LabError) as caught:
         make_job(script, nodes=[node]).write()

@@ -351,8 +351,6 @@ def test_the_command_line(capsys, start, monkeypatch):
     assert main(["preflight", "--local", "2", "--port", port, "--interface", "eth9"]) == 1
     said = capsys.readouterr().out
     assert f"port {port} is held" in said and "interface eth9 is not there" in said
-    assert main(["preflight", "n1", "--local", "2"]) == 1
-    assert "do not go together" in capsys.readouterr().err
 
 
 @pytest.fixture

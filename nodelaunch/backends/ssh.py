@@ -10,11 +10,9 @@ import functools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,13 +79,10 @@ REFUSALS = {
 }
 
 
-class Connections:
-    """The private folder of the sockets by which all programs of a list of nodes share connections."""
-
-    def __init__(self) -> None:
-        # macOS's own temporary folder has a longer path than a socket may have.
-        self.folder = tempfile.mkdtemp(prefix="lab-", dir="/tmp")
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+def make_connections() -> tempfile.TemporaryDirectory:
+    """Makes the private folder of the sockets by which all programs of a list of nodes share connections."""
+    # macOS's own temporary folder has a longer path than a socket may have.
+    return tempfile.TemporaryDirectory(prefix="lab-", dir="/tmp", ignore_cleanup_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +96,7 @@ class SshNode(Node):
     wanted_python: str | None = values.checked(values.optional(values.NAME), default=None)
     wanted_folder: str = values.checked(values.FOLDER, default=FOLDER)
     config: Path | None = values.checked(values.optional(values.check_path), default=None)
-    connections: Connections = field(default_factory=Connections, repr=False, compare=False)
+    connections: tempfile.TemporaryDirectory = field(default_factory=make_connections, repr=False, compare=False)
     maker: ClassVar[str] = "ssh_nodes"
 
     @property
@@ -123,7 +118,7 @@ class SshNode(Node):
         Raises:
             LabError: There is no ssh on this machine.
         """
-        options = [f"-o{option}" for option in (*OPTIONS, f"ControlPath={self.connections.folder}/%C")]
+        options = [f"-o{option}" for option in (*OPTIONS, f"ControlPath={self.connections.name}/%C")]
         given = ["-F", str(self.config)] if self.config else []
         # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.
         command = ["ssh", "-T", *given, *options, "--", self.name, "exec " + shlex.join(argv)]
@@ -201,5 +196,5 @@ def ssh_nodes(
         fix = "name each host once; several processes on one host are nproc_per_node"
         raise LabError("Each node needs its own host.", where=clean(", ".join(names), 200), fix=fix)
     options = {"wanted_folder": str(folder) if isinstance(folder, Path) else folder, "wanted_python": python}
-    options |= {"interface": interface, "data": data, "config": config, "connections": Connections()}
+    options |= {"interface": interface, "data": data, "config": config, "connections": make_connections()}
     return [SshNode(name=name, **options) for name in names]
