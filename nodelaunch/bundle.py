@@ -1,43 +1,34 @@
-"""Collects what a job copies to its nodes: the script or the project, and what it imports, named by their hash.
+"""Collects what a job copies to its nodes: the script and its files, or the project, named by their hash.
 
-Of a project these are the files that are neither data, nor ignored by git, nor made by tools. Without a project they
-are the script, the files beside it, and your own packages that they import.
+Of a project these are the files that are neither data, nor ignored by git, nor made by tools.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import shlex
 import stat
 import subprocess
 import sys
-import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
-from nodelaunch.node.facts import SKIPPED, hash_files
+from nodelaunch.node.facts import hash_files
 from nodelaunch.program import list_files
 
-OWN = {"lab_common", "nodelaunch"}
 # Python finds a file beside the script before what is installed; torchrun would import it, too.
-TAKEN = sys.stdlib_module_names | OWN | {"numpy", "torch", "torchvision"}
+TAKEN = sys.stdlib_module_names | {"lab_common", "lab_utils", "nodelaunch", "numpy", "torch", "torchvision"}
 # All files of a job are kept in memory, and sent to each node at each launch. In a project, a large file is data.
 TOTAL, LARGEST, MOST = 64 * 2**20, 8 * 2**20, 5000
 # Tools make these again. A virtual environment is recognised by its pyvenv.cfg.
 MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
 MADE |= {"__pycache__", "node_modules", "wandb"}
-# Not by ast: a script with a syntax error is launched, too, and its rank reports it. Text that only looks like an
-# import does no harm.
-IMPORTED = re.compile(
-    rb"^[ \t]*(?:from[ \t]+(?P<package>\w+)[\w.]*[ \t]+import\b|import[ \t]+(?P<names>[^#;\n]+))", re.MULTILINE
-)
 
 
 @dataclass(frozen=True)
@@ -62,16 +53,11 @@ def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None 
         files |= {f"project/{name}": path for name, path in project.items()}
     files |= {f"script/{path.name}": path for path in beside}
     contents = {name: read_file(path) for name, path in files.items()}
-    scripts = [name for name in contents if name.startswith(("project/", "script/")) and name.endswith(".py")]
-    packages = find_packages([contents[name] for name in scripts])
     for path in beside:
-        if path.stem in TAKEN | packages.keys() or files[f"script/{path.name}"] != path:
+        if path.stem in TAKEN or files[f"script/{path.name}"] != path:
             cause = f"it would take the place of another file, or of the module {path.stem!r}"
             what = f"A file of a job cannot be called {clean(repr(path.name), 60)}."
             raise LabError(what, where=clean(path, 300), cause=cause, fix="rename it")
-    for package, folder in packages.items():
-        if package not in OWN and not (root and root in folder.parents):  # a project has its own packages
-            contents |= {path.relative_to(folder.parent).as_posix(): read_file(path) for path in list_modules(folder)}
     return Bundle(contents, hash_files(contents), note)
 
 
@@ -152,43 +138,3 @@ def _list_ignored(folder: Path) -> set[Path]:
     except (OSError, subprocess.TimeoutExpired):
         return set()
     return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
-
-
-def find_packages(sources: Iterable[bytes]) -> dict[str, Path]:
-    """Returns your own packages and modules that Python sources import, directly or through each other.
-
-    By name, the folder of the package or the file of the module. It is your own if no installer has put it there: it
-    lies beside the notebook, for example, or was installed as editable.
-    """
-    packages, seen, todo = {}, set(), list(sources)
-    while todo:
-        for match in IMPORTED.finditer(todo.pop()):
-            for part in (match["package"] or match["names"]).decode(errors="replace").split(","):
-                name = (part.partition(".")[0].split() or [""])[0]
-                if name not in seen and (path := _find_own(name)):
-                    packages[name] = path
-                    todo += [file.read_bytes() for file in list_modules(path)]
-                seen.add(name)
-    return packages
-
-
-def list_modules(path: Path) -> list[Path]:
-    """The Python files of a package, without those of tools and an editor's lock; a module is one file."""
-    if path.is_file():
-        return [path]
-    files = [file for file in sorted(path.rglob("*.py")) if not file.name.startswith(".")]
-    return [file for file in files if not {*SKIPPED} & {*file.relative_to(path).parts}]
-
-
-def _find_own(name: str) -> Path | None:
-    if name in sys.stdlib_module_names or not name.isidentifier():
-        return None
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a module that was made at run time has none
-        return None
-    origin = Path(spec.origin or "").resolve() if spec else Path()
-    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    if not origin.is_file() or installed & {*origin.parents} or {"site-packages", "dist-packages"} & {*origin.parts}:
-        return None
-    return origin.parent if spec.submodule_search_locations else origin

@@ -118,8 +118,7 @@ RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'no
 class JobSpec:
     """A training script that torchrun, or another program, runs on one or more nodes.
 
-    Without ``root`` the nodes get the script, ``files``, and your own modules that these import; with ``root`` they
-    get that whole folder. Nothing else has to be on a node but Python, and torch if torchrun runs the script.
+    Each node gets the script and ``files``, or the project ``root``. What it imports besides is installed there.
 
     Args:
         script: The training script, on this machine; with ``root``, relative to that.
@@ -131,10 +130,10 @@ class JobSpec:
         port: Port of the rendezvous on the first node; None takes a free one.
         join_timeout: Seconds to wait until all nodes have joined.
         hang_timeout: Seconds after which the launcher looks at a rank that does not move. Once all ranks wait for each
-            other, it ends the job and says where each one stands. A rank that does something else meanwhile (it loads,
-            evaluates, waits for a program) is only named; then the process group's own timeout decides.
+            other, it ends the job and says where each one stands. A rank that does something else is only named.
         limit: Seconds after which the job is ended in any case.
-        max_restarts: How often torchrun restarts the workers after a failure.
+        max_restarts: How often torchrun restarts the workers after a failure; not with ``program`` or
+            ``rank_order="nodes"``.
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
             "nodes": on the first of the list (torchrun's static rendezvous).
         root: Folder of the project that the script is part of. Each node gets a copy of it, without what git ignores
@@ -173,10 +172,6 @@ class JobSpec:
         script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
         script = values.check_value("TorchrunJob", "script", script, values.check_path)
         object.__setattr__(self, "script", script)
-        if self.max_restarts and (self.program or self.rank_order == "nodes"):
-            what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
-            cause = "program= runs in its place, or rank_order='nodes' asks for its static rendezvous"
-            raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
         if self.root:
             self._check_root()
 
@@ -184,8 +179,6 @@ class JobSpec:
         """Checks that the project is a folder with the script in it, and that it is not combined with ``files``."""
         if self.files:
             what, cause = "files= and root= do not go together.", "root= copies the whole folder"
-        elif not self.root.is_dir():
-            what, cause = "The root of a project is a folder.", "there is no such folder"
         elif self.root not in self.script.parents:
             what, cause = "The script is not within root=.", f"the script is {clean(self.script, 300)}"
         else:

@@ -104,7 +104,7 @@ def test_lab_nodes_names_the_nodes(script, monkeypatch, text, kind, names):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("local:2 --gpus-per-node=1", ["is not a number of nodes", "LAB_NODES"]),
+        ("local:2 --gpus-per-node=1", ["count is a whole number", "'2 --gpus-per-node=1'"]),
         ("slurm:1001", ["from 1 to 1000, not 1001", "slurm_nodes"]),
         ("-oProxyCommand=touch canary", ["-oProxyCommand"]),
     ],

@@ -203,7 +203,7 @@ def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
 
 def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
     for options, words in (
-        ({"script": "train.py", "root": project / "nowhere"}, ("is a folder", "root='.'")),
+        ({"script": "train.py", "root": project / "nowhere"}, ("There is no file 'train.py'", "nowhere")),
         ({"script": tmp_path / "train.py", "root": project}, ("not within", str(project))),
         ({"script": "examples/train.py", "root": project, "files": ["a.py"]}, ("do not go together",)),
         ({"script": "examples/train.py", "root": 3}, ("root", "path")),

@@ -244,19 +244,18 @@ class SlurmJob:
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number, self.folder = number, folder
-        self._lock, self._looked, self._facts = threading.Lock(), 0.0, {"JobState": "UNKNOWN"}
+        self._looked, self._facts = 0.0, {"JobState": "UNKNOWN"}
 
     @property
     def facts(self) -> dict[str, str]:
         """Slurm's facts of it: ``JobState``, and others such as its ``Reason`` and its ``NodeList``."""
-        with self._lock:
-            if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
-                done = _ask("scontrol", "show", "job", "--oneliner", str(self.number))
-                # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
-                state = "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"
-                self._facts = {"JobState": state, **dict(re.findall(r"(\w+)=(\S*)", done.stdout))}
-                self._looked = time.monotonic()
-            return self._facts
+        if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
+            self._looked = time.monotonic()  # before the answer: all links ask
+            done = _ask("scontrol", "show", "job", "--oneliner", str(self.number))
+            # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
+            state = "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"
+            self._facts = {"JobState": state, **dict(re.findall(r"(\w+)=(\S*)", done.stdout))}
+        return self._facts
 
     @property
     def is_over(self) -> bool:

@@ -119,7 +119,6 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
 def _examine(client: ProbeClient, data: DataFolder | None, question: dict) -> dict:
     """Starts a node's probe, and asks for all that it can find out without the other nodes."""
     start, node = time.time(), client.node
-    client.open()
     path = f"{data.find_on(node)}/{data.identity}" if data else ""
     answer = client.ask(question | {"address": node.address or "", "folder": node.folder, "data": path})
     if "time" in answer:

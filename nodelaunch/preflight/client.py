@@ -25,17 +25,17 @@ class ProbeClient:
         self._process: subprocess.Popen | None = None
         self._ended = False
 
-    def open(self) -> None:
-        """Starts the probe; returns before it answers."""
-        try:
-            self._process = self.node.popen(make_command(self.node.python, probe))
-        except OSError as error:
-            raise self.node.explain(127, str(error)) from error
-        if self._ended:  # it took so long that nobody waits any more
-            self.end()
-
     def ask(self, request: Mapping) -> dict:
-        """Asks one question; returns its answer, an "error" if it could not be found out, or raises a LabError."""
+        """Asks one question, of which the first starts the probe.
+
+        Returns:
+            The answer; one with an "error" if it could not be found out.
+
+        Raises:
+            LabError: The probe could not be started, or has ended.
+        """
+        if not self._process:
+            self._start()
         process = self._process
         with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -46,6 +46,14 @@ class ProbeClient:
         status, pipe = process.wait(), process.stderr.raw
         os.set_blocking(pipe.fileno(), False)  # a shared connection of ssh may keep it open
         raise self.node.explain(status or 1, (pipe.read() or b"").decode(errors="replace"))
+
+    def _start(self) -> None:
+        try:
+            self._process = self.node.popen(make_command(self.node.python, probe))
+        except OSError as error:
+            raise self.node.explain(127, str(error)) from error
+        if self._ended:  # it took so long that nobody waits any more
+            self.end()
 
     def end(self) -> None:
         """Lets the probe end by itself, and kills its local process if it does not."""
@@ -97,11 +105,7 @@ def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[di
 
 def ask_once(nodes: Sequence[Node], request: Mapping) -> dict[str, dict | LabError]:
     """Asks every node one question, in a probe of its own."""
-
-    def ask(client: ProbeClient) -> dict:
-        client.open()
-        return client.ask(request)
-
     with open_clients(nodes) as clients:
-        answers, errors = ask_all({name: lambda one=one: ask(one) for name, one in clients.items()}, 10.0)
+        tasks = {name: functools.partial(client.ask, request) for name, client in clients.items()}
+        answers, errors = ask_all(tasks, 10.0)
     return {name: answers.get(name) or errors[name] for name in clients}  # in the nodes' order

@@ -94,8 +94,6 @@ def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
     elif chosen is None:
         what, cause = "no address that another machine could reach", "a container without a network, or with IPv6 only"
         fix = "give it a network (docker run --network host …)"
-    elif holder is None:
-        what, cause = f"{chosen} is on no interface", "it is not its own"
     else:
         return Verdict(name, "address", "ok", f"{chosen} on {holder}")
     return Verdict(name, "address", "red", f"{what}; there are: {listing}", cause, fix)
