@@ -41,11 +41,7 @@ class Bundle:
 
 
 def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
-    """Reads the script and the ``extra`` files beside it, or the project ``root``, and what runs around it on a node.
-
-    Raises:
-        LabError: A file does not exist, cannot be read, is not a regular file or too large, or has the name of another.
-    """
+    """Reads the script and the ``extra`` files beside it, or the project ``root``, and what runs around it there."""
     files, note, beside = list_files(), "", () if root else (script, *extra)
     if root:
         project, note = find_project(root)
@@ -81,11 +77,7 @@ def read_file(path: Path) -> bytes:
 
 
 def find_project(root: Path) -> tuple[dict[str, Path], str]:
-    """The files of a folder that are copied, by their path in it, and a line on what is left out.
-
-    Raises:
-        LabError: It has more files, or more bytes, than a job can carry.
-    """
+    """The files of a folder that are copied, by their path in it, and a line on what is left out."""
     files, sizes, left_out = {}, Counter(), []
     for path in _walk(root, left_out):
         name, target = path.relative_to(root), path.resolve()

@@ -22,11 +22,7 @@ from nodelaunch.spec import JobSpec, Launch
 def copy_to_nodes(
     spec: JobSpec, launch: Launch, bundle: Bundle, *, nodes: Sequence[Node], lacking: Collection[str]
 ) -> None:
-    """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays.
-
-    Raises:
-        LabError: A node was not reached, or its disk is full; code there was changed; or the data are not here either.
-    """
+    """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays."""
     if lacking and not spec.data.is_here:
         what, where = f"There is no {spec.data.name!r:.40} here to copy.", spec.data.path
         cause = f"the folder was not made on this machine, or it has no {spec.data.identity[:60]}"
@@ -58,8 +54,7 @@ def _send(
 ) -> None:
     """Puts files by name, or a folder of this machine, into folders of a node, each by its path within ``root``.
 
-    A folder appears whole or not at all, and one that is there already remains. ``started`` takes the process that
-    sends, so that the caller can end it.
+    A folder appears whole or not at all. ``started`` takes the process that sends, so that the caller can end it.
     """
     process = node.popen(make_command(node.python, receive, root, *folders))
     started.append(process)

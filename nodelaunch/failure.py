@@ -96,9 +96,6 @@ def _is_own(error: dict) -> bool:
     return not failed_as_consequence(error["message"], error.get("file", "/torch/"))
 
 
-# A rank that failed by itself: by an exception, an exit or a signal.
-
-
 def _add_traceback(state: JobState, error: dict) -> dict:
     """An exit with the traceback that the rank printed last, if only its exit status was heard of."""
     found = PRINTED.match("\n".join(state.rank_states[error["rank"]].tail))
@@ -165,9 +162,6 @@ def _explain_signal(number: int, last: str = "") -> tuple[str, str]:
     """The likely cause of a signal that ended a program, and what to do; ``last`` is the last line that it printed."""
     cause, fix = SIGNALS.get(number, (SENT, AGAIN))
     return f"{cause}; the last that it printed: {last}" if last else cause, fix
-
-
-# Ranks that waited for others.
 
 
 def _explain_waiting(state: JobState, errors: list[dict]) -> Failure:
@@ -295,9 +289,6 @@ def _find_stand(stack: str) -> str:
     return f"{re.sub(OWN, '', path)}, line {line}, in {name}"
 
 
-# A job in which no rank failed.
-
-
 def _explain_limit(state: JobState, limits: list[str]) -> Failure:
     cause = "it had more to do, or a rank waited for something that never came"
     silent = [part.name for part in state.nodes.values() if state.reason and not (part.ended or part.by_hand)]
@@ -305,8 +296,7 @@ def _explain_limit(state: JobState, limits: list[str]) -> Failure:
         cause = f"the supervisor on {', '.join(silent)} was stopped (SIGSTOP), or that machine hangs"
     if stands := [f"rank {rank} in {fact['where']}" for rank, fact in state.still.items() if fact["where"]]:
         seconds = min(fact["seconds"] for fact in state.still.values())
-        more = f"; and {len(stands) - 4} more" if len(stands) > 4 else ""
-        cause += f"; these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}{more}"
+        cause += f"; these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}"
     fix = "look at what each rank waits for there; a larger limit= only if that ends by itself"
     if not state.still.keys() >= state.ranks.keys():  # a rank moved until the end
         fix = "a larger limit=, or less work"
@@ -329,8 +319,6 @@ def _explain_alone(state: JobState) -> Failure:
     cause = "; ".join(believed[:3]) or "the script does not call init_process_group, or only on a condition"
     size = max(max(one.groups, default=1) for one in ranks)
     trained = "alone" if size == 1 else f"in a group of {size}"
-    if last := next((one.tail[-1][:160] for one in ranks if one.tail), ""):
-        cause += f"; the last that a rank printed: {last}"
     join = "init_process_group('gloo') with no other arguments uses what torchrun has set"
     advice = next((one.advice for one in ranks if one.advice), join)
     fix = f"{advice}; a script that needs no group: TorchrunJob(…, needs_group=False)"
@@ -380,9 +368,6 @@ def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
     facts = {"node": part.name, "message": said, "traceback": "\n".join(list(part.tail)[-15:])}
     what = f"{_name_starter(state, 'The')} ended on {part.name}: {said}"
     return _fail("torchrun", what, cause, fix or "read the log", **facts)
-
-
-# Full disks.
 
 
 def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:

@@ -78,9 +78,6 @@ class TorchrunJob:
 
         Returns:
             One path per node, in the order of ``nodes``; on Slurm one batch script.
-
-        Raises:
-            LabError: A node that has to be asked does not answer, or the folder cannot be written.
         """
         self._prepare()
         bundle, spec = self._collect(), self.spec

@@ -7,9 +7,10 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from lab_common.text import clean
+from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Link
 from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.errors import StopReason
@@ -33,12 +34,7 @@ MOST_LINES = 100_000  # of which a result holds the last; the log has all
 class RunningJob:
     """One launch of a job, from the start of its supervisors to its result.
 
-    It gets the links to the supervisors by node, when the launch began (``started``, by ``time.monotonic()``), and the
-    ``seconds`` that were spent before. ``stop`` is set from another thread to end the job.
-
-    Attributes:
-        id: The job's id.
-        folder: Folder on this machine, with the scripts and ``output.log``.
+    Its ``id`` is the job's; its ``folder`` on this machine has the scripts and ``output.log``.
     """
 
     def __init__(
@@ -46,12 +42,12 @@ class RunningJob:
         spec: JobSpec,
         launch: Launch,
         *,
-        links: Mapping[str, Link],
+        links: Mapping[str, Link],  # to the supervisors, by node
         state: JobState,
-        started: float,
-        seconds: Mapping[str, float],
-        say: Callable[[str], None],
-        stop: threading.Event,
+        started: float,  # when the launch began, by time.monotonic()
+        seconds: Mapping[str, float],  # that were spent before
+        say: Say,
+        stop: threading.Event,  # set from another thread to end the job
     ) -> None:
         self.id, self.folder = launch.id, launch.folder
         self._spec, self._links, self._state = spec, links, state

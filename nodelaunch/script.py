@@ -46,12 +46,9 @@ class Placement:
 
 
 def place_nodes(spec: JobSpec, launch: Launch, code: str, preflight: Preflight) -> list[Placement]:
-    """Finds out what the script of each node says besides the specification; ``code`` is the hash of the job's code.
+    """Finds out what each node's script says besides the specification; ``code`` is the hash of the job's code.
 
-    The preflight may be empty if every address and the port are given, or if Slurm will choose the nodes.
-
-    Raises:
-        LabError: The preflight found no address for a node; its own words.
+    The preflight may be empty if all addresses and the port are given, or if Slurm chooses. Raises what is red if not.
     """
     addresses = [node.address or preflight.addresses.get(node.name) for node in spec.nodes]
     if None in addresses:

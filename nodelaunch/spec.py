@@ -137,13 +137,13 @@ class JobSpec:
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
             "nodes": on the first of the list (torchrun's static rendezvous).
         root: Folder of the project that the script is part of. Each node gets a copy of it, without what git ignores
-            and without files over 8 MiB, and the script runs in that copy, which stays for the next job.
+            and files over 8 MiB, and the script runs in that copy, which stays for the next job.
         program: What runs the script in place of torchrun, with its options: ``["python"]`` (the node's own),
             ``["bash"]``. It gets torchrun's variables. Nobody looks whether such a process hangs; ``limit`` ends it.
         files: Other files that the script imports or reads beside itself; not with ``root``.
         data: A :class:`nodelaunch.DataFolder`: what data each node needs; the preflight compares them. None: no data.
-        needs_group: True if torchrun's ranks have to form one process group: a job whose ranks form none fails, since
-            each of them trained alone. False for a script that needs no group.
+        needs_group: True if torchrun's ranks have to form one process group: otherwise each of them trained alone, and
+            the job fails.
 
     Raises:
         LabError: A field does not take its value.

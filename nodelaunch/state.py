@@ -45,6 +45,7 @@ from nodelaunch.spec import JobSpec
 # Lines of a rank that are enough for a traceback.
 TAIL = 60
 SILENT = ("exit", "signal")  # kinds of errors of which the rank itself said nothing
+SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
@@ -86,11 +87,7 @@ class RankState:
 
 
 class JobState:
-    """What the supervisors of a job have reported, whose nodes have these names and addresses.
-
-    Args:
-        spec: The job; None if only its log is left.
-    """
+    """What the supervisors of a job have reported, whose nodes have these names and addresses."""
 
     def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
         self.spec = spec
@@ -201,7 +198,7 @@ class JobState:
             return
         kind, message = "exit", f"exit status {code}"
         if code < 0:
-            kind, message = "signal", f"killed by signal {-code} ({name_signal(-code)})"
+            kind, message = "signal", f"killed by signal {-code} ({SIGNAL_NAMES.get(-code, 'unknown')})"
         if one.waited and code == -signal.SIGABRT:
             message = one.waited
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
@@ -261,12 +258,9 @@ class JobState:
         part.joined = sum(one.node == part.name for one in self.ranks.values()) >= event["processes"]
 
     def _find_attempt(self, event: dict) -> int:
-        """The number of the attempt in which a rank has started.
-
-        The order in which the lines of several nodes come does not tell it, nor does TORCHELASTIC_RESTART_COUNT, which
-        counts what failed on its own node (tried with torch 2.14). Each attempt has a free port of its own, drawn at
-        random; it is seldom one of before.
-        """
+        """The number of the attempt in which a rank has started: each has a port of its own, drawn at random."""
+        # Neither the order of the lines of several nodes tells it, nor TORCHELASTIC_RESTART_COUNT, which counts what
+        # failed on its own node (tried with torch 2.14).
         last = self._last.get(event["rank"], -1)
         if self.spec and not self.spec.max_restarts:
             return 0
@@ -277,11 +271,3 @@ class JobState:
         if not later:
             self._ports.append(port)
         return later[0] if later else self._attempt
-
-
-def name_signal(number: int) -> str:
-    """A signal's name, such as SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"

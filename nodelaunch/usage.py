@@ -33,27 +33,16 @@ class GpuUsage:
 
 @dataclass(frozen=True)
 class Usage:
-    """One node at one moment.
-
-    Args:
-        node: Its name.
-        time: Seconds since 1970, by the node's own clock.
-        cores: Number of cores that a process may use there, or a container's share if there is a quota.
-        busy: Share of these cores, 0 to 1, that all programs used: the load average of the last minute.
-        gpus: The GPUs that the node's job may use; all of the machine while no job says otherwise.
-        job_busy: Share, since the moment before, that the processes of this node's jobs used, which tells several nodes
-            on one machine apart. None without /proc (macOS), as the next two.
-        memory_bytes: Main memory in use on the machine.
-        memory_total: Main memory that there is, in bytes.
-    """
+    """One node at one moment. Without /proc (macOS) the last three are None."""
 
     node: str
-    time: float
-    cores: float
-    busy: float
-    gpus: tuple[GpuUsage, ...]
+    time: float  # seconds since 1970, by the node's own clock
+    cores: float  # that a process may use there, or a container's share if there is a quota
+    busy: float  # the share of these, 0 to 1, that all programs used: the load average of the last minute
+    gpus: tuple[GpuUsage, ...]  # that the node's job may use; all of the machine while no job says otherwise
+    # The share, since the moment before, of this node's jobs: it tells several nodes on one machine apart.
     job_busy: float | None = None
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  # main memory in use on the machine, and all that there is
     memory_total: int | None = None
 
 

@@ -44,11 +44,7 @@ def start(
     say: Say,
     stop: threading.Event,
 ) -> dict[str, Link]:
-    """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name.
-
-    Raises:
-        LabError: A node could not be started; the others are ended.
-    """
+    """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name."""
     links: dict[str, Link] = {}
     bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={spec.limit}"]
     try:

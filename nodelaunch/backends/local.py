@@ -31,8 +31,7 @@ class LocalNode(ThisMachine):
 def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNode]:
     """Makes nodes on this machine, which share its cores and talk over the loopback interface.
 
-    On Linux each has an address of its own (127.0.0.1, 127.0.0.2, …: all of 127/8 answers without set-up), so that the
-    nodes can be told apart by it as real hosts can. On macOS there is only 127.0.0.1.
+    On Linux each has an address of its own (127.0.0.1, 127.0.0.2, …), as real hosts have.
 
     Args:
         count: How many nodes.

@@ -113,10 +113,7 @@ def check(spec: JobSpec, job_id: str) -> Preflight:
 
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
-    """Returns one batch script for all nodes, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
-
-    Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
-    """
+    """Returns one batch script for all nodes, which finds out there which these are, and their addresses."""
     place = places[0]
     root, python = shlex.quote(place.job_folder), shlex.quote(place.node.python)
     place = replace(
@@ -205,12 +202,7 @@ def start(
     say: Say,
     stop: threading.Event,
 ) -> dict[str, Link]:
-    """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn.
-
-    Raises:
-        LabError: Slurm does not take the job.
-        KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
-    """
+    """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn; cancels it if interrupted."""
     job, said = submit(Path(places[0].job_folder)), ""
     try:
         while True:
@@ -226,11 +218,7 @@ def start(
 
 
 def submit(folder: Path) -> SlurmJob:
-    """Hands the batch script in a job's folder to Slurm, with the lease that the launcher keeps renewing.
-
-    Raises:
-        LabError: Slurm is not here, or refuses.
-    """
+    """Hands the batch script in a job's folder to Slurm, with the lease that the launcher keeps renewing."""
     (folder / "lease").touch()
     done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:

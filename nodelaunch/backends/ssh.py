@@ -113,11 +113,7 @@ class SshNode(Node):
         return f"{self._home_and_python[0]}/{self.wanted_folder.removeprefix('~').lstrip('/')}".rstrip("/")
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends.
-
-        Raises:
-            LabError: There is no ssh on this machine.
-        """
+        """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends."""
         options = [f"-o{option}" for option in (*OPTIONS, f"ControlPath={self.connections.name}/%C")]
         given = ["-F", str(self.config)] if self.config else []
         # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.

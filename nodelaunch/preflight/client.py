@@ -26,10 +26,7 @@ class ProbeClient:
         self._ended = False
 
     def ask(self, request: Mapping) -> dict:
-        """Asks one question, of which the first starts the probe.
-
-        Returns:
-            The answer; one with an "error" if it could not be found out.
+        """Asks one question, of which the first starts the probe; the answer has an "error" if it has none.
 
         Raises:
             LabError: The probe could not be started, or has ended.

@@ -17,9 +17,7 @@ from nodelaunch.spec import DataFolder
 # Per node, the answer of its probe, by the names in nodelaunch.node.probe.examine.
 Facts = Mapping[str, Mapping]
 MIB = 2**20
-DISK_NEEDED = 200 * MIB
-# A DataLoader worker passes its batches through shared memory; Docker's 64 MiB are enough for 32×32 images.
-SHARED_NEEDED = 64 * MIB
+DISK_NEEDED, SHARED_NEEDED = 200 * MIB, 64 * MIB  # Docker's 64 MiB of /dev/shm are enough for 32×32 images
 CLOCK_ALLOWED = 2.0  # seconds; beyond it, logs and timelines of several nodes side by side mislead
 WILL_COPY = "not there yet: will be copied"
 ORDER = ("red", "note", "ok")
