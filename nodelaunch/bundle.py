@@ -112,8 +112,6 @@ def _walk(root: Path, left_out: list[str]) -> Iterator[Path]:
         own.add(env_folder("LAB_DATA", "data").resolve())
     for place, folders, names in os.walk(root):
         here = Path(place)
-        if here != root and ".git" in (*folders, *names):  # a repository within this one
-            ignored |= _list_ignored(here)
         folders[:] = sorted(name for name in folders if name not in MADE and here / name not in ignored)
         for path in [here / name for name in folders]:
             if path.is_symlink() or path.resolve() in own or os.path.exists(path / "pyvenv.cfg"):  # noqa: PTH110 - no right

@@ -5,11 +5,8 @@ from __future__ import annotations
 import re
 import signal
 import textwrap
-from pathlib import Path
 
-from lab_common import LabError
 from lab_common.text import clean, clean_message
-from nodelaunch.backends.nodes import advise_room
 from nodelaunch.messages import look_up
 from nodelaunch.node.errors import FULL, StopReason, failed_as_consequence, name_full_disk, shorten_gloo
 from nodelaunch.result import Failure
@@ -377,9 +374,10 @@ def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
     path = path or name_full_disk(part.full) or (ended["folder"] if full else "")
     if path.startswith("/dev/shm/"):
         return look_up(f"No space left on device: '{path}'")
+    fix = "free some space there (df -h), or use a folder on a larger disk; then run the job again"
     if path:
-        return f"the disk is full at {path}", advise_room(path)
-    return (f"a disk is full: {clean(part.full, 200)}", advise_room("")) if part.full else ("", "")
+        return f"the disk is full at {path}", fix
+    return (f"a disk is full: {clean(part.full, 200)}", fix) if part.full else ("", "")
 
 
 def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:
@@ -389,10 +387,3 @@ def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:
         return _explain_disk(part, error.get("disk") or name_full_disk(text))
     # A rank that says nothing more: its own words, or those of a program that it ran, may have found no room.
     return _explain_disk(part) if error["kind"] == "exit" or TOOL.match(error["message"]) else ("", "")
-
-
-def explain_folder(folder: Path, error: OSError) -> LabError:
-    """The error for a job's folder, on the launcher's side, that cannot be written."""
-    cause = f"{error.strerror} ({clean(error.filename or folder, 300)})"
-    fix = "export LAB_RUNS=/a/folder/of/yours, then start Python (or JupyterLab) again"
-    return LabError("The folder of the job cannot be written.", where=folder, cause=cause, fix=fix)

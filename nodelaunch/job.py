@@ -18,7 +18,6 @@ from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
 from nodelaunch.copying import copy_to_nodes
-from nodelaunch.failure import explain_folder
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import WILL_COPY
 from nodelaunch.result import JobResult
@@ -152,19 +151,18 @@ class TorchrunJob:
         bundle = self._collect()
         try:
             self._check(force=force, say=say)
-            started, self._started = time.monotonic(), True
+            self._started = True
             if bundle.note:
                 say(bundle.note)
             places, _ = self._write(bundle.hash)
-            self._copy(bundle)
             state = JobState([node.name for node in spec.nodes], [place.address or "" for place in places], spec)
             for name in by_hand:
                 state.nodes[name].by_hand = True
+            self._copy(bundle)
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
-            seconds = {"preflight": self._preflight.seconds}
+            return RunningJob(launch, state, links, say=say, stop=stop, preflight=self._preflight.seconds)
         finally:
             self._preflight, self._checked = Preflight(), -math.inf
-        return RunningJob(spec, launch, links=links, state=state, started=started, seconds=seconds, say=say, stop=stop)
 
     def _check(self, *, force: bool, say: Say) -> None:
         """Asks the nodes, unless they were asked just now, and raises a LabError if the preflight has a red line."""
@@ -181,17 +179,13 @@ class TorchrunJob:
     def _write(self, code: str) -> tuple[list[Placement], list[Path]]:
         """Writes the scripts of a launch of the code with this hash; returns the places and the scripts' paths."""
         launch, places = self._launch, place_nodes(self.spec, self._launch, code, self._preflight)
-        paths = []
-        try:
-            launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for name, text in self._backend.write(self.spec, launch, places).items():
-                paths.append(launch.folder / name)
-                # Nobody else may read it: the id of the rendezvous is a secret.
-                with write_atomically(paths[-1], mode=0o700) as file:
-                    file.write(text.encode(errors="surrogateescape"))
-        except OSError as error:
-            raise explain_folder(launch.folder, error) from error
-        return places, paths
+        launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        texts = self._backend.write(self.spec, launch, places)
+        for name, text in texts.items():
+            # Nobody else may read it: the id of the rendezvous is a secret.
+            with write_atomically(launch.folder / name, mode=0o700) as file:
+                file.write(text.encode(errors="surrogateescape"))
+        return places, [launch.folder / name for name in texts]
 
     def _copy(self, bundle: Bundle) -> None:
         """Copies code and scripts to the nodes, and the data to those that lack them."""

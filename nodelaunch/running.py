@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping
+from threading import Event
 
 from lab_common.text import clean
 from nodelaunch.backends import Say
@@ -17,7 +18,7 @@ from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import Log, read_lines
 from nodelaunch.node.processes import find_jobs, stop_job
 from nodelaunch.result import JobError, JobResult, find_log
-from nodelaunch.spec import JobSpec, Launch
+from nodelaunch.spec import Launch
 from nodelaunch.state import JobState
 
 LOOK_SECONDS, BEAT_SECONDS, COUNTDOWN_SECONDS = 0.1, 0.5, 5.0
@@ -34,24 +35,17 @@ MOST_LINES = 100_000  # of which a result holds the last; the log has all
 class RunningJob:
     """One launch of a job, from the start of its supervisors to its result.
 
-    Its ``id`` is the job's; its ``folder`` on this machine has the scripts and ``output.log``.
+    Its ``id`` is the job's; its ``folder`` on this machine has the scripts and ``output.log``. It gets the links to the
+    supervisors, by node, the seconds of the preflight, and an event that is set from another thread to end the job.
     """
 
     def __init__(
-        self,
-        spec: JobSpec,
-        launch: Launch,
-        *,
-        links: Mapping[str, Link],  # to the supervisors, by node
-        state: JobState,
-        started: float,  # when the launch began, by time.monotonic()
-        seconds: Mapping[str, float],  # that were spent before
-        say: Say,
-        stop: threading.Event,  # set from another thread to end the job
+        self, launch: Launch, state: JobState, links: Mapping[str, Link], *, say: Say, stop: Event, preflight: float
     ) -> None:
         self.id, self.folder = launch.id, launch.folder
-        self._spec, self._links, self._state = spec, links, state
-        self._say, self._stop, self._started, self._seconds = say, stop, started, dict(seconds)
+        self._spec, self._links, self._state = state.spec, links, state
+        self._say, self._stop = say, stop
+        self._seconds: dict[str, float | None] = {"preflight": preflight, "joined": None}
         # Not queue.Queue: Ctrl-C inside its get() can leave its lock locked for ever.
         self._queue: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
         self._log: Log | None = None
@@ -64,7 +58,7 @@ class RunningJob:
         self._failed: float | None = None
         self._standing: float | None = None
         self._reported: set[int] = set()  # the ranks that others were said to wait for
-        self._over = threading.Event()  # set once there is a result or an error
+        self._over = Event()  # set once there is a result or an error
         self._result: JobResult | None = None
         self._error: BaseException | None = None
 
@@ -117,7 +111,7 @@ class RunningJob:
 
     def _follow_links(self) -> None:
         """Takes in what the supervisors say until all have ended, or have to; then ends what is left."""
-        over = threading.Event()  # ends the thread that beats
+        over = Event()  # ends the thread that beats
         try:
             self._log = Log(self.folder / "output.log")
             for node, link in self._links.items():
@@ -155,7 +149,7 @@ class RunningJob:
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
             restarts=tuple(describe_restart(errors) for errors in state.restarts),
-            seconds={"joined": None, **self._seconds, "total": time.monotonic() - self._started},
+            seconds={**self._seconds, "total": time.monotonic() - state.started},
             memory=state.memory,
             folder=self.folder,
             lines=tuple(self._lines),
@@ -168,7 +162,7 @@ class RunningJob:
                 self._queue.put((node, line))
         self._queue.put((node, None))
 
-    def _beat(self, over: threading.Event) -> None:
+    def _beat(self, over: Event) -> None:
         while not over.wait(BEAT_SECONDS):
             for link in self._links.values():
                 link.beat()
@@ -238,10 +232,10 @@ class RunningJob:
         """Names the ranks when all nodes have joined; until then, counts down."""
         state, left = self._state, self._begun + self._spec.join_timeout - now
         if all(state.nodes[node].joined for node in self._links):
-            self._joined, self._seconds["joined"] = True, now - self._started
+            self._joined, self._seconds["joined"] = True, now - state.started
             ranks = [state.ranks[rank] for rank in sorted(state.ranks)]
             who = "; ".join(f"rank {r.rank} on {r.node} ({r.address or r.host}, process {r.pid})" for r in ranks)
-            self._say(f"all nodes joined after {now - self._started:.1f} s: {who}")
+            self._say(f"all nodes joined after {now - state.started:.1f} s: {who}")
         elif left < -1:
             state.reason = StopReason.JOIN
         elif now - self._counted >= COUNTDOWN_SECONDS:

@@ -90,7 +90,7 @@ class JobState:
     """What the supervisors of a job have reported, whose nodes have these names and addresses."""
 
     def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
-        self.spec = spec
+        self.spec, self.started = spec, time.monotonic()
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}  # those that have started
         self.rank_states: dict[int, RankState] = defaultdict(RankState)

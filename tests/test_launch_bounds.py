@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -142,7 +141,7 @@ class SilentLink:
 
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
     link, start = SilentLink(), time.monotonic()
-    state = JobState(["a"], ["127.0.0.1"], SimpleNamespace(limit=1, max_restarts=0))
+    state = JobState(["a"], ["127.0.0.1"])
     running = make_running({"a": link}, state, tmp_path, limit=1)
     running.follow()
     assert time.monotonic() - start < 1 + 2 + 5 + 2

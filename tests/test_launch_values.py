@@ -1,14 +1,13 @@
 """Values that a job cannot use: other types, unreadable scripts, folders that cannot be written."""
 
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from harness.drawn import assert_explains
 
 from lab_common import LabError
-from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
+from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -101,15 +100,3 @@ def test_a_file_that_cannot_be_a_script_is_named(tmp_path, write, make, words):
         with pytest.raises(LabError) as caught:
             make_job(**options).write()
         assert_explains(caught.value, *words)
-
-
-def test_a_full_disk_with_the_folder_of_jobs_is_named(script, small_disk, monkeypatch):
-    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(2**16))
-    monkeypatch.setenv("LAB_RUNS", str(small_disk / "runs"))
-    words = ["cannot be written", str(small_disk), "No space left", "export LAB_RUNS"]
-    node = replace(ssh_nodes(["far"], folder="/f", python="/p/python", interface="eth0")[0], address="10.0.0.1")
-    with pytest.raises(LabError) as caught:
-        make_job(script, nodes=[node]).write()
-    assert_explains(caught.value, *words)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shlex
-import threading
 from collections.abc import Sequence
+from threading import Event
 
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Link, PipeLink
@@ -36,13 +36,7 @@ def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[st
 
 
 def start(
-    spec: JobSpec,
-    launch: Launch,
-    places: Sequence[Placement],
-    *,
-    by_hand: Sequence[str],
-    say: Say,
-    stop: threading.Event,
+    spec: JobSpec, launch: Launch, places: Sequence[Placement], *, by_hand: Sequence[str], say: Say, stop: Event
 ) -> dict[str, Link]:
     """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name."""
     links: dict[str, Link] = {}

@@ -15,7 +15,6 @@ from typing import ClassVar, Protocol
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.node.errors import FULL, name_full_disk
 from nodelaunch.node.output import read_lines
 
 
@@ -58,18 +57,9 @@ class Node:
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that could not be run there."""
         last = clean((stderr.strip().splitlines() or [f"exit status {returncode}"])[-1], 300)
-        what, where = f"A program could not be run on {self.name[:40]}.", self.folder
-        fix = "see that the folder can be written to and that the disk has room, then run the job again"
-        if FULL.search(stderr):
-            where = name_full_disk(stderr) or self.folder
-            what, fix = clean(f"The disk of {self.name} is full at {where}", 118) + ".", advise_room(where)
-        return LabError(what, where=where, cause=last, fix=fix)
-
-
-def advise_room(path: str) -> str:
-    """The fix for a disk that is full at a path; "" if that is not known."""
-    look = f"df -h {clean(path, 200)}".rstrip()
-    return f"free some space there ({look}), or use a folder on a larger disk; then run the job again"
+        what = f"A program could not be run on {self.name[:40]}."
+        fix = "see that the folder can be written to and that the disk has room (df -h), then run the job again"
+        return LabError(what, where=self.folder, cause=last, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)

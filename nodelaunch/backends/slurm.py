@@ -8,11 +8,11 @@ import os
 import re
 import shlex
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import ClassVar
 
 from lab_common import LabError, env_folder
@@ -194,13 +194,7 @@ def _write_requests(spec: JobSpec, launch: Launch) -> str:
 
 
 def start(
-    spec: JobSpec,
-    launch: Launch,
-    places: Sequence[Placement],
-    *,
-    by_hand: Sequence[str],
-    say: Say,
-    stop: threading.Event,
+    spec: JobSpec, launch: Launch, places: Sequence[Placement], *, by_hand: Sequence[str], say: Say, stop: Event
 ) -> dict[str, Link]:
     """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn; cancels it if interrupted."""
     job, said = submit(Path(places[0].job_folder)), ""
