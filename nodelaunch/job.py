@@ -138,7 +138,7 @@ class TorchrunJob:
 
     def _ask_nodes(self) -> Preflight:
         self._checked = time.monotonic()
-        self._preflight = self._backend.check(self.spec, self._prepare().id)
+        self._preflight = self._backend.check(self.spec)
         return self._preflight
 
     def _begin(self, *, force: bool, by_hand: Sequence[str], show: bool | Say) -> RunningJob:

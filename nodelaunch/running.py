@@ -50,7 +50,6 @@ class RunningJob:
         self._queue: queue.SimpleQueue[tuple[str, bytes | None]] = queue.SimpleQueue()
         self._log: Log | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
-        self._cut = False  # the disk with the log is full
         self._behind = False  # the display leaves lines out
         self._begun = self._counted = time.monotonic()
         self._joined = False
@@ -100,7 +99,7 @@ class RunningJob:
         except BaseException as error:
             self._error = error
         finally:
-            with contextlib.suppress(OSError):  # the disk is full, and that was said
+            with contextlib.suppress(OSError):  # the disk is full
                 (self.folder / OUTCOME).write_text(outcome, errors="replace")
             self._over.set()
 
@@ -129,7 +128,7 @@ class RunningJob:
             finally:
                 over.set()
                 if self._log:
-                    with contextlib.suppress(OSError):  # the disk is full, and that was said
+                    with contextlib.suppress(OSError):  # the disk is full
                         self._log.close()
                 for link in self._links.values():
                     if link.poll() is None:
@@ -190,13 +189,9 @@ class RunningJob:
             if part.ended is None:
                 part.refusal = self._links[node].explain()
             return
-        try:
+        with contextlib.suppress(OSError):  # a full disk costs the log, and not the job
             if self._log:
                 self._log.feed(f"{node}: ".encode() + line)
-        except OSError as error:  # a full disk costs the log, and not the job
-            if not self._cut:
-                self._cut = True
-                self._say(f"(from here on the log is not complete: {error.strerror})")
         shown = self._state.read(node, line)
         if shown is not None:
             self._lines.append(shown)

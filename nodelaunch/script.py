@@ -1,7 +1,6 @@
 """The placement of each node, and the bash script that it runs: readable, and safe whatever is in its arguments.
 
-Every value is quoted by ``shlex.quote``, so that a space, a quote, ``;$( )`` or a newline in it is data; in comments it
-is JSON, which has no newline.
+Every value is quoted by ``shlex.quote``; in comments it is JSON, which has no newline.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Placement:
     port: int | Bash  # of the rendezvous, on node 0
     interface: str | None  # of the gradients; None leaves the choice to Gloo and NCCL
     job_folder: str  # of this job on the node, for logs, events and results
-    code_folder: str  # there, with script/ or project/, and the packages that it imports
+    code_folder: str  # there, with script/ or project/, and what runs around the script
     threads: str | None = None  # per process, as OMP_NUM_THREADS takes it; None shares the node's cores
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the node; None leaves it alone
 
@@ -65,7 +64,6 @@ def place_nodes(spec: JobSpec, launch: Launch, code: str, preflight: Preflight) 
             job_folder=node.name_job_folder(launch.id, index),
             code_folder=f"{node.folder}/code/{code}",
             threads=_share_cores(spec, node),
-            # On all nodes alike: a script that takes NCCL if it sees a GPU has to get the same answer on each.
             gpus="" if preflight.hide_gpus else _share_gpus(spec, node),
         )
         for index, node in enumerate(spec.nodes)

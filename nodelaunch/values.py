@@ -1,7 +1,7 @@
 """Checks the values that a user gives a job or a node.
 
-They end up in scripts that bash runs, where ``shlex`` quotes every text. So it is enough that a number is a number,
-that a name is a name, and that no text has what no program can be given.
+In the scripts ``shlex`` quotes every text. So it is enough that a number is a number, that a name is a name, and that
+no text has what no program can be given.
 """
 
 from __future__ import annotations

@@ -12,12 +12,11 @@ from nodelaunch.preflight import Preflight, check_nodes
 from nodelaunch.script import Placement, write_script
 from nodelaunch.spec import JobSpec, Launch
 
-# Together less than the ten seconds within which nothing of a job may outlive its launcher.
-LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
+LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0  # together less than the ten within which nothing may outlive its launcher
 ONE_BY_ONE = True
 
 
-def check(spec: JobSpec, job_id: str) -> Preflight:
+def check(spec: JobSpec) -> Preflight:
     """Checks in seconds if a job can run, and changes nothing."""
     return check_nodes(
         spec.nodes,
@@ -25,7 +24,6 @@ def check(spec: JobSpec, job_id: str) -> Preflight:
         nproc_per_node=spec.nproc_per_node,
         data=spec.data,
         torchrun=not spec.program,
-        job_id=job_id,
         visible=spec.env.get("CUDA_VISIBLE_DEVICES"),
     )
 

@@ -34,8 +34,7 @@ OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
 # but a change may still show seconds late.
 LEASE_SECONDS, GRACE_SECONDS = 7.0, 2.0
 LOOK_SECONDS = 0.5
-# States of a job before its turn, and final ones. UNKNOWN and GONE are ours: the controller does not answer, and Slurm
-# has forgotten the job.
+# States before its turn, and final ones. Ours: the controller does not answer (UNKNOWN); Slurm has forgotten it (GONE).
 WAITING = {"PENDING", "CONFIGURING", "UNKNOWN"}
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
 OVER |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
@@ -97,7 +96,7 @@ def slurm_nodes(
     return [SlurmNode(name=f"slurm{index}", **own) for index in range(count)]
 
 
-def check(spec: JobSpec, job_id: str) -> Preflight:
+def check(spec: JobSpec) -> Preflight:
     """Asks Slurm if it would take the job, and when; it chooses the nodes later, and the ranks compare them."""
     started = time.monotonic()
     try:

@@ -1,7 +1,6 @@
 """Nodes that are reached with the OpenSSH client and the user's own configuration.
 
-Host keys are always checked, and nothing ever asks for a password: a question of ssh is an error here, which explains
-what to do once by hand.
+Host keys are always checked. A question of ssh, such as for a password, is an error that says what to do by hand.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends.nodes import Node
 
-# BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours. Control…: all programs
-# on a host share one connection, which ends 30 s after the last: a new one takes tenths of a second.
+# ServerAlive…: a dead host is noticed after 6 s, not after hours. Control…: all programs on a host share a connection.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=2", "ServerAliveCountMax=3")
 OPTIONS += ("ControlMaster=auto", "ControlPersist=30")
 FOLDER = "~/distributed-training-labs"
@@ -60,19 +58,14 @@ REFUSALS = {
         "a typo, or a name that only the hosts or another configuration of ssh know",
         "use the host's IP address in ssh_nodes, or add to /etc/hosts: <IP address> {host}",
     ),
-    r"Connection refused": (
-        "{host} is there, but refuses connections for ssh.",
-        "no sshd runs there, or it listens on another port",
-        "on that host: sudo systemctl start ssh; or give its port in ~/.ssh/config",
-    ),
     r"Permission denied|Too many authentication failures": (
         "{host} does not accept any of your keys.",
         "{last}; here are {keys} and {agent} ssh agent; a password is never asked for",
         "ssh-keygen -t ed25519 if you have no key yet, then {copy_key}",
     ),
-    r"timed out|No route to host|Network is unreachable|not responding": (
+    r"Connection refused|timed out|No route to host|Network is unreachable|not responding": (
         "{host} does not answer.",
-        "it is off, the address is another host's, or a firewall drops what comes from here",
+        "it is off, no sshd runs there, the address is another host's, or a firewall drops what comes from here",
         "see that it is on and that port 22 is open to this machine, then try by hand: {ssh} true",
     ),
     r"": ("The connection to {host} ended.", "{last}", "try it by hand: {ssh} true"),

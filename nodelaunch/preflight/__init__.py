@@ -103,7 +103,7 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
         *verdicts.judge_disks(facts),
         *judge_gpus(offers, facts, wanted),
         *(verdicts.judge_data(facts, wanted) if wanted.data else ()),
-        *verdicts.judge_jobs(by_name, facts, wanted),
+        *verdicts.judge_jobs(by_name, facts),
         *(verdicts.judge_clock(name, own["clock"]) for name, own in facts.items()),
     ]
     return Preflight(

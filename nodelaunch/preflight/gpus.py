@@ -1,7 +1,7 @@
-"""Judges the GPUs of all nodes together: NCCL needs one for each process, and all nodes have to take the same backend.
+"""Judges the GPUs of all nodes together.
 
-A training script chooses NCCL if it sees a GPU, and Gloo otherwise. If the nodes saw different things, each half of the
-job would wait for the other. So if one process has no GPU, the launcher hides the GPUs on all nodes.
+A training script chooses NCCL if it sees a GPU, and Gloo otherwise, and one half of the job would wait for the other.
+So if one process has no GPU, the launcher hides the GPUs on all nodes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from nodelaunch.backends.nodes import Node
 from nodelaunch.preflight.verdicts import Facts, Verdict, Wanted, find_part, list_per_node, split_facts
 
-# The first driver that runs a CUDA of this major number:
-# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+# The first driver for a major version of CUDA: docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility.
 FIRST_DRIVERS = {"11": 450, "12": 525, "13": 580}
-# The variable may also name a GPU, or a part of one, in this way.
-IDENTITY = re.compile(r"(GPU|MIG)-")
+IDENTITY = re.compile(r"(GPU|MIG)-")  # CUDA_VISIBLE_DEVICES may also name a GPU, or a part of one, in this way
 CAUSE = "NCCL needs a GPU for each process, and all nodes have to take the same backend"
 
 
@@ -38,13 +36,12 @@ class Offer:
 def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
     """The GPUs that a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that does not exist.
 
-    ``names`` are all GPUs of the machine, by number, or none if nobody could count them; ``visible`` is the variable,
-    None if it is not set.
+    ``names`` are the numbers of all GPUs of the machine; ``visible`` is the variable, None if it is not set.
     """
     if visible is None:
         return list(names)
     wanted = [part.strip() for part in visible.split(",")]
-    return list(itertools.takewhile(lambda name: IDENTITY.match(name) or name in names or (not names and name), wanted))
+    return list(itertools.takewhile(lambda name: IDENTITY.match(name) or name in names, wanted))
 
 
 def find_offers(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> dict[str, Offer | None]:
@@ -104,8 +101,7 @@ def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted)
         fix = "leave CUDA_VISIBLE_DEVICES out of env=, or env={'CUDA_VISIBLE_DEVICES': ''} for the CPU"
         return [*verdicts, Verdict(", ".join(have), "GPUs", "red", what, cause, fix)]
     for name, offer in have.items():
-        users = find_part(facts[name], "gpu_users").get("rows", [])
-        verdicts += _judge_node(name, offer, users, wanted)
+        verdicts += _judge_node(name, offer, find_part(facts[name], "gpu_users").get("rows", []), wanted)
     return verdicts
 
 

@@ -43,7 +43,6 @@ class Wanted:
     nproc_per_node: int = 1
     data: DataFolder | None = None  # that each node needs
     data_hash: str = ""  # of the data that the launcher copies; "" if it has no whole folder or copies none
-    job_id: str = ""  # of the job that asks, whose own processes are not leftovers
     torchrun: bool = True  # False if another program runs the script, which may do without torch
     visible: str | None = None  # CUDA_VISIBLE_DEVICES as env= sets it
 
@@ -169,7 +168,7 @@ def judge_clock(name: str, offset: float) -> Verdict:
     return Verdict(name, "clock", "note", what, cause, fix)
 
 
-def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[Verdict]:
+def judge_jobs(nodes: Mapping[str, Node], facts: Facts) -> list[Verdict]:
     """Names the processes of other jobs: red are those that hold the memory of a GPU."""
     verdicts, seen = [], set()
     for name, found in facts.items():
@@ -179,7 +178,7 @@ def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[
             by_job.setdefault(process["id"], []).append(process)
         for job, own in by_job.items():
             place = found["system"]["machine"], job  # several nodes may be one machine
-            if job == wanted.job_id or place in seen:
+            if place in seen:
                 continue
             seen.add(place)
             pids = ", ".join(str(process["pid"]) for process in own[:8])
