@@ -13,8 +13,7 @@ from lab_common.text import clean
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.nodes import Node
 from nodelaunch.backends.ssh import FOLDER, ssh_nodes
-from nodelaunch.preflight import check_nodes
-from nodelaunch.preflight.client import ask_once
+from nodelaunch.preflight import ask_once, check_nodes
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -41,7 +40,7 @@ class TorchrunJob:
     ) -> None:
         self.spec = JobSpec(script, args, nodes, **options)
         self._backend = import_module(self.spec.nodes[0].backend)
-        self._preflight, self._checked = Preflight(), -math.inf  # the last one, and when that was
+        self._preflight = Preflight()
         self._stop = threading.Event()
         self._launch, self._started = make_launch(self.spec.script.stem), False
 
@@ -134,10 +133,9 @@ class TorchrunJob:
         return collect_files(self.spec.script, self.spec.files, self.spec.root)
 
     def _is_fresh(self) -> bool:
-        return time.monotonic() - self._checked <= FRESH_SECONDS
+        return time.monotonic() - self._preflight.started <= FRESH_SECONDS
 
     def _ask_nodes(self) -> Preflight:
-        self._checked = time.monotonic()
         self._preflight = self._backend.check(self.spec)
         return self._preflight
 
@@ -162,7 +160,7 @@ class TorchrunJob:
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
             return RunningJob(launch, state, links, say=say, stop=stop, preflight=self._preflight.seconds)
         finally:
-            self._preflight, self._checked = Preflight(), -math.inf
+            self._preflight = Preflight()
 
     def _check(self, *, force: bool, say: Say) -> None:
         """Asks the nodes, unless they were asked just now, and raises a LabError if the preflight has a red line."""

@@ -52,12 +52,10 @@ KNOWN = (
      r"the checkpoint holds \g<name>, and since torch 2.6 torch.load takes nothing but tensors and plain values",
      "save plain values (vars(args), float(x)); for a file that you trust: torch.load(…, weights_only=False)"),
     # Devices and backends.
-    ("invalid device ordinal|device >= 0 && device < num_gpus|Invalid device id",
-     "the node has fewer GPUs than processes, or the script numbers them by RANK instead of LOCAL_RANK",
+    ("invalid device ordinal|device >= 0 && device < num_gpus|Invalid device id"
+     "|Duplicate GPU detected|Multiple Ranks are using the same GPU",
+     "the node has fewer GPUs than processes, or two took the same GPU: all the first, or by RANK, not LOCAL_RANK",
      "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), and nproc_per_node= at most the GPUs of each node"),
-    ("Duplicate GPU detected|Multiple Ranks are using the same GPU",
-     "two processes took the same GPU, and NCCL wants one for each",
-     "torch.cuda.set_device(LOCAL_RANK) in the script; nproc_per_node= at most the number of GPUs of each node"),
     ("ProcessGroupNCCL is only supported with GPUs|doesn't have NCCL built in|NCCL is not available",
      "the script asks for the backend nccl, which needs a GPU for every process; this process sees none",
      "backend='nccl' if torch.cuda.is_available() else 'gloo'"),
@@ -82,15 +80,8 @@ KNOWN = (
     (r"the name '(?P<name>[^'\n]*)' of the meeting point is not known on this node(?P<own>, and the script set it)?",
      r"no address belongs to the name \g<name> here\g<own>",
      "leave MASTER_ADDR and MASTER_PORT to torchrun, which has set them: init_process_group('gloo') alone"),
-    ("Unable to find (an? )?address for|Unable to find interface|no socket interface|EADDRNOTAVAIL"
-     "|Cannot assign requested address",
-     "this network interface or address does not belong to this node",
-     "job.preflight() lists the interfaces of every node; leave MASTER_ADDR and MASTER_PORT to torchrun"),
     ("EADDRINUSE|(?i:address already in use)",
      "another program on that node has this port", "another port, or 0, which takes a free one"),
-    (r"connectFullMesh|Connection refused, remote=\[127\.",
-     "a rank is gone, or listens on an address that the others cannot reach, such as the loopback",
-     "leave interface= to the preflight, which takes the one on the route between the nodes"),
     ("ncclUnhandledCudaError|ncclSystemError|ncclInternalError|NCCL error|ncclRemoteError",
      "NCCL, which moves the gradients between GPUs, gave up; its own words are in the lines before",
      "job.preflight() looks at GPUs and interfaces; env={'NCCL_DEBUG': 'INFO'} prints what NCCL tried"),
@@ -139,9 +130,6 @@ KNOWN = (
      r"the script imports what this node does not have: \g<name>",
      "a module of yours beside the script: root='.' copies the folder (files=['…'] one file); else: pip install it "
      "there"),
-    ("FileExistsError|: File exists$",
-     "it is there already: from an earlier run, or another rank made it a moment before",
-     "os.makedirs(…, exist_ok=True), or a new name for each run; let rank 0 alone make it, with a barrier behind"),
     (r"(?<!\.h: )No such file or directory|FileNotFoundError: \[Errno 2\]|Parent directory \S+ does not exist",
      "a path that is not on this node: a job runs in its own folder, which has the script and the files of files=, or "
      "with root= the project without files that git ignores or that are above 8 MiB",

@@ -71,14 +71,15 @@ class Failure:
 
     def write_html(self, log: object = "") -> str:
         """The failure as a card for a notebook, with its traceback folded, and the log's path."""
-        named, others = self._list_ranks()[:MANY_RANKS], self._list_ranks()[MANY_RANKS:]
-        more = [("more ranks", f"{len(others)} are not shown here")] if others else []
+        ranks = self._list_ranks()
+        if len(ranks) > MANY_RANKS:
+            ranks[MANY_RANKS:] = [("more ranks", f"{len(ranks) - MANY_RANKS} are not shown here")]
         hints = [("likely", self.cause), ("fix", self.fix), ("log", str(log))]
         rank = "" if self.rank is None else f"rank {self.rank}"
         return write_card(
             self.kind,
             self.what,
-            [*named, *more, *hints],
+            [*ranks, *hints],
             place=" on ".join(part for part in (rank, self.node) if part),
             colour="note" if self.kind in ("limit", "stopped") else "red",
             title=f"traceback of {rank}" if rank else "the last lines before the end",

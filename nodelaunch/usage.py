@@ -84,10 +84,8 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
                 process.stdin.close()
         for process, reader in running:
             reader.join(PATIENCE)
-            process.kill()
-            process.wait()
-            process.stdout.close()
-            process.stderr.close()
+            with process:  # whose end waits for it, and closes its pipes
+                process.kill()
 
 
 def _follow(name: str, process: subprocess.Popen, seen: Watch) -> None:

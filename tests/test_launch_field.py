@@ -82,11 +82,8 @@ MESSAGES = [
     ("KeyError: 'SLURM_PROCID'", 0, "asks for SLURM_PROCID", "torchrun sets RANK"),
     ("RuntimeError: the name 'gpu-node-01' of the meeting point is not known on this node, and the script set it", 0,
      "no address belongs to the name gpu-node-01 here, and the script set it", "leave MASTER_ADDR"),
-    ("OSError: [Errno 99] Cannot assign requested address", 0, "does not belong to this node", "preflight"),
     ("torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: "
      "29500, useIpv6: false, code: -98, name: EADDRINUSE", 0, "has this port", "another port"),
-    ("RuntimeError: Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair", 0, "a rank is gone",
-     "interface="),
     ("torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL", 0, "gave up", "NCCL_DEBUG"),
     # What a node lacks: a server, a program, a package, a file.
     ("socket.gaierror: [Errno -3] Temporary failure in name resolution", 0, "by a name", "/etc/hosts"),
@@ -94,7 +91,6 @@ MESSAGES = [
     ("ModuleNotFoundError: No module named 'apex'", 0, "does not have: apex", "pip install"),
     ("ImportError: cannot import name 'build' from partially initialized module 'model'", 0,
      "does not know this message", "train.py"),
-    ("mkdir: cannot create directory 'exp': File exists", 1, "from an earlier run", "exist_ok=True"),
     ("FileNotFoundError: [Errno 2] No such file or directory: 'data/x.npy'", 0, "a path that is not on this node",
      "root='.'"),
     # What a script printed or wrote that has nothing to do with its end.

@@ -23,8 +23,7 @@ from nodelaunch.__main__ import main
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.ssh import ssh_nodes
 from nodelaunch.node import probe, receive, sampler
-from nodelaunch.preflight import Preflight, check_nodes, routes
-from nodelaunch.preflight.client import ask_once
+from nodelaunch.preflight import Preflight, ask_once, check_nodes, routes
 from nodelaunch.preflight.verdicts import WILL_COPY, Verdict, judge_jobs, judge_versions
 from nodelaunch.program import make_command
 

@@ -111,12 +111,8 @@ class PipeLink:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Cuts the connection; without heartbeats the supervisor then ends by itself."""
-        # First by SIGTERM: a supervisor on this machine then still ends what it has started.
-        self._process.terminate()
-        killer = threading.Timer(3.0, self._process.kill)
-        killer.daemon = True
-        killer.start()
+        """Cuts the connection; a guard on the node then ends what the supervisor has started."""
+        self._process.kill()
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while it runs."""

@@ -108,7 +108,7 @@ def check(spec: JobSpec) -> Preflight:
             verdict = Verdict("Slurm", "queue", "red", said, cause, fix)
     except LabError as error:
         verdict = judge_error("Slurm", error)
-    return Preflight((verdict,), seconds=time.monotonic() - started)
+    return Preflight((verdict,), started=started, seconds=time.monotonic() - started)
 
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
@@ -127,9 +127,19 @@ def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[st
         interface=place.interface or Bash("$interface"),
     )
     around = '"${supervise[@]}" '
+    requests = [
+        (f"--job-name={launch.id}", "what squeue calls it"),
+        (f"--nodes={len(spec.nodes)}", "nodes that take part"),
+        ("--ntasks-per-node=1", "one on each, which starts the processes"),
+        # Relative to the folder in which sbatch is called: a path here could not have every character.
+        ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
+        ("--no-requeue", "a job that runs twice would join its own past"),
+        *((option, "as asked for") for option in place.node.options),
+    ]
+    lines = "\n".join(f"#SBATCH {option:<34}  # {comment}" for option, comment in requests)
     rendezvous_id = Bash(f'{launch.rendezvous_id}-"$SLURM_JOB_ID"')
     text = f"""#!/usr/bin/env bash
-{_write_requests(spec, launch)}
+{lines}
 # Job {launch.id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
 
 export LAB_JOB_ROOT={root}
@@ -176,20 +186,6 @@ exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpu
   bash -c "$(declare -f find_address find_place run_node); run_node"
 """
     return {SCRIPT: text}
-
-
-def _write_requests(spec: JobSpec, launch: Launch) -> str:
-    """Writes the lines of #SBATCH, each with a comment."""
-    # Relative to the folder in which sbatch is called: a path here could not have every character.
-    lines = [
-        (f"--job-name={launch.id}", "what squeue calls it"),
-        (f"--nodes={len(spec.nodes)}", "nodes that take part"),
-        ("--ntasks-per-node=1", "one on each, which starts the processes"),
-        ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
-        ("--no-requeue", "a job that runs twice would join its own past"),
-        *((option, "as asked for") for option in spec.nodes[0].options),
-    ]
-    return "\n".join(f"#SBATCH {option:<34}  # {comment}" for option, comment in lines)
 
 
 def start(
