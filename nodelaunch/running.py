@@ -16,7 +16,7 @@ from nodelaunch.failure import describe_restart, diagnose
 from nodelaunch.node.errors import StopReason
 from nodelaunch.node.output import Log, read_lines
 from nodelaunch.node.processes import find_jobs, stop_job
-from nodelaunch.node.supervisor import MARK
+from nodelaunch.node.report import MARK
 from nodelaunch.preflight import Preflight
 from nodelaunch.result import JobError, JobResult, find_log
 from nodelaunch.spec import JobSpec, Launch

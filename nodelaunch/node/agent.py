@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from nodelaunch.node.report import leave
+from nodelaunch.node.report import EVENTS, leave
 from nodelaunch.node.stores import guard_stores
 
 # The launcher and the supervisor end a job by the same limits, with a better message; they come first.
@@ -48,7 +48,7 @@ def keep_bounds() -> None:
 
     Call it before a worker can have started.
     """
-    events = Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
+    events = Path(os.environ["LAB_JOB_FOLDER"], EVENTS)
     before = _measure(events)  # of an earlier start by hand in the same folder
     threading.Thread(target=_wait_for_bounds, args=[events, before], daemon=True, name="bounds").start()
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from nodelaunch.node import facts
 from nodelaunch.node.facts import collect
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
+from nodelaunch.node.report import MARK
 
-MARK = "\x1e"  # before each answer, to tell it from what a login script prints
 LIFETIME = 30.0
 # Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs
 # (backends/slurm.py).
@@ -135,6 +135,7 @@ def main():
             answer = ANSWERS[request["do"]](request)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
+        # The mark tells an answer from what a login script prints.
         sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
         sys.stdout.flush()
     os._exit(0)  # without waiting for threads that still hang, for a driver or a disk

@@ -31,9 +31,8 @@ from nodelaunch.node import guard
 from nodelaunch.node.errors import StopReason, measure_room
 from nodelaunch.node.guard import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Output
-from nodelaunch.node.report import RANKS
+from nodelaunch.node.report import EVENTS, MARK, RANKS, RESULTS, STACKS
 
-MARK = "\x1e"
 STOPPED = 124
 
 
@@ -213,7 +212,7 @@ class Supervisor:
     def _pass_events(self) -> None:
         """Passes on the whole lines that the workers have added to their events file."""
         with self._passing, contextlib.suppress(FileNotFoundError):
-            self._events = self._events or (self._folder / "events.jsonl").open("rb", buffering=0)
+            self._events = self._events or (self._folder / EVENTS).open("rb", buffering=0)
             while piece := self._events.read(CHUNK):
                 for line in self._noted.feed(piece):
                     with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a full disk has torn
@@ -236,10 +235,10 @@ class Supervisor:
 
     def _hand_over(self) -> None:
         """Passes on each rank's stack, where it was told to end, and its result."""
-        for path in sorted(self._folder.glob("stacks/rank*.txt")):
+        for path in sorted((self._folder / STACKS).glob("rank*.txt")):
             if text := path.read_text(errors="replace")[-20000:].strip():
                 self._say("stack", rank=int(path.stem[4:]), text=text)
-        for path in sorted(self._folder.glob("results/rank*.json")):
+        for path in sorted((self._folder / RESULTS).glob("rank*.json")):
             with contextlib.suppress(ValueError):
                 self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_bytes()))
 

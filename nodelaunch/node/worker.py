@@ -27,7 +27,7 @@ from typing import NoReturn
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
 from nodelaunch.node.groups import Groups
 from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
-from nodelaunch.node.report import Events, leave, open_output, write_out
+from nodelaunch.node.report import STACKS, Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
 from nodelaunch.node.watch import HangWatch, list_threads
 
@@ -62,7 +62,7 @@ def main() -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-    stacks = folder / "stacks"
+    stacks = folder / STACKS
     stacks.mkdir(parents=True, exist_ok=True)
     # Open to the end of the process: a crash of its last moments is written there, too.
     file = (stacks / f"rank{rank}.txt").open("w")
