@@ -14,8 +14,8 @@ Everything of a job ends on all nodes when the program that launched it ends, or
 to ``runs/jobs`` in the current folder, or below the folder that the variable LAB_RUNS names. In a terminal
 ``python -m nodelaunch`` checks nodes, lists jobs and stops one.
 
-Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
-copies of code, and older ones that a launch of the last week has used. It does not touch jobs, ``work``, or data.
+Each launch leaves its code and its job's folder on the nodes: ``code`` and ``jobs`` there can be deleted while no job
+runs.
 """
 
 from __future__ import annotations

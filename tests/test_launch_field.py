@@ -341,20 +341,12 @@ collective, nap = torch.futures.Future().wait, partial(time.sleep, 9)
         ("dist.irecv(torch.ones(1), 0).wait(60)", True),
         ("time.sleep(60)", False),
         ("run_in('torch.distributed', '/v/torch/distributed/api.py', collective)()", True),
-        # Beside a collective, another thread of the script may be what the others wait for.
-        ("beside(lambda: subprocess.run(['sleep', '3']))", False),
-        ("beside(lambda: time.sleep(3))", False),
-        ("beside(lambda: done.wait(0.2) or done.wait())", True),
-        ("beside(queue.Queue().get)", True),
-        ("threading.Thread(target=run_in('tqdm', '/v/site-packages/tqdm/_monitor.py', partial(time.sleep, 9))).start()",
-         True),
+        ("beside(lambda: time.sleep(3))\ncollective()", True),
     ],
-)  # fmt: skip
-def test_a_rank_waits_for_others_only_in_torch_and_if_no_thread_of_it_works(source, inside, write):
-    wait = "" if "wait(60)" in source or "sleep(60)" in source or "collective" in source else "\ncollective()"
-    event, _ = watch(write, f"{TOOLS}{source}{wait}")
+)
+def test_a_rank_waits_for_others_only_in_torch(source, inside, write):
+    event, _ = watch(write, f"{TOOLS}{source}")
     assert (event["event"], event["inside"]) == ("still", inside), event
-    assert event["where"].endswith(" (serve)'") is ("beside" in source and not inside)
 
 
 @pytest.mark.parametrize(

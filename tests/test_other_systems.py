@@ -106,8 +106,8 @@ def test_ports_are_found_and_whose_they_are_stays_unknown(elsewhere):
 
 def test_a_job_ends_with_all_its_processes(root, tmp_path):
     command = ["bash", "-c", "sleep 77 & sleep 77"]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process, family = start_python(SUPERVISE, root, "--job-folder", str(tmp_path), "--", *command, **options), []
+    arguments = ["--job-folder", str(tmp_path), "--lease=6", "--grace=2", "--limit=60", "--", *command]
+    process, family = start_python(SUPERVISE, root, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE), []
     try:
         assert '"started"' in process.stdout.readline()
         deadline = time.monotonic() + 30

@@ -36,18 +36,9 @@ def main(identity: list[str]) -> int:
         if not said:
             break
     if identity:
-        kill_all(lambda: _find_carriers({word.encode() for word in identity}))
+        carried = dict(word.split("=", 1) for word in identity).items()
+        kill_all(lambda: [pid for pid, _, _ in list_processes() if carried <= read_environment(pid).items()])
     return 1
-
-
-def _find_carriers(identity: set[bytes]) -> list[int]:
-    """Process ids of all living processes that have this in their environment; [] without /proc."""
-    found = []
-    for pid, _, _ in list_processes():
-        with contextlib.suppress(OSError):
-            if identity.issubset(read_environment(pid)):
-                found.append(pid)
-    return found
 
 
 def set_process(option: int, value: int) -> None:
@@ -69,9 +60,8 @@ def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen:
         if os.getppid() != parent:
             os._exit(1)
 
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_me, **options
-    )
+    options.update(stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, preexec_fn=die_with_me, **options)
 
 
 def list_processes() -> list[tuple[int, int, str]]:
@@ -89,13 +79,13 @@ def list_processes() -> list[tuple[int, int, str]]:
     return [(int(pid), int(parent), state) for pid, parent, state, *_ in rows if int(pid) != lister.pid]
 
 
-def read_environment(pid: int) -> list[bytes]:
-    """The variables with which a process was started, each as NAME=value.
-
-    Raises:
-        OSError: It has ended, is somebody else's, or there is no /proc.
-    """
-    return Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
+def read_environment(pid: int | str) -> dict[str, str]:
+    """The variables with which a process was started; {} if it has ended, is somebody else's, or there is no /proc."""
+    try:
+        text = Path("/proc", str(pid), "environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
 
 
 def kill_all(find: Callable[[], list[int]]) -> None:

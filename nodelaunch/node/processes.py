@@ -15,7 +15,6 @@ from pathlib import Path
 from nodelaunch.node.facts import link, read
 from nodelaunch.node.guard import list_processes, read_environment
 
-VARIABLE = b"LAB_JOB_ID="
 GRACE = 2.0
 
 
@@ -36,7 +35,7 @@ def find_jobs(request):
             continue
         # A host sees the processes of its containers, which are not this node's.
         if link(f"/proc/{pid}/ns/pid") == link("/proc/self/ns/pid"):
-            command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+            command = read_command(pid)
             supervisor = " nodelaunch.node.supervisor " in command
             found.append({"id": identity, "pid": pid, "command": command[:80], "supervisor": supervisor})
     return {"jobs": found}
@@ -69,13 +68,15 @@ def list_ancestors(pid):
 
 def job_of(pid):
     """The id of the job that a process of this user belongs to, or ""."""
-    try:
-        if Path("/proc", str(pid)).stat().st_uid != os.getuid():
-            return ""
-        lines = read_environment(pid)
-    except OSError:
-        return ""
-    return next((line[len(VARIABLE) :].decode(errors="replace") for line in lines if line.startswith(VARIABLE)), "")
+    with contextlib.suppress(OSError):  # it has ended
+        if Path("/proc", str(pid)).stat().st_uid == os.getuid():
+            return read_environment(pid).get("LAB_JOB_ID", "")
+    return ""
+
+
+def read_command(pid):
+    """The command line of a process, as far as it can be read."""
+    return read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
 
 
 def find_owner(port):
@@ -86,17 +87,12 @@ def find_owner(port):
             cells = row.split()
             if int(cells[1].rpartition(":")[2], 16) == port and cells[3] != "06":  # TIME_WAIT belongs to nobody
                 users[f"socket:[{cells[9]}]"] = name_user(int(cells[7]))
+    inherited = {job_of(above) for above in list_ancestors(os.getpid())} if users else set()  # see find_jobs
     for pid, _, _ in list_processes():
-        try:
-            held = {link(path) for path in Path("/proc", str(pid), "fd").iterdir()}
-        except OSError:
-            continue
-        for socket in users.keys() & held:
-            job = job_of(pid)
-            if job in {job_of(above) for above in list_ancestors(os.getpid())}:
-                job = ""  # see find_jobs
-            command = read(f"/proc/{pid}/cmdline").replace("\0", " ").strip()[:80]
-            return {"pid": pid, "user": users[socket], "command": command, "job": job}
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            for socket in users.keys() & {link(path) for path in Path("/proc", str(pid), "fd").iterdir()}:
+                job = "" if job_of(pid) in inherited else job_of(pid)
+                return {"pid": pid, "user": users[socket], "command": read_command(pid)[:80], "job": job}
     return {"user": next(iter(users.values()), "")}
 
 

@@ -81,13 +81,9 @@ def open_output(folder: Path, rank: int) -> int | None:
 
     torchrun would write all of it to the disk first, at the disk's speed and without end.
     """
-    here = Path.cwd()
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
-        os.chdir(folder)  # see Supervisor._open_socket
-        try:
+        with contextlib.chdir(folder):  # see Supervisor._open_socket
             link.connect(RANKS)
-        finally:
-            os.chdir(here)
         theirs, ours = os.pipe()
         try:
             socket.send_fds(link, [str(rank).encode()], [theirs])

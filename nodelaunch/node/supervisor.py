@@ -1,10 +1,10 @@
 """Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
 
-``python -m nodelaunch.node.supervisor --job-folder DIR -- bash node0.sh`` stops everything when its standard input
-closes, when no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command
-has ended and left processes behind. torchrun starts every worker in a session of its own, so that no process group
-holds them all: the supervisor is the "subreaper" of its descendants (prctl(2)), to which orphans return, and walks the
-tree. A second process, the guard, ends them where the supervisor itself was killed or stopped.
+``python -m nodelaunch.node.supervisor OPTIONS -- bash node0.sh`` stops everything when its standard input closes, when
+no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command has ended and
+left processes behind: by SIGTERM, and ``--grace`` seconds later by SIGKILL. torchrun starts every worker in a session of
+its own, so that no process group holds them all: the supervisor is the "subreaper" of its descendants (prctl(2)), to
+which orphans return, and walks the tree. The guard, a second process, ends them if the supervisor is killed or stopped.
 
 It prints the command's lines as they are, and its own as one JSON object behind the byte 0x1e.
 """
@@ -41,7 +41,7 @@ class Supervisor:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._options = arguments
-        self._folder = Path(arguments.job_folder)
+        self._folder = arguments.job_folder
         self._folder.mkdir(parents=True, exist_ok=True)
         self._guard = _start_guard()
         self._pumps: list[threading.Thread] = []
@@ -120,22 +120,14 @@ class Supervisor:
             self._stop(StopReason.LIMIT, f"time limit of {limit:g} s")
 
     def _is_touched(self) -> bool:
-        """True if the lease file has changed; its clock may be another machine's.
-
-        Raises:
-            OSError: The launcher took it away.
-        """
+        """True if the lease file has changed; its clock may be another machine's. OSError: the launcher removed it."""
         # Opened, since a shared file system may answer for an unopened file from its memory.
-        with Path(self._options.lease_file).open() as file:
+        with self._options.lease_file.open() as file:
             before, self._touched = self._touched, os.fstat(file.fileno()).st_mtime_ns
         return self._touched != before
 
     def _is_beaten(self) -> bool:
-        """True if the launcher has sent a heartbeat to the standard input.
-
-        Raises:
-            OSError: The launcher has closed it.
-        """
+        """True if the launcher has sent a heartbeat to the standard input. OSError: the launcher has closed it."""
         beaten = bool(select.select([0], [], [], 0)[0])
         if beaten and not os.read(0, 4096):
             raise BrokenPipeError
@@ -150,18 +142,14 @@ class Supervisor:
 
     def _open_socket(self) -> socket.socket | None:
         """Makes the socket at which ranks hand over their output; None if the file system has no sockets."""
-        here = Path.cwd()
-        try:
+        # Within the folder: a socket's path has to fit into some 100 bytes, which that of a job may not.
+        with contextlib.suppress(OSError), contextlib.chdir(self._folder):
             listener = socket.socket(socket.AF_UNIX)
-            os.chdir(self._folder)  # a socket's path has to fit into some 100 bytes, which that of a job may not
             Path(RANKS).unlink(missing_ok=True)
             listener.bind(RANKS)
             listener.listen()
             return listener
-        except OSError:
-            return None
-        finally:
-            os.chdir(here)
+        return None
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -207,7 +195,7 @@ class Supervisor:
             self._out.put(line)
 
     def _say(self, event: str, **facts: object) -> None:
-        self._put((MARK + json.dumps({"event": event, **facts}) + "\n").encode())
+        self._put(f"{MARK}{json.dumps({'event': event, **facts})}\n".encode())
 
     def _pass_events(self) -> None:
         """Passes on the whole lines that the workers have added to their events file."""
@@ -292,11 +280,10 @@ def _find_descendants(family: Sequence[int] = ()) -> list[int]:
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--job-folder", required=True, help="where the workers' files lie")
-    parser.add_argument("--lease", type=float, default=6.0, help="seconds without a heartbeat after which all ends")
-    parser.add_argument("--lease-file", help="a file that the launcher touches, in place of standard input")
-    parser.add_argument("--grace", type=float, default=2.0, help="seconds between SIGTERM and SIGKILL")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which all ends in any case")
+    parser.add_argument("--job-folder", type=Path, required=True)
+    parser.add_argument("--lease-file", type=Path, help="a file that the launcher touches, in place of standard input")
+    for name in ("--lease", "--grace", "--limit"):
+        parser.add_argument(name, type=float, required=True, help="seconds")
     parser.add_argument("command", nargs="+")
     supervisor = Supervisor(parser.parse_args())
     try:

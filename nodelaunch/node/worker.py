@@ -102,7 +102,7 @@ def main() -> None:
 
 def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
     """Reports that the script has ended, and ends the process when its threads have."""
-    events.write("done", believed=groups.report_end(), advice=groups.advise())
+    events.write("done", **groups.report_end())
     if list_threads():
         watch.over = True
         events.write("lingers")
