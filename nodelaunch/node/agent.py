@@ -48,19 +48,18 @@ def keep_bounds() -> None:
 
     Call it before a worker can have started.
     """
+    join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
     events = Path(os.environ["LAB_JOB_FOLDER"], EVENTS)
     before = _measure(events)  # of an earlier start by hand in the same folder
-    threading.Thread(target=_wait_for_bounds, args=[events, before], daemon=True, name="bounds").start()
 
+    def wait() -> None:
+        time.sleep(min(join, limit) + MARGIN)
+        if _measure(events) == before:
+            _end(f"No worker has started within {join:g} s: the other nodes did not come.")
+        time.sleep(max(0.0, limit - join))
+        _end(f"The job's time limit of {limit:g} s is over.")
 
-def _wait_for_bounds(events: Path, before: int) -> None:
-    start = time.monotonic()
-    join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
-    time.sleep(min(join, limit) + MARGIN)
-    if _measure(events) == before:
-        _end(f"No worker has started within {join:g} s: the other nodes did not come.")
-    time.sleep(max(0.0, limit + MARGIN - (time.monotonic() - start)))
-    _end(f"The job's time limit of {limit:g} s is over.")
+    threading.Thread(target=wait, daemon=True, name="bounds").start()
 
 
 def _measure(path: Path) -> int:

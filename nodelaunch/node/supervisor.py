@@ -1,10 +1,10 @@
 """Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
 
 ``python -m nodelaunch.node.supervisor OPTIONS -- bash node0.sh`` stops everything when its standard input closes, when
-no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command has ended and
-left processes behind: by SIGTERM, and ``--grace`` seconds later by SIGKILL. torchrun starts every worker in a session of
-its own, so that no process group holds them all: the supervisor is the "subreaper" of its descendants (prctl(2)), to
-which orphans return, and walks the tree. The guard, a second process, ends them if the supervisor is killed or stopped.
+no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command has ended
+and left processes behind: by SIGTERM, and ``--grace`` seconds later by SIGKILL. torchrun starts every worker in a
+session of its own, so that no process group holds them all: the supervisor is the "subreaper" of its descendants
+(prctl(2)), to which orphans return, and walks the tree. The guard, a second process, ends them if it is killed itself.
 
 It prints the command's lines as they are, and its own as one JSON object behind the byte 0x1e.
 """
@@ -45,7 +45,7 @@ class Supervisor:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._guard = _start_guard()
         self._pumps: list[threading.Thread] = []
-        self._events: BinaryIO | None = None
+        self._events: BinaryIO | None = None  # the workers' file, once it is there
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._muted = False
         self._stopped: dict = {}  # the first reason to stop
@@ -73,22 +73,18 @@ class Supervisor:
             threading.Thread(target=self._accept, args=[ranks], daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
-        sampled = 0.0
         while process.poll() is None and not self._stopped:
             time.sleep(0.05)
             self._pass_events()
             self._check_bounds()
-            if time.monotonic() - sampled > 0.5:
-                sampled = time.monotonic()
-                self._sample_workers()
+            self._sample_workers()
         self._end(process)
         for pump in list(self._pumps):
             self._wait_for(pump)
         self._pass_events()
         self._hand_over()
-        facts = {"returncode": process.returncode, "reason": None, "why": "", **self._stopped}
-        facts |= {"memory": self._memory, "folder": str(self._folder)}
-        self._say("ended", **facts, room=measure_room(self._folder))
+        facts = {"reason": None, "why": "", **self._stopped, "memory": self._memory, "folder": str(self._folder)}
+        self._say("ended", returncode=process.returncode, room=measure_room(self._folder), **facts)
         self._out.put(None)
         self._wait_for(writer)
         if self._stopped:
@@ -112,7 +108,7 @@ class Supervisor:
         try:
             if self._is_touched() if self._options.lease_file else self._is_beaten():
                 self._beat = now
-        except OSError:
+        except OSError:  # the launcher has closed the connection, or taken the lease file away
             self._stop(StopReason.RELEASE, "the launcher let go")
         if now - self._beat > lease:
             self._stop(StopReason.SILENCE, f"no heartbeat of the launcher for {lease:g} s")
@@ -120,14 +116,14 @@ class Supervisor:
             self._stop(StopReason.LIMIT, f"time limit of {limit:g} s")
 
     def _is_touched(self) -> bool:
-        """True if the lease file has changed; its clock may be another machine's. OSError: the launcher removed it."""
+        """True if the lease file has changed; its clock may be another machine's."""
         # Opened, since a shared file system may answer for an unopened file from its memory.
         with self._options.lease_file.open() as file:
             before, self._touched = self._touched, os.fstat(file.fileno()).st_mtime_ns
         return self._touched != before
 
     def _is_beaten(self) -> bool:
-        """True if the launcher has sent a heartbeat to the standard input. OSError: the launcher has closed it."""
+        """True if the launcher has sent a heartbeat to the standard input."""
         beaten = bool(select.select([0], [], [], 0)[0])
         if beaten and not os.read(0, 4096):
             raise BrokenPipeError
