@@ -26,7 +26,7 @@ class LabError(Exception):
         super().__init__("\n".join([self.what, *(f"  {label}: {text}" for label, text in self.list_hints() if text)]))
 
     def list_hints(self) -> list[tuple[str, str]]:
-        """Returns the lines below the first one as pairs of a label and a text, which may be empty."""
+        """The lines below the first one as pairs of a label and a text, which may be empty."""
         return [("where", self.where), ("likely", self.cause), ("fix", self.fix), ("log", self.log)]
 
     def _render_traceback_(self) -> list[str]:
@@ -79,9 +79,10 @@ def read_folder(text: str | os.PathLike[str]) -> Path:
     with contextlib.suppress(OSError):  # what cannot be asked is told where the folder is used
         place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         if not place.is_dir():
-            kind, cause = "file", "a file's name was given, or a path goes on below one"
-            if place.is_symlink():
-                kind, cause = "link", f"it leads to {place.readlink()}"
+            kind = "link" if place.is_symlink() else "file"
+            cause = (
+                f"it leads to {place.readlink()}" if kind == "link" else "a path leads to a file, or goes on below it"
+            )
             fix = f"name a folder: a new one, or {place.parent}"
             raise LabError(f"A {kind} lies where a folder is meant.", where=place, cause=cause, fix=fix)
     return folder

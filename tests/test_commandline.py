@@ -57,7 +57,10 @@ COMMANDS = {
         "Preflight: ",
     ),
     "hosting, a file as its folder": ("{} -m hosting --state README.md up", "README.md"),
-    "a reader that goes": ("LAB_RUNS={tmp} {} -m lab_utils.plan --published | head -n 1", "Assumed"),
+    "a reader that goes": (
+        "LAB_RUNS={tmp} {} -m lab_utils.plan --compute 1 --batch 8 --size 1e9 --latency 0 --bandwidth 1e9 | head -n 1",
+        "Assumed",
+    ),
     "no port": ("{} -m course.running abc", "LAB_PORT has to be"),
 }
 

@@ -41,7 +41,7 @@ class Supervisor:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._options = arguments
-        self._folder = arguments.job_folder
+        self._folder = Path(arguments.job_folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._guard = _start_guard()
         self._pumps: list[threading.Thread] = []
@@ -118,7 +118,7 @@ class Supervisor:
     def _is_touched(self) -> bool:
         """True if the lease file has changed; its clock may be another machine's."""
         # Opened, since a shared file system may answer for an unopened file from its memory.
-        with self._options.lease_file.open() as file:
+        with Path(self._options.lease_file).open() as file:
             before, self._touched = self._touched, os.fstat(file.fileno()).st_mtime_ns
         return self._touched != before
 
@@ -276,8 +276,8 @@ def _find_descendants(family: Sequence[int] = ()) -> list[int]:
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--job-folder", type=Path, required=True)
-    parser.add_argument("--lease-file", type=Path, help="a file that the launcher touches, in place of standard input")
+    parser.add_argument("--job-folder", required=True)
+    parser.add_argument("--lease-file", help="a file that the launcher touches, in place of standard input")
     for name in ("--lease", "--grace", "--limit"):
         parser.add_argument(name, type=float, required=True, help="seconds")
     parser.add_argument("command", nargs="+")
