@@ -55,25 +55,16 @@ def checkout() -> Path:
     return next((one for one in around if (one / "lab_common").is_dir()), here)
 
 
-def read_path(text: str | os.PathLike[str], name: str = "The path") -> Path:
-    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``.
-
-    Raises:
-        LabError: There is no such user; ``name`` begins its first line.
-    """
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        cause = "there is no such user, or nobody knows where their home is"
-        fix = "write the path in full: /home/you/..."
-        raise LabError(f"{name} leads nowhere.", where=str(text)[:300], cause=cause, fix=fix) from error
+def read_path(text: str | os.PathLike[str]) -> Path:
+    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``."""
+    return Path(text).expanduser()
 
 
 def read_folder(text: str | os.PathLike[str]) -> Path:
     """Returns a folder's path that a person typed, as :func:`read_path`; the folder may still have to be made.
 
     Raises:
-        LabError: There is no such user, or something on the path is not a folder.
+        LabError: Something on the path is not a folder.
     """
     folder = read_path(text)
     with contextlib.suppress(OSError):  # what cannot be asked is told where the folder is used
@@ -92,8 +83,5 @@ def env_folder(variable: str, default: str) -> Path:
     """Returns the folder that an environment variable names, or ``default``.
 
     Relative paths start at the labs' folder, so that ``make`` there and a notebook in ``workspace/`` mean the same.
-
-    Raises:
-        LabError: The variable begins with the home of an unknown user.
     """
-    return (checkout() / read_path(os.environ.get(variable) or default, variable)).resolve()
+    return (checkout() / read_path(os.environ.get(variable) or default)).resolve()

@@ -81,7 +81,7 @@ def main() -> None:
         gc.enable()
         groups = Groups(events, script)
         groups.watch()
-        watch = HangWatch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
+        watch = HangWatch(events, script, float(os.environ["LAB_HANG_TIMEOUT"]), groups)
         watch.start()
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -125,7 +125,7 @@ def check_agreement(script: str) -> None:
             two of them run the script of the same node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
+    wanted, node = int(os.environ["LAB_WORLD_SIZE"]), os.environ["LAB_NODE"]
     if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
         raise MismatchError([f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came"])
     # With max_restarts torchrun's store is not shared with the workers (see script.py), and nothing is compared.
