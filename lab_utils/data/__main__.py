@@ -52,13 +52,9 @@ def _prepare(root: Path, *, skip_bad: bool) -> None:
     print(dataset.summary)
     if dataset.name == "shapes10":
         print("To work with CINIC-10 itself, do one of these:")
-        ways = {
-            make_command("fetch cinic10"): f"downloads it ({SIZE / 1e6:,.0f} MB)",
-            make_command("import CINIC-10.tar.gz"): "takes a copy that you were given",
-            "export LAB_DATA=/a/folder": "in which there is train|valid|test/<class>/*.png",
-        }
-        width = max(map(len, ways))
-        print(*(f"  {command:{width}}   {words}" for command, words in ways.items()), sep="\n")
+        print(f"  {make_command('fetch cinic10')}   downloads it ({SIZE / 1e6:,.0f} MB)")
+        print(f"  {make_command('import CINIC-10.tar.gz')}   takes a copy that you were given")
+        print("  export LAB_DATA=/a/folder   in which there is train|valid|test/<class>/*.png")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lab_common.cores import count_cores
 from lab_common.nvidia import PLAIN_ROWS, find_smi, split_row
-from nodelaunch.node.guard import read_environment
+from nodelaunch.node.processes import read_environment
 
 PROC = Path("/proc")
 GPU_FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from nodelaunch.node.agent import keep_bounds
-from nodelaunch.node.guard import start_child
+from nodelaunch.node.processes import start_child
 from nodelaunch.node.report import Events, open_output
 
 # Seconds that the others have to end after one has failed, or after SIGTERM.

@@ -27,10 +27,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from nodelaunch.node import guard
+from nodelaunch.node import processes
 from nodelaunch.node.errors import StopReason, measure_room
-from nodelaunch.node.guard import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Output
+from nodelaunch.node.processes import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
 from nodelaunch.node.report import EVENTS, MARK, RANKS, RESULTS, STACKS
 
 STOPPED = 124
@@ -247,7 +247,7 @@ class Supervisor:
         """Ends all that is left, and then the guard."""
         kill_all(self._find_own)
         with contextlib.suppress(OSError):
-            os.write(self._guard.stdin.fileno(), guard.QUIT)
+            os.write(self._guard.stdin.fileno(), processes.QUIT)
         self._guard.wait()
 
 
@@ -255,7 +255,7 @@ def _start_guard() -> subprocess.Popen:
     """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
     # The node, too: other nodes of the job may be on this machine.
     identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
-    program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
+    program = [sys.executable, "-I", "-S", processes.__file__, *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 

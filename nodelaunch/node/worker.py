@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
 from nodelaunch.node.groups import Groups
-from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
+from nodelaunch.node.processes import PR_SET_PDEATHSIG, set_process
 from nodelaunch.node.report import STACKS, Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
 from nodelaunch.node.watch import HangWatch, list_threads
