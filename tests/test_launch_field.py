@@ -312,25 +312,22 @@ def watch(write, source, *, seconds=30.0):
 
 
 TOOLS = """
-import os, queue, subprocess, threading, time, torch
-from functools import partial
+import threading, time, torch
 from types import SimpleNamespace
-done, lock = threading.Event(), threading.Lock()
+lock = threading.Lock()
 lock.acquire()
 # Functions in C, as torch's are: Python has no frame of them.
 Work = type("Work", (), {"__module__": "torch._C._distributed_c10d", "wait": time.sleep})
 Tensor = type("Tensor", (), {"__module__": "torch", "item": time.sleep, "__gt__": time.sleep})
 work, loss = Work(), Tensor()
 dist, rank = SimpleNamespace(irecv=lambda *rest: work), SimpleNamespace(loss=loss, lock=lock)
-def serve(wait):
-    wait()  # a line of the script
-def beside(wait, daemon=True):
-    threading.Thread(target=serve, args=[wait], daemon=daemon).start()
+def beside(wait):
+    threading.Thread(target=wait, daemon=True).start()
 def run_in(name, file, wait):
     places = {"__name__": name, "wait": wait}
     exec(compile("def run():\\n    wait()\\n", file, "exec"), places)
     return places["run"]
-collective, nap = torch.futures.Future().wait, partial(time.sleep, 9)
+collective = torch.futures.Future().wait
 """
 
 

@@ -61,7 +61,8 @@ class HangWatch(threading.Thread):
             self._watch(threading.main_thread().ident)
 
     def _watch(self, main: int) -> None:
-        place, sent, since, told = None, 0, time.monotonic(), False
+        place, sent, since = None, 0, time.monotonic()
+        told: dict = {}  # of this standstill
         while True:
             time.sleep(max(0.02, min(1.0, self._seconds / 10)))
             found = self._find_places(main), _count_collectives(), _read_clock(main)
@@ -71,12 +72,12 @@ class HangWatch(threading.Thread):
             if moved:
                 if told:
                     self._events.write("moves")
-                since, told = time.monotonic(), False
+                since, told = time.monotonic(), {}
                 continue
             stood = time.monotonic() - since
-            if stood > self._seconds and not told:
-                told = True
-                self._events.write("still", seconds=stood, timeout=_find_timeout(), **self._describe(main))
+            if stood > self._seconds and (facts := self._describe(main))["inside"] != told.get("inside"):
+                told = facts  # again, if torch has found out meanwhile that its collective is over
+                self._events.write("still", seconds=stood, timeout=_find_timeout(), **facts)
 
     def _find_places(self, main: int) -> list[list[tuple[int, int]]]:
         frames = sys._current_frames()
