@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from lab_common import LabError
 from lab_common.text import clean_message
 from nodelaunch.node.errors import FULL, StopReason
-from nodelaunch.node.supervisor import MARK
+from nodelaunch.node.report import MARK
 from nodelaunch.result import Rank
 from nodelaunch.spec import JobSpec
 

@@ -172,7 +172,7 @@ def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(write,
     """The guard on the node: nobody else is left who could. It goes, too."""
     launcher, job_id = start_job(write, "local", request)
     guards = [one for one in psutil.process_iter(["cmdline"]) if f"LAB_JOB_ID={job_id}" in (one.info["cmdline"] or [])]
-    assert len(guards) == 2 and all(guard.cmdline()[3].endswith("guard.py") for guard in guards)
+    assert len(guards) == 2 and all(guard.cmdline()[3].endswith("processes.py") for guard in guards)
     kill(find_processes(job_id, "node.supervisor"), signal.SIGSTOP)
     launcher.kill()
     launcher.wait()

@@ -14,7 +14,7 @@ from harness.jobs import PYTHON, Heard, assert_gone, make_running
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
-from nodelaunch.node.supervisor import MARK
+from nodelaunch.node.report import MARK
 from nodelaunch.state import JobState
 
 pytestmark = pytest.mark.usefixtures("runs")
