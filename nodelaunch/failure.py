@@ -19,7 +19,6 @@ PRINTED = re.compile(r"[\s\S]*(Traceback \(most recent call last\):\n(?: .*\n)+(
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
 # Lines by which a program says why it aborts; everything else that it printed may have nothing to do with its end.
 ABORTS = re.compile(r"terminate called|what\(\):|^(ERROR|FATAL|Fatal)\b|bad_alloc|gloo|[Bb]us error")
-TOOL = re.compile(r"(subprocess\.)?CalledProcessError")  # gives the status with which a program ended, not the reason
 ROOM = 64 * 2**10  # bytes; a disk with less is full
 
 AGAIN = "run the job again; a checkpoint lets the job go on where it was"
@@ -386,4 +385,4 @@ def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:
     if FULL.search(text):
         return _explain_disk(part, error.get("disk") or name_full_disk(text))
     # A rank that says nothing more: its own words, or those of a program that it ran, may have found no room.
-    return _explain_disk(part) if error["kind"] == "exit" or TOOL.match(error["message"]) else ("", "")
+    return _explain_disk(part) if error["kind"] == "exit" or "CalledProcessError" in error["message"] else ("", "")

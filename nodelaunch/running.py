@@ -52,7 +52,6 @@ class RunningJob:
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._behind = False  # the display leaves lines out
         self._begun = self._counted = time.monotonic()
-        self._joined = False
         # Since when something has failed, and since when no rank can move any more.
         self._failed: float | None = None
         self._standing: float | None = None
@@ -210,7 +209,7 @@ class RunningJob:
         now, state, spec = time.monotonic(), self._state, self._spec
         if now - self._begun > spec.limit + LIMIT_MARGIN:
             state.reason = StopReason.LIMIT
-        elif not self._joined:
+        elif self._seconds["joined"] is None:
             self._follow_join(now)
         # A rank that moves again is heard of a second later: of the last barrier it may look as if it still waited.
         self._standing = (self._standing or now) if state.stands_still() else None
@@ -227,7 +226,7 @@ class RunningJob:
         """Names the ranks when all nodes have joined; until then, counts down."""
         state, left = self._state, self._begun + self._spec.join_timeout - now
         if all(state.nodes[node].joined for node in self._links):
-            self._joined, self._seconds["joined"] = True, now - state.started
+            self._seconds["joined"] = now - state.started
             ranks = [state.ranks[rank] for rank in sorted(state.ranks)]
             who = "; ".join(f"rank {r.rank} on {r.node} ({r.address or r.host}, process {r.pid})" for r in ranks)
             self._say(f"all nodes joined after {now - state.started:.1f} s: {who}")

@@ -154,7 +154,12 @@ class ProbeClient:
             LabError: The probe could not be started, or has ended.
         """
         if not self._process:
-            self._start()
+            try:
+                self._process = self.node.popen(make_command(self.node.python, probe))
+            except OSError as error:
+                raise self.node.explain(127, str(error)) from error
+            if self._ended:  # it took so long that nobody waits any more
+                self.end()
         process = self._process
         with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
             process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -166,27 +171,17 @@ class ProbeClient:
         os.set_blocking(pipe.fileno(), False)  # a shared connection of ssh may keep it open
         raise self.node.explain(status or 1, (pipe.read() or b"").decode(errors="replace"))
 
-    def _start(self) -> None:
-        try:
-            self._process = self.node.popen(make_command(self.node.python, probe))
-        except OSError as error:
-            raise self.node.explain(127, str(error)) from error
-        if self._ended:  # it took so long that nobody waits any more
-            self.end()
-
     def end(self) -> None:
         """Lets the probe end by itself, and kills its local process if it does not."""
         self._ended = True
-        if not (process := self._process):
-            return
-        with contextlib.suppress(OSError, ValueError):
-            process.stdin.close()
-        try:
-            process.wait(0.5)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):
+        if process := self._process:
+            with contextlib.suppress(OSError, ValueError):
+                process.stdin.close()
+            try:
+                process.wait(0.5)
+            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, see Node.popen
-            process.wait()
+                process.wait()
 
 
 @contextlib.contextmanager
