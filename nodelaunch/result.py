@@ -27,32 +27,21 @@ class Rank:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed.
+    """Why a job failed."""
 
-    Attributes:
-        kind: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or
-            "torchrun" (also for what starts the ranks in its place).
-        what: One sentence with the rank and the node.
-        rank: The rank that failed first; None if no rank did.
-        node: Its node.
-        message: The error's own text, which ends its traceback, or torchrun's message.
-        location: Where in the training script, for example "train.py, line 33".
-        traceback: Its traceback, without the frames of the launcher.
-        cause: The likely cause; ``fix`` is what to do about it.
-        consequences: By rank, in one line, the messages of the others; they failed because the first one did.
-        others: By rank, in one line, those that failed later by an error of their own, perhaps the same one.
-        stacks: By rank, where it stood when it was ended.
-    """
-
+    # "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or "torchrun" (also
+    # for what starts the ranks in its place).
     kind: str
-    what: str
-    rank: int | None = None
-    node: str = ""
-    message: str = ""
-    location: str = ""
-    traceback: str = ""
-    cause: str = ""
-    fix: str = ""
+    what: str  # one sentence with the rank and the node
+    rank: int | None = None  # that failed first; None if none did
+    node: str = ""  # of that rank
+    message: str = ""  # the error's own text, which ends its traceback, or torchrun's message
+    location: str = ""  # in the training script, for example "train.py, line 33"
+    traceback: str = ""  # without the frames of the launcher
+    cause: str = ""  # the likely one
+    fix: str = ""  # what to do
+    # By rank, in one line: the messages of those that failed because the first one did; of those that failed later by
+    # an error of their own, perhaps the same one; and where each stood when it was ended.
     consequences: dict[int, str] = field(default_factory=dict)
     others: dict[int, str] = field(default_factory=dict)
     stacks: dict[int, str] = field(default_factory=dict)
@@ -101,29 +90,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class JobResult:
-    """A job's outcome.
+    """A job's outcome."""
 
-    Attributes:
-        ok: True if every process on every node ended well.
-        results: By rank, the value that its script gave to ``launch.report``; None for a rank that reported nothing.
-        ranks: Who was who, by rank.
-        failure: Why it failed, if it did.
-        restarts: Failures after which torchrun restarted the workers, as one line each.
-        seconds: Seconds from the launch: "preflight", "joined" (all workers started), "total".
-        memory: By rank, the largest resident set in bytes, as far as it was seen (Linux).
-        folder: Folder of the job on the launcher's side, with the scripts and ``output.log``.
-        lines: The output of all ranks, each line with its rank in front; of very many, the last ones.
-    """
-
-    ok: bool
-    results: tuple[Any, ...]
-    ranks: tuple[Rank, ...]
+    ok: bool  # every process on every node ended well
+    results: tuple[Any, ...]  # by rank, the value that its script gave to launch.report; None if it gave none
+    ranks: tuple[Rank, ...]  # who was who, by rank
     failure: Failure | None
-    restarts: tuple[str, ...]
-    seconds: dict[str, float]
-    memory: dict[int, int]
-    folder: Path
-    lines: tuple[str, ...]
+    restarts: tuple[str, ...]  # the failures after which torchrun restarted the workers, as one line each
+    seconds: dict[str, float]  # "preflight"; from the launch: "joined" (all workers started), "total"
+    memory: dict[int, int]  # by rank, the largest resident set in bytes, as far as it was seen (Linux)
+    folder: Path  # of the job on the launcher's side, with the scripts and output.log
+    lines: tuple[str, ...]  # the output of all ranks, each with its rank in front; of very many, the last ones
 
     @property
     def log(self) -> Path:

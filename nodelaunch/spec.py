@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
@@ -68,7 +68,7 @@ def check_env(value: Any) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class DataFolder:
+class DataFolder(values.Checked):
     """A folder of data that each node of a job needs: the preflight compares the copies, the job may make them.
 
     A script finds its folder in the variable LAB_DATA_FOLDER: on a node of this machine ``path`` itself, and on another
@@ -91,10 +91,7 @@ class DataFolder:
     identity: str = checked(NAME)
     copy_data: bool = checked(values.FLAG, default=False)
     fix: str = checked(values.TEXT, default="")
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, "DataFolder")
+    maker: ClassVar[str] = "DataFolder"
 
     @property
     def is_here(self) -> bool:
@@ -115,7 +112,7 @@ RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'no
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class JobSpec(values.Checked):
     """A training script that torchrun, or another program, runs on one or more nodes.
 
     Each node gets the script and ``files``, or the project ``root``. What it imports besides is installed there.
@@ -165,10 +162,11 @@ class JobSpec:
     files: Sequence[str | Path] = checked(values.list_of(values.check_path, "a list of paths"), default=())
     data: DataFolder | None = checked(optional(DATA), default=None)
     needs_group: bool = checked(values.FLAG, default=True)
+    maker: ClassVar[str] = "TorchrunJob"
 
     def __post_init__(self) -> None:
         """Checks every field, and those that have to fit together."""
-        values.check_fields(self, "TorchrunJob")
+        super().__post_init__()
         script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
         script = values.check_value("TorchrunJob", "script", script, values.check_path)
         object.__setattr__(self, "script", script)

@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from lab_common import LabError
 from lab_common.text import clean
@@ -30,16 +30,21 @@ class InvalidValue(ValueError):
 
 
 def checked(check: Check, **options: Any) -> Any:
-    """Makes a field of a frozen dataclass; :func:`check_fields` passes its value through ``check``."""
+    """Makes a field of a frozen dataclass, such as a :class:`Checked`, which passes its value through ``check``."""
     return field(metadata={"check": check}, **options)
 
 
-def check_fields(instance: Any, owner: str) -> None:
-    """Checks all such fields of a frozen dataclass, from its ``__post_init__``, or raises a LabError."""
-    for each in fields(instance):
-        if check := each.metadata.get("check"):
-            value = check_value(owner, each.name, getattr(instance, each.name), check)
-            object.__setattr__(instance, each.name, value)
+class Checked:
+    """The base of frozen dataclasses whose fields are checked."""
+
+    maker: ClassVar[str]  # what the user called, for errors
+
+    def __post_init__(self) -> None:
+        """Checks the fields, or raises a LabError."""
+        for each in fields(self):
+            if check := each.metadata.get("check"):
+                value = check_value(self.maker, each.name, getattr(self, each.name), check)
+                object.__setattr__(self, each.name, value)
 
 
 def check_value(owner: str, name: str, value: object, check: Check) -> Any:

@@ -19,7 +19,7 @@ from nodelaunch.node.output import read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class Node(values.Checked):
     """A machine, or a part of one, on which one torchrun of a job runs.
 
     Besides these attributes a node has ``python``, the interpreter there, and ``folder``, the absolute folder there for
@@ -33,11 +33,6 @@ class Node:
     backend: ClassVar[str] = "nodelaunch.backends.direct"  # the module that launches there, see nodelaunch.backends
     # True for this machine, whose cores and GPUs its nodes share. Such a node also has its share, see LocalNode.
     here: ClassVar[bool] = False
-    maker: ClassVar[str]  # the name of the function that makes such nodes, for errors
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, self.maker)
 
     @property
     def data_folder(self) -> str:
