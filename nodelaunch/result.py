@@ -29,22 +29,20 @@ class Rank:
 class Failure:
     """Why a job failed."""
 
-    # "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or "torchrun" (also
-    # for what starts the ranks in its place).
+    #: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or "torchrun"
+    #: (also for what starts the ranks in its place).
     kind: str
-    what: str  # one sentence with the rank and the node
-    rank: int | None = None  # that failed first; None if none did
-    node: str = ""  # of that rank
-    message: str = ""  # the error's own text, which ends its traceback, or torchrun's message
-    location: str = ""  # in the training script, for example "train.py, line 33"
-    traceback: str = ""  # without the frames of the launcher
-    cause: str = ""  # the likely one
-    fix: str = ""  # what to do
-    # By rank, in one line: the messages of those that failed because the first one did; of those that failed later by
-    # an error of their own, perhaps the same one; and where each stood when it was ended.
-    consequences: dict[int, str] = field(default_factory=dict)
-    others: dict[int, str] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
+    what: str  #: one sentence with the rank and the node
+    rank: int | None = None  #: that failed first; None if none did
+    node: str = ""  #: of that rank
+    message: str = ""  #: the error's own text, which ends its traceback, or torchrun's message
+    location: str = ""  #: in the training script, for example "train.py, line 33"
+    traceback: str = ""  #: without the frames of the launcher
+    cause: str = ""  #: the likely one
+    fix: str = ""  #: what to do
+    consequences: dict[int, str] = field(default_factory=dict)  #: by rank, messages of those that failed because of it
+    others: dict[int, str] = field(default_factory=dict)  #: by rank, later errors of their own, perhaps the same one
+    stacks: dict[int, str] = field(default_factory=dict)  #: by rank, where it stood when it was ended
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -92,15 +90,15 @@ class Failure:
 class JobResult:
     """A job's outcome."""
 
-    ok: bool  # every process on every node ended well
-    results: tuple[Any, ...]  # by rank, the value that its script gave to launch.report; None if it gave none
-    ranks: tuple[Rank, ...]  # who was who, by rank
+    ok: bool  #: every process on every node ended well
+    results: tuple[Any, ...]  #: by rank, the value that its script gave to launch.report; None if it gave none
+    ranks: tuple[Rank, ...]  #: who was who, by rank
     failure: Failure | None
-    restarts: tuple[str, ...]  # the failures after which torchrun restarted the workers, as one line each
-    seconds: dict[str, float]  # "preflight"; from the launch: "joined" (all workers started), "total"
-    memory: dict[int, int]  # by rank, the largest resident set in bytes, as far as it was seen (Linux)
-    folder: Path  # of the job on the launcher's side, with the scripts and output.log
-    lines: tuple[str, ...]  # the output of all ranks, each with its rank in front; of very many, the last ones
+    restarts: tuple[str, ...]  #: the failures after which torchrun restarted the workers, as one line each
+    seconds: dict[str, float]  #: "preflight"; from the launch: "joined" (all workers started), "total"
+    memory: dict[int, int]  #: by rank, the largest resident set in bytes, as far as it was seen (Linux)
+    folder: Path  #: of the job on the launcher's side, with the scripts and output.log
+    lines: tuple[str, ...]  #: the output of all ranks, each with its rank in front; of very many, the last ones
 
     @property
     def log(self) -> Path:

@@ -73,24 +73,15 @@ class DataFolder(values.Checked):
 
     A script finds its folder in the variable LAB_DATA_FOLDER: on a node of this machine ``path`` itself, and on another
     node ``name`` below the node's data folder, which is in LAB_DATA.
-
-    Args:
-        path: The folder on this machine.
-        name: Its path below the data folder of a node.
-        identity: The name of the file in it that is compared by its SHA-256. If it is JSON with ``sha256``, an object
-            by the names of files, those have to be there, too; with ``classes`` besides, nothing else is compared.
-        copy_data: True to copy the folder to the nodes that lack it. One that is there is never changed.
-        fix: The command that makes the folder on a machine, which the messages name; "" if there is none.
-
-    Raises:
-        LabError: A field does not take its value.
     """
 
-    path: str | Path = checked(values.check_path)
-    name: str = checked(NAME)
+    path: str | Path = checked(values.check_path)  #: the folder on this machine
+    name: str = checked(NAME)  #: its path below the data folder of a node
+    #: The file in it that is compared by its SHA-256. If it is JSON with ``sha256``, an object by the names of files,
+    #: those have to be there, too; with ``classes`` besides, nothing else is compared.
     identity: str = checked(NAME)
-    copy_data: bool = checked(values.FLAG, default=False)
-    fix: str = checked(values.TEXT, default="")
+    copy_data: bool = checked(values.FLAG, default=False)  #: copies it to the nodes that lack it, and changes none
+    fix: str = checked(values.TEXT, default="")  #: the command that makes the folder on a machine, for messages
     maker: ClassVar[str] = "DataFolder"
 
     @property

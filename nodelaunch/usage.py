@@ -25,7 +25,7 @@ class GpuUsage:
     ``busy`` is the share of the last moments, 0 to 1, in which any kernel ran; one that waits for another rank, too.
     """
 
-    index: int  # its number on the node
+    index: int  #: its number on the node
     busy: float
     memory_bytes: int
     memory_total: int
@@ -36,13 +36,13 @@ class Usage:
     """One node at one moment. Without /proc (macOS) the last three are None."""
 
     node: str
-    time: float  # seconds since 1970, by the node's own clock
-    cores: float  # that a process may use there, or a container's share if there is a quota
-    busy: float  # the share of these, 0 to 1, that all programs used: the load average of the last minute
-    gpus: tuple[GpuUsage, ...]  # that the node's job may use; all of the machine while no job says otherwise
-    # The share, since the moment before, of this node's jobs: it tells several nodes on one machine apart.
+    time: float  #: seconds since 1970, by the node's own clock
+    cores: float  #: that a process may use there, or a container's share if there is a quota
+    busy: float  #: the share of these, 0 to 1, that all programs used: the load average of the last minute
+    gpus: tuple[GpuUsage, ...]  #: that the node's job may use; all of the machine while no job says otherwise
+    #: The share, since the moment before, of this node's jobs: it tells several nodes on one machine apart.
     job_busy: float | None = None
-    memory_bytes: int | None = None  # main memory in use on the machine, and all that there is
+    memory_bytes: int | None = None  #: main memory in use on the machine, and all that there is
     memory_total: int | None = None
 
 
