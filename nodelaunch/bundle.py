@@ -1,7 +1,4 @@
-"""Collects what a job copies to its nodes: the script and its files, or the project, named by their hash.
-
-Of a project these are the files that are neither data, nor ignored by git, nor made by tools.
-"""
+"""Collects what a job copies to its nodes: the script and its files, or the project, named by their hash."""
 
 from __future__ import annotations
 

@@ -24,14 +24,10 @@ def choose_nodes() -> list[Node]:
     text = os.environ.get("LAB_NODES", "").strip() or "local:2"
     kind, colon, rest = text.partition(":")
     if kind == "local" and colon:
-        return local_nodes(_read_count(rest))
+        return local_nodes(int(rest) if rest.isdecimal() else rest)
     if kind == "slurm" and colon:
         count, *extra = rest.split() or [""]
-        return slurm_nodes(_read_count(count), extra=extra)
+        return slurm_nodes(int(count) if count.isdecimal() else count, extra=extra)
     names = [name.strip() for name in text.split(",") if name.strip()]
     config, folder = (os.environ.get(name) or None for name in ("LAB_SSH_CONFIG", "LAB_NODES_DATA"))
     return ssh_nodes(names, config=config, data=folder)
-
-
-def _read_count(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text  # which no function takes

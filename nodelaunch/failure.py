@@ -1,4 +1,4 @@
-"""Explains a failed job: from all that was heard of it (``JobState``) to one ``Failure`` with its cause and a fix."""
+"""Explains a failed job: from its ``JobState`` to one ``Failure`` with its cause and a fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ PRINTED = re.compile(r"[\s\S]*(Traceback \(most recent call last\):\n(?: .*\n)+(
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
 # Lines by which a program says why it aborts; everything else that it printed may have nothing to do with its end.
 ABORTS = re.compile(r"terminate called|what\(\):|^(ERROR|FATAL|Fatal)\b|bad_alloc|gloo|[Bb]us error")
-ROOM = 64 * 2**10  # bytes; a disk with less is full
 
 AGAIN = "run the job again; a checkpoint lets the job go on where it was"
 SENT = "a kill, a batch system (Slurm's --signal or time limit), or the system sent it (`man 7 signal` says what for)"
@@ -369,7 +368,7 @@ def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
 def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
     """The cause and the fix if a disk of a node is full, as far as that was said or measured; otherwise "", ""."""
     ended = part.ended or {}
-    full = ended.get("room") is not None and ended["room"] < ROOM
+    full = ended.get("room") is not None and ended["room"] < 2**16
     path = path or name_full_disk(part.full) or (ended["folder"] if full else "")
     if path.startswith("/dev/shm/"):
         return look_up(f"No space left on device: '{path}'")

@@ -1,7 +1,6 @@
 """The messages of torch, Python and Linux that the launcher knows: what each means, and what to do about it.
 
-tests/test_launch_field.py takes a real text of each row through the whole diagnosis. Texts are those of torch 2.14 and
-Python 3.11. A message that explains itself has no row: it is quoted.
+Texts are those of torch 2.14 and Python 3.11. A message that explains itself has no row: it is quoted.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Programs for a node that lacks our code: a zip of lab_common and nodelaunch.node, started by a few lines of Python.
 
-It may have to run on Python 3.9 with nothing installed, so what it imports keeps to the standard library. The archive
-is an argument, which arrives alike here and over ssh if it is below 128 KiB; standard input belongs to the program.
+It may have to run on Python 3.9 with nothing installed. The zip is an argument, which has to be below 128 KiB.
 """
 
 from __future__ import annotations

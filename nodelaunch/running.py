@@ -35,8 +35,7 @@ MOST_LINES = 100_000  # of which a result holds the last; the log has all
 class RunningJob:
     """One launch of a job, from the start of its supervisors to its result.
 
-    Its ``id`` is the job's; its ``folder`` on this machine has the scripts and ``output.log``. It gets the links to the
-    supervisors, by node, the seconds of the preflight, and an event that is set from another thread to end the job.
+    Its ``id`` is the job's; its ``folder`` on this machine has the scripts and ``output.log``.
     """
 
     def __init__(

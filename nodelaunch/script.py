@@ -21,15 +21,12 @@ from nodelaunch.spec import JobSpec, Launch
 
 
 class Bash(str):
-    """A piece of bash that stands in a script as it is, such as a variable; all other text is quoted."""
+    """A piece of bash that stands in a script as it is, such as a variable on Slurm; all other text is quoted."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One node of a launch: what its script says that the job's specification does not.
-
-    On Slurm, where the script itself finds them out, some of the values are variables of :class:`Bash`.
-    """
+    """One node of a launch: what its script says that the job's specification does not."""
 
     node: Node
     index: int | Bash  # from 0
@@ -45,10 +42,8 @@ class Placement:
 
 
 def place_nodes(spec: JobSpec, launch: Launch, code: str, preflight: Preflight) -> list[Placement]:
-    """Finds out what each node's script says besides the specification; ``code`` is the hash of the job's code.
-
-    The preflight may be empty if all addresses and the port are given, or if Slurm chooses. Raises what is red if not.
-    """
+    """Finds out what each node's script says besides the specification; ``code`` is the hash of the job's code."""
+    # The preflight may be empty if all addresses and the port are given, or if Slurm chooses.
     addresses = [node.address or preflight.addresses.get(node.name) for node in spec.nodes]
     if None in addresses:
         preflight.raise_if_red()

@@ -16,7 +16,7 @@ from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.values import NAME, InvalidValue, checked, optional, rule
+from nodelaunch.values import NAME, InvalidValue, check_value, checked, optional, rule
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -61,10 +61,7 @@ def check_env(value: Any) -> dict[str, str]:
     for name in value:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
             raise InvalidValue(wanted, example, f"a variable's name has letters, digits and _ only, unlike {name!r}")
-    return {
-        name: values.check_value("TorchrunJob", f"env[{name!r}]", content, check_argument)
-        for name, content in value.items()
-    }
+    return {name: check_value("TorchrunJob", f"env[{name!r}]", text, check_argument) for name, text in value.items()}
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,7 @@ class JobSpec(values.Checked):
         """Checks every field, and those that have to fit together."""
         super().__post_init__()
         script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
-        script = values.check_value("TorchrunJob", "script", script, values.check_path)
+        script = check_value("TorchrunJob", "script", script, values.check_path)
         object.__setattr__(self, "script", script)
         if self.root:
             self._check_root()

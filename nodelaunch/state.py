@@ -42,8 +42,7 @@ from nodelaunch.node.report import MARK
 from nodelaunch.result import Rank
 from nodelaunch.spec import JobSpec
 
-# Lines of a rank that are enough for a traceback.
-TAIL = 60
+TAIL = 60  # lines of a rank, which are enough for a traceback
 SILENT = ("exit", "signal")  # kinds of errors of which the rank itself said nothing
 SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)

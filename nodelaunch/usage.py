@@ -20,13 +20,10 @@ PATIENCE = 3.0  # seconds that the last line may take once a node was told to st
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """One GPU at one moment, as ``nvidia-smi`` tells it; memory is in bytes, of all processes.
-
-    ``busy`` is the share of the last moments, 0 to 1, in which any kernel ran; one that waits for another rank, too.
-    """
+    """One GPU at one moment, as ``nvidia-smi`` tells it; memory is in bytes, of all processes."""
 
     index: int  #: its number on the node
-    busy: float
+    busy: float  #: share of the last moments, 0 to 1, in which any kernel ran; one that waits for another rank, too
     memory_bytes: int
     memory_total: int
 

@@ -1,8 +1,4 @@
-"""Checks the values that a user gives a job or a node.
-
-In the scripts ``shlex`` quotes every text. So it is enough that a number is a number, that a name is a name, and that
-no text has what no program can be given.
-"""
+"""Checks the values that a user gives a job or a node: that no number is a text, and that a program can be given it."""
 
 from __future__ import annotations
 

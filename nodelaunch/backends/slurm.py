@@ -42,10 +42,7 @@ OVER |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmNode(ThisMachine):
-    """One of the nodes that Slurm will choose; attributes as in :class:`nodelaunch.backends.nodes.Node`.
-
-    Its folder is on a file system that this machine and all nodes share, so that files are copied here.
-    """
+    """One of the nodes that Slurm will choose. All of them share its folder with this machine."""
 
     options: tuple[str, ...]  # of sbatch, the same for all nodes of a list
     backend: ClassVar[str] = __name__

@@ -82,8 +82,7 @@ def make_connections() -> tempfile.TemporaryDirectory:
 class SshNode(Node):
     """A host that ssh reaches; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
-    ``python`` and ``folder`` are looked up there at their first use, once, if they were not given in full. ``name`` is
-    what the user would type after ``ssh``; the nodes of one list share their ``connections``.
+    ``python`` and ``folder`` are looked up there at their first use, once, if they were not given in full.
     """
 
     wanted_python: str | None = values.checked(values.optional(values.NAME), default=None)

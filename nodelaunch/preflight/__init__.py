@@ -75,8 +75,7 @@ class Preflight:
 def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
     """Checks all nodes of a job at once, and the network between them, in ``timeout`` seconds.
 
-    The rendezvous listens on ``port`` of the first node; None picks a free one. ``needs`` are the fields of
-    :class:`nodelaunch.preflight.verdicts.Wanted`.
+    The rendezvous listens on ``port`` of the first node; None picks a free one. ``needs`` are fields of ``Wanted``.
     """
     start, wanted = time.monotonic(), Wanted(**needs)
     port = check_value("preflight", "port", port, PORT)
@@ -148,11 +147,7 @@ class ProbeClient:
         self._ended = False
 
     def ask(self, request: Mapping) -> dict:
-        """Asks one question, of which the first starts the probe; the answer has an "error" if it has none.
-
-        Raises:
-            LabError: The probe could not be started, or has ended.
-        """
+        """Asks one question, the first of which starts the probe; raises a LabError if that is not there (any more)."""
         if not self._process:
             try:
                 self._process = self.node.popen(make_command(self.node.python, probe))

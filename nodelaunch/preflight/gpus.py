@@ -34,10 +34,7 @@ class Offer:
 
 
 def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
-    """The GPUs that a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that does not exist.
-
-    ``names`` are the numbers of all GPUs of the machine; ``visible`` is the variable, None if it is not set.
-    """
+    """The GPUs of all ``names`` that a process sees with CUDA_VISIBLE_DEVICES: up to the first that does not exist."""
     if visible is None:
         return list(names)
     wanted = [part.strip() for part in visible.split(",")]
