@@ -11,7 +11,7 @@ worker      pid, host, local_rank, processes, port         a rank has started, o
 error       kind, message, traceback, location,            its script raised, or ended itself with an exit status
             disk, file, cause, fix
 groups      sizes                                          the sizes of the process groups that it has opened
-elsewhere                                                  it has started programs that may join the others unseen
+elsewhere                                                  it joins the others by means that are not seen
 still       inside, where, seconds, timeout, …             its main thread stands (nodelaunch.node.watch says where)
 moves                                                      the main thread moves again
 halted      halted                                         the process is stopped (SIGSTOP), or goes on
