@@ -31,7 +31,7 @@ import torch.distributed as dist
 from course.check import attempts
 from lab_common import LabError
 from lab_utils.calls import count_collectives
-from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
+from nodelaunch.node.processes import PR_SET_PDEATHSIG, set_process
 
 # Seconds that the ranks have to find each other on a machine that does other things; and that the others have to say
 # what they know once one rank has failed.

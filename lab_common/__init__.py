@@ -26,7 +26,7 @@ class LabError(Exception):
         super().__init__("\n".join([self.what, *(f"  {label}: {text}" for label, text in self.list_hints() if text)]))
 
     def list_hints(self) -> list[tuple[str, str]]:
-        """Returns the lines below the first one as pairs of a label and a text, which may be empty."""
+        """The lines below the first one as pairs of a label and a text, which may be empty."""
         return [("where", self.where), ("likely", self.cause), ("fix", self.fix), ("log", self.log)]
 
     def _render_traceback_(self) -> list[str]:
@@ -55,33 +55,25 @@ def checkout() -> Path:
     return next((one for one in around if (one / "lab_common").is_dir()), here)
 
 
-def read_path(text: str | os.PathLike[str], name: str = "The path") -> Path:
-    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``.
-
-    Raises:
-        LabError: There is no such user; ``name`` begins its first line.
-    """
-    try:
-        return Path(text).expanduser()
-    except RuntimeError as error:
-        cause = "there is no such user, or nobody knows where their home is"
-        fix = "write the path in full: /home/you/..."
-        raise LabError(f"{name} leads nowhere.", where=str(text)[:300], cause=cause, fix=fix) from error
+def read_path(text: str | os.PathLike[str]) -> Path:
+    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``."""
+    return Path(text).expanduser()
 
 
 def read_folder(text: str | os.PathLike[str]) -> Path:
     """Returns a folder's path that a person typed, as :func:`read_path`; the folder may still have to be made.
 
     Raises:
-        LabError: There is no such user, or something on the path is not a folder.
+        LabError: Something on the path is not a folder.
     """
     folder = read_path(text)
     with contextlib.suppress(OSError):  # what cannot be asked is told where the folder is used
         place = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         if not place.is_dir():
-            kind, cause = "file", "a file's name was given, or a path goes on below one"
-            if place.is_symlink():
-                kind, cause = "link", f"it leads to {place.readlink()}"
+            kind = "link" if place.is_symlink() else "file"
+            cause = (
+                f"it leads to {place.readlink()}" if kind == "link" else "a path leads to a file, or goes on below it"
+            )
             fix = f"name a folder: a new one, or {place.parent}"
             raise LabError(f"A {kind} lies where a folder is meant.", where=place, cause=cause, fix=fix)
     return folder
@@ -91,8 +83,5 @@ def env_folder(variable: str, default: str) -> Path:
     """Returns the folder that an environment variable names, or ``default``.
 
     Relative paths start at the labs' folder, so that ``make`` there and a notebook in ``workspace/`` mean the same.
-
-    Raises:
-        LabError: The variable begins with the home of an unknown user.
     """
-    return (checkout() / read_path(os.environ.get(variable) or default, variable)).resolve()
+    return (checkout() / read_path(os.environ.get(variable) or default)).resolve()

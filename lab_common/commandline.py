@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import io
 import os
@@ -15,11 +14,9 @@ from lab_common.text import clean
 
 
 def run_command(main: Callable[[], int | None]) -> int:
-    """Runs a command to its exit status. What ends it from outside is told in words: a traceback would help nobody.
+    """Runs a command, and returns its exit status: 130 after an interrupt, 1 after a LabError or an OSError, in words.
 
-    Returns:
-        What ``main`` returned, None being 0; 130 after an interrupt; 1 after a LabError or an OSError, and if the
-        reader of a pipe has gone, as with ``| head``.
+    It is also 1 if the reader of a pipe has gone, as with ``| head``.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal without UTF-8 shows what it can
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -41,11 +38,8 @@ def run_command(main: Callable[[], int | None]) -> int:
 
 
 def read_option(text: str) -> Path:
-    """Reads an option that is a path, as :func:`lab_common.read_path`; argparse tells what is wrong with it."""
-    try:
-        return read_path(text)
-    except LabError as error:
-        raise argparse.ArgumentTypeError(f"{clean(text, 200)}: {error.cause}") from error
+    """Reads an option that is a path: a shell leaves the home in ``--into=~/x`` as it stands."""
+    return read_path(text)
 
 
 def find_user() -> str:

@@ -26,9 +26,8 @@ def write_atomically(path: Path, *, prefix: str | None = None, mode: int = 0o644
     Raises:
         OSError: The disk is full, or the folder cannot be written, or a device lies there; ``path`` is as it was.
     """
-    with contextlib.suppress(FileNotFoundError):
-        if stat.S_IFMT(path.lstat().st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
-            raise OSError(errno.EINVAL, "it is a device", str(path))  # a file in the place of /dev/null harms everybody
+    if path.is_char_device() or path.is_block_device():  # a file in the place of /dev/null harms everybody
+        raise OSError(errno.EINVAL, "it is a device", str(path))
     prefix = prefix or f".{path.name}."
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".tmp", delete=False) as file:
         try:
@@ -119,9 +118,8 @@ def read_bounded(path: Path, most: int, *, follow: bool = True) -> bytes:
         OSError: It is not there, no regular file, too large, or cannot be read; ``strerror`` says which.
     """
     with open_regular(path, follow=follow) as file:
-        size = os.fstat(file.fileno()).st_size
-        content = (file.read(most + 1) or b"") if size <= most else b""  # None: a file of the kernel's has nothing now
-    size = max(size, len(content))  # it may have grown meanwhile
+        content = file.read(most + 1) or b""  # None: a file of the kernel's has nothing now
+        size = max(os.fstat(file.fileno()).st_size, len(content))
     if size > most:
         raise OSError(errno.EFBIG, f"it has {size / 2**20:,.1f} MB, and {most / 2**20:,.0f} is the most")
     return content

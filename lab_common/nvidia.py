@@ -23,8 +23,7 @@ def run_smi(*arguments: str, seconds: float = 30.0) -> list[str]:
     Raises:
         OSError: There is no such program, it did not answer in time (TimeoutError), or it failed, with its first line.
     """
-    program = find_smi()
-    if not program:
+    if not (program := find_smi()):
         raise FileNotFoundError("there is no nvidia-smi")
     quiet = {"stdin": subprocess.DEVNULL, "capture_output": True}
     try:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 
 from lab_common import LabError, checkout
-from lab_common.commandline import read_option, run_command
+from lab_common.commandline import run_command
 
 ALGORITHMS, NODES = ("ring", "tree", "hierarchical"), (*(2**power for power in range(14)), 10_000)
 ASSUMPTIONS = """Assumed: no stragglers, no wait for data, no congestion, equal nodes: so the efficiency is an upper
@@ -139,20 +139,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         option, kind = f"--{one.name.replace('_', '-')}", {"int": int, "float": float}[one.type]
         parser.add_argument(option, type=kind, help=one.metadata["words"])
     parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="how many, one number after the other")
-    parser.add_argument("--figure", type=read_option, help="a file for the curves, such as plan.svg")
-    parser.add_argument("--published", action="store_true", help="the errors for published results")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    nodes, figure, published = (given.pop(name, None) for name in ("nodes", "figure", "published"))
-    if published and figure:
-        parser.error("--figure shows a table of nodes, and --published has none")
+    nodes = given.pop("nodes")
 
     def run() -> None:
-        measured = {} if published else read_records()
+        measured = read_records()
         values = {name: one for name, one in measured.items() if name != "buckets" or "size" not in given} | given
-        frame = pd.DataFrame(check_published() if published else tabulate(Setup(**values), dict.fromkeys(nodes)))
-        if figure:
-            lines = frame.pivot(index="devices", columns=["scaling", "algorithm"], values="efficiency (%)")
-            lines.plot(logx=True, ylim=(0, 105), ylabel="efficiency (%), an upper bound").figure.savefig(figure)
+        frame = pd.DataFrame(tabulate(Setup(**values), dict.fromkeys(nodes)))
         notes = [f"{name}: {one:.6g}{', by lab 5' * (one is measured.get(name))}" for name, one in values.items()]
         print(ASSUMPTIONS, "; ".join(notes), frame.round(4).to_string(index=False), sep="\n\n")
 

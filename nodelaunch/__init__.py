@@ -8,21 +8,16 @@ folder to two hosts, starts torchrun on each, shows the output of all ranks, and
 * ``.write()`` leaves the bash script of each node to read, and to run by hand.
 * ``.start()`` returns while the job runs; ``.stop()`` ends it.
 * ``last()`` replays the log of the newest job, after a tab was closed or a kernel was restarted.
-* ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``. This is optional.
+* ``report(value)``, called in the script, hands a result of a rank to ``JobResult.results``.
 
-Everything of a job ends on all nodes when the program that launched it ends, or is cut off from them. Logs of jobs go
-to ``runs/jobs`` in the current folder, or below the folder that the variable LAB_RUNS names. In a terminal
-``python -m nodelaunch`` checks nodes, lists jobs and stops one.
-
-Each launch leaves its code and its job's folder on the nodes. A launch that copies to a node keeps there the newest 20
-copies of code, and older ones that a launch of the last week has used. It does not touch jobs, ``work``, or data.
+In a terminal ``python -m nodelaunch`` checks nodes, lists jobs and stops one. packages/nodelaunch/README.md says more.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-# By the module that holds it. Imported at its first use: a rank that reports its result needs nothing of the launcher.
+# By the module that holds it, imported at its first use: a rank that reports its result needs nothing of the launcher.
 MODULES = {
     "DataFolder": "spec",
     "Failure": "result",
@@ -49,9 +44,8 @@ def __getattr__(name: str) -> object:
     """Imports a public name at its first use (PEP 562)."""
     if name not in MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
-    globals()[name] = found
-    return found
+    value = globals()[name] = getattr(import_module(f"{__name__}.{MODULES[name]}"), name)
+    return value
 
 
 def __dir__() -> list[str]:

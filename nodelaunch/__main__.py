@@ -13,8 +13,7 @@ from lab_common.text import clean
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.nodes import Node
 from nodelaunch.backends.ssh import FOLDER, ssh_nodes
-from nodelaunch.preflight import check_nodes
-from nodelaunch.preflight.client import ask_once
+from nodelaunch.preflight import ask_once, check_nodes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,7 +37,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for command, run in {look: _preflight, stop: _stop, jobs: _list}.items():
         command.set_defaults(run=run)
         command.add_argument("hosts", nargs="*", help="hosts as you would type them after ssh; none: this machine")
-        command.add_argument("--local", type=int, metavar="N", help="N nodes on this machine in place of hosts")
+        command.add_argument("--local", type=int, default=1, metavar="N", help="without hosts: N nodes on this machine")
         command.add_argument("--python", help="the interpreter on the hosts")
         command.add_argument("--folder", default=FOLDER, help="where our files go there (default: %(default)s)")
         command.add_argument("--config", help="a configuration of ssh in place of ~/.ssh/config")
@@ -47,26 +46,23 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _make_nodes(arguments: argparse.Namespace) -> list[Node]:
     given = {name: value for name in ("interface", "python") if (value := getattr(arguments, name, None))}
-    if arguments.hosts and arguments.local is not None:
-        raise LabError("Hosts and --local do not go together.", where="--local", fix="leave one of them away")
     if arguments.hosts:
         return ssh_nodes(arguments.hosts, folder=arguments.folder, config=arguments.config, **given)
-    return [replace(node, **given) for node in local_nodes(1 if arguments.local is None else arguments.local)]
+    return [replace(node, **given) for node in local_nodes(arguments.local)]
 
 
 def _preflight(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
-    found = check_nodes(nodes, port=arguments.port, nproc_per_node=arguments.nproc_per_node)
-    print(found)
-    return 0 if found.ok else 1
+    preflight = check_nodes(nodes, port=arguments.port, nproc_per_node=arguments.nproc_per_node)
+    print(preflight)
+    return 0 if preflight.ok else 1
 
 
 def _stop(arguments: argparse.Namespace, nodes: Sequence[Node]) -> int:
     def describe(answer: Mapping) -> list[str]:
         if answer["left"]:
             return [f"these processes did not end: {', '.join(map(str, answer['left']))}"]
-        if answer["stopped"]:
-            return [f"{len(answer['stopped'])} process(es) of {arguments.job} ended"]
-        return [f"no process of {arguments.job} runs"]
+        ended = f"{len(answer['stopped'])} process(es) of {arguments.job} ended"
+        return [ended if answer["stopped"] else f"no process of {arguments.job} runs"]
 
     return _print_answers(ask_once(nodes, {"do": "stop_job", "id": arguments.job}), describe)
 

@@ -1,126 +1,80 @@
-"""Collects what a job copies to its nodes: the script or the project, and what it imports, named by their hash.
-
-Of a project these are the files that are neither data, nor ignored by git, nor made by tools. Without a project they
-are the script, the files beside it, and your own packages that they import: those that no installer has put on the
-nodes.
-"""
+"""Collects what a job copies to its nodes: the script and its files, or the project, named by their hash."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import shlex
 import stat
 import subprocess
 import sys
-import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
-from nodelaunch.node.facts import SKIPPED, hash_files
+from nodelaunch.node.facts import hash_files
 from nodelaunch.program import list_files
 
-OWN = {"lab_common", "nodelaunch"}
 # Python finds a file beside the script before what is installed; torchrun would import it, too.
-TAKEN = sys.stdlib_module_names | OWN | {"numpy", "torch", "torchvision"}
+TAKEN = sys.stdlib_module_names | {"lab_common", "lab_utils", "nodelaunch", "numpy", "torch", "torchvision"}
 # All files of a job are kept in memory, and sent to each node at each launch. In a project, a large file is data.
 TOTAL, LARGEST, MOST = 64 * 2**20, 8 * 2**20, 5000
 # Tools make these again. A virtual environment is recognised by its pyvenv.cfg.
 MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
 MADE |= {"__pycache__", "node_modules", "wandb"}
-# Not by ast: a script with a syntax error is launched, too, and its rank reports it. Text that only looks like an
-# import does no harm.
-IMPORTED = re.compile(
-    rb"^[ \t]*(?:from[ \t]+(?P<package>\w+)[\w.]*[ \t]+import\b|import[ \t]+(?P<names>[^#;\n]+))", re.MULTILINE
-)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files by their path in the code folder, and the SHA-256 over their names and contents.
-
-    Attributes:
-        note: One line on what of a project is copied and what is not; "" without a project.
-    """
+    """The files of a job, by their path in the code folder."""
 
     files: Mapping[str, bytes]
-    hash: str
-    note: str = ""
+    hash: str  # SHA-256 over their names and contents
+    note: str = ""  # on what of a project is copied and what is not
 
 
 def collect_files(script: Path, extra: tuple[Path, ...] = (), root: Path | None = None) -> Bundle:
-    """Reads a script, other files that it imports or reads, or its project, and what runs around it on a node.
-
-    Args:
-        script: The training script.
-        extra: The other files; they are copied beside it.
-        root: The project that contains the script, which is read as a whole.
-
-    Raises:
-        LabError: A file does not exist, cannot be read, is not a regular file or too large, or has the name of another.
-    """
+    """Reads the script and the ``extra`` files beside it, or the project ``root``, and what runs around it there."""
     files, note, beside = list_files(), "", () if root else (script, *extra)
     if root:
         project, note = find_project(root)
         project[script.relative_to(root).as_posix()] = script  # even if git ignores it
         files |= {f"project/{name}": path for name, path in project.items()}
-    for path in beside:
-        if f"script/{path.name}" in files:
-            what = f"Two files of the job are called {clean(repr(path.name), 60)}."
-            raise LabError(what, where=clean(path, 300), fix="rename one of them")
-        files[f"script/{path.name}"] = path
+    files |= {f"script/{path.name}": path for path in beside}
     contents = {name: read_file(path) for name, path in files.items()}
-    scripts = [name for name in contents if name.startswith(("project/", "script/")) and name.endswith(".py")]
-    packages = find_packages([contents[name] for name in scripts])
     for path in beside:
-        if path.stem in TAKEN | packages.keys():
-            cause = f"it would be imported in place of the module {path.stem!r}"
+        if path.stem in TAKEN or files[f"script/{path.name}"] != path:
+            cause = f"it would take the place of another file, or of the module {path.stem!r}"
             what = f"A file of a job cannot be called {clean(repr(path.name), 60)}."
             raise LabError(what, where=clean(path, 300), cause=cause, fix="rename it")
-    for package, folder in packages.items():
-        if package not in OWN and not (root and root in folder.parents):  # a project has its own packages
-            contents |= {path.relative_to(folder.parent).as_posix(): read_file(path) for path in list_modules(folder)}
     return Bundle(contents, hash_files(contents), note)
 
 
 def read_file(path: Path) -> bytes:
-    """Reads a file of a job.
-
-    Raises:
-        LabError: It does not exist, cannot be read, is not a regular file, or is too large.
-    """
-    shown, where = clean(repr(path.name), 60), clean(path, 300)
+    """Reads a file of a job, or raises a LabError that says why it cannot be copied."""
+    shown, fix = clean(repr(path.name), 60), "give its path, relative to the current folder or absolute"
     try:
         facts = path.stat()
         if stat.S_ISREG(facts.st_mode) and facts.st_size <= TOTAL:
             return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        fix = "give its path, relative to the current folder or absolute"
-        cause = "a typo in the path, or a link whose target is gone"
-        raise LabError(f"There is no file {shown} to run.", where=where, cause=cause, fix=fix) from error
+        what, cause = f"{shown} is no regular file.", "it is a folder, a pipe, a socket or a device"
+        if stat.S_ISREG(facts.st_mode):
+            what = f"The file {shown} is too large for a job: {facts.st_size / 2**20:,.0f} MiB of {TOTAL >> 20}."
+            cause, fix = "the files of a job are copied to each node", "name data by data=DataFolder(…)"
+    except (FileNotFoundError, NotADirectoryError):
+        what, cause = f"There is no file {shown} to run.", "a typo in the path, or a link whose target is gone"
     except OSError as error:
-        fix = f"chmod u+r {shlex.quote(where)}, or copy it to a folder of yours"
-        raise LabError(f"The file {shown} cannot be read.", where=where, cause=str(error.strerror), fix=fix) from error
-    if stat.S_ISREG(facts.st_mode):
-        what = f"The file {shown} is too large for a job: {facts.st_size / 2**20:,.0f} MiB of {TOTAL >> 20}."
-        cause = "the files of a job are copied to each node at each launch"
-        raise LabError(what, where=where, cause=cause, fix="name data by data=DataFolder(…), or by a path in args=")
-    cause = "it is a folder, a pipe, a socket or a device"
-    raise LabError(f"{shown} is no regular file.", where=where, cause=cause, fix="give the path of the script itself")
+        what, cause = f"The file {shown} cannot be read.", str(error.strerror)
+        fix = f"chmod u+r {shlex.quote(str(path))}, or copy it to a folder of yours"
+    raise LabError(what, where=clean(path, 300), cause=cause, fix=fix)
 
 
 def find_project(root: Path) -> tuple[dict[str, Path], str]:
-    """Looks through a folder: the files that are copied, by their path in it, and a line on what is left out.
-
-    Raises:
-        LabError: It has more files, or more bytes, than a job can carry.
-    """
+    """The files of a folder that are copied, by their path in it, and a line on what is left out."""
     files, sizes, left_out = {}, Counter(), []
     for path in _walk(root, left_out):
         name, target = path.relative_to(root), path.resolve()
@@ -132,13 +86,10 @@ def find_project(root: Path) -> tuple[dict[str, Path], str]:
             files[name.as_posix()] = path
             sizes[name.parts[0]] += size
         if len(files) > MOST or sizes.total() > TOTAL:
-            raise LabError(
-                f"The project is too large for a job: more than {TOTAL >> 20} MiB or {MOST:,} files.",
-                where=clean(root, 300),
-                cause="a project is copied to each node at each launch; most of it is in "
-                + ", ".join(clean(name, 40) for name, _ in sizes.most_common(3)),
-                fix="name data in a .gitignore, or give a smaller folder as root=",
-            )
+            what = f"The project is too large for a job: more than {TOTAL >> 20} MiB or {MOST:,} files."
+            cause = f"most of it is in {', '.join(clean(name, 40) for name, _ in sizes.most_common(3))}"
+            fix = "name data in a .gitignore, or give a smaller folder as root="
+            raise LabError(what, where=clean(root, 300), cause=cause, fix=fix)
     if len(left_out) > 6:
         left_out[5:] = [f"and {len(left_out) - 5} more"]
     out = f"; left out: {', '.join(left_out)}" if left_out else ""
@@ -158,8 +109,6 @@ def _walk(root: Path, left_out: list[str]) -> Iterator[Path]:
         own.add(env_folder("LAB_DATA", "data").resolve())
     for place, folders, names in os.walk(root):
         here = Path(place)
-        if here != root and ".git" in (*folders, *names):  # a repository within this one
-            ignored |= _list_ignored(here)
         folders[:] = sorted(name for name in folders if name not in MADE and here / name not in ignored)
         for path in [here / name for name in folders]:
             if path.is_symlink() or path.resolve() in own or os.path.exists(path / "pyvenv.cfg"):  # noqa: PTH110 - no right
@@ -176,45 +125,3 @@ def _list_ignored(folder: Path) -> set[Path]:
     except (OSError, subprocess.TimeoutExpired):
         return set()
     return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
-
-
-def find_packages(sources: Iterable[bytes]) -> dict[str, Path]:
-    """Returns your own packages and modules that Python sources import, directly or through each other.
-
-    By name, the folder of the package or the file of the module: a package beside the notebook, for example, or one
-    that was installed as editable.
-    """
-    found, seen, todo = {}, set(), list(sources)
-    while todo:
-        for match in IMPORTED.finditer(todo.pop()):
-            for part in (match["package"] or match["names"]).decode(errors="replace").split(","):
-                name = (part.partition(".")[0].split() or [""])[0]
-                if name not in seen and (path := _find_own(name)):
-                    found[name] = path
-                    todo += [file.read_bytes() for file in list_modules(path)]
-                seen.add(name)
-    return found
-
-
-def list_modules(path: Path) -> list[Path]:
-    """The Python files of a package, without those of tools and an editor's lock; a module is one file."""
-    if path.is_file():
-        return [path]
-    files = [file for file in sorted(path.rglob("*.py")) if not file.name.startswith(".")]
-    return [file for file in files if not {*SKIPPED} & {*file.relative_to(path).parts}]
-
-
-def _find_own(name: str) -> Path | None:
-    if name in sys.stdlib_module_names or not name.isidentifier():
-        return None
-    try:
-        spec = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):  # a module that was made at run time has none
-        return None
-    if spec is None or not spec.origin or not Path(spec.origin).is_file():
-        return None
-    origin = Path(spec.origin).resolve()
-    installed = {Path(path).resolve() for path in sysconfig.get_paths().values()}
-    if installed & {*origin.parents} or {"site-packages", "dist-packages"} & {*origin.parts}:
-        return None
-    return origin.parent if spec.submodule_search_locations else origin

@@ -22,27 +22,18 @@ from nodelaunch.spec import JobSpec, Launch
 def copy_to_nodes(
     spec: JobSpec, launch: Launch, bundle: Bundle, *, nodes: Sequence[Node], lacking: Collection[str]
 ) -> None:
-    """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays.
-
-    Raises:
-        LabError: A node was not reached, or its disk is full; code there was changed; or the data are not here either.
-    """
+    """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays."""
     if lacking and not spec.data.is_here:
+        what, where = f"There is no {spec.data.name!r:.40} here to copy.", spec.data.path
         cause = f"the folder was not made on this machine, or it has no {spec.data.identity[:60]}"
         fix = spec.data.fix or "give the path of the folder on this machine: DataFolder(path=…)"
-        where = spec.data.path
-        raise LabError(f"There is no {spec.data.name!r:.40} here to copy.", where=where, cause=cause, fix=fix)
+        raise LabError(what, where=where, cause=cause, fix=fix)
     started: list[subprocess.Popen] = []
-    code, scripts = f"code/{bundle.hash}", [*launch.folder.glob("*.sh"), *launch.folder.glob("*.sbatch")]
-    parts = {code: bundle.files, f"jobs/{launch.id}": {path.name: path.read_bytes() for path in scripts}}
+    scripts = {path.name: path.read_bytes() for path in launch.folder.glob("*.s*h")}  # .sh or .sbatch
+    parts = {f"code/{bundle.hash}": bundle.files, f"jobs/{launch.id}": scripts}
 
     def copy(node: Node) -> None:
-        if not _send(node, node.folder, parts, started):
-            where = f"{node.folder}/{code}"
-            what = f"The code on {node.name} is not what its name says."
-            cause = "a file was changed there, by hand or by a script that writes beside itself"
-            fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
-            raise LabError(what, where=where, cause=cause, fix=fix)
+        _send(node, node.folder, parts, started)
         if node.name in lacking:
             _send(node, node.data_folder, {spec.data.name: spec.data.path}, started)
 
@@ -60,11 +51,10 @@ def copy_to_nodes(
 
 def _send(
     node: Node, root: str, folders: Mapping[str, Mapping[str, bytes] | Path], started: list[subprocess.Popen]
-) -> bool:
+) -> None:
     """Puts files by name, or a folder of this machine, into folders of a node, each by its path within ``root``.
 
-    A folder appears whole or not at all, and one that is there already remains. ``started`` takes the process that
-    sends, so that the caller can end it. Returns False if code that was there already has been changed.
+    A folder appears whole or not at all. ``started`` takes the process that sends, so that the caller can end it.
     """
     process = node.popen(make_command(node.python, receive, root, *folders))
     started.append(process)
@@ -79,6 +69,10 @@ def _send(
                 entry.size, entry.mode = len(text), 0o600
                 archive.addfile(entry, io.BytesIO(text))
     _, errors = process.communicate()
-    if process.returncode not in (0, receive.CHANGED):
+    if process.returncode == receive.CHANGED:
+        what, where = f"The code on {node.name} is not what its name says.", f"{root}/{next(iter(folders))}"
+        cause = "a file was changed there, by hand or by a script that writes beside itself"
+        fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
+        raise LabError(what, where=where, cause=cause, fix=fix)
+    if process.returncode:
         raise node.explain(process.returncode, errors.decode(errors="replace"))
-    return process.returncode == 0

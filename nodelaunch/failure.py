@@ -1,15 +1,12 @@
-"""Explains a failed job: from all that was heard of it (``JobState``) to one ``Failure`` with its cause and a fix."""
+"""Explains a failed job: from its ``JobState`` to one ``Failure`` with its cause and a fix."""
 
 from __future__ import annotations
 
-import errno
 import re
 import signal
-from pathlib import Path
+import textwrap
 
-from lab_common import LabError
 from lab_common.text import clean, clean_message
-from nodelaunch.backends.nodes import advise_room
 from nodelaunch.messages import look_up
 from nodelaunch.node.errors import FULL, StopReason, failed_as_consequence, name_full_disk, shorten_gloo
 from nodelaunch.result import Failure
@@ -20,21 +17,16 @@ OWN = r"[^\"]*/(?:code/[0-9a-f]{64}/script|work/[\w.-]+-[0-9a-f]{6})/"
 # The last traceback in a rank's output, and the line with the error.
 PRINTED = re.compile(r"[\s\S]*(Traceback \(most recent call last\):\n(?: .*\n)+(\S.*)[\s\S]*)")
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
-# The message of a process that the script or its DataLoader started holds its traceback, and ends with the error.
-INNER = re.compile(r"[\w.]+: Caught \w+ in DataLoader worker|torch\.multiprocessing\.spawn\.ProcessRaisedException")
 # Lines by which a program says why it aborts; everything else that it printed may have nothing to do with its end.
 ABORTS = re.compile(r"terminate called|what\(\):|^(ERROR|FATAL|Fatal)\b|bad_alloc|gloo|[Bb]us error")
-TOOL = re.compile(r"(subprocess\.)?CalledProcessError")  # gives the status with which a program ended, not the reason
-ROOM = 64 * 2**10  # bytes; a disk with less is full
 
 AGAIN = "run the job again; a checkpoint lets the job go on where it was"
-KILLED = "often Linux's out-of-memory killer (`sudo dmesg | tail` then says so); else a `kill -9`, or the scheduler"
-SENT = "somebody sent it: a kill, a batch system (Slurm's --signal or time limit), or a machine that shuts down"
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-# The likely cause of a signal that ended a program, and what to do.
+SENT = "a kill, a batch system (Slurm's --signal or time limit), or the system sent it (`man 7 signal` says what for)"
+# The likely cause of a signal that ended a program, and what to do. All others somebody sent.
 SIGNALS = {
-    **dict.fromkeys(ASKED, (SENT, AGAIN)),
-    signal.SIGKILL: ("somebody sent it, or Linux did because memory was full (sudo dmesg | tail says so)", AGAIN),
+    signal.SIGKILL: (
+        "often Linux's out-of-memory killer (`sudo dmesg | tail` then says so); else a `kill -9`, or the scheduler",
+        "a smaller batch, fewer processes on the node, or a node with more memory"),
     signal.SIGABRT: ("C++ code gave up (an assertion or an exception that nobody caught)", "read its last lines"),
     signal.SIGBUS: ("it read memory whose file is gone or too short: a full /dev/shm, or a mapped file that was cut",
                     "num_workers=0, or more shared memory (--shm-size=2g); leave files alone that a job has mapped"),
@@ -76,17 +68,17 @@ def diagnose(state: JobState) -> Failure | None:
     if bad:
         # A node that was told to end (srun tells all when one has failed) is not the one that failed.
         return _explain_torchrun(state, min(bad, key=lambda part: bool(part.ended and part.ended["reason"])))
-    return _explain_alone(state) if state.trained_alone else None
+    return _explain_alone(state) if trained_alone(state) else None
 
 
 def describe_restart(errors: list[dict]) -> str:
     """One line about the first of the errors after which torchrun restarted the workers."""
     error = _find_first(errors)
-    return _shorten(f"rank {error['rank']} on {error['node']}: {_shorten_message(error)}")
+    return f"rank {error['rank']} on {error['node']}: {_shorten_message(error)}"
 
 
 def _fail(kind: str, what: str, cause: str, fix: str, **more: object) -> Failure:
-    return Failure(kind, _shorten(what), cause=cause, fix=fix, **more)
+    return Failure(kind, textwrap.shorten(what, 120, placeholder="…"), cause=cause, fix=fix, **more)
 
 
 def _find_first(errors: list[dict]) -> dict:
@@ -99,12 +91,9 @@ def _is_own(error: dict) -> bool:
     return not failed_as_consequence(error["message"], error.get("file", "/torch/"))
 
 
-# A rank that failed by itself: by an exception, an exit or a signal.
-
-
 def _add_traceback(state: JobState, error: dict) -> dict:
     """An exit with the traceback that the rank printed last, if only its exit status was heard of."""
-    found = PRINTED.match("\n".join(state.heard[error["rank"]].tail))
+    found = PRINTED.match("\n".join(state.rank_states[error["rank"]].tail))
     # With another status it did not end by an exception: it caught that, and printed it.
     if not found or error["kind"] != "exit" or error.get("code") != 1:
         return error
@@ -116,13 +105,12 @@ def _explain_rank(state: JobState, errors: list[dict]) -> Failure:
     error = _find_first(errors)
     rank, kind = error["rank"], error["kind"]
     # Its last lines that say why it ended, if it ended without an exception.
-    words = [line for line in state.heard[rank].tail if "Warning" not in line]
+    words = [line for line in state.rank_states[rank].tail if "Warning" not in line]
     if kind == "signal":
         words = [line for line in words if ABORTS.search(line)] or [line for line in words if line[:1] != " "][-1:]
     else:
         words = words[-1:] if kind == "exit" else []
-    lines = error["message"].strip().splitlines() or [kind]
-    said = f"{lines[-1]} (in a process that the script started)" if INNER.match(lines[0]) else lines[0]
+    said = (error["message"].strip().splitlines() or [kind])[0]
     if kind == "exit" and words and words[-1] not in said:
         said += f": {words[-1]}"
     later = [other for other in errors if other["rank"] != rank]
@@ -143,9 +131,8 @@ def _explain_error(state: JobState, error: dict, words: list[str], errors: list[
     """The cause and the fix, as far as they are known: from the rank's message, its last words, or how it ended."""
     kind = error["kind"]
     if kind == "signal" and error["code"] == -signal.SIGKILL:
-        peak = state.memory.get(error["rank"])
-        cause = f"{KILLED}; its memory had reached {peak / 2**20:,.0f} MiB" if peak else KILLED
-        return cause, "a smaller batch, fewer processes on the node, or a node with more memory"
+        (cause, fix), peak = SIGNALS[signal.SIGKILL], state.memory.get(error["rank"])
+        return (f"{cause}; its memory had reached {peak / 2**20:,.0f} MiB" if peak else cause), fix
     trace = re.sub(r"^ {4}.*\n?", "", error["traceback"], flags=re.MULTILINE)  # lines of source may talk of anything
     cause, fix = look_up("\n".join([trace, error["message"], *words]))
     if not cause:
@@ -157,74 +144,64 @@ def _explain_error(state: JobState, error: dict, words: list[str], errors: list[
         places = {rank: _find_stand(text) for rank, text in state.stacks.items()}
         places |= {other["rank"]: other["location"] for other in errors if other["location"]}
         cause += f": {'; '.join(f'rank {rank} at {place}' for rank, place in sorted(places.items()) if place)}"
-    place = error["location"] or _find_stand(state.heard[error["rank"]].stack)
+    unknown = "the launcher does not know this message; it is the script's, or of a package that it uses"
+    place = error["location"] or _find_stand(state.rank_states[error["rank"]].stack)
     begin = f"begin at {place}, the script's own line" if place else "begin at the last lines of the traceback"
-    known = "the launcher does not know this message; it is the script's, or of a package that it uses"
     if kind == "exit":
-        known = "the script ended itself with this status; that is the last line that it printed"
+        unknown = "the script ended itself with this status; that is the last line that it printed"
         begin = "look at the last lines of this rank"
-    return cause or known, fix or begin
+    return cause or unknown, fix or begin
 
 
 def _explain_signal(number: int, last: str = "") -> tuple[str, str]:
     """The likely cause of a signal that ended a program, and what to do; ``last`` is the last line that it printed."""
-    unknown = "the system or another program sent it (`man 7 signal` says what for)", "read the log: its last lines"
-    cause, fix = SIGNALS.get(number, unknown)
+    cause, fix = SIGNALS.get(number, (SENT, AGAIN))
     return f"{cause}; the last that it printed: {last}" if last else cause, fix
-
-
-# Ranks that waited for others.
 
 
 def _explain_waiting(state: JobState, errors: list[dict]) -> Failure:
     """All that was heard is that ranks waited for others: one ended early, hangs, or cannot be reached."""
-    heard, waiting = errors[0], {error["rank"] for error in errors}
+    first, waiting, texts = errors[0], {error["rank"] for error in errors}, _list_messages(errors)
     if lost := _find_lost(state):
-        return _explain_lost(lost, _list_messages(errors))
-    if early := [rank for rank in state.find(lambda one: one.done) if rank not in waiting]:
-        return _explain_early(state, early[0], heard, _list_messages(errors))
+        return _explain_lost(lost, texts)
+    if early := [rank for rank in state.find_ranks(lambda one: one.done) if rank not in waiting]:
+        return _explain_early(state, early[0], first, texts)
     text = "\n".join(error["message"] for error in errors)
     if WAITED.search(text):
         return _explain_hang(state, errors)
     cause, fix = look_up(text)
-    rank = min(set(state.ranks) - waiting, default=heard["rank"])
-    return _fail(
-        "lost",
-        f"Rank {heard['rank']} on {heard['node']} lost its peers: {_shorten_message(heard)}",
-        cause or "another rank died without a word, or the network between the nodes was cut",
-        fix or "job.preflight() looks at the network both ways; the log has what torchrun said",
-        rank=rank,
-        node=state.ranks[rank].node if rank in state.ranks else heard["node"],
-        message=heard["message"],
-        consequences=_list_messages(errors),
-        stacks=_list_stands(state, errors),
-    )
+    cause = cause or "another rank died without a word, or the network between the nodes was cut"
+    fix = fix or "job.preflight() looks at the network both ways; the log has what torchrun said"
+    what = f"Rank {first['rank']} on {first['node']} lost its peers: {_shorten_message(first)}"
+    rank = min(set(state.ranks) - waiting, default=first["rank"])
+    who = {"rank": rank, "node": state.ranks[rank].node if rank in state.ranks else first["node"]}
+    others = {"consequences": texts, "stacks": _list_stands(state, errors)}
+    return _fail("lost", what, cause, fix, **who, message=first["message"], **others)
 
 
-def _explain_early(state: JobState, rank: int, heard: dict, consequences: dict[int, str]) -> Failure:
+def _explain_early(state: JobState, rank: int, waiter: dict, consequences: dict[int, str]) -> Failure:
     """A rank had ended its script in order while another still waited for it."""
     cause = "it left earlier (return, sys.exit), or the ranks have different numbers of batches"
     cause += _quote_last(state, rank)
     fix = "for batches: drop_last=True, or torch.distributed.algorithms.join.Join around the loop"
-    what = f"Rank {rank} had ended its work while rank {heard['rank']} still waited for it."
-    facts = {"rank": rank, "node": state.ranks[rank].node, "message": heard.get("message", "")}
-    return _fail("exit", what, cause, fix, **facts, consequences=consequences, stacks=_list_stands(state, [heard]))
+    what = f"Rank {rank} had ended its work while rank {waiter['rank']} still waited for it."
+    facts = {"rank": rank, "node": state.ranks[rank].node, "message": waiter.get("message", "")}
+    return _fail("exit", what, cause, fix, **facts, consequences=consequences, stacks=_list_stands(state, [waiter]))
 
 
 def _explain_hang(state: JobState, errors: list[dict]) -> Failure:
     """The ranks stand still, or their group's timeout came: the answer depends on where each of them stood."""
     facts = {error["rank"]: error for error in errors} | state.still
     waiting = sorted({*state.waiting, *(error["rank"] for error in errors)})
-    halted, done = state.find(lambda one: one.halted), state.find(lambda one: one.done)
-    absent = [*halted, *(rank for rank in state.absent if rank not in waiting)]
-    if waiting and done and not absent:
+    halted, done = state.find_ranks(lambda one: one.halted), state.find_ranks(lambda one: one.done)
+    awaited = [*halted, *(rank for rank in state.busy if rank not in waiting)]
+    if waiting and done and not awaited:
         return _explain_early(state, done[0], {"rank": waiting[0], **facts.get(waiting[0], {})}, {})
-    rank = next(iter([*absent, *state.find(lambda one: one.lingers), *waiting]), 0)
+    rank = next(iter([*awaited, *state.find_ranks(lambda one: one.lingers), *waiting]), 0)
     node, fact = state.ranks[rank].node if rank in state.ranks else "", facts.get(rank, {})
-    if absent:
-        other = next((one for one in waiting if one != rank), None)
-        whom = "another rank" if other is None else f"rank {other} on {state.ranks[other].node}"
-        stood = _find_stand(state.heard[rank].stack)
+    if awaited:
+        whom = next((f"rank {one} on {state.ranks[one].node}" for one in waiting if one != rank), "another rank")
+        stood = _find_stand(state.rank_states[rank].stack)
         where = f"in {fact['where']}" if fact.get("where") else f"at {stood}" if stood else "silent"
         where = "stopped (SIGSTOP)" if rank in halted else where
         what = f"Rank {rank} on {node} was {where} while {whom} waited for it."
@@ -245,28 +222,24 @@ def _explain_hang(state: JobState, errors: list[dict]) -> Failure:
 
 def _explain_standstill(facts: dict[int, dict]) -> tuple[str, str, str]:
     """The headline, the cause and the fix if every rank waits for another one."""
-    if all(fact.get("meeting") for fact in facts.values()):
-        changes = next((fact["changes"][0] for fact in facts.values() if fact.get("changes")), "")
-        cause = "they look for each other in different places, a rank= or world_size= is wrong, or the network is shut"
-        return (
-            f"The ranks did not meet: {len(facts)} of them stand in init_process_group.",
-            f"the script overrides torchrun: {changes}" if changes else cause,
-            "remove the lines that set MASTER_ADDR, MASTER_PORT, RANK or WORLD_SIZE, and call "
-            "init_process_group('gloo') without init_method=, rank= and world_size=: torchrun has set them all",
-        )
-    places = {rank: fact["where"] for rank, fact in facts.items() if fact.get("where")}
-    failed = next((rank for rank, fact in facts.items() if fact.get("raised")), None)
-    if failed is not None:
-        return (
-            f"Rank {failed} waits in {facts[failed].get('where', '')} while it handles an error.",
-            f"the error is {clean_message(facts[failed]['raised'])}; its `finally` or `except` waits for other ranks",
-            "fix that error; call no collective and no barrier in a finally: or except:",
-        )
     what = "The ranks wait for each other."
     cause = "a collective (all_reduce, barrier, backward of DDP) that not every rank calls, or a blocked network"
     fix = "compare where the ranks stood: every rank has to call the same collectives in the same order"
+    places = {rank: fact["where"] for rank, fact in facts.items() if fact.get("where")}
     named = "; ".join(f"rank {rank} in {place}" for rank, place in list(places.items())[:4])
-    if 0 < sum(bool(fact.get("forward")) for fact in facts.values()) < len(facts):
+    if all(fact.get("meeting") for fact in facts.values()):
+        what = f"The ranks did not meet: {len(facts)} of them stand in init_process_group."
+        cause = "they look for each other in different places, a rank= or world_size= is wrong, or the network is shut"
+        if changes := next((fact["changes"][0] for fact in facts.values() if fact.get("changes")), ""):
+            cause = f"the script overrides torchrun: {changes}"
+        fix = "remove the lines that set MASTER_ADDR, MASTER_PORT, RANK or WORLD_SIZE, and call "
+        fix += "init_process_group('gloo') without init_method=, rank= and world_size=: torchrun has set them all"
+    elif raised := [rank for rank, fact in facts.items() if fact.get("raised")]:
+        what = f"Rank {raised[0]} waits in {places.get(raised[0], '')} while it handles an error."
+        error = clean_message(facts[raised[0]]["raised"])
+        cause = f"the error is {error}; its `finally` or `except` waits for other ranks"
+        fix = "fix that error; call no collective and no barrier in a finally: or except:"
+    elif 0 < sum(bool(fact.get("forward")) for fact in facts.values()) < len(facts):
         cause = f"not every rank is in the forward of a DDP model: {named}"
         fix = "evaluate with model.module(…) on one rank alone, or call the model equally often on every rank"
     elif len(set(places.values())) > 1:
@@ -275,7 +248,14 @@ def _explain_standstill(facts: dict[int, dict]) -> tuple[str, str, str]:
 
 
 def _quote_last(state: JobState, rank: int) -> str:
-    return f"; the last that it printed: {state.heard[rank].tail[-1][:160]}" if state.heard[rank].tail else ""
+    tail = state.rank_states[rank].tail
+    return f"; the last that it printed: {tail[-1][:160]}" if tail else ""
+
+
+def _shorten_message(error: dict) -> str:
+    # The first line: the last one of torch's long messages is advice.
+    lines = error["message"].strip().splitlines() or [error["kind"]]
+    return shorten_gloo(lines[0])[:160]
 
 
 def _list_messages(errors: list[dict]) -> dict[int, str]:
@@ -285,10 +265,11 @@ def _list_messages(errors: list[dict]) -> dict[int, str]:
 def _list_stands(state: JobState, errors: list[dict]) -> dict[int, str]:
     """By rank, where it stood, as a file, a line and a function."""
     # A rank that NCCL's watchdog aborted has printed its stacks; it was in no state to hand them over.
-    told = {error["rank"]: error.get("traceback") or "\n".join(state.heard[error["rank"]].tail) for error in errors}
+    tails = {error["rank"]: "\n".join(state.rank_states[error["rank"]].tail) for error in errors}
+    printed = {error["rank"]: error.get("traceback") or tails[error["rank"]] for error in errors}
     # From the same look as the place in the cause: a rank may move when the others end.
-    told |= {rank: fact["traceback"] for rank, fact in state.still.items() if fact.get("traceback")}
-    texts = state.stacks | {rank: text for rank, text in told.items() if text}
+    printed |= {rank: fact["traceback"] for rank, fact in state.still.items() if fact.get("traceback")}
+    texts = state.stacks | {rank: text for rank, text in printed.items() if text}
     return {rank: _find_stand(text) or "(not known)" for rank, text in texts.items()}
 
 
@@ -303,19 +284,14 @@ def _find_stand(stack: str) -> str:
     return f"{re.sub(OWN, '', path)}, line {line}, in {name}"
 
 
-# A job in which no rank failed.
-
-
 def _explain_limit(state: JobState, limits: list[str]) -> Failure:
-    # One node ends a moment before the other, whose ranks then miss the first one's.
-    silent = [part.name for part in state.nodes.values() if state.reason and not (part.ended or part.by_hand)]
     cause = "it had more to do, or a rank waited for something that never came"
+    silent = [part.name for part in state.nodes.values() if state.reason and not (part.ended or part.by_hand)]
     if silent:
         cause = f"the supervisor on {', '.join(silent)} was stopped (SIGSTOP), or that machine hangs"
     if stands := [f"rank {rank} in {fact['where']}" for rank, fact in state.still.items() if fact["where"]]:
         seconds = min(fact["seconds"] for fact in state.still.values())
-        more = f"; and {len(stands) - 4} more" if len(stands) > 4 else ""
-        cause += f"; these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}{more}"
+        cause += f"; these ranks have not moved for {seconds:.0f} s: {'; '.join(stands[:4])}"
     fix = "look at what each rank waits for there; a larger limit= only if that ends by itself"
     if not state.still.keys() >= state.ranks.keys():  # a rank moved until the end
         fix = "a larger limit=, or less work"
@@ -323,15 +299,21 @@ def _explain_limit(state: JobState, limits: list[str]) -> Failure:
     return _fail("limit", what, cause, fix)
 
 
+def trained_alone(state: JobState) -> bool:
+    """True if ranks that should have formed one group of all formed none."""
+    spec, groups = state.spec, [state.rank_states[rank].groups for rank in state.ranks]
+    if not spec or spec.program or not spec.needs_group or spec.world_size == 1:
+        return False
+    return not any(sizes is None or max(sizes, default=0) >= spec.world_size for sizes in groups)
+
+
 def _explain_alone(state: JobState) -> Failure:
     """Every rank ended well, and they formed no group of all."""
-    ranks = [state.heard[rank] for rank in sorted(state.ranks)]
+    ranks = [state.rank_states[rank] for rank in sorted(state.ranks)]
     believed = next((one.believed for one in ranks if one.believed), [])
     cause = "; ".join(believed[:3]) or "the script does not call init_process_group, or only on a condition"
     size = max(max(one.groups, default=1) for one in ranks)
     trained = "alone" if size == 1 else f"in a group of {size}"
-    if last := next((one.tail[-1][:160] for one in ranks if one.tail), ""):
-        cause += f"; the last that a rank printed: {last}"
     join = "init_process_group('gloo') with no other arguments uses what torchrun has set"
     advice = next((one.advice for one in ranks if one.advice), join)
     fix = f"{advice}; a script that needs no group: TorchrunJob(…, needs_group=False)"
@@ -340,12 +322,12 @@ def _explain_alone(state: JobState) -> Failure:
 
 
 def _explain_join(state: JobState) -> Failure:
-    silent = [part.name for part in state.nodes.values() if not part.started]
-    absent = silent or [part.name for part in state.nodes.values() if not part.joined]
+    missing = state.list_missing()
     cause = "it was started, and did not reach the meeting point"
-    cause = f"{_name_starter(state, 'the')} was not started there" if silent else cause
+    if not state.nodes[missing[0]].started:
+        cause = f"{_name_starter(state, 'the')} was not started there"
     fix = "start it (bash node….sh on that node), or let job.preflight() say what is in the way"
-    return _fail("join", f"Not all nodes joined in time; missing: {', '.join(absent)}.", cause, fix, node=absent[0])
+    return _fail("join", f"Not all nodes joined in time; missing: {', '.join(missing)}.", cause, fix, node=missing[0])
 
 
 def _name_starter(state: JobState, article: str) -> str:
@@ -361,42 +343,39 @@ def _explain_lost(part: NodeState, consequences: dict[int, str] | None = None) -
     if refusal and (not part.started or FULL.search(str(refusal))):
         return _fail("lost", refusal.what, refusal.cause, refusal.fix, node=part.name, message=str(refusal))
     cause = "the node was switched off, the network between you and it was cut, or its supervisor was killed"
-    fix = f"see that it answers (ssh), then {AGAIN}"
-    facts = {"node": part.name, "message": f"{refusal or ''}", "consequences": consequences or {}}
-    return _fail("lost", f"The connection to {part.name} was lost.", cause, fix, **facts)
+    what, fix = f"The connection to {part.name} was lost.", f"see that it answers (ssh), then {AGAIN}"
+    return _fail("lost", what, cause, fix, node=part.name, message=f"{refusal or ''}", consequences=consequences or {})
 
 
 def _explain_torchrun(state: JobState, part: NodeState) -> Failure:
-    text, returncode = "\n".join(part.tail), part.ended["returncode"] if part.ended else "unknown"
+    text, returncode = "\n".join(part.tail), part.ended["returncode"] if part.ended else 1
     # torchrun's own clock was a moment before the launcher's; or a node that expects fewer others ended the meeting.
     if re.search("Rendezvous(Timeout|Closed)Error", text) and not all(one.joined for one in state.nodes.values()):
         return _explain_join(state)
     errors = [line.strip() for line in part.tail if re.search(r"(Error|Exception|error)\b", line)]
     said = errors[-1] if errors else f"exit status {returncode}"
-    cause, fix = _explain_signal(-returncode) if part.ended and returncode < 0 else look_up(text)
-    if re.search(r"Rendezvous\w*Error|DistStoreError|TimeoutError|EADDRINUSE", text):
+    cause, fix = _explain_disk(part)
+    if not cause and re.search(r"Rendezvous\w*Error|DistStoreError|TimeoutError|EADDRINUSE", text):
         cause = "the nodes could not meet at node 0's address and port"
         fix = "job.preflight() says in seconds which way is closed"
-    disk = _explain_disk(part)
-    cause, fix = disk if disk[0] else (cause, fix)
+    elif not cause:
+        cause, fix = _explain_signal(-returncode) if returncode < 0 else look_up(text)
     facts = {"node": part.name, "message": said, "traceback": "\n".join(list(part.tail)[-15:])}
     what = f"{_name_starter(state, 'The')} ended on {part.name}: {said}"
     return _fail("torchrun", what, cause, fix or "read the log", **facts)
 
 
-# Full disks.
-
-
 def _explain_disk(part: NodeState, path: str = "") -> tuple[str, str]:
     """The cause and the fix if a disk of a node is full, as far as that was said or measured; otherwise "", ""."""
     ended = part.ended or {}
-    full = ended.get("room") is not None and ended["room"] < ROOM
+    full = ended.get("room") is not None and ended["room"] < 2**16
     path = path or name_full_disk(part.full) or (ended["folder"] if full else "")
     if path.startswith("/dev/shm/"):
         return look_up(f"No space left on device: '{path}'")
+    fix = "free some space there (df -h), or use a folder on a larger disk; then run the job again"
     if path:
-        return f"the disk is full at {path}", advise_room(path)
-    return (f"a disk is full: {clean(part.full, 200)}", advise_room("")) if part.full else ("", "")
+        return f"the disk is full at {path}", fix
+    return (f"a disk is full: {clean(part.full, 200)}", fix) if part.full else ("", "")
 
 
 def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:
@@ -405,32 +384,4 @@ def _explain_full_disk(state: JobState, error: dict) -> tuple[str, str]:
     if FULL.search(text):
         return _explain_disk(part, error.get("disk") or name_full_disk(text))
     # A rank that says nothing more: its own words, or those of a program that it ran, may have found no room.
-    return _explain_disk(part) if error["kind"] == "exit" or TOOL.match(error["message"]) else ("", "")
-
-
-def explain_folder(folder: Path, error: OSError) -> LabError:
-    """The error for a job's folder, on the launcher's side, that cannot be written."""
-    what = "The folder of the job cannot be written."
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what = clean(f"The disk is full at {folder}", 110) + "."
-    cause = f"{error.strerror} ({clean(error.filename or folder, 300)})"
-    fix = "export LAB_RUNS=/a/folder/of/yours, then start Python (or JupyterLab) again"
-    return LabError(what, where=folder, cause=cause, fix=fix)
-
-
-# Words.
-
-
-def _shorten_message(error: dict) -> str:
-    # The first line: the last one of torch's long messages is advice.
-    lines = error["message"].strip().splitlines() or [error["kind"]]
-    return shorten_gloo(lines[0])[:160]
-
-
-def _shorten(text: str) -> str:
-    if len(text) > 120:  # the module of an error's class says least
-        text = re.sub(r"(?<=: )(\w+\.)+(?=\w+: )", "", text)
-    if len(text) <= 120:
-        return text
-    words = text[:117].rpartition(" ")[0]
-    return (words if len(words) > 90 else text[:117]) + "…"
+    return _explain_disk(part) if error["kind"] == "exit" or "CalledProcessError" in error["message"] else ("", "")

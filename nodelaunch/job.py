@@ -17,7 +17,6 @@ from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
 from nodelaunch.bundle import Bundle, collect_files
 from nodelaunch.copying import copy_to_nodes
-from nodelaunch.failure import explain_folder
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import WILL_COPY
 from nodelaunch.result import JobResult
@@ -26,18 +25,14 @@ from nodelaunch.script import Placement, place_nodes
 from nodelaunch.spec import JobSpec, Launch, make_launch
 from nodelaunch.state import JobState
 
-# How long a preflight counts: within it nothing is asked twice, and after it a port may have been taken.
-FRESH_SECONDS = 60.0
+FRESH_SECONDS = 60.0  # how long a preflight counts; after it a port may have been taken
 
 
 class TorchrunJob:
     """A training script that torchrun, or another program, runs on one or more nodes.
 
-    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. A notebook, a script and
-    Python's prompt launch alike. Each ``run()`` or ``start()`` is a launch with a new id and folder.
-
-    Attributes:
-        spec: What it was given.
+    It takes the arguments of :class:`nodelaunch.spec.JobSpec`, and has them as attributes. Each ``run()`` or
+    ``start()`` is a launch with a new id and folder.
     """
 
     def __init__(
@@ -45,8 +40,8 @@ class TorchrunJob:
     ) -> None:
         self.spec = JobSpec(script, args, nodes, **options)
         self._backend = import_module(self.spec.nodes[0].backend)
-        self._preflight: Preflight | None = None
-        self._checked, self._stop = 0.0, threading.Event()
+        self._preflight = Preflight()
+        self._stop = threading.Event()
         self._launch, self._started = make_launch(self.spec.script.stem), False
 
     def __getattr__(self, name: str) -> Any:
@@ -71,10 +66,8 @@ class TorchrunJob:
         Returns:
             The verdicts; a notebook shows them as a table.
         """
-        self._checked = time.monotonic()
         self._collect()  # a file that is missing here is named before any node is asked
-        self._preflight = self._backend.check(self.spec, self._prepare().id)
-        return self._preflight
+        return self._ask_nodes()
 
     def write(self) -> list[Path]:
         """Writes the bash script of every node into ``folder``, to be read, or run by hand on its node.
@@ -83,12 +76,13 @@ class TorchrunJob:
 
         Returns:
             One path per node, in the order of ``nodes``; on Slurm one batch script.
-
-        Raises:
-            LabError: A node that has to be asked does not answer, or the folder cannot be written.
         """
-        launch = self._prepare()
-        return self._write(self._place(self._collect()), launch)
+        self._prepare()
+        bundle, spec = self._collect(), self.spec
+        known = spec.port is not None and all(node.address for node in spec.nodes)
+        if self._backend.ONE_BY_ONE and not known and not self._is_fresh():
+            self._ask_nodes()
+        return self._write(bundle.hash)[1]
 
     def start(self, *, force: bool = False, by_hand: Sequence[str] = (), show: bool | Say = True) -> RunningJob:
         """Starts the job and returns while it runs: ``wait()`` for its result, or ``stop()`` it.
@@ -135,30 +129,15 @@ class TorchrunJob:
             self._launch, self._started = make_launch(self.spec.script.stem), False
         return self._launch
 
-    def _is_fresh(self) -> bool:
-        return self._preflight is not None and time.monotonic() - self._checked <= FRESH_SECONDS
-
     def _collect(self) -> Bundle:
         return collect_files(self.spec.script, self.spec.files, self.spec.root)
 
-    def _place(self, bundle: Bundle) -> list[Placement]:
-        """Finds out what each node's script says; asks the nodes first if an address or the port is not known."""
-        known = self.spec.port is not None and all(node.address for node in self.spec.nodes)
-        if not self._is_fresh() and self._backend.ONE_BY_ONE and not known:
-            self.preflight()
-        return place_nodes(self.spec, self._launch, bundle.hash, self._preflight)
+    def _is_fresh(self) -> bool:
+        return time.monotonic() - self._preflight.started <= FRESH_SECONDS
 
-    def _write(self, places: Sequence[Placement], launch: Launch) -> list[Path]:
-        texts = self._backend.write(self.spec, launch, places)
-        try:
-            launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for name, text in texts.items():
-                # Nobody else may read it: the id of the rendezvous is a secret.
-                with write_atomically(launch.folder / name, mode=0o700) as file:
-                    file.write(text.encode(errors="surrogateescape"))
-        except OSError as error:
-            raise explain_folder(launch.folder, error) from error
-        return [launch.folder / name for name in texts]
+    def _ask_nodes(self) -> Preflight:
+        self._preflight = self._backend.check(self.spec)
+        return self._preflight
 
     def _begin(self, *, force: bool, by_hand: Sequence[str], show: bool | Say) -> RunningJob:
         """Checks the nodes, copies to them, and starts the supervisors."""
@@ -166,32 +145,54 @@ class TorchrunJob:
         self._stop = stop  # a stop() while nothing ran was for nothing
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
         self._check_by_hand(by_hand)
+        # Read once: a script that is saved meanwhile must not be copied under the hash of the one before.
+        bundle = self._collect()
         try:
-            found = self._check(force=force, say=say)
-            started, self._started = time.monotonic(), True
-            # Once: a script that is saved meanwhile must not be copied under the hash of the one before.
-            bundle = self._collect()
+            self._check(force=force, say=say)
+            self._started = True
             if bundle.note:
                 say(bundle.note)
-            places = self._place(bundle)
-            self._write(places, launch)
-            self._copy(launch, bundle, found)
+            places, _ = self._write(bundle.hash)
             state = JobState([node.name for node in spec.nodes], [place.address or "" for place in places], spec)
             for name in by_hand:
                 state.nodes[name].by_hand = True
+            self._copy(bundle)
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
+            return RunningJob(launch, state, links, say=say, stop=stop, preflight=self._preflight.seconds)
         finally:
-            self._preflight = None
-        return RunningJob(spec, launch, links=links, state=state, found=found, started=started, say=say, stop=stop)
+            self._preflight = Preflight()
 
-    def _copy(self, launch: Launch, bundle: Bundle, found: Preflight | None) -> None:
+    def _check(self, *, force: bool, say: Say) -> None:
+        """Asks the nodes, unless they were asked just now, and raises a LabError if the preflight has a red line."""
+        # What was red may have been fixed since, and what was free may have been taken.
+        if not self._is_fresh() or not (self._preflight.ok or force):
+            self._ask_nodes()
+        ready, count = self._preflight.ok, len(self.spec.nodes)
+        if not force:
+            self._preflight.raise_if_red()
+        say(f"preflight: {count} node(s) {'ready' if ready else 'NOT ready; started anyway'}")
+        if self._preflight.hide_gpus:
+            say("preflight: not every process has a GPU: all of them use the CPU and gloo (job.preflight() says more)")
+
+    def _write(self, code: str) -> tuple[list[Placement], list[Path]]:
+        """Writes the scripts of a launch of the code with this hash; returns the places and the scripts' paths."""
+        launch, places = self._launch, place_nodes(self.spec, self._launch, code, self._preflight)
+        launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        texts = self._backend.write(self.spec, launch, places)
+        for name, text in texts.items():
+            # Nobody else may read it: the id of the rendezvous is a secret.
+            with write_atomically(launch.folder / name, mode=0o700) as file:
+                file.write(text.encode(errors="surrogateescape"))
+        return places, [launch.folder / name for name in texts]
+
+    def _copy(self, bundle: Bundle) -> None:
         """Copies code and scripts to the nodes, and the data to those that lack them."""
-        spec, verdicts = self.spec, found.verdicts if found else ()
-        nodes, lacking = spec.nodes, {verdict.node for verdict in verdicts if verdict.found == WILL_COPY}
+        spec, nodes = self.spec, self.spec.nodes
+        lacking = {verdict.node for verdict in self._preflight.verdicts if verdict.found == WILL_COPY}
         if not self._backend.ONE_BY_ONE:  # they share one folder, which no preflight has looked into
-            nodes = spec.nodes[:1]
-            lacking = {nodes[0].name} if spec.data and spec.data.copy_data else ()
-        copy_to_nodes(spec, launch, bundle, nodes=nodes, lacking=lacking)
+            nodes = nodes[:1]
+            lacking = {nodes[0].name} if spec.data and spec.data.copy_data else set()
+        copy_to_nodes(spec, self._launch, bundle, nodes=nodes, lacking=lacking)
 
     def _check_by_hand(self, by_hand: Sequence[str]) -> None:
         names = {node.name for node in self.spec.nodes}
@@ -200,23 +201,6 @@ class TorchrunJob:
             cause = "the launcher starts at least one node, which it follows; Slurm starts all or none"
             fix = f"some of {clean(', '.join(sorted(names)), 80)}, or start all that job.write() wrote"
             raise LabError(what, where="by_hand", cause=cause, fix=fix)
-
-    def _check(self, *, force: bool, say: Say) -> Preflight:
-        """Returns the preflight that counts.
-
-        Raises:
-            LabError: It has a red line.
-        """
-        found = self._preflight
-        # What was red may have been fixed since, and what was free may have been taken.
-        if not self._is_fresh() or not (found.ok or force):
-            found = self.preflight()
-        if not force:
-            found.raise_if_red()
-        say(f"preflight: {len(self.spec.nodes)} node(s) {'ready' if found.ok else 'NOT ready; started anyway'}")
-        if found.hide_gpus:
-            say("preflight: not every process has a GPU: all of them use the CPU and gloo (job.preflight() says more)")
-        return found
 
 
 TorchrunJob.__signature__ = inspect.signature(JobSpec)

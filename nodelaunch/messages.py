@@ -1,15 +1,11 @@
 """The messages of torch, Python and Linux that the launcher knows: what each means, and what to do about it.
 
-node/errors.py only classifies messages, and failure.py adds what the other ranks did. tests/test_launch_field.py takes
-a real text of each row through the whole diagnosis. Texts are those of torch 2.14 and Python 3.11 unless a version is
-named. A message that explains itself has no row: it is quoted.
+Texts are those of torch 2.14 and Python 3.11. A message that explains itself has no row: it is quoted.
 """
 
 from __future__ import annotations
 
 import re
-
-HANDLING = "During handling of the above exception, another exception occurred:"
 
 # A pattern, searched in a rank's traceback and message, or in its last words; the cause in plain words; and the fix.
 # `\g<name>` inserts what a group of the pattern has found. The first match counts: a special case comes before the
@@ -26,11 +22,6 @@ KNOWN = (
      r'|multiprocessing/\w+\.py\"[^\n]*\n(?:(?: {4}[^\n]*)?\n)*OSError: \[Errno 28\]',
      "the shared memory (/dev/shm) is full; a DataLoader's workers hand their batches over in it, and NCCL uses it",
      "num_workers=0, or more of it: podman run --shm-size=2g (docker too); ls -l /dev/shm shows what runs left"),
-    ("can't start new thread|pthread_create (failed|has failed)"
-     r"|(fork|thread|libgomp)[^\n]*Resource temporarily unavailable"
-     r"|(_execute_child|spawnv_passfds|popen_fork\.py)[\s\S]*^BlockingIOError: ",
-     "the node allows this user no more processes or threads (`ulimit -u`, or the container's limit)",
-     "fewer num_workers and threads (OMP_NUM_THREADS=1), or a higher limit: ulimit -u"),
     ("CUDA out of memory|CUDA error: out of memory|cuda.OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
      "the GPU's memory is full", "a smaller --batch-size"),
     (r"can't allocate memory: you tried to allocate (?P<size>\d+) bytes",
@@ -50,9 +41,6 @@ KNOWN = (
      "the ranks built different models", "build the model from the same arguments on every rank"),
     (r"'(?P<kind>DistributedDataParallel|DataParallel)' object has no attribute '(?P<name>\w+)'",
      r"\g<kind> wraps the model, and has none of the model's own attributes", r"model.module.\g<name>"),
-    ("device_ids and output_device arguments only work with",
-     "DDP was given device_ids, and the model is not on that one GPU",
-     "model.to(device) before DDP; on a CPU: DDP(model) without device_ids"),
     # Weights and checkpoints.
     (r'Error\(s\) in loading state_dict[\s\S]*(Missing|Unexpected) key\(s\)[^\n]*\"(?P<prefix>module\.|_orig_mod\.)',
      r'the names of the weights begin with "\g<prefix>" on one side alone: the wrapper (DDP or torch.compile) was '
@@ -62,22 +50,14 @@ KNOWN = (
     (r"Weights only load failed[\s\S]*GLOBAL (?P<name>[\w.]+) was not an allowed global",
      r"the checkpoint holds \g<name>, and since torch 2.6 torch.load takes nothing but tensors and plain values",
      "save plain values (vars(args), float(x)); for a file that you trust: torch.load(…, weights_only=False)"),
-    ("Weights only load failed|PytorchStreamReader failed|invalid load key|not a ZIP archive|unexpected EOF, expected",
-     "the file that torch.load read is no checkpoint, was cut short or damaged, or is still being written by a rank",
-     "look at it (ls -l, file), and copy it again or take an earlier one; after a save by one rank: dist.barrier()"),
     # Devices and backends.
-    ("invalid device ordinal|device >= 0 && device < num_gpus|Invalid device id",
-     "the node has fewer GPUs than processes, or the script numbers them by RANK instead of LOCAL_RANK",
+    ("invalid device ordinal|device >= 0 && device < num_gpus|Invalid device id"
+     "|Duplicate GPU detected|Multiple Ranks are using the same GPU",
+     "the node has fewer GPUs than processes, or two took the same GPU: all the first, or by RANK, not LOCAL_RANK",
      "torch.cuda.set_device(int(os.environ['LOCAL_RANK'])), and nproc_per_node= at most the GPUs of each node"),
-    ("Duplicate GPU detected|Multiple Ranks are using the same GPU",
-     "two processes took the same GPU, and NCCL wants one for each",
-     "torch.cuda.set_device(LOCAL_RANK) in the script; nproc_per_node= at most the number of GPUs of each node"),
     ("ProcessGroupNCCL is only supported with GPUs|doesn't have NCCL built in|NCCL is not available",
      "the script asks for the backend nccl, which needs a GPU for every process; this process sees none",
      "backend='nccl' if torch.cuda.is_available() else 'gloo'"),
-    (r"No backend type associated with device type \w+|Tensors must be CUDA and dense",
-     "the group's backend does not take tensors of this device (nccl: GPU alone; gloo: CPU)",
-     "move the tensor to the group's device first, or init_process_group('cpu:gloo,cuda:nccl')"),
     ("Found no NVIDIA driver|No CUDA GPUs are available|not compiled with CUDA enabled|No NVIDIA GPU"
      "|CUDA driver version is insufficient|driver on your system is too old|no CUDA-capable device"
      "|CUDA is not available|cuInit|CUDA unknown error",
@@ -99,15 +79,8 @@ KNOWN = (
     (r"the name '(?P<name>[^'\n]*)' of the meeting point is not known on this node(?P<own>, and the script set it)?",
      r"no address belongs to the name \g<name> here\g<own>",
      "leave MASTER_ADDR and MASTER_PORT to torchrun, which has set them: init_process_group('gloo') alone"),
-    ("Unable to find (an? )?address for|Unable to find interface|no socket interface|EADDRNOTAVAIL"
-     "|Cannot assign requested address",
-     "this network interface or address does not belong to this node",
-     "job.preflight() lists the interfaces of every node; leave MASTER_ADDR and MASTER_PORT to torchrun"),
     ("EADDRINUSE|(?i:address already in use)",
      "another program on that node has this port", "another port, or 0, which takes a free one"),
-    (r"connectFullMesh|Connection refused, remote=\[127\.",
-     "a rank is gone, or listens on an address that the others cannot reach, such as the loopback",
-     "leave interface= to the preflight, which takes the one on the route between the nodes"),
     ("ncclUnhandledCudaError|ncclSystemError|ncclInternalError|NCCL error|ncclRemoteError",
      "NCCL, which moves the gradients between GPUs, gave up; its own words are in the lines before",
      "job.preflight() looks at GPUs and interfaces; env={'NCCL_DEBUG': 'INFO'} prints what NCCL tried"),
@@ -156,28 +129,15 @@ KNOWN = (
      r"the script imports what this node does not have: \g<name>",
      "a module of yours beside the script: root='.' copies the folder (files=['…'] one file); else: pip install it "
      "there"),
-    (r"(PermissionError|Permission denied|Read-only file system)[^\n]*?(?P<path> '[^'\n]+')?$",
-     r"the user of this job may not use this file or address\g<path>",
-     "ls -ld shows who may; write below the job's own folder, or into a folder of yours on that node"),
-    ("FileExistsError|: File exists$",
-     "it is there already: from an earlier run, or another rank made it a moment before",
-     "os.makedirs(…, exist_ok=True), or a new name for each run; let rank 0 alone make it, with a barrier behind"),
-    (r"fatal error: (?P<name>[\w./+-]+\.(h|hpp|cuh)): No such file or directory",
-     r"the C++ compiler does not find the header \g<name> on this node",
-     "Python.h: the package python3-dev; cuda_*.h: the CUDA toolkit (nvcc); then run the job again"),
-    (r"No such file or directory|FileNotFoundError: \[Errno 2\]|Parent directory \S+ does not exist",
+    (r"(?<!\.h: )No such file or directory|FileNotFoundError: \[Errno 2\]|Parent directory \S+ does not exist",
      "a path that is not on this node: a job runs in its own folder, which has the script and the files of files=, or "
      "with root= the project without files that git ignores or that are above 8 MiB",
      "root='.' copies the script's project and runs in it; large or ignored data: an absolute path; what another rank "
      "writes: dist.barrier() after the save"),
     # A process that the script started, where nothing before has said why it ended.
-    (r"DataLoader worker \(pid[^\n]*killed by signal: (?P<name>Segmentation fault|Aborted|Illegal instruction"
-     "|Floating point exception|Bus error)",
-     r"a worker of the DataLoader crashed in C code (\g<name>)",
-     "num_workers=0 and env={'PYTHONFAULTHANDLER': '1'} show the line"),
     (r"DataLoader worker \(pid|terminated with signal SIGKILL|<Signals\.SIGKILL|process pool was terminated abruptly",
-     "a process that the script started (such as a worker of the DataLoader) ended without a word; most often Linux "
-     "killed it, because memory was full (`sudo dmesg | tail`)",
+     "a process that the script started (such as a worker of the DataLoader) ended without a word: it crashed in C "
+     "code, or, most often, Linux killed it because memory was full (`sudo dmesg | tail`)",
      "num_workers=0 shows a worker's own error; if memory is full: fewer processes, or less in the memory of each"),
 )  # fmt: skip
 
@@ -185,7 +145,7 @@ KNOWN = (
 def look_up(text: str) -> tuple[str, str]:
     """The cause and the fix of the first known message in a text; two empty strings if there is none."""
     # What was caught before ("During handling …") need not be why the script failed.
-    text = text.rpartition(HANDLING)[2]
+    text = text.rpartition("During handling of the above exception, another exception occurred:")[2]
     for pattern, cause, fix in KNOWN:
         if found := re.search(pattern, text, re.MULTILINE):
             return found.expand(cause), found.expand(fix)

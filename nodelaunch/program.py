@@ -1,8 +1,6 @@
 """Programs for a node that lacks our code: a zip of lab_common and nodelaunch.node, started by a few lines of Python.
 
-A program may have to run where nothing of ours is installed yet, on Python 3.9, so what it imports keeps to the
-standard library. The archive is an argument of ``python -c`` and not sent on standard input, which belongs to the
-program: an argument arrives alike on this machine and over ssh, as long as it is below 128 KiB.
+It may have to run on Python 3.9 with nothing installed. The zip is an argument, which has to be below 128 KiB.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import zlib
 from pathlib import Path
 from types import ModuleType
 
-import lab_common
 import nodelaunch
 
 # The current folder goes first: a random.py in the home folder must not be imported in place of Python's own.
@@ -39,10 +36,7 @@ runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 def make_command(python: str, module: ModuleType, *arguments: str) -> list[str]:
     """Returns the command that runs a module on a node, whatever is installed there.
 
-    Args:
-        python: The interpreter on the node.
-        module: One of ``nodelaunch.node``, or another that imports only the standard library and ``lab_common``.
-        arguments: The program's arguments.
+    The module is one of ``nodelaunch.node``, or another that imports only the standard library and ``lab_common``.
     """
     inside = module.__name__.startswith("nodelaunch.node.")
     name = module.__name__ if inside else module.__name__.rpartition(".")[2]
@@ -62,7 +56,6 @@ def _pack(extra: str | None) -> str:
 
 def list_files() -> dict[str, Path]:
     """The files that run around a script on a node, lab_common and nodelaunch.node, by their path in the archive."""
-    launcher, common = Path(nodelaunch.__file__).parent, Path(lab_common.__file__).parent
-    found = {f"lab_common/{path.name}": path for path in common.glob("[!.]*.py")}
-    found |= {f"nodelaunch/node/{path.name}": path for path in launcher.glob("node/[!.]*.py")}
-    return found | {"nodelaunch/__init__.py": launcher / "__init__.py"}
+    root = Path(nodelaunch.__file__).parents[1]
+    patterns = ("lab_common/[!.]*.py", "nodelaunch/__init__.py", "nodelaunch/node/[!.]*.py")
+    return {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.glob(pattern)}

@@ -10,10 +10,7 @@ from lab_common import LabError, env_folder
 from lab_common.markup import write_card
 from lab_common.text import cut_lines
 
-# The most ranks that a card in a notebook names one by one.
-MANY_RANKS = 8
-# What ends a job without an error of any rank.
-ENDED = ("limit", "stopped")
+MANY_RANKS = 8  # the most that a card in a notebook names one by one
 
 
 @dataclass(frozen=True)
@@ -30,36 +27,22 @@ class Rank:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed.
+    """Why a job failed."""
 
-    Attributes:
-        kind: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or
-            "torchrun" (also for what starts the ranks in its place).
-        what: One sentence with the rank and the node.
-        rank: The rank that failed first; None if no rank did.
-        node: Its node.
-        message: The error's own text, which ends its traceback, or torchrun's message.
-        location: Where in the training script, for example "train.py, line 33".
-        traceback: Its traceback, without the frames of the launcher.
-        cause: The likely cause.
-        fix: What to do.
-        consequences: By rank, in one line, the messages of the others; they failed because the first one did.
-        others: By rank, in one line, those that failed later by an error of their own, perhaps the same one.
-        stacks: By rank, where it stood when it was ended.
-    """
-
+    #: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or "torchrun"
+    #: (also for what starts the ranks in its place).
     kind: str
-    what: str
-    rank: int | None = None
-    node: str = ""
-    message: str = ""
-    location: str = ""
-    traceback: str = ""
-    cause: str = ""
-    fix: str = ""
-    consequences: dict[int, str] = field(default_factory=dict)
-    others: dict[int, str] = field(default_factory=dict)
-    stacks: dict[int, str] = field(default_factory=dict)
+    what: str  #: one sentence with the rank and the node
+    rank: int | None = None  #: that failed first; None if none did
+    node: str = ""  #: of that rank
+    message: str = ""  #: the error's own text, which ends its traceback, or torchrun's message
+    location: str = ""  #: in the training script, for example "train.py, line 33"
+    traceback: str = ""  #: without the frames of the launcher
+    cause: str = ""  #: the likely one
+    fix: str = ""  #: what to do
+    consequences: dict[int, str] = field(default_factory=dict)  #: by rank, messages of those that failed because of it
+    others: dict[int, str] = field(default_factory=dict)  #: by rank, later errors of their own, perhaps the same one
+    stacks: dict[int, str] = field(default_factory=dict)  #: by rank, where it stood when it was ended
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -75,27 +58,26 @@ class Failure:
 
     def write_html(self, log: object = "") -> str:
         """The failure as a card for a notebook, with its traceback folded, and the log's path."""
-        named, others = self._list_ranks()[:MANY_RANKS], self._list_ranks()[MANY_RANKS:]
-        more = [("more ranks", f"{len(others)} are not shown here")] if others else []
+        ranks = self._list_ranks()
+        if len(ranks) > MANY_RANKS:
+            ranks[MANY_RANKS:] = [("more ranks", f"{len(ranks) - MANY_RANKS} are not shown here")]
         hints = [("likely", self.cause), ("fix", self.fix), ("log", str(log))]
         rank = "" if self.rank is None else f"rank {self.rank}"
         return write_card(
             self.kind,
             self.what,
-            [*named, *more, *hints],
+            [*ranks, *hints],
             place=" on ".join(part for part in (rank, self.node) if part),
-            colour="note" if self.kind in ENDED else "red",
+            colour="note" if self.kind in ("limit", "stopped") else "red",
             title=f"traceback of {rank}" if rank else "the last lines before the end",
             lines=self.traceback,
         )
 
     def _list_ranks(self) -> list[tuple[str, str]]:
         """A label and a text for each rank that stood somewhere or had a message."""
-        stood = sorted(self.stacks.items()) if self.kind == "hang" else []
-        rows = [(f"rank {rank} stood at", text) for rank, text in stood]
-        rows += [(f"rank {rank} failed, too", text) for rank, text in sorted(self.others.items())]
-        rows += [(f"rank {rank} failed as a consequence", text) for rank, text in sorted(self.consequences.items())]
-        return rows
+        stood = self.stacks if self.kind == "hang" else {}
+        kinds = {"stood at": stood, "failed, too": self.others, "failed as a consequence": self.consequences}
+        return [(f"rank {rank} {kind}", texts[rank]) for kind, texts in kinds.items() for rank in sorted(texts)]
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(self.write_text())
@@ -106,29 +88,17 @@ class Failure:
 
 @dataclass(frozen=True)
 class JobResult:
-    """A job's outcome.
+    """A job's outcome."""
 
-    Attributes:
-        ok: True if every process on every node ended well.
-        results: By rank, the value that its script gave to ``launch.report``; None for a rank that reported nothing.
-        ranks: Who was who, by rank.
-        failure: Why it failed, if it did.
-        restarts: Failures after which torchrun restarted the workers, as one line each.
-        seconds: Seconds from the launch: "preflight", "joined" (all workers started), "total".
-        memory: By rank, the largest resident set in bytes, as far as it was seen (Linux).
-        folder: Folder of the job on the launcher's side, with the scripts and ``output.log``.
-        lines: The output of all ranks, each line with its rank in front; of very many, the last ones.
-    """
-
-    ok: bool
-    results: tuple[Any, ...]
-    ranks: tuple[Rank, ...]
+    ok: bool  #: every process on every node ended well
+    results: tuple[Any, ...]  #: by rank, the value that its script gave to launch.report; None if it gave none
+    ranks: tuple[Rank, ...]  #: who was who, by rank
     failure: Failure | None
-    restarts: tuple[str, ...]
-    seconds: dict[str, float]
-    memory: dict[int, int]
-    folder: Path
-    lines: tuple[str, ...]
+    restarts: tuple[str, ...]  #: the failures after which torchrun restarted the workers, as one line each
+    seconds: dict[str, float]  #: "preflight"; from the launch: "joined" (all workers started), "total"
+    memory: dict[int, int]  #: by rank, the largest resident set in bytes, as far as it was seen (Linux)
+    folder: Path  #: of the job on the launcher's side, with the scripts and output.log
+    lines: tuple[str, ...]  #: the output of all ranks, each with its rank in front; of very many, the last ones
 
     @property
     def log(self) -> Path:

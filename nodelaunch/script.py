@@ -1,7 +1,6 @@
 """The placement of each node, and the bash script that it runs: readable, and safe whatever is in its arguments.
 
-Every value is quoted by ``shlex.quote``, so that a space, a quote, ``;$( )`` or a newline in it is data; in comments it
-is JSON, which has no newline.
+Every value is quoted by ``shlex.quote``; in comments it is JSON, which has no newline.
 """
 
 from __future__ import annotations
@@ -22,54 +21,32 @@ from nodelaunch.spec import JobSpec, Launch
 
 
 class Bash(str):
-    """A piece of bash that stands in a script as it is, such as a variable; all other text is quoted."""
+    """A piece of bash that stands in a script as it is, such as a variable on Slurm; all other text is quoted."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One node of a launch: what its script says that the job's specification does not.
-
-    On Slurm, where the script itself finds them out, some of the values are variables of :class:`Bash`.
-
-    Attributes:
-        node: The node.
-        index: Its number in the job, from 0.
-        address: Its own IPv4 address.
-        head: The address of node 0, where the rendezvous listens.
-        is_head: 1 on node 0, 0 on the others.
-        port: The rendezvous' port there.
-        interface: Network interface of the gradients; None leaves the choice to Gloo and NCCL.
-        job_folder: Folder of this job on the node, for logs, events and results.
-        code_folder: Folder on the node with ``script/`` or ``project/``, and the packages that it imports.
-        threads: Threads per process, as OMP_NUM_THREADS takes it; None shares the node's cores among its processes.
-        gpus: CUDA_VISIBLE_DEVICES of the node; None leaves it alone.
-    """
+    """One node of a launch: what its script says that the job's specification does not."""
 
     node: Node
-    index: int | Bash
-    address: str | None
-    head: str | None
-    is_head: int | Bash
-    port: int | Bash
-    interface: str | None
-    job_folder: str
-    code_folder: str
-    threads: str | None = None
-    gpus: str | None = None
+    index: int | Bash  # from 0
+    address: str | None  # its own, by IPv4
+    head: str | None  # the address of node 0, where the rendezvous listens
+    is_head: int | Bash  # 1 on node 0, 0 on the others
+    port: int | Bash  # of the rendezvous, on node 0
+    interface: str | None  # of the gradients; None leaves the choice to Gloo and NCCL
+    job_folder: str  # of this job on the node, for logs, events and results
+    code_folder: str  # there, with script/ or project/, and what runs around the script
+    threads: str | None = None  # per process, as OMP_NUM_THREADS takes it; None shares the node's cores
+    gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the node; None leaves it alone
 
 
-def place_nodes(spec: JobSpec, launch: Launch, code: str, found: Preflight | None) -> list[Placement]:
-    """Finds out what the script of each node says besides the specification; ``code`` is the hash of the job's code.
-
-    ``found`` may be None if every address and the port are given.
-
-    Raises:
-        LabError: The preflight found no address for a node; its own words.
-    """
-    known, interfaces = (found.addresses, found.interfaces) if found else ({}, {})
-    addresses = [node.address or known.get(node.name) for node in spec.nodes]
-    if found and None in addresses:
-        found.raise_if_red()
+def place_nodes(spec: JobSpec, launch: Launch, code: str, preflight: Preflight) -> list[Placement]:
+    """Finds out what each node's script says besides the specification; ``code`` is the hash of the job's code."""
+    # The preflight may be empty if all addresses and the port are given, or if Slurm chooses.
+    addresses = [node.address or preflight.addresses.get(node.name) for node in spec.nodes]
+    if None in addresses:
+        preflight.raise_if_red()
     return [
         Placement(
             node=node,
@@ -77,13 +54,12 @@ def place_nodes(spec: JobSpec, launch: Launch, code: str, found: Preflight | Non
             address=addresses[index],
             head=addresses[0],
             is_head=int(index == 0),
-            port=spec.port or (found.port if found else 0),
-            interface=node.interface or interfaces.get(node.name),
+            port=spec.port or preflight.port,
+            interface=node.interface or preflight.interfaces.get(node.name),
             job_folder=node.name_job_folder(launch.id, index),
             code_folder=f"{node.folder}/code/{code}",
             threads=_share_cores(spec, node),
-            # On all nodes alike: a script that takes NCCL if it sees a GPU has to get the same answer on each.
-            gpus="" if found and found.hide_gpus else _share_gpus(spec, node),
+            gpus="" if preflight.hide_gpus else _share_gpus(spec, node),
         )
         for index, node in enumerate(spec.nodes)
     ]
@@ -98,20 +74,16 @@ def _share_cores(spec: JobSpec, node: Node) -> str | None:
 
 
 def _share_gpus(spec: JobSpec, node: Node) -> str | None:
-    """Chooses the GPUs of this machine that a node here takes; "" if there are too few for all nodes.
-
-    Every node has a process with LOCAL_RANK 0, which takes the first GPU that it sees, and NCCL refuses two ranks on
-    one GPU. Without any the scripts train on the CPU.
-    """
+    """Chooses the GPUs of this machine that a node here takes; "" if there are too few for all nodes."""
     if not node.here:
         return None
     names = [row[0] for row in find_gpus().get("gpus", [])]
     gpus = list_visible(names, os.environ.get("CUDA_VISIBLE_DEVICES"))
     if not gpus:
         return None
-    first = node.index * spec.nproc_per_node
-    own = gpus[first : first + spec.nproc_per_node] if len(gpus) >= node.together * spec.nproc_per_node else []
-    return ",".join(own)
+    # Every node has a process with LOCAL_RANK 0, which takes the first GPU that it sees. NCCL refuses two on one GPU.
+    first, enough = node.index * spec.nproc_per_node, len(gpus) >= node.together * spec.nproc_per_node
+    return ",".join(gpus[first : first + spec.nproc_per_node] if enough else [])
 
 
 def write_script(spec: JobSpec, launch: Launch, place: Placement) -> str:
@@ -129,7 +101,7 @@ def write_environment(spec: JobSpec, launch: Launch, place: Placement, rendezvou
     """Writes exports: our settings and the job's own, and after them, which counts, what the job's parts rely on."""
     rendezvous = f"""\
 # torchrun's --rdzv-id: a secret, and so not among its arguments, which every user of the machine can see.
-# The rank stands in front of each of its lines. torchrun has an option for it, too, but not yet in torch 2.11.
+# The rank stands in front of each of its lines.
 export PET_RDZV_ID={_quote(rendezvous_id)} TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='[rank ${{rank}}] '
 """
     restarts = """\
@@ -154,20 +126,20 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 def list_variables(spec: JobSpec, place: Placement) -> dict[str, str]:
     """Returns the variables of a node's processes by their names: our settings, and over them the job's own."""
     node = place.node
-    variables = {"LAB_DATA": node.data_folder, "LAB_RUNS": f"{node.folder}/runs"}
-    variables |= {"LAB_SCALE": os.environ["LAB_SCALE"]} if "LAB_SCALE" in os.environ else {}
-    variables |= {"LAB_DATA_FOLDER": spec.data.find_on(node)} if spec.data else {}
-    variables |= {"CUDA_VISIBLE_DEVICES": place.gpus} if place.gpus is not None else {}
-    variables |= spec.env
-    # These two are written elsewhere, where the script has a comment on them.
-    return {name: value for name, value in variables.items() if name not in ("OMP_NUM_THREADS", "PYTHONPATH")}
+    ours = {
+        "LAB_DATA": node.data_folder,
+        "LAB_RUNS": f"{node.folder}/runs",
+        "LAB_SCALE": os.environ.get("LAB_SCALE"),
+        "LAB_DATA_FOLDER": spec.data.find_on(node) if spec.data else None,
+        "CUDA_VISIBLE_DEVICES": place.gpus,
+    }
+    elsewhere = ("OMP_NUM_THREADS", "PYTHONPATH")  # where the script has a comment on them
+    variables = {name: value for name, value in ours.items() if value is not None} | spec.env
+    return {name: value for name, value in variables.items() if name not in elsewhere}
 
 
 def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
-    """Writes what a node does: it prepares its folders, sets its own variables, and starts the program.
-
-    What runs ``around`` the program is "", or a command and a space.
-    """
+    """Writes what a node does; what runs ``around`` the program is "", or a command and a space."""
     node, path = place.node, _quote(f":{spec.env['PYTHONPATH']}") if spec.env.get("PYTHONPATH") else ""
     python, work = _quote(node.python), f"/{name_work(spec.root)}" if spec.root else ""
     copy = f"""\
@@ -176,16 +148,14 @@ PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" |
 """
     share, cores = spec.nproc_per_node, "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
     threads = _quote(place.threads) if place.threads else f"$(( ({cores} + {share - 1}) / {share} ))"
-    # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it. Gloo wants the
-    # whole name, and no sign.
+    # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it.
     name = _quote(place.interface or "")
-    interfaces = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if name != "''" else {}
+    interfaces = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"} if place.interface else {}
     chosen = [f"{variable}={value}" for variable, value in interfaces.items() if variable not in spec.env]
     if spec.program:
         program = " ".join(python if word in ("python", "python3") else _quote(word) for word in spec.program)
         starter = f"""\
-# nodelaunch.node.starter starts that many processes, with torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR and the
-# like), and ends all when one has failed.
+# nodelaunch.node.starter starts that many processes, with torchrun's variables, and ends all when one has failed.
 exec {around}{python} -m nodelaunch.node.starter "${{options[@]}}" -- \\
   {program}"""
     else:
@@ -225,8 +195,10 @@ def _quote(text: str) -> str:
 
 def _write_options(spec: JobSpec, place: Placement) -> str:
     head, wait = _quote(place.head), math.ceil(spec.join_timeout)  # torchrun reads nothing but whole seconds
-    rows = [(f"--nnodes={len(spec.nodes)}", "nodes that take part")]
-    rows += [(f"--nproc-per-node={spec.nproc_per_node}", "processes on each, one per device")]
+    rows = [
+        (f"--nnodes={len(spec.nodes)}", "nodes that take part"),
+        (f"--nproc-per-node={spec.nproc_per_node}", "processes on each, one per device"),
+    ]
     if spec.rank_order == "nodes" and not spec.program:
         static = f"--rdzv-backend=static --rdzv-conf=timeout={wait}"
         rows += [(static, "ranks in the nodes' order; seconds to wait for all")]

@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends.nodes import Node
-from nodelaunch.values import NAME, InvalidValue, checked, optional, rule
+from nodelaunch.values import NAME, InvalidValue, check_value, checked, optional, rule
 
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -39,19 +39,17 @@ def check_argument(value: Any) -> str:
     return values.TEXT(str(value))
 
 
-def check_nodes(value: Any) -> tuple[Node, ...]:
+def check_node_list(value: Any) -> tuple[Node, ...]:
     """Takes a list of nodes that can run one job together."""
-    wanted, example = "a list of nodes", "launch.local_nodes(2)"
-    nodes = values.list_of(rule(lambda node: hasattr(node, "popen"), wanted, example), wanted, example)(value)
+    what = "a list of nodes", "launch.local_nodes(2)"
+    nodes = values.list_of(rule(lambda node: hasattr(node, "popen"), *what), *what)(value)
     names = [node.name for node in nodes]
     if not nodes:
-        raise InvalidValue(wanted, example, "a job needs at least one node")
-    if len(set(names)) < len(names):
-        double = next(name for name in names if names.count(name) > 1)
-        cause = f"{double} is in it twice; several processes on one node are nproc_per_node"
-        raise InvalidValue(wanted, example, cause)
+        raise InvalidValue(*what, "a job needs at least one node")
+    if double := [name for name in names if names.count(name) > 1]:
+        raise InvalidValue(*what, f"{double[0]} is in it twice; several processes on one node are nproc_per_node")
     if len({node.backend for node in nodes}) > 1:  # one module launches on all of them
-        raise InvalidValue(wanted, example, "a job runs on nodes of Slurm or on others, not on both")
+        raise InvalidValue(*what, "a job runs on nodes of Slurm or on others, not on both")
     return nodes
 
 
@@ -63,41 +61,25 @@ def check_env(value: Any) -> dict[str, str]:
     for name in value:
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
             raise InvalidValue(wanted, example, f"a variable's name has letters, digits and _ only, unlike {name!r}")
-    return {
-        name: values.check_value("TorchrunJob", f"env[{name!r}]", content, check_argument)
-        for name, content in value.items()
-    }
+    return {name: check_value("TorchrunJob", f"env[{name!r}]", text, check_argument) for name, text in value.items()}
 
 
 @dataclass(frozen=True)
-class DataFolder:
+class DataFolder(values.Checked):
     """A folder of data that each node of a job needs: the preflight compares the copies, the job may make them.
 
     A script finds its folder in the variable LAB_DATA_FOLDER: on a node of this machine ``path`` itself, and on another
     node ``name`` below the node's data folder, which is in LAB_DATA.
-
-    Args:
-        path: The folder on this machine.
-        name: Its path below the data folder of a node.
-        identity: The name of the file in it that is compared by its SHA-256, such as a list of the other files. If it
-            is JSON with ``sha256``, an object by the names of files, those files have to be there too; if it has
-            ``classes`` besides, nothing else in it is compared.
-        copy_data: True to copy the folder to the nodes that lack it. One that is there is never changed.
-        fix: The command that makes the folder on a machine, which the messages name; "" if there is none.
-
-    Raises:
-        LabError: A field does not take its value.
     """
 
-    path: str | Path = checked(values.check_path)
-    name: str = checked(NAME)
+    path: str | Path = checked(values.check_path)  #: the folder on this machine
+    name: str = checked(NAME)  #: its path below the data folder of a node
+    #: The file in it that is compared by its SHA-256. If it is JSON with ``sha256``, an object by the names of files,
+    #: those have to be there, too; with ``classes`` besides, nothing else is compared.
     identity: str = checked(NAME)
-    copy_data: bool = checked(values.FLAG, default=False)
-    fix: str = checked(values.TEXT, default="")
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, "DataFolder")
+    copy_data: bool = checked(values.FLAG, default=False)  #: copies it to the nodes that lack it, and changes none
+    fix: str = checked(values.TEXT, default="")  #: the command that makes the folder on a machine, for messages
+    maker: ClassVar[str] = "DataFolder"
 
     @property
     def is_here(self) -> bool:
@@ -112,20 +94,16 @@ class DataFolder:
 
 
 ARGUMENTS = values.list_of(check_argument, "a list of texts and numbers", "['--lr', 0.1]")
-DATA = rule(
-    lambda value: isinstance(value, DataFolder),
-    "a DataFolder",
-    "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')",
-)
+EXAMPLE = "nodelaunch.DataFolder('/my/digits', 'digits', 'index.json')"
+DATA = rule(lambda value: isinstance(value, DataFolder), "a DataFolder", EXAMPLE)
 RANK_ORDER = rule(lambda value: value in ("address", "nodes"), "'address' or 'nodes'", "'address'")
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class JobSpec(values.Checked):
     """A training script that torchrun, or another program, runs on one or more nodes.
 
-    Without ``root`` the nodes get the script, ``files``, and your own modules that these import; with ``root`` they
-    get that whole folder. Nothing else has to be on a node but Python, and torch if torchrun runs the script.
+    Each node gets the script and ``files``, or the project ``root``. What it imports besides is installed there.
 
     Args:
         script: The training script, on this machine; with ``root``, relative to that.
@@ -137,21 +115,20 @@ class JobSpec:
         port: Port of the rendezvous on the first node; None takes a free one.
         join_timeout: Seconds to wait until all nodes have joined.
         hang_timeout: Seconds after which the launcher looks at a rank that does not move. Once all ranks wait for each
-            other, it ends the job and says where each one stands. A rank that does something else meanwhile (it loads,
-            evaluates, waits for a program) is only named; then the process group's own timeout decides.
+            other, it ends the job and says where each one stands. A rank that does something else is only named.
         limit: Seconds after which the job is ended in any case.
-        max_restarts: How often torchrun restarts the workers after a failure.
+        max_restarts: How often torchrun restarts the workers after a failure; not with ``program`` or
+            ``rank_order="nodes"``.
         rank_order: "address": rank 0 is on the node with the lowest address, compared as text (torchrun's c10d);
             "nodes": on the first of the list (torchrun's static rendezvous).
         root: Folder of the project that the script is part of. Each node gets a copy of it, without what git ignores
-            and without files over 8 MiB, and the script runs in that copy, which stays for the next job.
+            and files over 8 MiB, and the script runs in that copy, which stays for the next job.
         program: What runs the script in place of torchrun, with its options: ``["python"]`` (the node's own),
-            ``["bash"]``. It is started ``nproc_per_node`` times on each node, with RANK, WORLD_SIZE, MASTER_ADDR and
-            torchrun's other variables. Nobody looks whether such a process hangs; ``limit`` ends it.
+            ``["bash"]``. It gets torchrun's variables. Nobody looks whether such a process hangs; ``limit`` ends it.
         files: Other files that the script imports or reads beside itself; not with ``root``.
         data: A :class:`nodelaunch.DataFolder`: what data each node needs; the preflight compares them. None: no data.
-        needs_group: True if torchrun's ranks have to form one process group: a job whose ranks form none fails, since
-            each of them trained alone. False for a script that needs no group.
+        needs_group: True if torchrun's ranks have to form one process group: otherwise each of them trained alone, and
+            the job fails.
 
     Raises:
         LabError: A field does not take its value.
@@ -159,7 +136,7 @@ class JobSpec:
 
     script: str | Path = checked(check_script)
     args: Sequence[object] = checked(ARGUMENTS, default=())
-    nodes: Sequence[Node] = checked(check_nodes, default=())
+    nodes: Sequence[Node] = checked(check_node_list, default=())
     nproc_per_node: int = checked(values.PROCESSES, default=1)
     env: Mapping[str, str] = checked(check_env, default_factory=dict)
     port: int | None = checked(values.PORT, default=None)
@@ -173,31 +150,27 @@ class JobSpec:
     files: Sequence[str | Path] = checked(values.list_of(values.check_path, "a list of paths"), default=())
     data: DataFolder | None = checked(optional(DATA), default=None)
     needs_group: bool = checked(values.FLAG, default=True)
+    maker: ClassVar[str] = "TorchrunJob"
 
     def __post_init__(self) -> None:
         """Checks every field, and those that have to fit together."""
-        values.check_fields(self, "TorchrunJob")
+        super().__post_init__()
         script = self.script if str(self.script).startswith("~") else (self.root or Path()) / self.script
-        script = values.check_value("TorchrunJob", "script", script, values.check_path)
+        script = check_value("TorchrunJob", "script", script, values.check_path)
         object.__setattr__(self, "script", script)
-        self._check_root()
-        if self.max_restarts and (self.program or self.rank_order == "nodes"):
-            what, where = "Only torchrun restarts ranks, by its c10d rendezvous.", f"max_restarts={self.max_restarts}"
-            cause = "program= runs in its place, or rank_order='nodes' asks for its static rendezvous"
-            raise LabError(what, where=where, cause=cause, fix="leave one of the two away, or max_restarts=0")
+        if self.root:
+            self._check_root()
 
     def _check_root(self) -> None:
         """Checks that the project is a folder with the script in it, and that it is not combined with ``files``."""
-        where, fix = clean(self.script, 300), "root='.' is the current folder, which is copied as a whole"
-        if self.root and self.files:
+        if self.files:
             what, cause = "files= and root= do not go together.", "root= copies the whole folder"
-            raise LabError(what, where="TorchrunJob", cause=cause, fix=f"leave files= away: {fix}")
-        if self.root and not self.root.is_dir():
-            what, cause = "The root of a project is a folder.", "there is no such folder"
-            raise LabError(what, where=clean(self.root, 300), cause=cause, fix=fix)
-        if self.root and self.root not in self.script.parents:
-            cause = f"root is {clean(self.root, 300)}"
-            raise LabError("The script is not within root=.", where=where, cause=cause, fix=fix)
+        elif self.root not in self.script.parents:
+            what, cause = "The script is not within root=.", f"the script is {clean(self.script, 300)}"
+        else:
+            return
+        fix = "root='.' is the current folder, which is copied as a whole"
+        raise LabError(what, where=f"root={clean(self.root, 300)}", cause=cause, fix=fix)
 
     @property
     def world_size(self) -> int:
@@ -214,8 +187,6 @@ class JobSpec:
         """The command that this job stands for, to be typed by hand on each node, in the folder of the script.
 
         On Slurm: once, on a login node, in the folder that ``write()`` fills.
-
-        The job's own command adds what finds errors and ends all ranks together; ``write()`` leaves it to be read.
         """
         if self.nodes[0].backend.endswith(".slurm"):
             return "sbatch job.sbatch"
@@ -230,17 +201,11 @@ class JobSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """The names of one launch, new each time: what is left of an earlier one must not be joined.
+    """The names of one launch, new each time: what is left of an earlier one must not be joined."""
 
-    Attributes:
-        id: The job's id, in the names of folders and in the environment of every process.
-        rendezvous_id: torchrun's ``--rdzv-id``: a secret, so that no stranger guesses it.
-        folder: Folder on this machine, with the scripts and ``output.log``.
-    """
-
-    id: str
-    rendezvous_id: str
-    folder: Path
+    id: str  # the job's, in the names of folders and in the environment of every process
+    rendezvous_id: str  # torchrun's --rdzv-id: a secret, so that no stranger guesses it
+    folder: Path  # on this machine, with the scripts and output.log
 
 
 def make_launch(name: str) -> Launch:

@@ -1,4 +1,4 @@
-"""Collects what the supervisors of a job have reported so far, in the order in which it arrived.
+"""Collects what the supervisors of a job have reported so far.
 
 A supervisor passes on what torchrun and the ranks print (a rank's lines begin with "[rank N] "), and events: one JSON
 object each, behind MARK. All but the first and the last are about one rank, which is in their field ``rank``:
@@ -11,7 +11,7 @@ worker      pid, host, local_rank, processes, port         a rank has started, o
 error       kind, message, traceback, location,            its script raised, or ended itself with an exit status
             disk, file, cause, fix
 groups      sizes                                          the sizes of the process groups that it has opened
-elsewhere                                                  it has started programs that may join the others unseen
+elsewhere                                                  it joins the others by means that are not seen
 still       inside, where, seconds, timeout, …             its main thread stands (nodelaunch.node.watch says where)
 moves                                                      the main thread moves again
 halted      halted                                         the process is stopped (SIGSTOP), or goes on
@@ -38,13 +38,13 @@ from dataclasses import dataclass, field
 from lab_common import LabError
 from lab_common.text import clean_message
 from nodelaunch.node.errors import FULL, StopReason
-from nodelaunch.node.supervisor import MARK
+from nodelaunch.node.report import MARK
 from nodelaunch.result import Rank
 from nodelaunch.spec import JobSpec
 
-# Lines of a rank that are enough for a traceback.
-TAIL = 60
+TAIL = 60  # lines of a rank, which are enough for a traceback
 SILENT = ("exit", "signal")  # kinds of errors of which the rank itself said nothing
+SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}
 CRASHES = (-signal.SIGABRT, -signal.SIGSEGV)
 # How torchrun's agent reports, at once, a worker that ended badly (torch/distributed/elastic/multiprocessing/api.py).
 FAILED = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
@@ -75,28 +75,24 @@ class RankState:
     done: bool = False  # its script has ended
     lingers: bool = False  # its script has ended, while threads of it still run
     halted: bool = False  # stopped by SIGSTOP
-    still: dict | None = None  # the event about its main thread, while that stands, and when it was `heard`
+    still: dict | None = None  # the event about its main thread, while that stands, and when it came (`at`)
     groups: list[int] | None = None  # the sizes of its process groups; None if it may have formed one unseen
     believed: list[str] = field(default_factory=list)  # what a script that opened no group of all ranks took for true
     advice: str = ""
-    stack: str = ""
+    stack: str = ""  # where it stood when it was ended
     waited: str = ""  # the words of NCCL's watchdog about a collective in which the rank waited
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=TAIL))  # its last lines that are not empty
-    result: object = None
+    result: object = None  # what it gave to nodelaunch.report
 
 
 class JobState:
-    """Everything that was heard of a job, whose nodes have these names and addresses.
-
-    Args:
-        spec: The job; None if only its log is left.
-    """
+    """What the supervisors of a job have reported, whose nodes have these names and addresses."""
 
     def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
-        self.spec = spec
+        self.spec, self.started = spec, time.monotonic()
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}  # those that have started
-        self.heard: dict[int, RankState] = defaultdict(RankState)
+        self.rank_states: dict[int, RankState] = defaultdict(RankState)
         self.memory: dict[int, int] = {}  # by rank, the largest resident set in bytes
         # Why the launcher ended the job, if it did, and when it asked all nodes to end (time.monotonic()).
         self.reason: StopReason | None = None
@@ -111,62 +107,54 @@ class JobState:
     @property
     def errors(self) -> list[dict]:
         """The errors of the latest attempt."""
-        return [error for error in self._errors if error["attempt"] == self._present]
+        return [error for error in self._errors if error["attempt"] == self._attempt]
 
     @property
     def restarts(self) -> list[list[dict]]:
         """The errors of each earlier attempt that had some."""
-        earlier = [[error for error in self._errors if error["attempt"] == one] for one in range(self._present)]
+        earlier = [[error for error in self._errors if error["attempt"] == one] for one in range(self._attempt)]
         return [errors for errors in earlier if errors]
 
     @property
-    def _present(self) -> int:
+    def _attempt(self) -> int:
         return max(0, len(self._ports) - 1)
 
-    def find(self, holds: Callable[[RankState], object]) -> list[int]:
+    def find_ranks(self, holds: Callable[[RankState], object]) -> list[int]:
         """Returns the ranks of which something holds."""
-        return sorted(rank for rank, one in self.heard.items() if holds(one))
+        return sorted(rank for rank, one in self.rank_states.items() if holds(one))
 
     @property
     def still(self) -> dict[int, dict]:
         """By rank, the facts about a main thread that stands."""
-        return {rank: self.heard[rank].still for rank in self.find(lambda one: one.still)}
-
-    @property
-    def results(self) -> dict[int, object]:
-        """By rank, what it gave to ``nodelaunch.report``."""
-        return {rank: self.heard[rank].result for rank in self.find(lambda one: one.result is not None)}
+        return {rank: self.rank_states[rank].still for rank in self.find_ranks(lambda one: one.still)}
 
     @property
     def stacks(self) -> dict[int, str]:
         """By rank, where it stood when it was ended."""
-        return {rank: self.heard[rank].stack for rank in self.find(lambda one: one.stack)}
+        return {rank: self.rank_states[rank].stack for rank in self.find_ranks(lambda one: one.stack)}
 
     @property
     def waiting(self) -> list[int]:
         """The ranks that stand in torch.distributed, and have for as long as the job's ``hang_timeout``."""
-        return self.find(lambda one: one.still and one.still["inside"])
+        return self.find_ranks(lambda one: one.still and one.still["inside"])
 
     @property
-    def absent(self) -> list[int]:
+    def busy(self) -> list[int]:
         """The ranks that do something else, and may come to the others."""
-        return sorted(set(self.ranks) - {*self.waiting, *self.find(lambda one: one.halted or one.done)})
+        return sorted(set(self.ranks) - {*self.waiting, *self.find_ranks(lambda one: one.halted or one.done)})
+
+    def list_missing(self) -> list[str]:
+        """Returns the nodes that have not joined; those that were not even started, if there are some."""
+        parts = self.nodes.values()
+        return [part.name for part in parts if not part.started] or [part.name for part in parts if not part.joined]
 
     def stands_still(self) -> bool:
         """True if no rank can move any more, since each waits for another one, or for a thread that waits."""
-        if not all(part.joined for part in self.nodes.values()) or self.absent:
+        if not all(part.joined for part in self.nodes.values()) or self.busy:
             return False
-        lingering = [self.heard[rank] for rank in self.find(lambda one: one.lingers)]
-        idle = all(one.still and one.still.get("idle") for one in lingering)
-        return bool(self.waiting) or (bool(lingering) and idle and all(self.heard[rank].done for rank in self.ranks))
-
-    @property
-    def trained_alone(self) -> bool:
-        """True if ranks that should have formed one group of all formed none."""
-        spec, groups = self.spec, [self.heard[rank].groups for rank in self.ranks]
-        if not spec or spec.program or not spec.needs_group or spec.world_size == 1:
-            return False
-        return not any(sizes is None or max(sizes, default=0) >= spec.world_size for sizes in groups)
+        lingering = [one for one in self.rank_states.values() if one.lingers]
+        idle = bool(lingering) and all(one.still and one.still.get("idle") for one in lingering)
+        return bool(self.waiting) or (idle and all(self.rank_states[rank].done for rank in self.ranks))
 
     def read(self, node: str, line: bytes) -> str | None:
         """Takes in one line of a supervisor; returns it if it is a rank's output, to be shown."""
@@ -185,7 +173,7 @@ class JobState:
         if not (text.startswith("[rank ") and rank.isdigit()):
             part.tail.append(text if text.isprintable() else clean_message(text))
             return None
-        one = self.heard[int(rank)]
+        one = self.rank_states[int(rank)]
         if rest.strip():
             one.tail.append(rest if rest.isprintable() else clean_message(rest))  # each line comes here
         if (found := WATCHDOG.search(rest)) and not one.waited:
@@ -201,15 +189,17 @@ class JobState:
         rank, attempt = self._pids.get((part.name, pid), (None, 0))
         if rank is None or any((error["rank"], error["attempt"]) == (rank, attempt) for error in self._errors):
             return
-        one, waited = self.heard[rank], self.find(lambda one: one.waited)
+        one, waited = self.rank_states[rank], self.find_ranks(lambda one: one.waited)
         hangs = waited or any("Timed out waiting" in error["message"] for error in self.errors)
         if hangs and code == -signal.SIGTERM:  # torchrun ends the others when one has given up waiting
             return
         if one.done and code in CRASHES:  # Gloo's threads, as the interpreter goes: the script had ended
             return
-        message = f"exit status {code}" if code >= 0 else f"killed by signal {-code} ({name_signal(-code)})"
-        message = one.waited or message if code == -signal.SIGABRT else message
-        kind = "exit" if code >= 0 else "signal"
+        kind, message = "exit", f"exit status {code}"
+        if code < 0:
+            kind, message = "signal", f"killed by signal {-code} ({SIGNAL_NAMES.get(-code, 'unknown')})"
+        if one.waited and code == -signal.SIGABRT:
+            message = one.waited
         facts = {"kind": kind, "code": code, "message": message, "traceback": "", "location": "", "rank": rank}
         self._add_error(part, facts, attempt)
 
@@ -217,7 +207,7 @@ class JobState:
         self._errors.append({**facts, "node": part.name, "attempt": attempt, "at": time.monotonic(), **more})
 
     def _read_event(self, part: NodeState, event: dict) -> None:
-        one = self.heard[event["rank"]] if "rank" in event else RankState()
+        one = self.rank_states[event["rank"]] if "rank" in event else RankState()
         match event["event"]:
             case "started":
                 part.started = True
@@ -230,7 +220,7 @@ class JobState:
             case "elsewhere":
                 one.groups = one.groups or None
             case "still":
-                one.still = {**event, "heard": time.monotonic()}
+                one.still = {**event, "at": time.monotonic()}
             case "moves":
                 one.still = None
             case "halted":
@@ -250,7 +240,7 @@ class JobState:
 
     def _read_error(self, part: NodeState, event: dict) -> None:
         # torchrun's word on the exit of the same rank says less, and may have come first.
-        who = event["rank"], self._last.get(event["rank"], self._present)
+        who = event["rank"], self._last.get(event["rank"], self._attempt)
         same = [error for error in self._errors if (error["rank"], error["attempt"]) == who]
         silent = [error for error in same if error["kind"] in SILENT]
         self._errors = [error for error in self._errors if error not in silent]
@@ -260,19 +250,16 @@ class JobState:
     def _read_worker(self, part: NodeState, event: dict) -> None:
         rank, attempt = event["rank"], self._find_attempt(event)
         if self._last.setdefault(rank, attempt) != attempt:
-            self._last[rank], self.heard[rank] = attempt, RankState()
+            self._last[rank], self.rank_states[rank] = attempt, RankState()
         facts = {key: event[key] for key in ("rank", "local_rank", "host", "pid")}
         self.ranks[rank] = Rank(node=part.name, address=part.address, **facts)
         self._pids[part.name, event["pid"]] = rank, attempt
         part.joined = sum(one.node == part.name for one in self.ranks.values()) >= event["processes"]
 
     def _find_attempt(self, event: dict) -> int:
-        """The number of the attempt in which a rank has started.
-
-        The order in which the lines of several nodes come does not tell it, nor does TORCHELASTIC_RESTART_COUNT, which
-        counts what failed on its own node (tried with torch 2.14). Each attempt has a free port of its own, drawn at
-        random; it is seldom one of before.
-        """
+        """The number of the attempt in which a rank has started: each has a port of its own, drawn at random."""
+        # Neither the order of the lines of several nodes tells it, nor TORCHELASTIC_RESTART_COUNT, which counts what
+        # failed on its own node (tried with torch 2.14).
         last = self._last.get(event["rank"], -1)
         if self.spec and not self.spec.max_restarts:
             return 0
@@ -282,12 +269,4 @@ class JobState:
         later = [number for number, one in enumerate(self._ports) if number > last and one == port]
         if not later:
             self._ports.append(port)
-        return later[0] if later else self._present
-
-
-def name_signal(number: int) -> str:
-    """A signal's name, such as SIGKILL."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
+        return later[0] if later else self._attempt

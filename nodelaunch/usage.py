@@ -15,71 +15,46 @@ from nodelaunch.backends.nodes import Node
 from nodelaunch.node import sampler
 from nodelaunch.program import make_command
 
-# How long the last line may take once a node was told to stop.
-PATIENCE = 3.0
+PATIENCE = 3.0  # seconds that the last line may take once a node was told to stop
 
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """One GPU at one moment, as ``nvidia-smi`` tells it.
+    """One GPU at one moment, as ``nvidia-smi`` tells it; memory is in bytes, of all processes."""
 
-    Args:
-        index: Its number on the node.
-        busy: Share of the last moments, 0 to 1, in which any kernel ran; one that waits for another rank counts too.
-        memory_bytes: Memory in use, by all processes.
-        memory_total: Memory that there is, in bytes.
-    """
-
-    index: int
-    busy: float
+    index: int  #: its number on the node
+    busy: float  #: share of the last moments, 0 to 1, in which any kernel ran; one that waits for another rank, too
     memory_bytes: int
     memory_total: int
 
 
 @dataclass(frozen=True)
 class Usage:
-    """One node at one moment.
-
-    Args:
-        node: Its name.
-        time: Seconds since 1970, by the node's own clock; a preflight tells how far those are apart.
-        cores: Number of cores that a process may use there, or a container's share if there is a quota.
-        busy: Share of these cores, 0 to 1, that all programs used: the load average of the last minute.
-        gpus: The GPUs that the node's job may use; all of the machine while no job says otherwise.
-        job_busy: Share, since the moment before, that the processes of this node's jobs used, which tells several nodes
-            on one machine apart. None where there is no /proc (macOS).
-        memory_bytes: Main memory in use on the machine; None likewise.
-        memory_total: Main memory that there is, in bytes; None likewise.
-    """
+    """One node at one moment. Without /proc (macOS) the last three are None."""
 
     node: str
-    time: float
-    cores: float
-    busy: float
-    gpus: tuple[GpuUsage, ...]
+    time: float  #: seconds since 1970, by the node's own clock
+    cores: float  #: that a process may use there, or a container's share if there is a quota
+    busy: float  #: the share of these, 0 to 1, that all programs used: the load average of the last minute
+    gpus: tuple[GpuUsage, ...]  #: that the node's job may use; all of the machine while no job says otherwise
+    #: The share, since the moment before, of this node's jobs: it tells several nodes on one machine apart.
     job_busy: float | None = None
-    memory_bytes: int | None = None
+    memory_bytes: int | None = None  #: main memory in use on the machine, and all that there is
     memory_total: int | None = None
 
 
 @dataclass
 class Watch:
-    """The samples so far.
-
-    Attributes:
-        samples: In the order in which they came.
-    """
+    """The ``samples`` so far, in the order in which they came."""
 
     samples: list[Usage] = field(default_factory=list)
 
 
 @contextlib.contextmanager
 def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
-    """Watches nodes while the block runs: cores, memory and GPUs.
+    """Watches nodes while the block runs, with a small program on each: cores, memory and GPUs.
 
-    On each node runs a small program, and an ``nvidia-smi`` if there is one. It takes a few per cent of a core. It ends
-    when its standard input does, so that it does not outlive us. A node that cannot be watched has no samples, and
-    disturbs nothing: a picture is not worth a job.
+    A node that cannot be watched has no samples, and disturbs nothing: a picture is not worth a job.
 
     Args:
         nodes: In the order of the job, such as ``launch.local_nodes(2)``.
@@ -101,15 +76,13 @@ def watch(nodes: Sequence[Node], *, every: float = 0.5) -> Iterator[Watch]:
                 reader.start()
         yield seen
     finally:
-        for process, _ in running:
+        for process, _ in running:  # its end is also that of the program
             with contextlib.suppress(OSError):
                 process.stdin.close()
         for process, reader in running:
             reader.join(PATIENCE)
-            process.kill()
-            process.wait()
-            process.stdout.close()
-            process.stderr.close()
+            with process:  # whose end waits for it, and closes its pipes
+                process.kill()
 
 
 def _follow(name: str, process: subprocess.Popen, seen: Watch) -> None:

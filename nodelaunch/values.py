@@ -1,8 +1,4 @@
-"""Checks the values that a user gives a job or a node.
-
-They end up in scripts that bash runs, where ``shlex`` quotes every text. So it is enough that a number is a number,
-that a name is a name, and that no text has what no program can be given.
-"""
+"""Checks the values that a user gives a job or a node: that no number is a text, and that a program can be given it."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from lab_common import LabError
 from lab_common.text import clean
@@ -26,33 +22,29 @@ class InvalidValue(ValueError):
     """A value that a field does not take: what it takes, an example, and the cause if the value does not show it."""
 
     def __init__(self, wanted: str, example: str, cause: str = "its type or its range does not fit") -> None:
-        super().__init__(wanted)
         self.wanted, self.example, self.cause = wanted, example, cause
 
 
 def checked(check: Check, **options: Any) -> Any:
-    """Makes a field of a frozen dataclass; :func:`check_fields` passes its value through ``check``."""
+    """Makes a field of a frozen dataclass, such as a :class:`Checked`, which passes its value through ``check``."""
     return field(metadata={"check": check}, **options)
 
 
-def check_fields(instance: Any, owner: str) -> None:
-    """Checks all such fields of a frozen dataclass, from its ``__post_init__``.
+class Checked:
+    """The base of frozen dataclasses whose fields are checked."""
 
-    Raises:
-        LabError: A field does not take its value.
-    """
-    for each in fields(instance):
-        if check := each.metadata.get("check"):
-            value = check_value(owner, each.name, getattr(instance, each.name), check)
-            object.__setattr__(instance, each.name, value)
+    maker: ClassVar[str]  # what the user called, for errors
+
+    def __post_init__(self) -> None:
+        """Checks the fields, or raises a LabError."""
+        for each in fields(self):
+            if check := each.metadata.get("check"):
+                value = check_value(self.maker, each.name, getattr(self, each.name), check)
+                object.__setattr__(self, each.name, value)
 
 
 def check_value(owner: str, name: str, value: object, check: Check) -> Any:
-    """Returns what a check makes of the value of a field or argument; ``owner`` is what was called.
-
-    Raises:
-        LabError: The field does not take the value.
-    """
+    """Returns what a check makes of the value of a field or argument of ``owner``, or raises a LabError."""
     try:
         return check(value)
     except InvalidValue as error:
@@ -103,10 +95,10 @@ def check_path(value: Any) -> Path:
     if not isinstance(value, str | PurePath):
         raise InvalidValue("a path", "'folder/file'")
     try:
-        found = Path(NAME(str(value))).expanduser().resolve()
+        path = Path(NAME(str(value))).expanduser().resolve()
         with contextlib.suppress(PermissionError):
-            found.exists()  # raises if it is longer than a path can be, as code in place of a file's name is
-        return found
+            path.exists()  # raises if it is longer than a path can be, as code in place of a file's name is
+        return path
     except (OSError, RuntimeError) as error:
         raise InvalidValue("a path", "'folder/file'", f"the path leads nowhere: {error}") from error
 

@@ -10,7 +10,7 @@ from harness.drawn import assert_explains, list_all, make_archive, make_folder
 
 from lab_common import LabError
 from lab_utils import data
-from lab_utils.data import download as module
+from lab_utils.data import archive as module
 from lab_utils.data.packing import open_pack
 
 SPLITS = ("train", "valid", "test")

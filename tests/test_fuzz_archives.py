@@ -19,7 +19,7 @@ from PIL import Image
 
 from lab_common import LabError
 from lab_utils import data
-from lab_utils.data import download
+from lab_utils.data import archive
 from lab_utils.data.packing import CLASS_NAMES, SPLITS, open_pack
 
 LOCK = "packed/.cinic10.lock"
@@ -69,7 +69,7 @@ def make_case(seed):
 
 @pytest.mark.drill
 def test_odd_archives_are_refused_or_harmless(tmp_path, monkeypatch):
-    monkeypatch.setattr(download, "ARCHIVE_BYTES", 2**22)
+    monkeypatch.setattr(archive, "ARCHIVE_BYTES", 2**22)
     seeds = choose_seeds(many=1000, few=80)
     canary = make_canary(tmp_path / "canary")
     monkeypatch.setenv("PATH", f"{canary / 'programs'}:{os.environ['PATH']}")

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -142,7 +141,7 @@ class SilentLink:
 
 def test_42_the_launchers_own_clock_ends_a_job_whose_supervisors_are_silent(tmp_path):
     link, start = SilentLink(), time.monotonic()
-    state = JobState(["a"], ["127.0.0.1"], SimpleNamespace(limit=1, max_restarts=0))
+    state = JobState(["a"], ["127.0.0.1"])
     running = make_running({"a": link}, state, tmp_path, limit=1)
     running.follow()
     assert time.monotonic() - start < 1 + 2 + 5 + 2
@@ -173,7 +172,7 @@ def test_42_a_stopped_supervisor_is_ended_also_where_the_launcher_is_gone(write,
     """The guard on the node: nobody else is left who could. It goes, too."""
     launcher, job_id = start_job(write, "local", request)
     guards = [one for one in psutil.process_iter(["cmdline"]) if f"LAB_JOB_ID={job_id}" in (one.info["cmdline"] or [])]
-    assert len(guards) == 2 and all(guard.cmdline()[3].endswith("guard.py") for guard in guards)
+    assert len(guards) == 2 and all(guard.cmdline()[3].endswith("processes.py") for guard in guards)
     kill(find_processes(job_id, "node.supervisor"), signal.SIGSTOP)
     launcher.kill()
     launcher.wait()

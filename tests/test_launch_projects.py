@@ -176,17 +176,6 @@ def test_what_is_ignored_made_by_tools_or_large_is_not_copied(project, monkeypat
     assert note == f"project my project: {len(files)} files, 0.0 MiB; left out: {left_out}"
 
 
-def test_a_repository_within_a_project_is_copied(project):
-    """What it ignores is left out; in a folder that the repository around it ignores, all is copied."""
-    write_files(project, "cloned/code.py", "cloned/a.bin")
-    write_files(project, "cloned/.gitignore", text="*.bin\n")
-    for folder in (project, project / "cloned"):
-        _git(folder, "init")
-    assert find_project(project)[0].keys() == {*PROJECT, "cloned/code.py", "cloned/.gitignore"}
-    write_files(project, ".gitignore", text="net/\n")
-    assert find_project(project / "net")[0].keys() == {"__init__.py", "model.py"}
-
-
 def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
     start = time.monotonic()
     with pytest.raises(LabError, match="too large"):
@@ -203,7 +192,7 @@ def test_what_is_too_large_is_refused_with_the_folder_that_is(project):
 
 def test_a_root_that_cannot_be_one_is_refused(project, tmp_path):
     for options, words in (
-        ({"script": "train.py", "root": project / "nowhere"}, ("is a folder", "root='.'")),
+        ({"script": "train.py", "root": project / "nowhere"}, ("There is no file 'train.py'", "nowhere")),
         ({"script": tmp_path / "train.py", "root": project}, ("not within", str(project))),
         ({"script": "examples/train.py", "root": project, "files": ["a.py"]}, ("do not go together",)),
         ({"script": "examples/train.py", "root": 3}, ("root", "path")),

@@ -13,6 +13,7 @@ from harness.fuzzing import ODD_VALUES
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
 from nodelaunch.bundle import Bundle
+from nodelaunch.preflight import Preflight
 from nodelaunch.script import place_nodes, write_script
 from nodelaunch.spec import JobSpec, Launch
 
@@ -71,7 +72,7 @@ def write_texts(nodes=None, **options):
     """The scripts of a job's nodes, or the batch script."""
     job = TorchrunJob(**{"script": "/home/me/train.py", "nodes": nodes or far_nodes(), "port": 29400, **options})
     launch = Launch("train-1", "5ec2e7", Path("/tmp/lab/jobs/train-1"))
-    places = place_nodes(job.spec, launch, "abc", None)
+    places = place_nodes(job.spec, launch, "abc", Preflight())
     return list(job._backend.write(job.spec, launch, places).values())
 
 
@@ -103,7 +104,7 @@ def draw_script(draw, number, folder, python):
         env={name: draw_text(draw) for name in draw.sample(["A", "_x1", "HOME", "LANG", "LAB_DATA", "FOO_2"], 2)},
     )
     launch = Launch(f"job-{number}", f"{number}", folder)
-    place = place_nodes(spec, launch, "abc", None)[index]
+    place = place_nodes(spec, launch, "abc", Preflight())[index]
     return spec, place, write_script(spec, launch, place).encode(errors="surrogateescape")
 
 

@@ -223,7 +223,7 @@ def test_a_job_that_slurm_ends_is_explained(slurm, tmp_path):
     job = submit(tmp_path)
     wait_for(lambda: job.facts["JobState"] == "FAILED", 30)
     link = SlurmLink(0, job)
-    assert link.poll() == 3
+    assert link.poll() == 1
     assert_explains(link.explain(), "FAILED", "Something broke", "scontrol show job", f"slurm-{job.number}.out")
 
 

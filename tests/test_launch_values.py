@@ -1,16 +1,13 @@
 """Values that a job cannot use: other types, unreadable scripts, folders that cannot be written."""
 
 import os
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from harness.drawn import assert_explains
 
 from lab_common import LabError
-from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
-from nodelaunch.bundle import collect_files, find_packages
-from nodelaunch.node.facts import hash_tree
+from nodelaunch import DataFolder, TorchrunJob, local_nodes, slurm_nodes
 
 pytestmark = pytest.mark.usefixtures("runs")
 
@@ -38,7 +35,6 @@ def make_job(script, **options):
         ({"nodes": []}, ["nodes is a list of nodes, not []", "at least one"]),
         ({"nodes": [*local_nodes(1), *slurm_nodes(1)]}, ["not on both"]),
         ({"rank_order": "size"}, ["rank_order is 'address' or 'nodes', not 'size'"]),
-        ({"rank_order": "nodes", "max_restarts": 1}, ["Only torchrun restarts", "static rendezvous"]),
         ({"data": "digits"}, ["data is a DataFolder, not 'digits'", "DataFolder('/my/digits'"]),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else None,  # a value may show a folder
@@ -104,52 +100,3 @@ def test_a_file_that_cannot_be_a_script_is_named(tmp_path, write, make, words):
         with pytest.raises(LabError) as caught:
             make_job(**options).write()
         assert_explains(caught.value, *words)
-
-
-def test_what_editors_leave_in_the_package_is_no_code(tmp_path, script, monkeypatch):
-    """A checkpoint of Jupyter has no part in the hash that a node's copy is judged by; a lock is a link to nowhere."""
-    package = tmp_path / "mine"
-    (package / ".ipynb_checkpoints").mkdir(parents=True)
-    for name in ("__init__.py", "job.py", ".ipynb_checkpoints/job-checkpoint.py"):
-        (package / name).write_text(f"# {name}")
-    (package / ".#job.py").symlink_to("me@here.1234:5678")
-    monkeypatch.syspath_prepend(tmp_path)
-    script.write_text("import mine")
-    bundle = collect_files(script)
-    own = {name for name in bundle.files if name.split("/")[0] not in ("lab_common", "nodelaunch")}
-    assert own == {"mine/__init__.py", "mine/job.py", "script/train.py"}
-    for name, content in bundle.files.items():
-        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "copy" / name).write_bytes(content)
-    assert hash_tree(tmp_path / "copy") == bundle.hash
-
-
-@pytest.mark.parametrize(
-    ("source", "names"),
-    [
-        ("import os, one.inner as x, numpy", {"one"}),
-        ("def f():\n    from two import *", {"one", "two"}),  # which imports the other
-        ("import three", {"three"}),
-        ("important = 'import'\ndef f(:", set()),
-        ("from lab_utils import data", {"lab_utils", "lab_common"}),
-    ],
-)
-def test_packages_of_one_s_own_travel_with_a_script(tmp_path, monkeypatch, source, names):
-    for name, text in {"one": "", "two": "from one import inner"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(text)
-    (tmp_path / "three.py").write_text("import json")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert set(find_packages([source.encode()])) == names
-
-
-def test_a_full_disk_with_the_folder_of_jobs_is_named(script, small_disk, monkeypatch):
-    with (small_disk / "filler").open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
-        while True:
-            file.write(bytes(2**16))
-    monkeypatch.setenv("LAB_RUNS", str(small_disk / "runs"))
-    words = [f"The disk is full at {small_disk}"[:100], "No space left", "export LAB_RUNS"]
-    node = replace(ssh_nodes(["far"], folder="/f", python="/p/python", interface="eth0")[0], address="10.0.0.1")
-    with pytest.raises(LabError) as caught:
-        make_job(script, nodes=[node]).write()
-    assert_explains(caught.value, *words)

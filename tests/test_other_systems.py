@@ -25,7 +25,7 @@ from course.exercises import ranks
 from lab_common import LabError, cores, files
 from lab_utils import machine
 from nodelaunch import local_nodes
-from nodelaunch.node import facts, guard, probe, processes, supervisor, watch
+from nodelaunch.node import facts, probe, processes, supervisor, watch
 from scripts import loading
 
 PACKAGES = ("lab_common", "lab_utils", "nodelaunch", "course")
@@ -106,8 +106,8 @@ def test_ports_are_found_and_whose_they_are_stays_unknown(elsewhere):
 
 def test_a_job_ends_with_all_its_processes(root, tmp_path):
     command = ["bash", "-c", "sleep 77 & sleep 77"]
-    options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process, family = start_python(SUPERVISE, root, "--job-folder", str(tmp_path), "--", *command, **options), []
+    arguments = ["--job-folder", str(tmp_path), "--lease=6", "--grace=2", "--limit=60", "--", *command]
+    process, family = start_python(SUPERVISE, root, *arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE), []
     try:
         assert '"started"' in process.stdout.readline()
         deadline = time.monotonic() + 30
@@ -124,7 +124,7 @@ def test_a_job_ends_with_all_its_processes(root, tmp_path):
 
 
 def test_a_rank_starts_and_is_watched(elsewhere):
-    assert guard.set_process(guard.PR_SET_PDEATHSIG, 9) is None
+    assert processes.set_process(processes.PR_SET_PDEATHSIG, 9) is None
     assert watch._count_bytes() == 0
     assert watch._read_clock(threading.get_ident()) == 0
 

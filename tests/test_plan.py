@@ -98,9 +98,8 @@ EXAMPLE = ["--compute", "0.5", "--batch", "50", "--size", "1e9", "--latency", "0
 EXAMPLE += ["--price", "2"]
 
 
-def test_the_command_prints_its_assumptions_and_the_table(runs, capsys, tmp_path):
-    figure = tmp_path / "plan.svg"
-    more = ["--buckets", "1", "--nodes", "1", "2", "4", "--images", "1e6", "--figure", str(figure)]
+def test_the_command_prints_its_assumptions_and_the_table(runs, capsys):
+    more = ["--buckets", "1", "--nodes", "1", "2", "4", "--images", "1e6"]
     assert plan.main([*EXAMPLE, *more]) == 0
     out = capsys.readouterr().out
     assert "no stragglers" in out and "upper\nbound" in out and "compute: 0.5; " in out and "by lab 5" not in out
@@ -109,7 +108,6 @@ def test_the_command_prints_its_assumptions_and_the_table(runs, capsys, tmp_path
     # Two nodes send 1 GB in 0.1 s after 0.5 s of computing: 100 images in 0.6 s.
     ring = next(row for row in rows if row[:4] == ["weak", "2", "2", "ring"])
     assert [float(one) for one in ring[4:]] == pytest.approx([0.6, 83.3333, 166.6667, 0.0694, 6.6667], abs=6e-5)
-    assert "svg" in figure.read_text()[:300]
 
 
 def test_the_command_says_what_is_missing(runs, capsys):
@@ -142,7 +140,7 @@ def test_what_lab_5_measured_is_the_default(runs, capsys, monkeypatch):
     assert plan.read_records() == {}
 
 
-def test_each_published_result_is_cited_and_its_error_is_what_is_computed(root, capsys):
+def test_each_published_result_is_cited_and_its_error_is_what_is_computed(root):
     file = json.loads((root / "data" / "reference" / "published_scaling.json").read_text())
     results = file["results"]
     assert len({one["source"] for one in results}) >= 5 and {one["source"] for one in results} == set(file["sources"])
@@ -162,6 +160,3 @@ def test_each_published_result_is_cited_and_its_error_is_what_is_computed(root, 
         )
         assert row["error (points)"] == pytest.approx(found - one["reported"])
         assert -5 < row["error (points)"] < 35, "an upper bound, as far as the inputs are the sources' own"
-    assert plan.main(["--published"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"{row['error (points)']:.4f}".rstrip("0") in out for row in rows) and "upper\nbound" in out

@@ -23,15 +23,8 @@ from nodelaunch.__main__ import main
 from nodelaunch.backends.local import local_nodes
 from nodelaunch.backends.ssh import ssh_nodes
 from nodelaunch.node import probe, receive, sampler
-from nodelaunch.preflight import Preflight, check_nodes, routes
-from nodelaunch.preflight.client import ask_once
-from nodelaunch.preflight.verdicts import (
-    WILL_COPY,
-    Verdict,
-    Wanted,
-    judge_jobs,
-    judge_versions,
-)
+from nodelaunch.preflight import Preflight, ask_once, check_nodes, routes
+from nodelaunch.preflight.verdicts import WILL_COPY, Verdict, judge_jobs, judge_versions
 from nodelaunch.program import make_command
 
 LISTEN = """import socket, time
@@ -100,7 +93,7 @@ def test_a_healthy_pair_is_green_within_two_seconds(pair, tmp_path):
     assert 30000 <= found.port <= 32767, "none of Slurm's jobs"
     checks = {verdict.check for verdict in found.verdicts}
     assert checks == {"address", "network", "port", "versions", "disk", "GPUs", "clock", "exposure"}
-    assert f"node0 on port {found.port}" in str(found)
+    assert f"{found.port} is free" in str(found)
     assert repr(found) == str(found), "what a cell shows"
     with socket.socket() as listener:  # without SO_REUSEADDR: no connection may be left on it
         listener.bind(("", found.port))
@@ -155,7 +148,6 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
     }
     assert len(find(found, "jobs")) == 2, "two nodes on one machine report a job once"
     assert f"pid {left.pid}" in str(found)
-    assert [v.fix[-2:] for v in find(look(pair, job_id="preflight-a"), "jobs")] == ["ab"], "not the job's own"
     assert main(["jobs"]) == 0
     assert f"preflight-a  pid {left.pid}" in capsys.readouterr().out
     started = time.monotonic()
@@ -181,7 +173,7 @@ def test_a_leftover_is_found_and_stopped_and_nothing_else(pair, start, capsys):
 def test_a_leftover_is_red_only_where_it_holds_what_this_job_needs(pid, supervisor, state, fix):
     jobs = {"jobs": [{"id": "job-a", "pid": 7, "command": "python", "supervisor": supervisor}]}
     facts = {"n1": {"system": {"machine": "there"}, "gpu_users": {"rows": [[pid, "python", "900"]]}, "jobs": jobs}}
-    (verdict,) = judge_jobs({"n1": ssh_nodes(["n1"])[0]}, facts, Wanted())
+    (verdict,) = judge_jobs({"n1": ssh_nodes(["n1"])[0]}, facts)
     assert verdict.state == state
     assert verdict.fix.startswith(fix)
 
@@ -351,8 +343,6 @@ def test_the_command_line(capsys, start, monkeypatch):
     assert main(["preflight", "--local", "2", "--port", port, "--interface", "eth9"]) == 1
     said = capsys.readouterr().out
     assert f"port {port} is held" in said and "interface eth9 is not there" in said
-    assert main(["preflight", "n1", "--local", "2"]) == 1
-    assert "do not go together" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -17,19 +17,12 @@ import torch
 from lab_common import LabError
 from lab_utils.bars import open_bar
 from lab_utils.data import packing, shapes
+from lab_utils.data.archive import import_archive
 from lab_utils.data.batches import Batches
-from lab_utils.data.download import fetch_archive, import_archive, pack_torchvision
+from lab_utils.data.download import fetch_archive, pack_torchvision
 from lab_utils.data.packing import SPLITS
 
-__all__ = [
-    "NAMES",
-    "Batches",
-    "Dataset",
-    "Split",
-    "fetch_archive",
-    "import_archive",
-    "load",
-]
+__all__ = ["NAMES", "Batches", "Dataset", "Split", "fetch_archive", "import_archive", "load"]
 
 NAMES = ("shapes10", "cinic10", "cifar10", "fashion_mnist")
 
@@ -152,8 +145,7 @@ def load(name: str | None = None, root: Path | str | None = None, *, skip_bad: b
     elif name == "shapes10":
         pack = packing.provide(name, root, shapes.FINGERPRINT, pack_shapes)
     else:
-        stamp = f"{name}, packing 1"  # raise it if the arrays change
-        pack = packing.provide(name, root, stamp, lambda folder: pack_torchvision(name, folder, stamp))
+        pack = packing.provide(name, root, name, lambda folder: pack_torchvision(name, folder))
     folder, manifest, arrays = pack
     mean, std = tuple(manifest["mean"]), tuple(manifest["std"])
     splits = {split: Split(*map(torch.from_numpy, pair), mean, std) for split, pair in arrays.items()}

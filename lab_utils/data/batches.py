@@ -54,7 +54,7 @@ class Batches:
             std: Standard deviation, by which the images are divided.
             device: Where the batches are made and end up.
             train: Shuffle and augment.
-            seed: Of the order and the augmentation; the same on every rank.
+            seed: Seed of the order and the augmentation; the same on every rank.
             rank: This process, from 0.
             world_size: Number of processes that share the images.
             drop_last: Leave out what does not fill a batch, so that every rank has as many batches as the others.
@@ -69,8 +69,7 @@ class Batches:
             fix = "pass rank=int(os.environ['RANK']), world_size=int(os.environ['WORLD_SIZE']), and not LOCAL_RANK"
             raise LabError(f"There is no rank {rank} among {world_size} rank(s).", fix=fix)
         self._images, self._labels = images, labels
-        self._device, self._train = torch.device(device), train
-        self._seed = seed
+        self._device, self._train, self._seed = torch.device(device), train, seed
         self._rank, self._world_size = rank, world_size
         self._drop_last, self.batch_size = drop_last, batch_size
         self.chosen: torch.Tensor | None = None

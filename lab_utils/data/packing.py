@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import shlex
@@ -35,11 +36,9 @@ SPLITS, KINDS = ("train", "valid", "test"), ("images", "labels")
 CLASS_NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 # Published with the data set: https://github.com/BayesWatch/cinic-10, "Normalization".
 MEAN_STD = ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835))
-FORMAT = 1  # of arrays and manifest: a pack of another format counts as none
+# Raise it if the same pictures, files or drawings would give another pack: then packs of before are made again.
+FORMAT = 1
 MANIFEST = "manifest.json"
-# In the fingerprint of a pack that was made from a folder. Raise it if the same files would give different arrays or
-# notes, so that such packs are made again.
-PACKING = b"packing 3\n"
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 # Pillow goes by a file's first bytes and not by its suffix, and knows formats that start a program (EPS) or decode
@@ -160,15 +159,12 @@ def survey(names: Iterable[str], where: Path) -> Found:
             filled |= {path[0], "/".join(path)}
         elif file and file not in STRAY and (path or is_image(file)):
             others.append(name)
-    left_out = ""
-    if others:
-        left_out = f"left out: {len(others):,} file{'s' * (len(others) > 1)} other than train|valid|test/<class>/*."
-        left_out += f"{'|'.join(suffix[1:] for suffix in SUFFIXES)} (such as {clean_name(others[0], 200)})"
+    taken = f"train|valid|test/<class>/*.{'|'.join(suffix[1:] for suffix in SUFFIXES)}"
+    left_out = f"left out: {_count(others, 'file', f'other than {taken} ')}" if others else ""
     wanted = {*SPLITS, *(f"{split}/{name}" for split in SPLITS for name in CLASS_NAMES)}
     missing = [name for name in sorted(wanted - filled) if name in SPLITS or name.partition("/")[0] in filled]
-    unknown = [
-        name for name in sorted(folders - wanted) if name.partition("/")[0] in SPLITS or name.lower() in SPLIT_NAMES
-    ]
+    strange = [name for name in sorted(folders - wanted) if name.partition("/")[0] in SPLITS]
+    unknown = sorted({*strange, *(name for name in folders - wanted if name.lower() in SPLIT_NAMES)})
     if missing or unknown:
         lists = {"no images in": missing[:12], "unknown": unknown[:12]}
         shown = [f"{label}: {clean_name(', '.join(some), 300)}" for label, some in lists.items() if some]
@@ -179,6 +175,10 @@ def survey(names: Iterable[str], where: Path) -> Found:
             fix=f"rename or remove unknown folders, restore missing ones: train|valid|test/{'|'.join(CLASS_NAMES)}",
         )
     return images, left_out
+
+
+def _count(some: list[str], noun: str, kind: str = "") -> str:
+    return f"{len(some):,} {noun}{'s' * (len(some) > 1)} {kind}(such as {clean_name(some[0], 200)})"
 
 
 # Pictures
@@ -221,24 +221,21 @@ def pack_images(
         LabError: Images cannot be read, and ``skip_bad`` does not say to leave them out.
     """
     images, left_out = found
-    rows = {name: row for row, name in enumerate(name for names in images.values() for name in names)}
+    rows = {name: row for row, name in enumerate(itertools.chain(*images.values()))}
     bad, deep, notes = {}, [], [left_out] if left_out else []
+    wanted = ((name, read) for name, read in contents if name in rows)
     with tempfile.TemporaryFile(dir=folder.parent) as file:
-        with open_bar(len(rows), "packing cinic10", unit=" images", delay=3) as bar:
-            for name, read in contents:
-                if name not in rows:
-                    continue
-                bar.update()
-                try:
-                    content = read()
-                    pixels = decode(content)
-                except (ValueError, OSError) as error:
-                    bad[name] = f"{clean_name(name)} ({getattr(error, 'strerror', None) or error})"
-                    continue
-                file.seek(rows[name] * pixels.nbytes)
-                file.write(pixels.tobytes())
-                if content.startswith(b"\x89PNG") and content[24:25] == b"\x10":
-                    deep.append(name)
+        for name, read in open_bar(len(rows), "packing cinic10", iterable=wanted, unit=" images", delay=3):
+            try:
+                content = read()
+                pixels = decode(content)
+            except (ValueError, OSError) as error:
+                bad[name] = f"{clean_name(name)} ({getattr(error, 'strerror', None) or error})"
+                continue
+            file.seek(rows[name] * pixels.nbytes)
+            file.write(pixels.tobytes())
+            if content.startswith(b"\x89PNG") and content[24:25] == b"\x10":
+                deep.append(name)
         if bad and not skip_bad:
             again = f", or go on without them: {make_command('prepare --skip-bad')}" if where.is_dir() else ""
             shown = "; ".join([*bad.values()][:5]) + f", and {len(bad) - 5:,} more" * (len(bad) > 5)
@@ -250,8 +247,7 @@ def pack_images(
             )
         for words, some in (("left out as unreadable", [*bad.values()]), ("scaled from 16 bits a channel to 8", deep)):
             if some:
-                such = f"(such as {clean_name(some[0], 200)})"
-                notes.append(f"{words}: {len(some):,} image{'s' * (len(some) > 1)} {such}")
+                notes.append(f"{words}: {_count(some, 'image')}")
         file.truncate(len(rows) * 3 * 32 * 32)
         everything = np.memmap(file, np.uint8, "r", shape=(len(rows), 3, 32, 32))
         good = {split: [name for name in names if name not in bad] for split, names in images.items()}
@@ -272,7 +268,7 @@ def provide_cinic10(root: Path, found: Path | None, *, skip_bad: bool = False) -
         raise LabError(what, where=clean_name(found or root), cause=cause, fix=fix)
     surveyed = images, left_out = survey(list_names(found), found)
     names = [name for split in images.values() for name in split]
-    stamp = hashlib.sha256(PACKING + left_out.encode())
+    stamp = hashlib.sha256(left_out.encode())
     for name in names:
         state = os.stat(f"{found}/{name}")  # noqa: PTH116 (a Path for each of 270,000 files takes longer)
         stamp.update(f"{name}\0{state.st_size}\0{state.st_mtime_ns}\n".encode(errors="surrogateescape"))

@@ -6,9 +6,8 @@ set-ups and ``compare`` several, ``find_noise`` says when they are no finding, a
 """
 
 from lab_utils.timing.comparison import SpeedUp, compare, find_speed_up
-from lab_utils.timing.measure import Timing, interleave, limit_rounds, measure, synchronize
+from lab_utils.timing.measure import Timing, find_noise, interleave, limit_rounds, measure, synchronize
 from lab_utils.timing.memory import count_saved_bytes
-from lab_utils.timing.noise import find_noise
 from lab_utils.timing.others import find_others, read_usage
 from lab_utils.timing.records import Records, UnreadableWarning
 from lab_utils.timing.timeline import Timeline

@@ -120,13 +120,12 @@ def _count_left_out(count: int) -> int:
     return int(np.searchsorted(np.cumsum(chances), (1 - LEVEL) / 2, side="right")) - 1
 
 
-def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.DataFrame:
+def compare(timings: Iterable[Timing]) -> pd.DataFrame:
     """Compares timings in a table.
 
     Args:
-        timings: Timings of one ``interleave``, in the order of the rows.
-        baseline: Name of the set-up that has speed-up 1; the first if None. If it ran out of memory, the first
-            that did not takes its place, and the index's name says so.
+        timings: Timings of one ``interleave``, in the order of the rows. The first is the baseline. If it ran out of
+            memory, the first that did not takes its place, and the index's name says so.
 
     Returns:
         A DataFrame with the names as index and the columns ``ms`` (median), ``images/s``, ``speed-up`` over the
@@ -137,11 +136,10 @@ def compare(timings: Iterable[Timing], *, baseline: str | None = None) -> pd.Dat
     import pandas as pd
 
     rows = {timing.name: timing for timing in timings}
-    if not rows or (baseline is not None and baseline not in rows):
-        cause, fix = f"the timings are: {', '.join(rows) or 'none'}", "name one of them as baseline"
-        raise LabError(f"There is no timing of the baseline {baseline!r}.", cause=cause, fix=fix)
-    wanted = rows[baseline] if baseline is not None else next(iter(rows.values()))
-    base = next((one for one in (wanted, *rows.values()) if not one.out_of_memory), wanted)
+    if not rows:
+        raise LabError("There are no timings to compare.", fix="give the timings of one timing.interleave")
+    wanted = next(iter(rows.values()))
+    base = next((one for one in rows.values() if not one.out_of_memory), wanted)
     table = {}
     for name, timing in rows.items():
         gain = find_speed_up(base, timing)

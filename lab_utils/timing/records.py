@@ -16,8 +16,7 @@ import torch
 
 from lab_common import LabError, env_folder, read_path
 from lab_utils import machine
-from lab_utils.timing.measure import Timing
-from lab_utils.timing.noise import find_noise
+from lab_utils.timing.measure import Timing, find_noise
 
 FIELDS = ("lab", "kind", "settings", "machine", "torch", "when", "result")
 
@@ -56,19 +55,16 @@ class Records:
         Returns:
             The result as it was stored: Timings stay Timings, tuples become lists, keys of dictionaries strings.
         """
-        stored = None if again else self.newest(kind, **settings)
+        stored = None
+        if not again:
+            wanted = (decode(encode(_plain(settings))), machine.describe().label, torch.__version__)
+            stored = next((one for one in reversed(self.read(kind)) if circumstances(one) == wanted), None)
         if stored is not None and not find_noise(_list_timings(stored["result"])):
             self.note = f"stored result of {stored['when']}, not measured again (again=True measures again)"
             return stored["result"]
         record = self.add(kind, function(), **settings)
         self.note = f"measured now, {record['when']}"
         return record["result"]
-
-    def newest(self, kind: str, **settings: object) -> dict[str, Any] | None:
-        """Returns the newest record of this kind and these settings, measured on this machine with this torch."""
-        wanted = (decode(encode(_plain(settings))), machine.describe().label, torch.__version__)
-        fitting = [record for record in self.read(kind) if circumstances(record) == wanted]
-        return fitting[-1] if fitting else None
 
     def add(self, kind: str, result: object, **settings: object) -> dict[str, Any]:
         """Appends one record and returns it as it will be read.

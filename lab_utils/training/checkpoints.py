@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import datetime
-import enum
 import errno
 import hashlib
 import io
@@ -14,13 +12,12 @@ import pickle
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
-from pathlib import Path, PurePath
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from lab_common import LabError, read_folder
 from lab_common.files import hold_lock, open_regular, write_atomically
@@ -29,20 +26,6 @@ from lab_common.text import clean_name
 # The step, and the first 16 hex digits of the file's SHA-256.
 PATTERN = re.compile(r"step-[0-9]{9,}-[0-9a-f]{16}\.pt")
 PLAIN = (torch.Tensor, torch.nn.Parameter, int, float, str, bool, complex, bytes, type(None))
-# What to save instead of a value that would not load; the first type that fits.
-INSTEAD = {
-    torch.Tensor: "{}.as_subclass(torch.Tensor)",
-    np.ndarray: "torch.from_numpy({})",
-    np.floating: "float({})",
-    np.integer: "int({})",
-    np.bool_: "bool({})",
-    (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler): "{}.state_dict()",
-    torch.Generator: "{}.get_state()",
-    enum.Enum: "{}.value",
-    (str, PurePath, datetime.date, datetime.timedelta): "str({})",
-    Mapping: "dict({})",
-    (Sequence, Set): "list({})",
-}
 
 
 class Checkpoints:
@@ -156,23 +139,14 @@ def _read_state(path: Path, map_location: torch.device | str) -> dict[str, Any]:
 
 
 def _check_state(state: object) -> None:
-    """Raises a LabError if a value would not load: which one, and what to save instead."""
-    unfit = list(_find_unfit(state, "state"))
-    if not unfit:
-        return
-    place, value = unfit[0]
-    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-    other = "vars({})" if hasattr(value, "__dict__") and not callable(value) else ""
-    instead = next((text for types, text in INSTEAD.items() if isinstance(value, types)), other)
-    if hasattr(value, "full_tensor"):  # a DTensor: its part here is not the whole
-        instead = "{}.full_tensor()"
-    instead = instead.format("key" if place.startswith("a key") else place)
-    more = f"; the same applies to {', '.join(place for place, _ in unfit[1:4])}" if unfit[1:] else ""
-    raise LabError(
-        f"{place} is {'an' if kind[0] in 'aeio' else 'a'} {kind}, which a checkpoint may not hold."[:120],
-        cause=f"only whole tensors, numbers, text, and dictionaries and lists of them load without running code{more}",
-        fix=f"save {instead}" if instead else f"leave {place} out, and build it again after loading",
-    )
+    """Raises a LabError that names the first value that would not load."""
+    for place, value in _find_unfit(state, "state"):
+        raise LabError(
+            f"{place} is of type {type(value).__module__}.{type(value).__qualname__}."[:120],
+            cause="only whole tensors, numbers, text, and dictionaries and lists of them load without running code",
+            fix=f"save as tensors, numbers or text what {place} holds: float(x), x.tolist(), str(x), vars(x), "
+            "x.state_dict(), x.full_tensor() of a DTensor; or leave it out, and build it again after loading",
+        )
 
 
 def _find_unfit(value: object, place: str) -> Iterator[tuple[str, object]]:

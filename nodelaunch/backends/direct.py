@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import shlex
-import threading
 from collections.abc import Sequence
+from threading import Event
 
 from nodelaunch.backends import Say
-from nodelaunch.backends.nodes import PipeLink
+from nodelaunch.backends.nodes import Link, PipeLink
 from nodelaunch.preflight import Preflight, check_nodes
 from nodelaunch.script import Placement, write_script
 from nodelaunch.spec import JobSpec, Launch
 
-# Together less than the ten seconds within which nothing of a job may outlive its launcher.
-LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0
+LEASE_SECONDS, GRACE_SECONDS = 6.0, 2.0  # together less than the ten within which nothing may outlive its launcher
 ONE_BY_ONE = True
 
 
-def check(spec: JobSpec, job_id: str) -> Preflight:
+def check(spec: JobSpec) -> Preflight:
     """Checks in seconds if a job can run, and changes nothing."""
     return check_nodes(
         spec.nodes,
@@ -25,7 +24,6 @@ def check(spec: JobSpec, job_id: str) -> Preflight:
         nproc_per_node=spec.nproc_per_node,
         data=spec.data,
         torchrun=not spec.program,
-        job_id=job_id,
         visible=spec.env.get("CUDA_VISIBLE_DEVICES"),
     )
 
@@ -36,22 +34,10 @@ def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[st
 
 
 def start(
-    spec: JobSpec,
-    launch: Launch,
-    places: Sequence[Placement],
-    *,
-    by_hand: Sequence[str],
-    say: Say,
-    stop: threading.Event,
-) -> dict[str, PipeLink]:
-    """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name.
-
-    It runs the node's script, and ends it when this process is gone.
-
-    Raises:
-        LabError: A node could not be started; the others are ended.
-    """
-    links: dict[str, PipeLink] = {}
+    spec: JobSpec, launch: Launch, places: Sequence[Placement], *, by_hand: Sequence[str], say: Say, stop: Event
+) -> dict[str, Link]:
+    """Starts a supervisor on each node but those that are started by hand; returns the links by the node's name."""
+    links: dict[str, Link] = {}
     bounds = [f"--lease={LEASE_SECONDS}", f"--grace={GRACE_SECONDS}", f"--limit={spec.limit}"]
     try:
         for place in places:

@@ -14,15 +14,10 @@ from nodelaunch.backends.nodes import ThisMachine
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNode(ThisMachine):
-    """A node on this machine; attributes as in :class:`nodelaunch.backends.nodes.Node`.
+    """A node on this machine; attributes as in :class:`nodelaunch.backends.nodes.Node`."""
 
-    Attributes:
-        index: Its place among the nodes that were made together, from 0.
-        together: The number of those. A node keeps its share of the machine even if a job takes only some of them, so
-            that one node and two can be compared.
-    """
-
-    index: int = 0
+    index: int = 0  # among the nodes that were made together
+    # The number of those. Its share of the machine stays even if a job takes only some, so that one and two compare.
     together: int = 1
     here: ClassVar[bool] = True
     maker: ClassVar[str] = "local_nodes"
@@ -36,8 +31,7 @@ class LocalNode(ThisMachine):
 def local_nodes(count: int, *, folder: str | Path | None = None) -> list[LocalNode]:
     """Makes nodes on this machine, which share its cores and talk over the loopback interface.
 
-    On Linux each has an address of its own (127.0.0.1, 127.0.0.2, …: all of 127/8 answers without set-up), so that the
-    nodes can be told apart by it as real hosts can. On macOS there is only 127.0.0.1.
+    On Linux each has an address of its own (127.0.0.1, 127.0.0.2, …), as real hosts have.
 
     Args:
         count: How many nodes.

@@ -8,46 +8,31 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from lab_common import LabError
 from lab_common.text import clean
 from nodelaunch import values
-from nodelaunch.node.errors import FULL, name_full_disk
 from nodelaunch.node.output import read_lines
 
 
 @dataclass(frozen=True, kw_only=True)
-class Node:
+class Node(values.Checked):
     """A machine, or a part of one, on which one torchrun of a job runs.
 
     Besides these attributes a node has ``python``, the interpreter there, and ``folder``, the absolute folder there for
     all that is ours (``jobs/<id>``, ``code/<hash>``, ``work``).
-
-    Attributes:
-        name: Unique in a job.
-        address: IPv4 address by which the other nodes reach it; None if the preflight has to find it.
-        interface: The network interface, if the user chose one; None follows the route.
-        data: ``LAB_DATA`` on that node, as the user gave it.
-        backend: Name of the module that launches there; see :mod:`nodelaunch.backends`.
-        here: True for this machine, whose cores and GPUs its nodes share. Such a node also needs ``index`` and
-            ``together``, its share; see :class:`nodelaunch.backends.local.LocalNode`.
-        maker: Name of the function that makes such nodes, for errors.
     """
 
-    name: str = values.checked(values.NAME)
-    address: str | None = None
-    interface: str | None = values.checked(values.optional(values.NAME), default=None)
-    data: str | None = values.checked(values.optional(values.NAME), default=None)
-    backend: ClassVar[str] = "nodelaunch.backends.direct"
+    name: str = values.checked(values.NAME)  # unique in a job
+    address: str | None = None  # IPv4, by which the other nodes reach it; None if the preflight has to find it
+    interface: str | None = values.checked(values.optional(values.NAME), default=None)  # None follows the route
+    data: str | None = values.checked(values.optional(values.NAME), default=None)  # LAB_DATA there, if it was given
+    backend: ClassVar[str] = "nodelaunch.backends.direct"  # the module that launches there, see nodelaunch.backends
+    # True for this machine, whose cores and GPUs its nodes share. Such a node also has its share, see LocalNode.
     here: ClassVar[bool] = False
-    maker: ClassVar[str]
-
-    def __post_init__(self) -> None:
-        """Checks every field."""
-        values.check_fields(self, self.maker)
 
     @property
     def data_folder(self) -> str:
@@ -59,29 +44,17 @@ class Node:
         return f"{self.folder}/jobs/{job_id}/node{index}"
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there, with three pipes of bytes; the arguments are data and never code.
-
-        It has a session of its own, so that an interrupt in the terminal reaches only the launcher.
-        """
+        """Starts a program there, with three pipes of bytes; the arguments are data and never code."""
         pipe = subprocess.PIPE
+        # With a session of its own, so that an interrupt in the terminal reaches only the launcher.
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that could not be run there."""
         last = clean((stderr.strip().splitlines() or [f"exit status {returncode}"])[-1], 300)
-        if FULL.search(stderr):
-            path = name_full_disk(stderr) or self.folder
-            what = clean(f"The disk of {self.name} is full at {path}", 118) + "."
-            return LabError(what, where=path, cause=last, fix=advise_room(path))
-        fix = "see that the folder can be written to and that the disk has room, then run the job again"
         what = f"A program could not be run on {self.name[:40]}."
+        fix = "see that the folder can be written to and that the disk has room (df -h), then run the job again"
         return LabError(what, where=self.folder, cause=last, fix=fix)
-
-
-def advise_room(path: str) -> str:
-    """The fix for a disk that is full at a path; "" if that is not known."""
-    look = f"df -h {clean(path, 200)}".rstrip()
-    return f"free some space there ({look}), or use a folder on a larger disk; then run the job again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,26 +65,33 @@ class ThisMachine(Node):
     python: str = values.checked(values.NAME, default=sys.executable)
 
 
+class Link(Protocol):
+    """The connection to the supervisor of one node."""
+
+    lines: Callable[[], Iterator[bytes]]  # yields what it prints, line by line, until it has ended
+    beat: Callable[[], None]  # sends a heartbeat of the launcher
+    stop: Callable[[], None]  # asks it to end everything
+    kill: Callable[[], None]  # cuts the connection; without heartbeats it then ends by itself
+    poll: Callable[[], int | None]  # its exit status, 0 if all went well; None while it runs
+    explain: Callable[[], LabError | None]  # why the link ended before it had reported its end
+
+
 class PipeLink:
-    """A supervisor at the other end of a pipe, on this machine or through the SSH client."""
+    """A :class:`Link` by a pipe, on this machine or through the SSH client."""
 
     def __init__(self, node: Node, argv: Sequence[str]) -> None:
         self._owner = node
         self._process = node.popen(argv)
         # Without a reader a chatty stderr would fill its pipe and stop the node; only its end is needed.
         self._errors: deque[bytes] = deque(maxlen=50)
-        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        lines = read_lines(self._process.stderr, 10_000)
+        self._reader = threading.Thread(target=self._errors.extend, args=[lines], daemon=True)
         self._reader.start()
         os.set_blocking(self._process.stdin.fileno(), False)
 
-    def _read_errors(self) -> None:
-        with contextlib.suppress(ValueError, OSError):
-            self._errors.extend(read_lines(self._process.stderr, 10_000))
-
     def lines(self) -> Iterator[bytes]:
         """Yields what the supervisor prints, line by line, until it has ended."""
-        with contextlib.suppress(ValueError, OSError):
-            yield from read_lines(self._process.stdout)
+        yield from read_lines(self._process.stdout)
         self._process.wait()
 
     def beat(self) -> None:
@@ -126,12 +106,8 @@ class PipeLink:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Cuts the connection; without heartbeats the supervisor then ends by itself."""
-        # First by SIGTERM: a supervisor on this machine then still ends what it has started.
-        self._process.terminate()
-        killer = threading.Timer(3.0, self._process.kill)
-        killer.daemon = True
-        killer.start()
+        """Cuts the connection; a guard on the node then ends what the supervisor has started."""
+        self._process.kill()
 
     def poll(self) -> int | None:
         """Returns the exit status, or None while it runs."""

@@ -8,18 +8,18 @@ import os
 import re
 import shlex
 import subprocess
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event
 from typing import ClassVar
 
 from lab_common import LabError, env_folder
 from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends import Say
-from nodelaunch.backends.nodes import ThisMachine
+from nodelaunch.backends.nodes import Link, ThisMachine
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import Verdict, judge_error
 from nodelaunch.script import Bash, Placement, write_environment, write_start
@@ -34,8 +34,7 @@ OPTION = re.compile(r"--[a-z][a-z-]*(=[\w@%:,./+*\[\]()=~|&!-]+)?", re.ASCII)
 # but a change may still show seconds late.
 LEASE_SECONDS, GRACE_SECONDS = 7.0, 2.0
 LOOK_SECONDS = 0.5
-# States of a job before its turn, and final ones. UNKNOWN and GONE are ours: the controller does not answer, and Slurm
-# has forgotten the job.
+# States before its turn, and final ones. Ours: the controller does not answer (UNKNOWN); Slurm has forgotten it (GONE).
 WAITING = {"PENDING", "CONFIGURING", "UNKNOWN"}
 OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "GONE"}
 OVER |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
@@ -43,15 +42,9 @@ OVER |= {"NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmNode(ThisMachine):
-    """One of the nodes that Slurm will choose; attributes as in :class:`nodelaunch.backends.nodes.Node`.
+    """One of the nodes that Slurm will choose. All of them share its folder with this machine."""
 
-    Its folder is on a file system that this machine and all nodes share, so that files are copied here.
-
-    Attributes:
-        options: Options of sbatch, the same for all nodes of a list.
-    """
-
-    options: tuple[str, ...]
+    options: tuple[str, ...]  # of sbatch, the same for all nodes of a list
     backend: ClassVar[str] = __name__
     maker: ClassVar[str] = "slurm_nodes"
 
@@ -89,12 +82,10 @@ def slurm_nodes(
     options = [f"--time={time_limit}", *([] if partition is None else [f"--partition={partition}"]), *extra]
     for option in options:
         if not OPTION.fullmatch(option):
-            raise LabError(
-                f"{json.dumps(option)[:60]} is not one option of sbatch.",
-                where="slurm_nodes",
-                cause="each begins with --, has its value behind =, and neither spaces nor quotes",
-                fix="slurm_nodes(2, partition='gpu', time_limit='00:30:00', extra=['--gpus-per-node=1'])",
-            )
+            what = f"{json.dumps(option)[:60]} is not one option of sbatch."
+            cause = "each begins with --, has its value behind =, and neither spaces nor quotes"
+            fix = "slurm_nodes(2, partition='gpu', time_limit='00:30:00', extra=['--gpus-per-node=1'])"
+            raise LabError(what, where="slurm_nodes", cause=cause, fix=fix)
     place = values.check_value("slurm_nodes", "folder", folder, values.optional(values.check_path))
     place = place or env_folder("LAB_RUNS", "runs") / "slurm"
     own = {"folder": str(place), "interface": interface, "options": tuple(options)}
@@ -102,7 +93,7 @@ def slurm_nodes(
     return [SlurmNode(name=f"slurm{index}", **own) for index in range(count)]
 
 
-def check(spec: JobSpec, job_id: str) -> Preflight:
+def check(spec: JobSpec) -> Preflight:
     """Asks Slurm if it would take the job, and when; it chooses the nodes later, and the ranks compare them."""
     started = time.monotonic()
     try:
@@ -114,14 +105,11 @@ def check(spec: JobSpec, job_id: str) -> Preflight:
             verdict = Verdict("Slurm", "queue", "red", said, cause, fix)
     except LabError as error:
         verdict = judge_error("Slurm", error)
-    return Preflight((verdict,), seconds=time.monotonic() - started)
+    return Preflight((verdict,), started=started, seconds=time.monotonic() - started)
 
 
 def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[str, str]:
-    """Returns one batch script for all nodes, which also works by hand: ``cd FOLDER; sbatch job.sbatch``.
-
-    Which nodes it runs on, and so their addresses, is known only there: the script finds them out.
-    """
+    """Returns one batch script for all nodes, which finds out there which these are, and their addresses."""
     place = places[0]
     root, python = shlex.quote(place.job_folder), shlex.quote(place.node.python)
     place = replace(
@@ -136,9 +124,19 @@ def write(spec: JobSpec, launch: Launch, places: Sequence[Placement]) -> dict[st
         interface=place.interface or Bash("$interface"),
     )
     around = '"${supervise[@]}" '
+    requests = [
+        (f"--job-name={launch.id}", "what squeue calls it"),
+        (f"--nodes={len(spec.nodes)}", "nodes that take part"),
+        ("--ntasks-per-node=1", "one on each, which starts the processes"),
+        # Relative to the folder in which sbatch is called: a path here could not have every character.
+        ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
+        ("--no-requeue", "a job that runs twice would join its own past"),
+        *((option, "as asked for") for option in place.node.options),
+    ]
+    lines = "\n".join(f"#SBATCH {option:<34}  # {comment}" for option, comment in requests)
     rendezvous_id = Bash(f'{launch.rendezvous_id}-"$SLURM_JOB_ID"')
     text = f"""#!/usr/bin/env bash
-{_write_requests(spec, launch)}
+{lines}
 # Job {launch.id}. By hand: cd to the folder of this file, then `sbatch job.sbatch`; `squeue --me` shows its turn.
 
 export LAB_JOB_ROOT={root}
@@ -187,35 +185,10 @@ exec srun --kill-on-bad-exit=1 --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpu
     return {SCRIPT: text}
 
 
-def _write_requests(spec: JobSpec, launch: Launch) -> str:
-    """Writes the lines of #SBATCH, each with a comment."""
-    # Relative to the folder in which sbatch is called: a path here could not have every character.
-    lines = [
-        (f"--job-name={launch.id}", "what squeue calls it"),
-        (f"--nodes={len(spec.nodes)}", "nodes that take part"),
-        ("--ntasks-per-node=1", "one on each, which starts the processes"),
-        ("--output=slurm-%j.out", "what Slurm and srun say; %j is the job's number"),
-        ("--no-requeue", "a job that runs twice would join its own past"),
-        *((option, "as asked for") for option in spec.nodes[0].options),
-    ]
-    return "\n".join(f"#SBATCH {option:<34}  # {comment}" for option, comment in lines)
-
-
 def start(
-    spec: JobSpec,
-    launch: Launch,
-    places: Sequence[Placement],
-    *,
-    by_hand: Sequence[str] = (),
-    say: Say,
-    stop: threading.Event,
-) -> dict[str, SlurmLink]:
-    """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn.
-
-    Raises:
-        LabError: Slurm does not take the job.
-        KeyboardInterrupt: The waiting was interrupted; the job is cancelled.
-    """
+    spec: JobSpec, launch: Launch, places: Sequence[Placement], *, by_hand: Sequence[str], say: Say, stop: Event
+) -> dict[str, Link]:
+    """Submits ``job.sbatch``, reports each change in the queue, and waits for its turn; cancels it if interrupted."""
     job, said = submit(Path(places[0].job_folder)), ""
     try:
         while True:
@@ -231,16 +204,11 @@ def start(
 
 
 def submit(folder: Path) -> SlurmJob:
-    """Hands the batch script in a job's folder to Slurm, with the lease that the launcher keeps renewing.
-
-    Raises:
-        LabError: Slurm is not here, or refuses.
-    """
+    """Hands the batch script in a job's folder to Slurm, with the lease that the launcher keeps renewing."""
     (folder / "lease").touch()
     done = _sbatch("--parsable", SCRIPT, cwd=folder, lease=str(folder / "lease"))
     if done.returncode:
-        cause = clean(done.stderr.strip().rpartition("error: ")[2], 300)
-        fix = f"sinfo shows what there is; by hand: cd {shlex.quote(str(folder))}; sbatch {SCRIPT}"
+        cause, fix = clean(done.stderr.strip().rpartition("error: ")[2], 300), "sinfo shows what there is"
         raise LabError("Slurm does not take the job.", where=folder / SCRIPT, cause=cause, fix=fix)
     return SlurmJob(int(done.stdout.strip().split(";")[0]), folder)  # "12;cluster" if there are several clusters
 
@@ -250,19 +218,18 @@ class SlurmJob:
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number, self.folder = number, folder
-        self._lock, self._looked, self._facts = threading.Lock(), 0.0, {"JobState": "UNKNOWN"}
+        self._looked, self._facts = 0.0, {"JobState": "UNKNOWN"}
 
     @property
     def facts(self) -> dict[str, str]:
-        """Slurm's facts of it, such as its ``JobState``."""
-        with self._lock:
-            if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
-                done = _ask("scontrol", "show", "job", "--oneliner", str(self.number))
-                self._facts, self._looked = dict(re.findall(r"(\w+)=(\S*)", done.stdout)), time.monotonic()
-                if done.returncode:
-                    # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
-                    self._facts = {"JobState": "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"}
-            return self._facts
+        """Slurm's facts of it: ``JobState``, and others such as its ``Reason`` and its ``NodeList``."""
+        if self._facts["JobState"] not in OVER and time.monotonic() - self._looked > LOOK_SECONDS:
+            self._looked = time.monotonic()  # before the answer: all links ask
+            done = _ask("scontrol", "show", "job", "--oneliner", str(self.number))
+            # Slurm forgets a job some minutes after its end. The controller may also be away for a moment.
+            state = "GONE" if "Invalid job id" in done.stderr else "UNKNOWN"
+            self._facts = {"JobState": state, **dict(re.findall(r"(\w+)=(\S*)", done.stdout))}
+        return self._facts
 
     @property
     def is_over(self) -> bool:
@@ -271,9 +238,9 @@ class SlurmJob:
 
     def describe(self) -> str:
         """Returns its state, the reason and its nodes, in words."""
-        facts = {"Reason": "None", "NodeList": "(null)"} | self.facts
-        on = f" on {facts['NodeList']}" if facts["NodeList"] not in ("", "(null)") else ""
-        why = f" ({facts['Reason']})" if facts["Reason"] != "None" else ""
+        facts = self.facts
+        on = f" on {nodes}" if (nodes := facts.get("NodeList", "(null)")) not in ("", "(null)") else ""
+        why = f" ({reason})" if (reason := facts.get("Reason", "None")) != "None" else ""
         return f"Slurm job {self.number}: {facts['JobState']}{on}{why}"
 
     def beat(self) -> None:
@@ -293,7 +260,7 @@ class SlurmJob:
 
 
 class SlurmLink:
-    """The link to one node of a Slurm job, with the methods of :class:`nodelaunch.backends.nodes.PipeLink`."""
+    """The :class:`nodelaunch.backends.nodes.Link` to one node of a Slurm job: a file that grows, and the lease."""
 
     def __init__(self, index: int, job: SlurmJob) -> None:
         self.job = job
@@ -320,24 +287,20 @@ class SlurmLink:
             yield rest + b"\n"
 
     def poll(self) -> int | None:
-        """Returns the exit status of the job, or None while it is not over."""
-        if not self.job.is_over:
-            return None
-        status, number = map(int, self.job.facts.get("ExitCode", "0:0").split(":"))
-        code = status or (128 + number if number else 0)
-        return code or int(self.job.facts["JobState"] not in ("COMPLETED", "GONE"))
+        """Returns 1 if the job has failed, 0 if it ended well, or None while it is not over."""
+        return int(self.job.facts["JobState"] not in ("COMPLETED", "GONE")) if self.job.is_over else None
 
     def explain(self) -> LabError | None:
         """The error of a job that Slurm ended, or that failed; None if it ended well."""
         if not self.poll():
             return None
-        facts, number = {"Reason": "None", "NodeList": "no node", **self.job.facts}, self.job.number
+        facts, number = self.job.facts, self.job.number
         log = self.job.folder / f"slurm-{number}.out"
         said = log.read_text(errors="replace").strip() if log.is_file() else ""
-        last = said.rpartition("\n")[2] or f"Slurm's reason: {facts['Reason']}"
+        last = said.rpartition("\n")[2] or f"Slurm's reason: {facts.get('Reason', 'None')}"
         what = f"Slurm job {number} ended as {facts['JobState']}, exit status {facts.get('ExitCode', 'unknown')}."
-        fix = f"scontrol show job {number}"
-        return LabError(what, where=facts["NodeList"], cause=clean(last, 300), fix=fix, log=log)
+        where, fix = facts.get("NodeList", "no node"), f"scontrol show job {number}"
+        return LabError(what, where=where, cause=clean(last, 300), fix=fix, log=log)
 
 
 def _sbatch(*argv: str, cwd: Path | None = None, lease: str = "") -> subprocess.CompletedProcess[str]:

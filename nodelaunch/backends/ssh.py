@@ -1,7 +1,6 @@
 """Nodes that are reached with the OpenSSH client and the user's own configuration.
 
-Host keys are always checked, and nothing ever asks for a password: a question of ssh is an error here, which explains
-what to do once by hand.
+Host keys are always checked. A question of ssh, such as for a password, is an error that says what to do by hand.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ import functools
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,8 +22,7 @@ from lab_common.text import clean
 from nodelaunch import values
 from nodelaunch.backends.nodes import Node
 
-# BatchMode: never a question. ServerAlive…: a dead host is noticed after 6 s, not after hours. Control…: all programs
-# on a host share one connection, which ends 30 s after the last: a new one takes tenths of a second.
+# ServerAlive…: a dead host is noticed after 6 s, not after hours. Control…: all programs on a host share a connection.
 OPTIONS = ("BatchMode=yes", "ConnectTimeout=5", "ServerAliveInterval=2", "ServerAliveCountMax=3")
 OPTIONS += ("ControlMaster=auto", "ControlPersist=30")
 FOLDER = "~/distributed-training-labs"
@@ -62,32 +58,24 @@ REFUSALS = {
         "a typo, or a name that only the hosts or another configuration of ssh know",
         "use the host's IP address in ssh_nodes, or add to /etc/hosts: <IP address> {host}",
     ),
-    r"Connection refused": (
-        "{host} is there, but refuses connections for ssh.",
-        "no sshd runs there, or it listens on another port",
-        "on that host: sudo systemctl start ssh; or give its port in ~/.ssh/config",
-    ),
     r"Permission denied|Too many authentication failures": (
         "{host} does not accept any of your keys.",
         "{last}; here are {keys} and {agent} ssh agent; a password is never asked for",
         "ssh-keygen -t ed25519 if you have no key yet, then {copy_key}",
     ),
-    r"timed out|No route to host|Network is unreachable|not responding": (
+    r"Connection refused|timed out|No route to host|Network is unreachable|not responding": (
         "{host} does not answer.",
-        "it is off, the address is another host's, or a firewall drops what comes from here",
+        "it is off, no sshd runs there, the address is another host's, or a firewall drops what comes from here",
         "see that it is on and that port 22 is open to this machine, then try by hand: {ssh} true",
     ),
     r"": ("The connection to {host} ended.", "{last}", "try it by hand: {ssh} true"),
 }
 
 
-class Connections:
-    """The private folder of the sockets by which all programs of a list of nodes share connections."""
-
-    def __init__(self) -> None:
-        # macOS's own temporary folder has a longer path than a socket may have.
-        self.folder = tempfile.mkdtemp(prefix="lab-", dir="/tmp")
-        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+def make_connections() -> tempfile.TemporaryDirectory:
+    """Makes the private folder of the sockets by which all programs of a list of nodes share connections."""
+    # macOS's own temporary folder has a longer path than a socket may have.
+    return tempfile.TemporaryDirectory(prefix="lab-", dir="/tmp", ignore_cleanup_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,50 +83,38 @@ class SshNode(Node):
     """A host that ssh reaches; attributes as in :class:`nodelaunch.backends.nodes.Node`.
 
     ``python`` and ``folder`` are looked up there at their first use, once, if they were not given in full.
-
-    Attributes:
-        name: An argument of ssh: a name of the user's configuration or of the network, an address, ``user@host``.
-        wanted_python: As the user gave it; None looks for this interpreter's own path there, then for python3.
-        wanted_folder: As the user gave it, with ``~`` for the home on the host.
-        config: The configuration of ssh, or None for the user's own.
-        connections: Shared by the nodes of one list.
     """
 
     wanted_python: str | None = values.checked(values.optional(values.NAME), default=None)
     wanted_folder: str = values.checked(values.FOLDER, default=FOLDER)
-    config: Path | None = None
-    connections: Connections = field(default_factory=Connections, repr=False, compare=False)
+    config: Path | None = values.checked(values.optional(values.check_path), default=None)
+    connections: tempfile.TemporaryDirectory = field(default_factory=make_connections, repr=False, compare=False)
     maker: ClassVar[str] = "ssh_nodes"
 
     @property
     def python(self) -> str:
         """The interpreter there."""
         given = self.wanted_python or ""
-        return given if given.startswith("/") else self._facts[1]
+        return given if given.startswith("/") else self._home_and_python[1]
 
     @property
     def folder(self) -> str:
         """Our folder there, absolute."""
         if self.wanted_folder.startswith("/"):
             return self.wanted_folder
-        return f"{self._facts[0]}/{self.wanted_folder.removeprefix('~').lstrip('/')}".rstrip("/")
+        return f"{self._home_and_python[0]}/{self.wanted_folder.removeprefix('~').lstrip('/')}".rstrip("/")
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
-        """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends.
-
-        Raises:
-            LabError: There is no ssh on this machine.
-        """
-        options = [f"-o{option}" for option in (*OPTIONS, f"ControlPath={self.connections.folder}/%C")]
+        """Starts a program there; the arguments arrive unchanged. If the host refuses, the process ends."""
+        options = [f"-o{option}" for option in (*OPTIONS, f"ControlPath={self.connections.name}/%C")]
         given = ["-F", str(self.config)] if self.config else []
         # sshd hands one string to the login shell, so they are quoted; `exec`, so that no shell is in between.
         command = ["ssh", "-T", *given, *options, "--", self.name, "exec " + shlex.join(argv)]
         try:
             return super().popen(command)
         except FileNotFoundError as error:
-            what, cause = "The OpenSSH client is not on this machine.", "there is no program `ssh`"
             fix = "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)"
-            raise LabError(what, where="PATH", cause=cause, fix=fix) from error
+            raise LabError("The OpenSSH client (ssh) is not on this machine.", where="PATH", fix=fix) from error
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that ssh could not run there; 255 is ssh's own failure, else it is the program's."""
@@ -161,16 +137,11 @@ class SshNode(Node):
         if returncode in (126, 127):  # a shell's status if the program does not exist or cannot be run
             what, where = f"The Python for the job is not on {self.name[:40]}.", self.wanted_python or "python3"
             fix = f"install Python and torch there ({ssh}), or name the one to use: ssh_nodes(…, python='/its/path')"
-            return LabError(what, where=f"{self.name}: {where}", cause=last or "no such program", fix=fix)
+            return LabError(what, where=where, cause=last, fix=fix)
         return super().explain(returncode, stderr)
 
     @functools.cached_property
-    def _facts(self) -> tuple[str, str]:
-        """The home and the interpreter there.
-
-        Raises:
-            LabError: The host was not reached, or has no Python.
-        """
+    def _home_and_python(self) -> tuple[str, str]:
         wanted = [self.wanted_python] if self.wanted_python else [sys.executable, "python3"]
         with self.popen(["sh", "-c", LOOK, "sh", *wanted]) as process:
             try:
@@ -198,7 +169,7 @@ def ssh_nodes(
     """Makes nodes out of hosts that ``ssh NAME`` reaches without a question.
 
     Args:
-        names: Names or addresses as you would type them after ``ssh``.
+        names: Names or addresses as you would type them after ``ssh``: ``n1``, ``me@10.0.0.2``.
         python: The interpreter on the hosts; None takes this one's path if it exists there, otherwise python3.
         folder: The folder for all that is ours on the hosts; ``~`` is the home there.
         interface: The network interface between the hosts; None finds it by the route.
@@ -206,16 +177,12 @@ def ssh_nodes(
         config: A configuration of ssh in place of ``~/.ssh/config``.
 
     Raises:
-        LabError: A name is invalid or is given twice, or the configuration does not exist.
+        LabError: A name is invalid or is given twice.
     """
     names = values.check_value("ssh_nodes", "names", names, values.list_of(HOST, "a list of hosts", "['n1', 'n2']"))
     if len(set(names)) < len(names):
         fix = "name each host once; several processes on one host are nproc_per_node"
         raise LabError("Each node needs its own host.", where=clean(", ".join(names), 200), fix=fix)
-    path = values.check_value("ssh_nodes", "config", config, values.optional(values.check_path))
-    if path and not path.is_file():
-        where = clean(path, 300)
-        raise LabError("The configuration of ssh is not there.", where=where, fix="give the path of a file to config=")
     options = {"wanted_folder": str(folder) if isinstance(folder, Path) else folder, "wanted_python": python}
-    options |= {"interface": interface, "data": data, "config": path, "connections": Connections()}
+    options |= {"interface": interface, "data": data, "config": config, "connections": make_connections()}
     return [SshNode(name=name, **options) for name in names]

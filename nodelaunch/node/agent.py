@@ -7,7 +7,6 @@ A node that is started by hand has no supervisor, so this program ends by itself
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from nodelaunch.node.report import leave
+from nodelaunch.node.report import EVENTS, leave
 from nodelaunch.node.stores import guard_stores
 
 # The launcher and the supervisor end a job by the same limits, with a better message; they come first.
@@ -25,16 +24,12 @@ MARGIN, GRACE = 10.0, 5.0
 def main() -> None:
     """Runs torchrun with this process's arguments."""
     keep_bounds()
-    # Importing torch makes 270,000 objects; searching them for garbage takes a sixth of the time.
-    gc.disable()
     guard_stores()
     from torch.distributed.run import main as run_torchrun
     from torch.distributed.run import parse_args
 
     # The ranks compare it: torchrun uses the number of the node that comes last.
     os.environ["LAB_TOLD_NODES"] = parse_args(sys.argv[1:]).nnodes
-    gc.freeze()
-    gc.enable()
     try:
         run_torchrun()
     except Exception:
@@ -48,23 +43,22 @@ def keep_bounds() -> None:
 
     Call it before a worker can have started.
     """
-    events = Path(os.environ["LAB_JOB_FOLDER"], "events.jsonl")
-    before = _measure(events)  # of an earlier start by hand in the same folder
-    threading.Thread(target=_wait_for_bounds, args=[events, before], daemon=True, name="bounds").start()
-
-
-def _wait_for_bounds(events: Path, before: int) -> None:
-    start = time.monotonic()
     join, limit = (float(os.environ[name]) for name in ("LAB_JOIN_TIMEOUT", "LAB_LIMIT"))
-    time.sleep(min(join, limit) + MARGIN)
-    if _measure(events) == before:
-        _end(f"No worker has started within {join:g} s: the other nodes did not come.")
-    time.sleep(max(0.0, limit + MARGIN - (time.monotonic() - start)))
-    _end(f"The job's time limit of {limit:g} s is over.")
+    events = Path(os.environ["LAB_JOB_FOLDER"], EVENTS)
 
+    def measure() -> int:
+        return events.stat().st_size if events.exists() else 0
 
-def _measure(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    before = measure()  # of an earlier start by hand in the same folder
+
+    def wait() -> None:
+        time.sleep(min(join, limit) + MARGIN)
+        if measure() == before:
+            _end(f"No worker has started within {join:g} s: the other nodes did not come.")
+        time.sleep(max(0.0, limit - join))
+        _end(f"The job's time limit of {limit:g} s is over.")
+
+    threading.Thread(target=wait, daemon=True, name="bounds").start()
 
 
 def _end(words: str) -> None:

@@ -64,8 +64,6 @@ def copy_file(path: Path, target: Path) -> None:
         shutil.copyfile(path, copy)
         copy.chmod(0o700)  # which files of a project are programs makes no difference here
         copy.replace(target)
-        # Python compares only the size and the whole second of a source with what it compiled before.
-        shutil.rmtree(target.parent / "__pycache__", ignore_errors=True)
     finally:
         copy.unlink(missing_ok=True)
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 from lab_common.nvidia import find_smi, query_smi
+from nodelaunch.node.processes import link, read
 
 SKIPPED = ("__pycache__", ".ipynb_checkpoints")
 
@@ -150,19 +151,3 @@ def find_data(path):
             pass  # not JSON with these two fields: its bytes count
         found["hash"] = hashlib.sha256(raw).hexdigest()
     return found
-
-
-def read(path):
-    """A small file's text, "" if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def link(path):
-    """The target of a symbolic link, "" if it cannot be read."""
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""

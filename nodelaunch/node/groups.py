@@ -13,16 +13,11 @@ from nodelaunch.node.report import Events
 
 # The variables that torchrun sets for a rank, and that a script may overwrite.
 TOLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# Python's own names (sys.addaudithook) for the start of another program, which may be what joins the ranks.
-PROGRAMS = {"subprocess.Popen", "os.exec", "os.system", "os.posix_spawn"}
-TRAINS = re.compile(r"(.*/)?(python[\d.]*|torchrun|accelerate|deepspeed|mpirun)")
 # By framework, the setting that makes it use all ranks.
 LIGHTNING = "Trainer(…, devices={devices}, num_nodes={nodes}, strategy='ddp')"
 ACCELERATE = "Accelerator(cpu=True), or env={{'ACCELERATE_USE_CPU': 'true'}}, on nodes without GPUs"
 FRAMEWORKS = {"lightning": LIGHTNING, "pytorch_lightning": LIGHTNING}
 FRAMEWORKS |= {"transformers": "TrainingArguments(use_cpu=True) on nodes without GPUs", "accelerate": ACCELERATE}
-# Processes of these are no ranks: a DataLoader's, and those of a pool.
-WORKERS = ("torch.utils.data", "multiprocessing.", "concurrent.futures")
 # A script that joins its ranks without torch's own function.
 JOINS = re.compile(r"ProcessGroup(Gloo|NCCL)\(|init_rpc\(")
 
@@ -31,14 +26,12 @@ class Groups:
     """The groups of one rank, reported to the launcher as they are opened."""
 
     def __init__(self, events: Events, script: str) -> None:
-        self._events, self._sizes, self._elsewhere = events, set(), False
+        self._events, self._sizes = events, set()
         self._told = {name: os.environ.get(name, "") for name in TOLD}
         self._source = Path(script).read_text(errors="replace")
 
     def watch(self) -> None:
         """Reports each group from now on; without the first report the launcher claims nothing about this rank."""
-        from multiprocessing.process import BaseProcess
-
         from torch.distributed import distributed_c10d
 
         # Not public, and the one function through which init_process_group, new_group and DeviceMesh go (torch 2.11 to
@@ -55,40 +48,18 @@ class Groups:
                 self._events.write("groups", sizes=sorted(self._sizes))
             return made
 
-        start = BaseProcess.start
-
-        @functools.wraps(start)
-        def start_noted(process: BaseProcess) -> None:
-            if not getattr(getattr(process, "_target", None), "__module__", "").startswith(WORKERS):
-                self._note_elsewhere()
-            start(process)
-
         distributed_c10d._new_process_group_helper = make_noted_group
-        # Ranks may also join without a group of their own, in processes that they start.
-        BaseProcess.start = start_noted
-        sys.addaudithook(self._note_program)
         self._events.write("groups", sizes=[])
 
-    def _note_program(self, event: str, facts: tuple) -> None:
-        if event in PROGRAMS:
-            words = re.findall(r"[^\s'\",()\[\]]+", str(facts[:2]))[:4]  # of a compiler, python is in an option alone
-            if any(TRAINS.fullmatch(word) for word in words):
-                self._note_elsewhere()
-
-    def _note_elsewhere(self) -> None:
-        if not self._elsewhere:
-            self._elsewhere = True
-            self._events.write("elsewhere")
-
-    def report_end(self) -> list[str]:
-        """Makes the last reports, once the script has ended; returns the beliefs of a script that joined no group."""
+    def report_end(self) -> dict:
+        """Makes the last reports, once the script has ended; returns why it may have joined no group, and the fix."""
         if JOINS.search(self._source) or "torchft" in sys.modules:
-            self._note_elsewhere()
+            self._events.write("elsewhere")
         # accelerate on nodes without GPUs opens a group of all ranks, and then trains without it (1.15).
         state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
         if state and state._shared_state.get("num_processes") == 1:
             self._events.write("groups", sizes=[1])
-        return self.list_beliefs()
+        return {"believed": self.list_beliefs(), "advice": self.advise()}
 
     def list_beliefs(self) -> list[str]:
         """The beliefs of a script that joined no group of all ranks, in words; the likeliest reason first."""

@@ -21,8 +21,8 @@ from pathlib import Path
 from nodelaunch.node import facts
 from nodelaunch.node.facts import collect
 from nodelaunch.node.processes import find_jobs, find_owner, stop_job
+from nodelaunch.node.report import MARK
 
-MARK = "\x1e"  # before each answer, to tell it from what a login script prints
 LIFETIME = 30.0
 # Below the ports that Linux gives to outgoing connections, and above those of services and of Slurm's jobs
 # (backends/slurm.py).
@@ -66,23 +66,16 @@ def find_free_port():
 
 def find_trouble(port):
     """The reason why a port cannot be listened on at all addresses, as torch's rendezvous does; None if it can."""
-    with socket.socket() as trial:
-        # As torch does: closing connections of the last job do not hold it.
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            trial.bind(("", port))
-            trial.listen(1)
-        except OSError as error:
-            return dict(find_owner(port) if error.errno == errno.EADDRINUSE else {}, error=os.strerror(error.errno))
+    try:  # with SO_REUSEADDR, as torch does: closing connections of the last job do not hold it
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        return dict(find_owner(port) if error.errno == errno.EADDRINUSE else {}, error=os.strerror(error.errno))
     return None
 
 
 def open_listener(address, port, token):
     """Listens at an address, "" for all, and answers each connection with the token; returns the port."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address, port))
-    listener.listen(64)
+    listener = socket.create_server((address, port), backlog=64)
     threading.Thread(target=serve, args=(listener, token.encode()), daemon=True).start()
     return listener.getsockname()[1]
 
@@ -131,10 +124,8 @@ def main():
     alarm.start()
     for line in sys.stdin:
         request = json.loads(line)
-        try:
-            answer = ANSWERS[request["do"]](request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+        answer = collect({"it": functools.partial(ANSWERS[request["do"]], request)}, LIFETIME)["it"]
+        # The mark tells an answer from what a login script prints.
         sys.stdout.write(f"{MARK}{json.dumps(answer)}\n")
         sys.stdout.flush()
     os._exit(0)  # without waiting for threads that still hang, for a driver or a disk

@@ -7,28 +7,21 @@ stays. The exit status is CHANGED if that is code and has been changed. Also run
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
 import shutil
 import sys
 import tarfile
 import tempfile
-import time
 from pathlib import Path
 
 from nodelaunch.node.facts import hash_tree
 
 CHANGED = 75
-STAGING = ".receiving-"
-# Code of which a hash is the name: how many of the newest remain, and for how many seconds the others do.
-CODE, KEPT, WEEK = re.compile(r"[0-9a-f]{64}"), 20, 7 * 86400.0
 
 
 def unpack(stream, folder, targets):
     """Unpacks a tar file; returns True if code that was there already is not what its name, a hash, says."""
     folder.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
+    staging = Path(tempfile.mkdtemp(prefix=".receiving-", dir=folder))
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
             archive.extraction_filter = getattr(tarfile, "data_filter", None)
@@ -38,10 +31,6 @@ def unpack(stream, folder, targets):
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     code = [folder / target for target in targets if target.startswith("code/")]
-    with contextlib.suppress(OSError):  # another launch removes from it, too, or it is another user's
-        for path in code:
-            os.utime(path)  # when it was used last
-            trim(folder)
     return any(hash_tree(path) != path.name for path in code)
 
 
@@ -56,18 +45,6 @@ def put(source, place):
         if place.parent.name == "jobs":  # a script that was started by hand has made the job's folder already
             for path in source.iterdir():
                 path.replace(place / path.name)
-
-
-def trim(folder):
-    """Removes old code that no launch of the last week has used, and what interrupted launches left."""
-    code = [path for path in (folder / "code").iterdir() if CODE.fullmatch(path.name) and not path.is_symlink()]
-    code.sort(key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in [*code[KEPT:], *folder.glob(f"{STAGING}*")]:
-        if time.time() - path.stat().st_mtime > WEEK:
-            # Renamed first: what has the name of code is whole, even if the removal is interrupted.
-            aside = folder / f"{STAGING}old-{path.name}"
-            path.rename(aside)
-            shutil.rmtree(aside)
 
 
 if __name__ == "__main__":

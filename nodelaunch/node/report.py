@@ -19,8 +19,11 @@ from typing import Any, NoReturn
 from lab_common import LabError
 from lab_common.files import write_atomically
 
-# Where the ranks of a node hand over what they print, in the job's folder.
-RANKS = "ranks.sock"
+# Behind it, on a line of its own, a program of ours sends the launcher one JSON object, which is no output of a job.
+MARK = "\x1e"
+# In a job's folder on a node: the ranks' events, where each rank stood when it was ended, what each has reported, and
+# the socket at which the ranks hand over what they print.
+EVENTS, STACKS, RESULTS, RANKS = "events.jsonl", "stacks", "results", "ranks.sock"
 # Each rank's result goes over the connection to its node in one line.
 LONGEST = 8 * 2**20
 
@@ -48,7 +51,7 @@ def report(value: Any) -> None:
     if not folder:
         print(f"result: {text}")
         return
-    results = Path(folder) / "results"
+    results = Path(folder) / RESULTS
     results.mkdir(parents=True, exist_ok=True)
     with write_atomically(results / f"rank{os.environ.get('RANK', '0')}.json") as file:
         file.write(text.encode())
@@ -58,7 +61,7 @@ class Events:
     """Lines of JSON in a file that all ranks of a node append to, each in one write; nodelaunch.state reads them."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._path, self._rank, self._file = folder / "events.jsonl", rank, -1
+        self._path, self._rank, self._file = folder / EVENTS, rank, -1
 
     def write(self, event: str, **facts: object) -> None:
         """Adds a line."""
@@ -78,13 +81,9 @@ def open_output(folder: Path, rank: int) -> int | None:
 
     torchrun would write all of it to the disk first, at the disk's speed and without end.
     """
-    here = Path.cwd()
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
-        os.chdir(folder)  # see Supervisor._open_socket
-        try:
+        with contextlib.chdir(folder):  # see Supervisor._open_socket
             link.connect(RANKS)
-        finally:
-            os.chdir(here)
         theirs, ours = os.pipe()
         try:
             socket.send_fds(link, [str(rank).encode()], [theirs])

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lab_common.cores import count_cores
 from lab_common.nvidia import PLAIN_ROWS, find_smi, split_row
+from nodelaunch.node.processes import read_environment
 
 PROC = Path("/proc")
 GPU_FIELDS = "index,uuid,utilization.gpu,memory.used,memory.total"
@@ -50,11 +51,10 @@ def read_jobs(node: str, folder: str) -> tuple[dict, str | None]:
     """Returns the seconds of a core that each process of a node's jobs has used, and CUDA_VISIBLE_DEVICES of them."""
     seconds, devices = {}, None
     for place in PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended, or is another user's
-            lines = (place / "environ").read_bytes().decode(errors="replace").split("\0")
-            environment = dict(line.split("=", 1) for line in lines if "=" in line)
-            ours = environment.get("LAB_JOB_FOLDER", "").startswith(f"{folder.rstrip('/')}/")
-            if ours and environment.get("LAB_NODE") == node:
+        environment = read_environment(place.name)
+        ours = environment.get("LAB_JOB_FOLDER", "").startswith(f"{folder.rstrip('/')}/")
+        if ours and environment.get("LAB_NODE") == node:
+            with contextlib.suppress(OSError, IndexError):  # it has ended
                 fields = (place / "stat").read_text().rpartition(")")[2].split()
                 # With the time of its start: the system uses numbers of processes again.
                 ticks = int(fields[11]) + int(fields[12])

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from nodelaunch.node.agent import keep_bounds
-from nodelaunch.node.guard import start_child
+from nodelaunch.node.processes import start_child
 from nodelaunch.node.report import Events, open_output
 
 # Seconds that the others have to end after one has failed, or after SIGTERM.
@@ -39,20 +39,21 @@ def main() -> int:
             processes.append(_start(options, local_rank))
         return _follow(processes, options.node_rank * options.nproc_per_node)
     finally:
-        _end([process for process in processes if process.poll() is None])
+        _end(processes)
 
 
 def _start(options: argparse.Namespace, local_rank: int) -> subprocess.Popen:
     rank, folder = options.node_rank * options.nproc_per_node + local_rank, Path(os.environ["LAB_JOB_FOLDER"])
-    env = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(options.node_rank),
-        "WORLD_SIZE": str(options.nnodes * options.nproc_per_node),
-        "LOCAL_WORLD_SIZE": str(options.nproc_per_node),
+    told = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": options.node_rank,
+        "WORLD_SIZE": options.nnodes * options.nproc_per_node,
+        "LOCAL_WORLD_SIZE": options.nproc_per_node,
         "MASTER_ADDR": options.master_addr,
-        "MASTER_PORT": str(options.master_port),
+        "MASTER_PORT": options.master_port,
     }
+    env = os.environ | {name: str(value) for name, value in told.items()}
     env.pop("PYTHONSAFEPATH", None)
     output, events = open_output(folder, rank), Events(folder, rank)
     who = {"local_rank": local_rank, "processes": options.nproc_per_node}

@@ -1,10 +1,10 @@
 """Runs a command on a node and ends it, with all its descendants, as soon as the launcher is gone.
 
-``python -m nodelaunch.node.supervisor --job-folder DIR -- bash node0.sh`` stops everything when its standard input
-closes, when no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command
-has ended and left processes behind. torchrun starts every worker in a session of its own, so that no process group
-holds them all: the supervisor is the "subreaper" of its descendants (prctl(2)), to which orphans return, and walks the
-tree. A second process, the guard, ends them where the supervisor itself was killed or stopped.
+``python -m nodelaunch.node.supervisor OPTIONS -- bash node0.sh`` stops everything when its standard input closes, when
+no heartbeat has come for ``--lease`` seconds, on a signal, after ``--limit`` seconds, and when the command has ended
+and left processes behind: by SIGTERM, and ``--grace`` seconds later by SIGKILL. torchrun starts every worker in a
+session of its own, so that no process group holds them all: the supervisor is the "subreaper" of its descendants
+(prctl(2)), to which orphans return, and walks the tree. The guard, a second process, ends them if it is killed itself.
 
 It prints the command's lines as they are, and its own as one JSON object behind the byte 0x1e.
 """
@@ -27,13 +27,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from nodelaunch.node import guard
+from nodelaunch.node import processes
 from nodelaunch.node.errors import StopReason, measure_room
-from nodelaunch.node.guard import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
 from nodelaunch.node.output import CHUNK, EVENT, Lines, Output
-from nodelaunch.node.report import RANKS
+from nodelaunch.node.processes import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
+from nodelaunch.node.report import EVENTS, MARK, RANKS, RESULTS, STACKS
 
-MARK = "\x1e"
 STOPPED = 124
 
 
@@ -46,7 +45,7 @@ class Supervisor:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._guard = _start_guard()
         self._pumps: list[threading.Thread] = []
-        self._events: BinaryIO | None = None
+        self._events: BinaryIO | None = None  # the workers' file, once it is there
         self._out: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._muted = False
         self._stopped: dict = {}  # the first reason to stop
@@ -74,22 +73,18 @@ class Supervisor:
             threading.Thread(target=self._accept, args=[ranks], daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
-        sampled = 0.0
         while process.poll() is None and not self._stopped:
             time.sleep(0.05)
             self._pass_events()
             self._check_bounds()
-            if time.monotonic() - sampled > 0.5:
-                sampled = time.monotonic()
-                self._sample_workers()
+            self._sample_workers()
         self._end(process)
         for pump in list(self._pumps):
             self._wait_for(pump)
         self._pass_events()
         self._hand_over()
-        facts = {"returncode": process.returncode, "reason": None, "why": "", **self._stopped}
-        facts |= {"memory": self._memory, "folder": str(self._folder)}
-        self._say("ended", **facts, room=measure_room(self._folder))
+        facts = {"reason": None, "why": "", **self._stopped, "memory": self._memory, "folder": str(self._folder)}
+        self._say("ended", returncode=process.returncode, room=measure_room(self._folder), **facts)
         self._out.put(None)
         self._wait_for(writer)
         if self._stopped:
@@ -113,7 +108,7 @@ class Supervisor:
         try:
             if self._is_touched() if self._options.lease_file else self._is_beaten():
                 self._beat = now
-        except OSError:
+        except OSError:  # the launcher has closed the connection, or taken the lease file away
             self._stop(StopReason.RELEASE, "the launcher let go")
         if now - self._beat > lease:
             self._stop(StopReason.SILENCE, f"no heartbeat of the launcher for {lease:g} s")
@@ -121,22 +116,14 @@ class Supervisor:
             self._stop(StopReason.LIMIT, f"time limit of {limit:g} s")
 
     def _is_touched(self) -> bool:
-        """True if the lease file has changed; its clock may be another machine's.
-
-        Raises:
-            OSError: The launcher took it away.
-        """
+        """True if the lease file has changed; its clock may be another machine's."""
         # Opened, since a shared file system may answer for an unopened file from its memory.
         with Path(self._options.lease_file).open() as file:
             before, self._touched = self._touched, os.fstat(file.fileno()).st_mtime_ns
         return self._touched != before
 
     def _is_beaten(self) -> bool:
-        """True if the launcher has sent a heartbeat to the standard input.
-
-        Raises:
-            OSError: The launcher has closed it.
-        """
+        """True if the launcher has sent a heartbeat to the standard input."""
         beaten = bool(select.select([0], [], [], 0)[0])
         if beaten and not os.read(0, 4096):
             raise BrokenPipeError
@@ -151,18 +138,14 @@ class Supervisor:
 
     def _open_socket(self) -> socket.socket | None:
         """Makes the socket at which ranks hand over their output; None if the file system has no sockets."""
-        here = Path.cwd()
-        try:
+        # Within the folder: a socket's path has to fit into some 100 bytes, which that of a job may not.
+        with contextlib.suppress(OSError), contextlib.chdir(self._folder):
             listener = socket.socket(socket.AF_UNIX)
-            os.chdir(self._folder)  # a socket's path has to fit into some 100 bytes, which that of a job may not
             Path(RANKS).unlink(missing_ok=True)
             listener.bind(RANKS)
             listener.listen()
             return listener
-        except OSError:
-            return None
-        finally:
-            os.chdir(here)
+        return None
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -208,12 +191,12 @@ class Supervisor:
             self._out.put(line)
 
     def _say(self, event: str, **facts: object) -> None:
-        self._put((MARK + json.dumps({"event": event, **facts}) + "\n").encode())
+        self._put(f"{MARK}{json.dumps({'event': event, **facts})}\n".encode())
 
     def _pass_events(self) -> None:
         """Passes on the whole lines that the workers have added to their events file."""
         with self._passing, contextlib.suppress(FileNotFoundError):
-            self._events = self._events or (self._folder / "events.jsonl").open("rb", buffering=0)
+            self._events = self._events or (self._folder / EVENTS).open("rb", buffering=0)
             while piece := self._events.read(CHUNK):
                 for line in self._noted.feed(piece):
                     with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a full disk has torn
@@ -236,10 +219,10 @@ class Supervisor:
 
     def _hand_over(self) -> None:
         """Passes on each rank's stack, where it was told to end, and its result."""
-        for path in sorted(self._folder.glob("stacks/rank*.txt")):
+        for path in sorted((self._folder / STACKS).glob("rank*.txt")):
             if text := path.read_text(errors="replace")[-20000:].strip():
                 self._say("stack", rank=int(path.stem[4:]), text=text)
-        for path in sorted(self._folder.glob("results/rank*.json")):
+        for path in sorted((self._folder / RESULTS).glob("rank*.json")):
             with contextlib.suppress(ValueError):
                 self._say("result", rank=int(path.stem[4:]), value=json.loads(path.read_bytes()))
 
@@ -264,7 +247,7 @@ class Supervisor:
         """Ends all that is left, and then the guard."""
         kill_all(self._find_own)
         with contextlib.suppress(OSError):
-            os.write(self._guard.stdin.fileno(), guard.QUIT)
+            os.write(self._guard.stdin.fileno(), processes.QUIT)
         self._guard.wait()
 
 
@@ -272,7 +255,7 @@ def _start_guard() -> subprocess.Popen:
     """Starts the guard of this process's job; its environment is empty, so that it is no part of the job."""
     # The node, too: other nodes of the job may be on this machine.
     identity = [f"{name}={os.environ[name]}" for name in ("LAB_JOB_ID", "LAB_NODE") if name in os.environ]
-    program = [sys.executable, "-I", "-S", str(Path(guard.__file__)), *identity]
+    program = [sys.executable, "-I", "-S", processes.__file__, *identity]
     return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env={}, start_new_session=True)
 
 
@@ -293,11 +276,10 @@ def _find_descendants(family: Sequence[int] = ()) -> list[int]:
 def main() -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--job-folder", required=True, help="where the workers' files lie")
-    parser.add_argument("--lease", type=float, default=6.0, help="seconds without a heartbeat after which all ends")
+    parser.add_argument("--job-folder", required=True)
     parser.add_argument("--lease-file", help="a file that the launcher touches, in place of standard input")
-    parser.add_argument("--grace", type=float, default=2.0, help="seconds between SIGTERM and SIGKILL")
-    parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which all ends in any case")
+    for name in ("--lease", "--grace", "--limit"):
+        parser.add_argument(name, type=float, required=True, help="seconds")
     parser.add_argument("command", nargs="+")
     supervisor = Supervisor(parser.parse_args())
     try:

@@ -38,8 +38,6 @@ LIBRARY = f"{Path(threading.__file__).parent}/"
 IDLE = ("threading.py", "queue.py", "thread.py")
 # Where a DDP model is called.
 FORWARD = "/torch/nn/parallel/distributed.py"
-# Seconds of a wait that a thread repeats, since it only looks now and then if it has to end.
-POLL = 5.0
 # More bytes than that between two looks are part of a tensor, and not a beat of a store.
 SENT = 2**16
 # Lines of a script at which it stands in C: it waits for a collective, or for a tensor behind one.
@@ -78,7 +76,7 @@ class HangWatch(threading.Thread):
                 continue
             stood = time.monotonic() - since
             if stood > self._seconds and (facts := self._describe(main))["inside"] != told.get("inside"):
-                told = facts  # again, if another thread of the rank has ended its work, or died
+                told = facts  # again, if torch has found out meanwhile that its collective is over
                 self._events.write("still", seconds=stood, timeout=_find_timeout(), **facts)
 
     def _find_places(self, main: int) -> list[list[tuple[int, int]]]:
@@ -97,16 +95,13 @@ class HangWatch(threading.Thread):
         codes = [one.f_code for one in _list_frames(frame)]
         meeting = any(one.co_name == "init_process_group" for one in codes)
         facts = {"inside": waits(frame), "meeting": meeting, "where": name_place(frame, self._script)}
-        if facts["inside"] and (working := find_working_thread()):
-            where = f"{name_place(working[1], self._script)}, in its thread {working[0]!r}"
-            return facts | {"inside": False, "where": where}
         facts["forward"] = any(one.co_filename.endswith(FORWARD) and one.co_name == "forward" for one in codes)
         stack = traceback.extract_stack(frame)
         own = [number for number, one in enumerate(stack) if one.filename == self._script] or [0]
         text = "".join(traceback.format_list(stack[own[0] :]))
         facts["traceback"] = text.replace(self._script, Path(self._script).name)
         raised = sys._current_exceptions().get(main)  # its `finally` or `except` waits for the others
-        raised = raised[1] if isinstance(raised, tuple) else raised  # in Python 3.11 with its type and traceback
+        raised = raised[1] if isinstance(raised, tuple) else raised  # Python 3.11 adds its type and traceback
         if raised is not None:
             facts["raised"] = "".join(traceback.format_exception_only(raised)).strip()[:300]
         return facts | ({"changes": self._groups.list_changes()} if meeting else {})
@@ -122,29 +117,13 @@ def _list_frames(frame: FrameType | None) -> list[FrameType]:
     return [one for one, _ in traceback.walk_stack(frame)] if frame else []
 
 
-def is_idle(frame: FrameType, poll: float = 0.0) -> bool:
-    """True if a thread waits for another thread, and not for longer than ``poll`` if it would then go on."""
+def is_idle(frame: FrameType) -> bool:
+    """True if a thread waits for another thread, without a timeout."""
     own = [one for one in _list_frames(frame) if Path(one.f_code.co_filename).name in IDLE]
     # Thread.run() is the innermost frame of a thread whose function is written in C.
     if frame not in own or frame.f_code.co_name == "run":
         return False
-    return all((one.f_locals.get("timeout") or 0) <= poll for one in own)
-
-
-def find_working_thread() -> tuple[str, FrameType] | None:
-    """The name and the frame of a thread of the script that works, sleeps or waits for a program.
-
-    It may do what the other ranks wait for. Threads that packages keep, such as tqdm's and wandb's, do not.
-    """
-    frames = sys._current_frames()
-    for one in threading.enumerate():
-        frame = frames.get(one.ident) if one is not threading.main_thread() else None
-        files = [each.f_code.co_filename for each in _list_frames(frame)]
-        own = [file for file in files if not (_is_library(file) or re.search(r"-packages/|/torch/|^<frozen", file))]
-        launcher = any("/nodelaunch/node/" in file for file in own)
-        if own and not launcher and not is_idle(frame, POLL) and not waits(frame):
-            return one.name, frame
-    return None
+    return not any(one.f_locals.get("timeout") for one in own)
 
 
 def _is_library(file: str) -> bool:

@@ -26,8 +26,8 @@ from typing import NoReturn
 
 from nodelaunch.node.errors import failed_as_consequence, find_full_disk, shorten_gloo
 from nodelaunch.node.groups import Groups
-from nodelaunch.node.guard import PR_SET_PDEATHSIG, set_process
-from nodelaunch.node.report import Events, leave, open_output, write_out
+from nodelaunch.node.processes import PR_SET_PDEATHSIG, set_process
+from nodelaunch.node.report import STACKS, Events, leave, open_output, write_out
 from nodelaunch.node.stores import guard_stores
 from nodelaunch.node.watch import HangWatch, list_threads
 
@@ -62,7 +62,7 @@ def main() -> None:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
-    stacks = folder / "stacks"
+    stacks = folder / STACKS
     stacks.mkdir(parents=True, exist_ok=True)
     # Open to the end of the process: a crash of its last moments is written there, too.
     file = (stacks / f"rank{rank}.txt").open("w")
@@ -81,7 +81,7 @@ def main() -> None:
         gc.enable()
         groups = Groups(events, script)
         groups.watch()
-        watch = HangWatch(events, script, float(os.environ.get("LAB_HANG_TIMEOUT", "60")), groups)
+        watch = HangWatch(events, script, float(os.environ["LAB_HANG_TIMEOUT"]), groups)
         watch.start()
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -102,7 +102,7 @@ def main() -> None:
 
 def _finish(events: Events, groups: Groups, watch: HangWatch) -> NoReturn:
     """Reports that the script has ended, and ends the process when its threads have."""
-    events.write("done", believed=groups.report_end(), advice=groups.advise())
+    events.write("done", **groups.report_end())
     if list_threads():
         watch.over = True
         events.write("lingers")
@@ -125,7 +125,7 @@ def check_agreement(script: str) -> None:
             two of them run the script of the same node.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    wanted, node = int(os.environ.get("LAB_WORLD_SIZE", world_size)), os.environ.get("LAB_NODE")
+    wanted, node = int(os.environ["LAB_WORLD_SIZE"]), os.environ["LAB_NODE"]
     if world_size == 1 and wanted > 1:  # there is nobody to compare with; alone it would train, and not what was meant
         raise MismatchError([f"node {node} ({socket.gethostname()}) was told of {wanted} processes in all, and 1 came"])
     # With max_restarts torchrun's store is not shared with the workers (see script.py), and nothing is compared.

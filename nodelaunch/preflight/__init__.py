@@ -1,45 +1,48 @@
-"""The preflight: finds in seconds what would make a job on these nodes fail or hang, each with its fix."""
+"""The preflight: finds in seconds what would make a job on these nodes fail or hang, each with its fix.
+
+A small program on each node, the probe, answers questions; every wait has a limit, and a silent node delays no other.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import math
+import os
 import secrets
+import signal
+import subprocess
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
+from nodelaunch.node import probe
 from nodelaunch.node.facts import find_data
-from nodelaunch.node.probe import find_free_port
+from nodelaunch.node.output import EVENT
 from nodelaunch.preflight import routes, verdicts
-from nodelaunch.preflight.client import ProbeClient, ask_all, open_clients
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.verdicts import Verdict, Wanted
+from nodelaunch.program import make_command
 from nodelaunch.spec import DataFolder
 from nodelaunch.values import PORT, PROCESSES, check_value
 
 
 @dataclass(frozen=True, repr=False)
 class Preflight:
-    """The result of a preflight.
+    """The result of a preflight; empty if no node was asked."""
 
-    Attributes:
-        verdicts: In the order of the checks.
-        addresses: Per node, the IPv4 address at which the others reach it; the likeliest one if none do.
-        interfaces: Per node, the network interface with that address.
-        port: The rendezvous' port on node 0.
-        seconds: The time it took.
-        hide_gpus: True if all nodes have to use the CPU, since not every process has a GPU.
-    """
-
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[Verdict, ...] = ()  # in the order of the checks
+    # Per node, the IPv4 address at which the others reach it (the likeliest one if none do), and its interface.
     addresses: Mapping[str, str] = field(default_factory=dict)
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    port: int = 0
+    port: int = 0  # of the rendezvous, on node 0
+    started: float = -math.inf  # by time.monotonic()
     seconds: float = 0.0
-    hide_gpus: bool = False
+    hide_gpus: bool = False  # all nodes have to use the CPU, since not every process has a GPU
 
     @property
     def reds(self) -> tuple[Verdict, ...]:
@@ -52,17 +55,13 @@ class Preflight:
         return not self.reds
 
     def raise_if_red(self) -> None:
-        """Raises the first red verdict, with the number of the others.
-
-        Raises:
-            LabError: There is a red verdict.
-        """
+        """Raises the first red verdict as a LabError, with the number of the others."""
         if self.ok:
             return
         first, *others = self.reds
-        headline, *lines = first.found.split("\n")
+        headline, *table = first.found.split("\n")
         what = textwrap.shorten(f"{first.check}: {headline}", 100, placeholder=" …")
-        where = "; ".join([first.node, *([headline] if what.endswith(" …") else []), *map(str.strip, lines)])
+        where = "; ".join([first.node, *([headline] if what.endswith(" …") else []), *map(str.strip, table)])
         more = f" (+ {len(others)} more)" if others else ""
         raise LabError(what + more, where=where, cause=first.cause, fix=first.fix)
 
@@ -74,16 +73,9 @@ class Preflight:
 
 
 def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: float = 8.0, **needs: object) -> Preflight:
-    """Checks all nodes of a job at once, and the network between them.
+    """Checks all nodes of a job at once, and the network between them, in ``timeout`` seconds.
 
-    Args:
-        nodes: The job's nodes; the rendezvous listens on the first.
-        port: The rendezvous' port; None picks a free one.
-        timeout: Seconds for everything; a second more in the worst case.
-        needs: The job's needs: fields of :class:`nodelaunch.preflight.verdicts.Wanted`.
-
-    Raises:
-        LabError: The port or the number of processes is invalid.
+    The rendezvous listens on ``port`` of the first node; None picks a free one. ``needs`` are fields of ``Wanted``.
     """
     start, wanted = time.monotonic(), Wanted(**needs)
     port = check_value("preflight", "port", port, PORT)
@@ -92,18 +84,18 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
         own = find_data(wanted.data.path / wanted.data.identity)
         wanted = replace(wanted, data_hash="" if own["missing"] else own["hash"] or "")
     by_name = {node.name: node for node in nodes}
-    head, tokens = nodes[0].name, {name: secrets.token_hex(16) for name in by_name}
+    tokens = {name: secrets.token_hex(16) for name in by_name}
     # Two thirds for the start: SSH gives up on a host after 5 s, and reports why.
     starting, connecting = 0.7 * timeout, 0.2 * timeout
+    examine = {"do": "examine", "seconds": 0.5 * starting}
+    connect = {"do": "connect", "seconds": connecting}
     with open_clients(nodes) as clients:
-        ports = {name: (port or 0) if name == head else None for name in by_name}
-        tasks = {
-            name: functools.partial(_examine, client, wanted.data, 0.5 * starting, tokens[name], ports[name])
-            for name, client in clients.items()
-        }
+        tasks = {}
+        for index, (name, client) in enumerate(clients.items()):
+            own = {"token": tokens[name], "port": None if index else port or 0}  # of the rendezvous, on node 0
+            tasks[name] = functools.partial(_examine, client, wanted.data, examine | own)
         facts, errors = ask_all(tasks, starting)
         network = routes.Network(by_name, facts)
-        connect = {"do": "connect", "seconds": connecting}
         questions = {name: {**connect, "targets": network.list_targets(name, tokens)} for name in facts}
         tasks = {name: functools.partial(clients[name].ask, question) for name, question in questions.items()}
         # A connection without an answer is reported when its time is over; 0.8 s are for the way there and back.
@@ -111,7 +103,7 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     network = replace(network, reached={name: answer["reached"] for name, answer in answers.items()})
     chosen = {name: address for name in facts if (address := network.choose_address(name))}
     offers = find_offers(by_name, facts, wanted)
-    found = [
+    judged = [
         *(verdicts.judge_error(name, error) for name, error in {**errors, **late}.items()),
         *(routes.judge_address(network, name, chosen.get(name)) for name in facts),
         *routes.judge_exposure(network, chosen),
@@ -121,27 +113,108 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
         *verdicts.judge_disks(facts),
         *judge_gpus(offers, facts, wanted),
         *(verdicts.judge_data(facts, wanted) if wanted.data else ()),
-        *verdicts.judge_jobs(by_name, facts, wanted),
-        *(verdicts.judge_clock(name, found["clock"]) for name, found in facts.items()),
+        *verdicts.judge_jobs(by_name, facts),
+        *(verdicts.judge_clock(name, own["clock"]) for name, own in facts.items()),
     ]
     return Preflight(
-        verdicts=tuple(found),
+        verdicts=tuple(judged),
         addresses=chosen,
         interfaces={name: held for name, own in chosen.items() if (held := network.find_interface(name, own))},
-        port=port or network.find_ports(head).get("chosen") or find_free_port(),
+        port=port or network.find_ports(network.head).get("chosen") or probe.find_free_port(),
+        started=start,
         seconds=time.monotonic() - start,
         hide_gpus=must_hide(offers, wanted),
     )
 
 
-def _examine(client: ProbeClient, data: DataFolder | None, seconds: float, token: str, port: int | None) -> dict:
+def _examine(client: ProbeClient, data: DataFolder | None, question: dict) -> dict:
     """Starts a node's probe, and asks for all that it can find out without the other nodes."""
     start, node = time.time(), client.node
-    client.open()
     path = f"{data.find_on(node)}/{data.identity}" if data else ""
-    question = {"do": "examine", "seconds": seconds, "token": token, "port": port}
-    found = client.ask(question | {"address": node.address or "", "folder": node.folder, "data": path})
-    if "time" in found:
+    answer = client.ask(question | {"address": node.address or "", "folder": node.folder, "data": path})
+    if "time" in answer:
         # The node looked at its clock between these two moments; the rest is how far it is off at least.
-        found["clock"] = found["time"] - min(max(found["time"], start), time.time())
-    return found
+        answer["clock"] = answer["time"] - min(max(answer["time"], start), time.time())
+    return answer
+
+
+class ProbeClient:
+    """One probe on one node; :func:`ask_all` limits the time of all that waits here."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._process: subprocess.Popen | None = None
+        self._ended = False
+
+    def ask(self, request: Mapping) -> dict:
+        """Asks one question, the first of which starts the probe; raises a LabError if that is not there (any more)."""
+        if not self._process:
+            try:
+                self._process = self.node.popen(make_command(self.node.python, probe))
+            except OSError as error:
+                raise self.node.explain(127, str(error)) from error
+            if self._ended:  # it took so long that nobody waits any more
+                self.end()
+        process = self._process
+        with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        while line := process.stdout.readline(EVENT):
+            if line.startswith(probe.MARK.encode()):  # a login script may print, too
+                return json.loads(line[1:])
+        status, pipe = process.wait(), process.stderr.raw
+        os.set_blocking(pipe.fileno(), False)  # a shared connection of ssh may keep it open
+        raise self.node.explain(status or 1, (pipe.read() or b"").decode(errors="replace"))
+
+    def end(self) -> None:
+        """Lets the probe end by itself, and kills its local process if it does not."""
+        self._ended = True
+        if process := self._process:
+            with contextlib.suppress(OSError, ValueError):
+                process.stdin.close()
+            try:
+                process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # it has a session of its own, see Node.popen
+                process.wait()
+
+
+@contextlib.contextmanager
+def open_clients(nodes: Sequence[Node]) -> Iterator[dict[str, ProbeClient]]:
+    """Provides a client for every node, by name, and leaves no process behind."""
+    clients = {node.name: ProbeClient(node) for node in nodes}
+    try:
+        yield clients
+    finally:
+        probe.collect({name: client.end for name, client in clients.items()}, 2.0)
+
+
+def ask_all(tasks: Mapping[str, Callable[[], dict]], seconds: float) -> tuple[dict[str, dict], dict[str, LabError]]:
+    """Runs a task for each node, all at once; returns the answers, and an error for each node that gave none."""
+    errors: dict[str, LabError] = {}
+
+    def run(name: str) -> dict:
+        try:
+            return tasks[name]()
+        except LabError as error:
+            errors[name] = error
+            return {}
+
+    answers = probe.collect({name: functools.partial(run, name) for name in tasks}, seconds)
+    slow = "the machine is off or overloaded, or a firewall drops what is sent to it"
+    for name in [name for name in tasks if name not in errors]:
+        answer = answers.setdefault(name, {"error": slow, "late": True})
+        if "error" in answer:
+            what = f"did not answer within {seconds:.1f} s" if "late" in answer else "could not be examined"
+            fix = "log in there by hand; when that works at once, run the preflight again"
+            errors[name] = LabError(f"{name} {what}.", where=name, cause=answer["error"], fix=fix)
+    answers = {name: answers[name] for name in tasks if name not in errors}
+    return answers, {name: errors[name] for name in tasks if name in errors}
+
+
+def ask_once(nodes: Sequence[Node], request: Mapping) -> dict[str, dict | LabError]:
+    """Asks every node one question, in a probe of its own."""
+    with open_clients(nodes) as clients:
+        tasks = {name: functools.partial(client.ask, request) for name, client in clients.items()}
+        answers, errors = ask_all(tasks, 10.0)
+    return {name: answers.get(name) or errors[name] for name in clients}  # in the nodes' order

@@ -1,7 +1,7 @@
-"""Judges the GPUs of all nodes together: NCCL needs one for each process, and all nodes have to take the same backend.
+"""Judges the GPUs of all nodes together.
 
-A training script chooses NCCL if it sees a GPU, and Gloo otherwise. If the nodes saw different things, each half of the
-job would wait for the other. So if one process has no GPU, the launcher hides the GPUs on all nodes.
+A training script chooses NCCL if it sees a GPU, and Gloo otherwise, and one half of the job would wait for the other.
+So if one process has no GPU, the launcher hides the GPUs on all nodes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from dataclasses import dataclass
 from nodelaunch.backends.nodes import Node
 from nodelaunch.preflight.verdicts import Facts, Verdict, Wanted, find_part, list_per_node, split_facts
 
-GPU_IDLE = 600  # MiB: a GPU without any process has a little of its memory in use
-# The first driver that runs a CUDA of this major number:
-# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+# The first driver for a major version of CUDA: docs.nvidia.com/deploy/cuda-compatibility, minor version compatibility.
 FIRST_DRIVERS = {"11": 450, "12": 525, "13": 580}
-# The variable may also name a GPU, or a part of one, in this way.
-IDENTITY = re.compile(r"(GPU|MIG)-")
+IDENTITY = re.compile(r"(GPU|MIG)-")  # CUDA_VISIBLE_DEVICES may also name a GPU, or a part of one, in this way
 CAUSE = "NCCL needs a GPU for each process, and all nodes have to take the same backend"
 
 
@@ -37,41 +34,36 @@ class Offer:
 
 
 def list_visible(names: Sequence[str], visible: str | None) -> list[str]:
-    """The GPUs that a process sees, as CUDA reads CUDA_VISIBLE_DEVICES: up to the first that does not exist.
-
-    ``names`` are all GPUs of the machine, by number, or none if nobody could count them; ``visible`` is the variable,
-    None if it is not set.
-    """
+    """The GPUs of all ``names`` that a process sees with CUDA_VISIBLE_DEVICES: up to the first that does not exist."""
     if visible is None:
         return list(names)
     wanted = [part.strip() for part in visible.split(",")]
-    return list(itertools.takewhile(lambda name: IDENTITY.match(name) or name in names or (not names and name), wanted))
+    return list(itertools.takewhile(lambda name: IDENTITY.match(name) or name in names, wanted))
 
 
 def find_offers(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> dict[str, Offer | None]:
     """The GPUs of each node; None if it could not find them out."""
-    return {name: _find_offer(nodes[name], found, wanted) for name, found in facts.items()}
+    return {name: _find_offer(nodes[name], own, wanted) for name, own in facts.items()}
 
 
-def _find_offer(node: Node, found: Mapping, wanted: Wanted) -> Offer | None:
-    if not (gpus := find_part(found, "gpus")):
+def _find_offer(node: Node, own: Mapping, wanted: Wanted) -> Offer | None:
+    if not (gpus := find_part(own, "gpus")):
         return None
     rows, visible = gpus["gpus"], gpus.get("visible") if wanted.visible is None else wanted.visible
     count = len(list_visible([row[0] for row in rows], visible)) if rows else 0
     if not count:
         return Offer("no GPU" if not rows else "no GPU that CUDA_VISIBLE_DEVICES shows", here=node.here)
     words = f"{count} × {rows[0][1]}"
-    cause, fix = _find_trouble(find_part(found, "versions"), rows[0][-1])
-    if cause:
-        return Offer(f"{words}, which torch cannot use", here=node.here, cause=cause, fix=fix)
+    if trouble := _find_trouble(find_part(own, "versions"), driver=rows[0][-1]):
+        return Offer(f"{words}, which torch cannot use", here=node.here, cause=trouble[0], fix=trouble[1])
     # If env= names the GPUs, every node takes the same ones.
     sharing = node.together if node.here and wanted.visible is None else 1
     words += f", shared by {sharing} nodes" if sharing > 1 else ""
     return Offer(words, seen=count, room=count // sharing, here=node.here)
 
 
-def _find_trouble(versions: Mapping, driver: str) -> tuple[str, str]:
-    """The reason why the torch of a node cannot use its GPUs, and the fix; twice "" if it can."""
+def _find_trouble(versions: Mapping, driver: str) -> tuple[str, str] | None:
+    """The reason why the torch of a node cannot use its GPUs, and the fix."""
     cuda = versions.get("cuda") or ""
     if versions.get("torch") and not cuda:
         return "torch is a build without CUDA", "install a build of torch with CUDA there, as on the other nodes"
@@ -79,15 +71,12 @@ def _find_trouble(versions: Mapping, driver: str) -> tuple[str, str]:
     if number.isdigit() and int(number) < first:
         cause = f"the driver {driver} is too old for the CUDA {cuda} of torch, which needs {first} or newer"
         return cause, "install a newer driver there, or on all nodes a build of torch for an older CUDA"
-    return "", ""
+    return None
 
 
 def must_hide(offers: Mapping[str, Offer | None], wanted: Wanted) -> bool:
-    """True if the GPUs have to be hidden on all nodes: some process sees one, and another has none.
-
-    The choice of env= is left alone. Nothing is hidden for a node that could not find out its GPUs: the ranks compare
-    what they see before the script starts (:func:`nodelaunch.node.worker.check_agreement`).
-    """
+    """True if the GPUs have to be hidden on all nodes: some process sees one, and another has none."""
+    # The choice of env= is left alone. Where a node could not find out its GPUs, the ranks compare what they see.
     if wanted.visible is not None or None in offers.values():
         return False
     enough = all(offer.room >= wanted.nproc_per_node for offer in offers.values())
@@ -109,7 +98,7 @@ def judge_gpus(offers: Mapping[str, Offer | None], facts: Facts, wanted: Wanted)
         fix = "leave CUDA_VISIBLE_DEVICES out of env=, or env={'CUDA_VISIBLE_DEVICES': ''} for the CPU"
         return [*verdicts, Verdict(", ".join(have), "GPUs", "red", what, cause, fix)]
     for name, offer in have.items():
-        verdicts += _judge_node(name, offer, facts[name], wanted)
+        verdicts += _judge_node(name, offer, find_part(facts[name], "gpu_users").get("rows", []), wanted)
     return verdicts
 
 
@@ -124,8 +113,8 @@ def _advise(offers: Mapping[str, Offer], wanted: Wanted) -> str:
     return fixes[0] if fixes else f"leave {', '.join(n for n, offer in offers.items() if not offer.room)} out of nodes="
 
 
-def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list[Verdict]:
-    """Judges the GPUs of one node that will be used, or that nobody can use."""
+def _judge_node(name: str, offer: Offer, users: Sequence[Sequence[str]], wanted: Wanted) -> list[Verdict]:
+    """Judges the GPUs of one node; ``users`` are process id, program and MiB of each that holds their memory."""
     if offer.cause:
         return [Verdict(name, "GPUs", "note", f"{offer.words}: gloo on the CPU", offer.cause, offer.fix)]
     if not offer.seen:
@@ -134,15 +123,11 @@ def _judge_node(name: str, offer: Offer, found: Mapping, wanted: Wanted) -> list
     if offer.room < wanted.nproc_per_node:
         what = f"{offer.words} for {wanted.nproc_per_node} process(es) of a node"
         verdicts.append(Verdict(name, "GPUs", "note", what, CAUSE, f"nproc_per_node={max(1, offer.room)}"))
-    users, shared = find_part(found, "gpu_users").get("rows", []), "a GPU that is shared is slower and may run full"
+    shared = "a GPU that is shared is slower and may run full"
     for pid, program, used in users:
         what, fix = f"pid {pid} ({program}) holds {used} MiB", f"wait for it to end; on that node: ps -fp {pid}"
         if offer.here and pid == str(os.getpid()):
             what = f"the launcher's own process (pid {pid}) holds {used} MiB"
             fix = "start the launcher again before the job; in a notebook: restart the kernel"
         verdicts.append(Verdict(name, "GPUs", "note", what, shared, fix))
-    for index, title, used, total, _ in [] if users else found["gpus"]["gpus"]:
-        if used.isdigit() and int(used) > GPU_IDLE:
-            what, cause = f"GPU {index} ({title}): {used} of {total} MiB in use", "a process in another container"
-            verdicts.append(Verdict(name, "GPUs", "note", what, cause, "wait for it to end; on that node: nvidia-smi"))
     return verdicts or [Verdict(name, "GPUs", "ok", f"{offer.words}, free")]

@@ -10,7 +10,6 @@ from nodelaunch.backends.nodes import Node
 from nodelaunch.preflight.verdicts import Facts, Verdict, find_part, stop_command
 
 LOOPBACK = "127.0.0.1"
-KINDS = ("any", "port")  # a random port, and on node 0 the rendezvous'
 
 
 @dataclass(frozen=True)
@@ -19,13 +18,18 @@ class Network:
 
     nodes: Mapping[str, Node]  # by name; the first is node 0, where the rendezvous listens
     facts: Facts
-    # Per node, the outcomes of nodelaunch.node.probe.reach by name_target.
+    # Per node, the outcomes of nodelaunch.node.probe.reach, by "ADDRESS NODE" of what it tried to reach.
     reached: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def one_machine(self) -> bool:
         """True if all nodes are the same machine."""
         return len({found["system"]["machine"] for found in self.facts.values()}) == 1
+
+    @property
+    def head(self) -> str:
+        """The name of node 0."""
+        return next(iter(self.nodes))
 
     def list_interfaces(self, name: str) -> dict[str, list[str]]:
         """The node's interfaces and their IPv4 addresses; {} if it could not find them out."""
@@ -47,18 +51,17 @@ class Network:
         return [address for address in held if self.one_machine or not address.startswith("127.")]
 
     def list_targets(self, name: str, tokens: Mapping[str, str]) -> dict[str, tuple[str, int, str]]:
-        """Address, port and token of everything that a node tries to reach, by :func:`name_target`."""
+        """Address, port and token of everything that a node tries to reach."""
         return {
-            name_target(other, address, kind): (address, port, tokens[other])
+            f"{address} {other}": (address, port, tokens[other])
             for other in self.facts
+            if other != name and (port := self.find_ports(other).get("any"))
             for address in self.list_candidates(other)
-            for kind in KINDS
-            if other != name and (port := self.find_ports(other).get(kind))
         }
 
-    def outcome(self, source: str, target: str, address: str, kind: str) -> str | None:
+    def outcome(self, source: str, target: str, address: str) -> str | None:
         """The outcome of ``source`` connecting to ``target`` there; None if it was not tried."""
-        return self.reached.get(source, {}).get(name_target(target, address, kind))
+        return self.reached.get(source, {}).get(f"{address} {target}")
 
     def choose_address(self, name: str) -> str | None:
         """The address that most of the others reach; among equals, the likeliest, so that a fix can name it."""
@@ -67,7 +70,7 @@ class Network:
 
         def rate(address: str) -> tuple[int, bool]:
             # A bridge such as docker0 has the same address on every host, and no other host is behind it.
-            return sum(self.outcome(other, name, address, "any") == "ok" for other in others), address not in elsewhere
+            return sum(self.outcome(other, name, address) == "ok" for other in others), address not in elsewhere
 
         return max(self.list_candidates(name), key=rate, default=None)
 
@@ -79,29 +82,21 @@ class Network:
         return None
 
 
-def name_target(name: str, address: str, kind: str) -> str:
-    """The key of one try to connect."""
-    return f"{kind} {address} {name}"
-
-
 def judge_address(network: Network, name: str, chosen: str | None) -> Verdict:
     """Judges a node's address and interface, given or found."""
     node, interfaces = network.nodes[name], network.list_interfaces(name)
     holder = network.find_interface(name, chosen) if chosen else None
     listing = ", ".join(f"{key} {' '.join(held) or '(no address)'}" for key, held in interfaces.items())
-    there = f"there are: {listing}"
+    fix = "leave interface= away"
     if node.interface and not interfaces.get(node.interface):
-        what = f"interface {node.interface} is not there, or has no address; {there}"
-        fix = f'interface="{holder}"' if holder else "leave interface= away"
-        return Verdict(name, "address", "red", what, "names differ from host to host", fix)
-    if chosen is None:
-        cause = "a container without a network, or one with IPv6 only"
+        what, cause = f"interface {node.interface} is not there, or has no address", "names differ from host to host"
+        fix = f'interface="{holder}"' if holder else fix
+    elif chosen is None:
+        what, cause = "no address that another machine could reach", "a container without a network, or with IPv6 only"
         fix = "give it a network (docker run --network host …)"
-        return Verdict(name, "address", "red", f"no address that another machine could reach; {there}", cause, fix)
-    if holder is None:
-        fix = "leave interface= away"
-        return Verdict(name, "address", "red", f"{chosen} is on no interface; {there}", "it is not its own", fix)
-    return Verdict(name, "address", "ok", f"{chosen} on {holder}")
+    else:
+        return Verdict(name, "address", "ok", f"{chosen} on {holder}")
+    return Verdict(name, "address", "red", f"{what}; there are: {listing}", cause, fix)
 
 
 def judge_routes(network: Network, chosen: Mapping[str, str], *, seconds: float) -> list[Verdict]:
@@ -110,66 +105,51 @@ def judge_routes(network: Network, chosen: Mapping[str, str], *, seconds: float)
     reds = [red for pair in pairs if (red := _judge_route(network, chosen, *pair, seconds))]
     if reds or not pairs:
         return reds
-    head = next(iter(network.nodes))
-    port = network.find_ports(head).get("port")
-    also = f", and {head} on port {port}" if port else ""
-    return [Verdict(", ".join(chosen), "network", "ok", f"each reaches each on a random port{also}")]
+    return [Verdict(", ".join(chosen), "network", "ok", "each reaches each on a random port")]
 
 
 def _judge_route(
     network: Network, chosen: Mapping[str, str], source: str, target: str, seconds: float
 ) -> Verdict | None:
-    address, ports = chosen[target], network.find_ports(target)
-    outcomes = {kind: network.outcome(source, target, address, kind) for kind in KINDS if ports.get(kind)}
-    failed = [kind for kind, outcome in outcomes.items() if outcome != "ok"]
-    if not failed:
+    address = chosen[target]
+    outcome = network.outcome(source, target, address)
+    if outcome == "ok" or not network.find_ports(target).get("any"):
         return None
     # An address that it has itself does not lead to another node, whatever answers there.
-    own = any(address in held for held in network.list_interfaces(source).values()) and not address.startswith("127.")
-    outcome = "stranger" if own else outcomes[failed[0]] or "dropped"
+    if any(address in held for held in network.list_interfaces(source).values()) and not address.startswith("127."):
+        outcome = "stranger"
+    fix = f"allow all TCP from {chosen[source]} on {target} (Gloo and NCCL open random ports), for example there: "
+    fix += f"sudo ufw allow from {chosen[source]}"
     words, cause = outcome, "no network joins the two, or a firewall refuses"
-    if outcome == "dropped":
+    if outcome in (None, "dropped"):
         words = f"no answer in {seconds:.1f} s (dropped)"
         cause = f"a firewall or security group drops what {target} is sent"
     elif outcome == "refused":
         cause = f"a firewall of {target} refuses it, or {address} belongs to another machine"
     elif outcome == "stranger":
-        words, cause = (
-            "another one answers",
-            f"{address} is also another machine's, or that of a bridge such as docker0",
-        )
-    where = "any port" if len(failed) == len(outcomes) else f"port {ports[failed[0]]}"
-    what = f"{source} does not reach {target} at {address}, {where}: {words}"
-    if len(failed) < len(outcomes):
-        what += f"; port {ports['any' if failed == ['port'] else 'port']} is open"
-    back = network.outcome(target, source, chosen[source], "any") == "ok"
-    what += f". {target} reaches {source}." if back else f". {target} does not reach {source} either."
-    fix = f"allow all TCP from {chosen[source]} on {target} (Gloo and NCCL open random ports), for example there: "
-    fix += f"sudo ufw allow from {chosen[source]}"
-    if outcome == "stranger":
-        fix = "leave interface= away, or name the one between the nodes"
+        words, fix = "another one answers", "leave interface= away, or name the one between the nodes"
+        cause = f"{address} is also another machine's, or that of a bridge such as docker0"
+    back = "reaches" if network.outcome(target, source, chosen[source]) == "ok" else "does not reach"
+    what = f"{source} does not reach {target} at {address}, any port: {words}. {target} {back} {source}."
     return Verdict(f"{source} → {target}", "network", "red", what, cause, fix)
 
 
 def judge_port(network: Network) -> list[Verdict]:
     """Judges if the rendezvous' port is free on node 0."""
-    head, node = next(iter(network.nodes.items()))
-    if not (answer := network.find_ports(head)):
+    if not (answer := network.find_ports(network.head)):
         return []
     port, busy = answer["chosen"], answer["busy"]
     if busy is None:
-        return [Verdict(head, "port", "ok", f"{port} is free")]
-    what, fix = f"port {port} cannot be listened on: {busy['error']}", "port=None picks a free one"
-    cause = "ports below 1024 are the administrator's"
+        return [Verdict(network.head, "port", "ok", f"{port} is free")]
+    what, cause = f"port {port} cannot be listened on: {busy['error']}", "ports below 1024 are the administrator's"
+    fix = "port=None picks a free one"
     if "user" in busy:
-        holder = f"a process of user {busy['user'] or '?'}"
-        if "pid" in busy:
-            holder = f"{busy['command']} (pid {busy['pid']}, user {busy['user']})"
-        what = f"port {port} is held by {holder}"
+        process = f"{busy['command']} (pid {busy['pid']}, " if "pid" in busy else "a process ("
+        what = f"port {port} is held by {process}user {busy['user'] or '?'})"
         cause = "another program, which the labs leave alone"
     if job := busy.get("job"):
-        cause, fix = f"a leftover of job {job}", stop_command(job, node)
-    return [Verdict(head, "port", "red", what, cause, fix)]
+        cause, fix = f"a leftover of job {job}", stop_command(job, network.nodes[network.head])
+    return [Verdict(network.head, "port", "red", what, cause, fix)]
 
 
 def judge_exposure(network: Network, chosen: Mapping[str, str]) -> list[Verdict]:

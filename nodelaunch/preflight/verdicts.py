@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lab_common import LabError
@@ -17,9 +17,7 @@ from nodelaunch.spec import DataFolder
 # Per node, the answer of its probe, by the names in nodelaunch.node.probe.examine.
 Facts = Mapping[str, Mapping]
 MIB = 2**20
-DISK_NEEDED = 200 * MIB
-# A DataLoader worker passes its batches through shared memory; Docker's 64 MiB are enough for 32×32 images.
-SHARED_NEEDED = 64 * MIB
+DISK_NEEDED, SHARED_NEEDED = 200 * MIB, 64 * MIB  # Docker's 64 MiB of /dev/shm are enough for 32×32 images
 CLOCK_ALLOWED = 2.0  # seconds; beyond it, logs and timelines of several nodes side by side mislead
 WILL_COPY = "not there yet: will be copied"
 ORDER = ("red", "note", "ok")
@@ -45,13 +43,12 @@ class Wanted:
     nproc_per_node: int = 1
     data: DataFolder | None = None  # that each node needs
     data_hash: str = ""  # of the data that the launcher copies; "" if it has no whole folder or copies none
-    job_id: str = ""  # of the job that asks, whose own processes are not leftovers
     torchrun: bool = True  # False if another program runs the script, which may do without torch
     visible: str | None = None  # CUDA_VISIBLE_DEVICES as env= sets it
 
 
 def judge_error(name: str, error: LabError) -> Verdict:
-    """Returns the verdict for a node that could not be asked."""
+    """The verdict for a node that could not be asked."""
     where = f" ({error.where})" if error.where not in ("", name) else ""
     return Verdict(name, "node", "red", error.what + where, error.cause, error.fix)
 
@@ -76,7 +73,7 @@ def split_facts(facts: Facts, part: str) -> tuple[dict[str, Any], list[Verdict]]
 
 
 def list_per_node(values: Mapping[str, str]) -> str:
-    """Returns one line per node, aligned."""
+    """Writes a line per node, aligned, below what stands in front of them."""
     width = max(map(len, values), default=0)
     return "".join(f"\n  {name:{width}}  {value}" for name, value in values.items())
 
@@ -84,16 +81,14 @@ def list_per_node(values: Mapping[str, str]) -> str:
 def judge_versions(facts: Facts, *, torchrun: bool = True) -> list[Verdict]:
     """Compares Python's minor version, torch, NCCL and CUDA over the nodes; torchrun needs torch."""
     have, verdicts = split_facts(facts, "versions")
+    wrong = "it was not installed there, or python= names another environment"
     for name, own in have.items():
         if tuple(map(int, own["python"].split(".")[:2])) < (3, 11):
-            what = f"Python {own['python']}: 3.11 or newer is needed"
-            cause = "what the launcher runs on nodes is written for Python 3.11"
-            fix = "install a newer Python there, or name the one that is there: python=…"
-            verdicts.append(Verdict(name, "Python", "red", what, cause, fix))
+            what, fix = f"Python {own['python']}: 3.11 or newer is needed", "install one there, or name it: python=…"
+            verdicts.append(Verdict(name, "Python", "red", what, wrong, fix))
         if torchrun and not own["torch"]:
-            cause = "torch was not installed there, or python= names another environment"
-            fix = f"install torch there, or name the Python that has it: python=…; now: {own['program']}"
-            verdicts.append(Verdict(name, "torch", "red", f"{own['program']} has no torch", cause, fix))
+            fix = "install torch there, or name the Python that has it: python=…"
+            verdicts.append(Verdict(name, "torch", "red", f"{own['program']} has no torch", wrong, fix))
     titles = {"python": "Python", "torch": "torch", "cuda": "CUDA", "nccl": "NCCL"}
     texts = {
         name: ", ".join(f"{title} {own[key]}" if own[key] else f"no {title}" for key, title in titles.items())
@@ -122,16 +117,13 @@ def judge_disks(facts: Facts) -> list[Verdict]:
     have, verdicts = split_facts(facts, "disk")
     for name, disk in have.items():
         free, folder, shared = disk["free"], disk["folder"], disk["shm"]
-        elsewhere = "name a folder of yours on a larger disk: folder=…"
+        what, cause = f"{free / MIB:,.0f} MiB free at {folder}", f"the disk is full ({DISK_NEEDED // MIB} MiB needed)"
         if not disk["writable"]:
-            cause = "the folder is another user's, or the disk is mounted read-only"
-            verdicts.append(Verdict(name, "disk", "red", f"{folder} cannot be written", cause, elsewhere))
-        elif free < DISK_NEEDED:
-            what, fix = f"{free / MIB:,.0f} MiB free at {folder}", f"free some space there, or {elsewhere}"
-            cause = f"the disk is full (wanted: {DISK_NEEDED / MIB:.0f} MiB)"
-            verdicts.append(Verdict(name, "disk", "red", what, cause, fix))
-        else:
-            verdicts.append(Verdict(name, "disk", "ok", f"{free / 2**30:,.1f} GiB free at {folder}"))
+            what, cause = f"{folder} cannot be written", "it is another user's, or the disk is mounted read-only"
+        fix = "free some space there, or name a folder of yours on a larger disk: folder=…"
+        red = Verdict(name, "disk", "red", what, cause, fix)
+        green = Verdict(name, "disk", "ok", f"{free / 2**30:,.1f} GiB free at {folder}")
+        verdicts.append(green if disk["writable"] and free >= DISK_NEEDED else red)
         if shared is not None and shared < SHARED_NEEDED:
             what = f"{shared / MIB:,.0f} MiB of shared memory (/dev/shm)"
             cause = "a container's default; DataLoader workers die of it with a bus error"
@@ -150,21 +142,20 @@ def judge_data(facts: Facts, wanted: Wanted) -> list[Verdict]:
         fix = f"copy_data=True, or on that node: {wanted.data.fix or 'copy the folder there by hand'}"
         if own["hash"] and wanted.data_hash:  # existing data are never overwritten
             fix = f"on that node: rm -r -- {shlex.quote(path.rpartition('/')[0])}   (it is copied again)"
-        judge = functools.partial(Verdict, name, "data", "red", fix=fix)
+        red, green = partial(Verdict, name, "data", "red", fix=fix), partial(Verdict, name, "data", "ok")
         if not own["hash"] and wanted.data.copy_data:
-            verdict = Verdict(name, "data", "ok", WILL_COPY)
+            verdicts.append(green(WILL_COPY))
         elif not own["hash"]:
             cause = "the folder was not made or copied there, or LAB_DATA points elsewhere"
-            verdict = judge(f"{path} is missing", cause)
+            verdicts.append(red(f"{path} is missing", cause))
         elif own["missing"]:
-            verdict = judge(f"{path}: {', '.join(own['missing'])} is missing", "a copy was cut short")
+            verdicts.append(red(f"{path}: {', '.join(own['missing'])} is missing", "a copy was cut short"))
         elif own["hash"] != next(iter(hashes.values())):
             lines = list_per_node({other: digest[:12] for other, digest in hashes.items()})
             what = f"the folder is not that of {'the launcher' if wanted.data_hash else 'the other nodes'}{lines}"
-            verdict = judge(what, f"it was made from other files, or by another version ({path})")
+            verdicts.append(red(what, f"it was made from other files, or by another version ({path})"))
         else:
-            verdict = Verdict(name, "data", "ok", f"the same on the nodes that have it ({own['hash'][:12]})")
-        verdicts.append(verdict)
+            verdicts.append(green(f"the same on the nodes that have it ({own['hash'][:12]})"))
     return verdicts
 
 
@@ -173,15 +164,12 @@ def judge_clock(name: str, offset: float) -> Verdict:
     if abs(offset) <= CLOCK_ALLOWED:
         return Verdict(name, "clock", "ok", f"within {CLOCK_ALLOWED:.0f} s of the launcher's")
     what = f"the clock is {abs(offset):,.1f} s {'ahead of' if offset > 0 else 'behind'} the launcher's"
-    cause, fix = "nobody sets it; times in logs cannot be compared", "sudo timedatectl set-ntp true  (there)"
-    return Verdict(name, "clock", "note", what, cause, fix)
+    cause = "nobody sets it; times in logs cannot be compared"
+    return Verdict(name, "clock", "note", what, cause, "sudo timedatectl set-ntp true  (there)")
 
 
-def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[Verdict]:
-    """Names the processes of other jobs, each job once if several nodes are one machine.
-
-    Red are those that hold the memory of a GPU that this job will use; a held port is judged with the port.
-    """
+def judge_jobs(nodes: Mapping[str, Node], facts: Facts) -> list[Verdict]:
+    """Names the processes of other jobs: red are those that hold the memory of a GPU."""
     verdicts, seen = [], set()
     for name, found in facts.items():
         gpu_users = {int(row[0]) for row in find_part(found, "gpu_users").get("rows", []) if row[0].isdigit()}
@@ -189,8 +177,8 @@ def judge_jobs(nodes: Mapping[str, Node], facts: Facts, wanted: Wanted) -> list[
         for process in find_part(found, "jobs").get("jobs", []):
             by_job.setdefault(process["id"], []).append(process)
         for job, own in by_job.items():
-            place = found["system"]["machine"], job
-            if job == wanted.job_id or place in seen:
+            place = found["system"]["machine"], job  # several nodes may be one machine
+            if place in seen:
                 continue
             seen.add(place)
             pids = ", ".join(str(process["pid"]) for process in own[:8])
@@ -213,7 +201,9 @@ def stop_command(job: str, node: Node) -> str:
 
 def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
     """Returns the lines of an aligned table, what is red first, with cause and fix under each that is not green."""
-    rows = [((f"[{v.state}]", clean(v.node), clean(v.check)), v) for v in _arrange(verdicts)]
+    checks = list(dict.fromkeys(verdict.check for verdict in verdicts))
+    by_state = sorted(_join(verdicts), key=lambda verdict: (ORDER.index(verdict.state), checks.index(verdict.check)))
+    rows = [((f"[{v.state}]", clean(v.node), clean(v.check)), v) for v in by_state]
     widths = [min(30, max((len(cells[i]) for cells, _ in rows), default=0)) for i in range(3)]
     lines = []
     for cells, verdict in rows:
@@ -224,15 +214,14 @@ def write_lines(verdicts: Sequence[Verdict]) -> list[str]:
     return lines
 
 
-def _arrange(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Puts what is red first, and joins green verdicts that say the same of several nodes."""
+def _join(verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Makes one of green verdicts that say the same of several nodes."""
     joined: dict[tuple, Verdict] = {}
     for number, verdict in enumerate(verdicts):
         key = (verdict.check, verdict.found) if verdict.state == "ok" else (number,)
         node = f"{joined[key].node}, {verdict.node}" if key in joined else verdict.node
         joined[key] = replace(verdict, node=node)
-    checks = list(dict.fromkeys(verdict.check for verdict in verdicts))
-    return sorted(joined.values(), key=lambda verdict: (ORDER.index(verdict.state), checks.index(verdict.check)))
+    return list(joined.values())
 
 
 def _wrap(text: str, start: str, indent: int) -> list[str]:

@@ -378,12 +378,11 @@ def when_connected(action: Callable[[], object]) -> tuple[Heard, Callable[[], fl
 
 def make_running(links: dict, state: JobState, folder: Path, say: Callable = lambda line: None, **spec) -> RunningJob:
     """A job whose supervisors are stand-ins."""
-    given = {"join_timeout": 60, "limit": 60, "max_restarts": 0, "world_size": 1, "nodes": [], **spec}
-    launch = SimpleNamespace(id="none", folder=folder)
-    more = {"found": None, "started": time.monotonic(), "say": say, "stop": threading.Event()}
-    return RunningJob(SimpleNamespace(**given), launch, links=links, state=state, **more)
+    given = {"join_timeout": 60, "limit": 60, "max_restarts": 0, "world_size": 1, "nodes": [], "program": ["python"]}
+    launch, state.spec = SimpleNamespace(id="none", folder=folder), SimpleNamespace(**{**given, **spec})
+    return RunningJob(launch, state, links, say=say, stop=threading.Event(), preflight=0.0)
 
 
 def copy_code(job: TorchrunJob) -> None:
     """Copies the code as a launch does before it starts, for scripts that are started by hand."""
-    job._copy(job._launch, job._collect(), None)
+    job._copy(job._collect())
