@@ -302,7 +302,8 @@ def remove(podman: Podman) -> None:
     for told in Path("/run/containers/networks/aardvark-dns").glob(f"{PROJECT}*"):
         told.unlink()
     for family in ("-4", "-6"):
-        run("ip", family, "rule", "flush", "pref", "5102", check=False)
+        for priority in ("5101", "5102"):
+            run("ip", family, "rule", "flush", "pref", priority, check=False)
     # And where ports of this machine led: whatever serves at one of these next cannot be reached ("No route to host").
     # Netavark lays its rules anew for each container.
     if not podman.call("ps", "-aq").stdout.strip():
