@@ -184,11 +184,7 @@ def down(deployment: Deployment) -> None:
 
 
 def rotate(deployment: Deployment, team: Team) -> Path:
-    """Puts the new token that ``open_deployment`` made into use; returns the new hand-out.
-
-    This restarts JupyterLab and ends the team's processes on the other node, which shuts out anybody with the old
-    token. A hub ends the logins that were made with it.
-    """
+    """Puts a new token into use, which ends whatever runs or is logged in by the old one; returns the new hand-out."""
     if deployment.settings.hub:
         hub.write_files(deployment)
     else:

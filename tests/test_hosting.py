@@ -48,8 +48,6 @@ BAD = {
     "GPUs with a comma": ("team,gpus\nred,0,1\n", "3 fields"),
     "an open quote": ('team,gpus\n"red,0\n', "cannot be read"),
     "not UTF-8": (b"team,gpus\nr\xe9d,0\n", "cannot be read"),
-    "no name": ("team,gpus\n,0\n", "cannot be the name"),
-    "a quote": ("team,gpus\nred'; rm -rf,0\n", "cannot be the name"),
     "a path": ("team,gpus\n../red,0\n", "cannot be the name"),
     "a letter that looks like a": ("team,gpus\nteаm,0\n", "cannot be the name"),
     "33 characters": (f"team,gpus\n{'r' * 33},0\n", "cannot be the name"),
@@ -373,16 +371,12 @@ ANSWERS = {
     "terminal escapes": "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m",
     "10,000 deep": "[" * 10_000 + "]" * 10_000,
     "no labs": json.dumps(GOOD | {"labs": None}),
-    "labs of three": json.dumps(GOOD | {"labs": [[1, 2, 3]]}),
     "numbers as text": json.dumps(GOOD | {"labs": [["\x1b[2J", 3]]}),
     "more solved than there are": json.dumps(GOOD | {"labs": [[4, 3]]}),
     "a thousand labs": json.dumps(GOOD | {"labs": [[1, 3]] * 1000}),
-    "used as text": json.dumps(GOOD | {"used": "\x1b[2J"}),
     "not a number": json.dumps(GOOD | {"free": float("nan")}),
-    "true": json.dumps(GOOD | {"used": True}),
     "thousands of digits": json.dumps(GOOD).replace("12000000", "9" * 5000),
     "without end": "endless",
-    "half a character": '{"used": "\\ud800"}',
 }
 
 
