@@ -6,23 +6,23 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
+from ipaddress import ip_address
 from pathlib import Path
 
-from hosting import commands, hub
+from hosting import commands
 from hosting.collect import collect
-from hosting.deployment import make_private, open_deployment, parse_settings, read_deployment
+from hosting.commands import say
+from hosting.deployment import merge_settings, read_deployment
 from hosting.engine import find_engine
-from hosting.settings import Settings
-from hosting.status import check_guard, read_status, show_status
+from hosting.settings import Settings, load_settings, read_cpus, read_host, read_size
+from hosting.status import read_status, show_status
 from lab_common import checkout, read_path
 from lab_common.commandline import read_option, run_command
 from lab_common.files import hold_folder
-from lab_common.text import clean
 
 # One of these at a time.
-CHANGES = ("up", "down", "rotate", "reset", "restart")
+CHANGES = ("up", "build", "down", "rotate", "reset", "restart")
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
@@ -37,17 +37,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
     up = todo.add_parser("up", help="start the class, or change it to what teams.csv says now")
     up.add_argument("teams", nargs="?", help="the list of teams (hosting/teams.csv)")
-    up.add_argument("--address", help="host name of the URLs (localhost)")
+    up.add_argument("--address", type=read_host, help="host name of the URLs (localhost)")
     up.add_argument("--port", type=int, help="port of the URLs (8443)")
-    up.add_argument("--bind", help="address to listen on (127.0.0.1); 0.0.0.0 for learners elsewhere")
+    up.add_argument("--bind", type=ip_address, help="address to listen on (127.0.0.1); 0.0.0.0 for learners elsewhere")
     up.add_argument(
         "--tls", help="auto (Let's Encrypt), internal, none, or a folder with cert.pem and key.pem (internal)"
     )
-    up.add_argument("--nodes", type=int, help="containers per team, 1 or 2 (2)")
+    up.add_argument("--nodes", type=int, choices=[1, 2], help="containers per team (2)")
     up.add_argument("--data", help="folder with data sets, read-only for all teams")
-    up.add_argument("--memory", help="memory of each team (auto: the machine's, divided by the teams)")
-    up.add_argument("--cpus", help="CPUs of each team (auto: the machine's, divided by the teams)")
-    up.add_argument("--shm", help="size of /dev/shm of each container (auto: half of its memory, at most 16gb)")
+    up.add_argument("--memory", type=read_size, help="memory of each team (auto: the machine's, divided by the teams)")
+    up.add_argument("--cpus", type=read_cpus, help="CPUs of each team (auto: the machine's, divided by the teams)")
+    up.add_argument("--shm", type=read_size, help="/dev/shm of each container (auto: half of its memory, at most 16gb)")
     up.add_argument("--image", help="the teams' image")
     up.add_argument("--front", help="the image with Caddy")
     up.add_argument("--project", help="what all names begin with (labs)")
@@ -79,62 +79,47 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-    """Lets one command at a time change a class; two would write each other's tokens, and end each other's guard."""
-    make_private(folder)
-    try:
-        with hold_folder(folder, "Another command is changing this class"):
-            yield
-    finally:
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # where it was made for this, and nothing came into it
-
-
 def run(chosen: argparse.Namespace) -> None:
     """Does what the command line says."""
-    with alone(chosen.state.resolve()) if chosen.command in CHANGES else contextlib.nullcontext():
-        _run(chosen)
+    folder, held = chosen.state.resolve(), contextlib.nullcontext()
+    if chosen.command in CHANGES:
+        # Two would write each other's tokens.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        held = hold_folder(folder, "Another command is changing this class")
+    with held:
+        _run(chosen, folder)
 
 
-def _run(chosen: argparse.Namespace) -> None:
-    folder, engine = chosen.state.resolve(), chosen.engine
+def _run(chosen: argparse.Namespace, folder: Path) -> None:
+    engine = chosen.engine
     if chosen.command in ("up", "build"):
         given = {field.name: getattr(chosen, field.name, None) for field in fields(Settings)}
-        settings = parse_settings(folder, given)
+        settings = merge_settings(folder, given)
         if chosen.command == "build":
-            folder.mkdir(parents=True, exist_ok=True)
             return commands.build(find_engine(folder, wanted=engine), settings, base=chosen.base, torch=chosen.torch)
-        deployment = read_deployment(folder, settings, engine=engine)
-        return (hub if settings.hub else commands).up(deployment, say=say)
-    deployment = open_deployment(folder, engine=engine)
-    variant = hub if deployment.settings.hub else commands
+        commands.up(read_deployment(folder, settings, engine=engine))
+        return None
+    # A class whose data or GPUs are gone can be looked at, collected and ended; a new token starts a container.
+    renew = chosen.team if chosen.command == "rotate" else ""
+    deployment = read_deployment(folder, load_settings(folder), engine=engine, renew=renew, starts=bool(renew))
     team = deployment.find(chosen.team) if "team" in chosen else None
     if chosen.command == "status":
-        say(show_status(read_status(deployment)))
-        say("\n".join(["", *commands.describe_bounds(deployment, check_guard(deployment))]))
+        say("\n".join([show_status(read_status(deployment)), "", *commands.describe_bounds(deployment)]))
     elif chosen.command == "down":
-        variant.down(deployment)
+        commands.down(deployment)
         say("all containers have ended; the teams' work stays in their volumes")
     elif chosen.command == "collect":
-        for one in collect(deployment, deployment.teams, chosen.into):
-            say(one.describe())
+        say("\n".join(collect(deployment, chosen.into)))
     elif chosen.command == "logs":
         say(commands.read_logs(deployment, chosen.container))
     elif chosen.command == "rotate":
-        renewed = open_deployment(folder, engine=engine, renew=team.name)
-        say(f"team {team.name} has a new token; hand out: {variant.rotate(renewed, team)}")
+        say(f"team {team.name} has a new token; hand out: {commands.rotate(deployment, team)}")
     elif chosen.command == "reset":
         say(f"fresh labs for team {team.name}; what it had: {commands.reset(deployment, team)}")
     elif chosen.command == "restart":
         commands.restart(deployment, team)
         say(f"team {team.name} has restarted; its files are unchanged")
     return None
-
-
-def say(text: str) -> None:
-    """Prints what a command has to say. Names and answers of teams are in it, and a terminal must not obey them."""
-    print(clean(text), flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -6,8 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hosting.files import write_changed
-from hosting.settings import Settings
+from hosting.settings import Settings, write_text
 from hosting.teams import Team
 
 NAME = "handout.html"
@@ -34,19 +33,12 @@ def write_handout(folder: Path, teams: Sequence[Team], tokens: Mapping[str, str]
         f"<section><h2>Team {html.escape(team.name)}</h2><dl>"
         f"<dt>URL</dt><dd><code>{settings.find_url(team.name)}</code></dd>"
         f"<dt>Token</dt><dd><code>{tokens[team.name]}</code></dd>"
-        f"<dt>You have</dt><dd>{describe_team(team, settings)}</dd></dl><ol>{steps}</ol></section>"
+        f"<dt>You have</dt><dd>GPUs: {len(team.gpus)}; nodes: {settings.nodes}</dd></dl><ol>{steps}</ol></section>"
         for team in teams
     )
     text = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Distributed Training Labs</title>'
         f"<style>{STYLE}</style></head><body>\n{cards}\n</body></html>\n"
     )
-    write_changed(path, text, mode=0o600)
+    write_text(path, text, mode=0o600)
     return path
-
-
-def describe_team(team: Team, settings: Settings) -> str:
-    """Describes a team's nodes and GPUs in words."""
-    gpus = {0: "no GPU", 1: "1 GPU"}.get(len(team.gpus), f"{len(team.gpus)} GPUs")
-    nodes = "two nodes, node0 (where you are) and node1" if settings.nodes == 2 else "one node"
-    return f"{gpus}; {nodes}"

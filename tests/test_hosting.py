@@ -12,24 +12,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from harness.containers import MACHINE, make_setup
+from harness.containers import MACHINE, make_deployment
 from harness.drawn import assert_explains
 
-from hosting import __main__ as hosting_main
 from hosting import commands, handout
-from hosting.__main__ import main
-from hosting.deployment import Deployment, open_deployment, parse_settings, read_deployment
+from hosting.__main__ import CHANGES, main, parse_arguments
+from hosting.deployment import Deployment, merge_settings, read_deployment
 from hosting.engine import Engine, find_engine
-from hosting.files import (
-    BASE,
-    CADDY,
-    GPUS,
-    NODES,
-    make_base,
-    make_gpus,
-    write_files,
-    write_tokens,
-)
+from hosting.files import make_compose, write_files
 from hosting.settings import Settings, check_settings, load_settings, save_settings
 from hosting.status import Standing, read_status, show_status
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
@@ -51,29 +41,20 @@ def write(tmp_path):
 
 
 BAD = {
-    "empty": ("", "empty"),
-    "a header alone": ("team,gpus\n", "No team"),
-    "another column": ("team,gpus,colour\nred,0,1\n", "no column 'colour'"),
-    "a column twice": ("team,team\nred,red\n", "twice"),
-    "no column of teams": ("gpus\n0\n", "team is missing"),
-    "semicolons": ("team;gpus\nred;0 1\n", "not separated by commas"),
+    "empty": ("", "first line"),
+    "a header alone": ("team,gpus\n", "1 to 30 teams"),
+    "another column": ("team,gpus,colour\nred,0,1\n", "first line"),
+    "semicolons": ("team;gpus\nred;0 1\n", "first line"),
     "GPUs with a comma": ("team,gpus\nred,0,1\n", "3 fields"),
-    "an open quote": ('team,gpus\n"red,0\n', "no CSV"),
-    "not UTF-8": (b"team,gpus\nr\xe9d,0\n", "not UTF-8"),
-    "a zero byte": ("team,gpus\nr\0d,0\n", "not a text file"),
-    "no name": ("team,gpus\n,0\n", "no name"),
-    "a quote": ("team,gpus\nred'; rm -rf,0\n", "cannot be the name"),
+    "an open quote": ('team,gpus\n"red,0\n', "cannot be read"),
+    "not UTF-8": (b"team,gpus\nr\xe9d,0\n", "cannot be read"),
     "a path": ("team,gpus\n../red,0\n", "cannot be the name"),
     "a letter that looks like a": ("team,gpus\nteаm,0\n", "cannot be the name"),
-    "upper case": ("team,gpus\nRed,0\n", "cannot be the name"),
-    "two hyphens": ("team,gpus\nred--1,0\n", "cannot be the name"),
-    "200 characters": (f"team,gpus\n{'r' * 200},0\n", "200 characters"),
+    "33 characters": (f"team,gpus\n{'r' * 33},0\n", "cannot be the name"),
+    "a path of the hub": ("team,gpus\nhub,0\n", "cannot be the name"),
+    "another team's container": ("team,gpus\nred\nlabs-red\n", "cannot be the name"),
     "a team twice": ("team,gpus\nred,0\nred,1\n", "twice"),
-    "a GPU of two teams": ("team,gpus\nred,0 1\nblue,1\n", "two teams, red and blue"),
-    "a GPU of two teams, written with a zero": ("team,gpus\nred,1\nblue,01\n", "two teams"),
-    "a GPU twice": ("team,gpus\nred,0 0\n", "twice"),
-    "a negative GPU": ("team,gpus\nred,-1\n", "no GPU"),
-    "too many teams": ("team,gpus\n" + "".join(f"t{n},\n" for n in range(31)), "31 teams"),
+    "too many teams": ("team,gpus\n" + "".join(f"t{n},\n" for n in range(31)), "not 31"),
 }
 
 
@@ -90,19 +71,13 @@ def test_a_list_that_is_not_there_or_no_file(tmp_path):
     for path in (tmp_path / "absent.csv", tmp_path):
         with pytest.raises(LabError) as caught:
             read_teams(path)
-        assert_explains(caught.value, str(path), "cp hosting/teams.example.csv")
+        assert_explains(caught.value, str(path), "hosting/teams.example.csv")
 
 
-def test_a_good_list_may_come_from_a_spreadsheet(write):
-    text = "\ufeffTeam, GPUs\r\n# the left bench\r\nred,0 1\r\n\r\nblue-2\r\n"
-    assert read_teams(write(text)) == [RED, BLUE]
-    uuid = "GPU-0e1c4b4e-0000-4a5b-9a5c-aaaaaaaaaaaa"
-    assert read_teams(write(f"gpus,team\n{uuid},x1\n"))[0].gpus == (uuid,)
-    assert read_teams(write("team,gpus\nred,0\nblue,0\n"), share=True)[1].gpus == ("0",)
+def test_a_good_list_may_come_from_a_spreadsheet(write, root):
+    assert read_teams(write("\ufeffTeam, GPUs\r\nred,00 1\r\n\r\nblue-2\r\n")) == [RED, BLUE]
+    assert read_teams(write("gpus,team\nGPU-0e1c4b4e,x1\n"))[0].gpus == ("GPU-0e1c4b4e",)
     assert [team.variable for team in (RED, BLUE)] == ["TOKEN_RED", "TOKEN_BLUE_2"]
-
-
-def test_the_example_is_a_good_list(root):
     assert len(read_teams(root / "hosting" / "teams.example.csv")) == 2
 
 
@@ -130,8 +105,10 @@ def test_gpus_are_those_that_nvidia_smi_lists(smi, tmp_path):
     with pytest.raises(LabError) as caught:
         check_gpus([RED, Team("green", ("7",))], there, path=tmp_path)
     assert_explains(caught.value, "green", "GPU 7", "it has 0, 1")
+    with pytest.raises(LabError, match="given twice, to red and red"):
+        check_gpus([Team("red", ("0", "0"))], there, path=tmp_path)
     same = [Team("a", ("1",)), Team("b", ("GPU-bb",))]
-    with pytest.raises(LabError, match="given to two teams, a and b"):
+    with pytest.raises(LabError, match="given twice, to a and b"):
         check_gpus(same, there, path=tmp_path)
     check_gpus(same, there, path=tmp_path, share=True)
     smi.write_text("#!/bin/sh\nexit 9\n")
@@ -153,42 +130,23 @@ def test_tokens_are_made_once_kept_and_private(tmp_path):
     assert renewed["red"] != both["red"] and renewed["blue-2"] == both["blue-2"]
 
 
-@pytest.mark.parametrize(
-    "line, words",
-    [
-        ("TOKEN_RED=", "is empty"),
-        ("TOKEN_RED=abc", "3 characters"),
-        (f"TOKEN_RED={'r' * 40}&x=1", "signs that a URL would change"),
-        (f"TOKEN_RED={'b' * 48}", "the same token"),
-    ],
-)
-def test_a_bad_token_is_refused(tmp_path, line, words):
+@pytest.mark.parametrize("line", ["TOKEN_RED=", "TOKEN_RED=abc", f"TOKEN_RED={'r' * 40}&x=1", "red"])
+def test_a_bad_token_is_refused(tmp_path, line):
     path = tmp_path / "tokens.env"
     path.write_text(f"TOKEN_BLUE_2={'b' * 48}\n{line}\n")
-    path.chmod(0o600)
-    with pytest.raises(LabError, match=words):
+    with pytest.raises(LabError) as caught:
         keep_tokens(tmp_path, [BLUE, RED])
-    path.chmod(0o644)
-    with pytest.raises(LabError, match="Others can read"):
-        keep_tokens(tmp_path, [BLUE])
+    assert_explains(caught.value, "tokens.env, line 2")
 
 
 @pytest.mark.parametrize(
     "bad, words",
     [
-        ({"address": "https://labs.example.org"}, "no host name"),
-        ({"bind": "everywhere"}, "no IP address"),
         ({"tls": "none", "bind": "0.0.0.0"}, "read the teams' tokens"),
         ({"tls": "auto", "address": "10.0.0.1", "bind": "0.0.0.0"}, "public names only"),
         ({"tls": "auto", "address": "labs.example.org", "bind": "127.0.0.1"}, "public names only"),
         ({"tls": "/nowhere"}, "cert.pem"),
-        ({"port": 0}, "no such port"),
-        ({"nodes": 3}, "one or two"),
-        ({"data": "/nowhere/at/all"}, "not there"),
-        ({"shm": "lots"}, "no size"),
-        ({"memory": "100mb"}, "less than JupyterLab needs"),
-        ({"cpus": "0"}, "no number"),
-        ({"project": "../labs"}, "odd name"),
+        ({"data": "/nowhere/at/all"}, "no packed data set"),
         ({"subdomains": True, "address": "10.0.0.1"}, "host names of their own"),
         ({"subdomains": True, "hub": True}, "host names of their own"),
     ],
@@ -198,6 +156,18 @@ def test_settings_that_are_unsafe_or_cannot_work_are_refused(bad, words):
         check_settings(Settings(**bad))
     assert words in caught.value.what
     assert_explains(caught.value)
+
+
+def test_options_are_read_where_they_are_given(capsys):
+    read = parse_arguments(
+        ["up", "--memory=6gb", "--shm=512m", "--cpus=1.5", "--bind=::1", "--address=labs.example.org"]
+    )
+    assert (read.memory, read.shm, read.cpus, str(read.bind)) == (6 << 30, 512 << 20, 1.5, "::1")
+    assert parse_arguments(["up", "--memory=auto", "--cpus=auto"]).memory == 0
+    for bad in ("--memory=lots", "--cpus=0", "--bind=everywhere", "--address=https://labs.example.org", "--nodes=3"):
+        with pytest.raises(SystemExit):
+            parse_arguments(["up", bad])
+        assert bad.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]
 
 
 def make_data(folder):
@@ -223,27 +193,20 @@ def test_data_that_the_teams_could_not_use_are_refused(tmp_path):
         assert_explains(caught.value, "cannot read", str(path), "chmod -R a+rX")
         path.chmod(mode)
     check_settings(given)
-    (pack / "manifest.json").unlink()
-    with pytest.raises(LabError) as caught:
-        check_settings(given)
-    assert_explains(caught.value, "no packed data set", "fetch cinic10")
 
 
-def test_settings_are_kept_and_a_broken_file_is_told(tmp_path):
-    public = Settings(address="labs.example.org", port=443, bind="0.0.0.0", tls="auto")
-    assert check_settings(public).url == "https://labs.example.org"
+def test_settings_are_kept_and_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
+    assert Settings(address="labs.example.org", port=443).url == "https://labs.example.org"
     assert Settings().url == "https://localhost:8443"
     assert Settings(tls="none", port=8080).url == "http://localhost:8080"
     with pytest.raises(LabError, match="No class was started"):
         load_settings(tmp_path)
-    save_settings(public, tmp_path)
-    assert load_settings(tmp_path) == public
-    assert parse_settings(tmp_path, {"nodes": 1, "port": None}).nodes == 1
-    for text in ("{", "[]", '{"port": "many"}'):
-        (tmp_path / "settings.json").write_text(text)
-        for read in (load_settings, lambda folder: parse_settings(folder, {"nodes": 2})):
-            with pytest.raises(LabError, match="cannot be read"):
-                read(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    made = merge_settings(tmp_path, {"teams": "teams.csv", "data": "data", "tls": "internal", "nodes": None})
+    assert (made.teams, made.data, made.tls) == (f"{tmp_path}/teams.csv", f"{tmp_path}/data", "internal")
+    save_settings(made, tmp_path)
+    assert load_settings(tmp_path) == made
+    assert merge_settings(tmp_path, {"hub": True}) == replace(made, hub=True, nodes=1)
 
 
 def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path):
@@ -253,48 +216,44 @@ def test_a_class_whose_data_or_gpus_have_gone_can_be_ended(smi, write, tmp_path)
     docker.chmod(0o755)
     given = {"teams": str(write("team,gpus\nred,0\n")), "data": str(tmp_path / "data")}
     make_data(tmp_path / "data")
-    started = read_deployment(tmp_path, parse_settings(tmp_path, given), engine="docker")
+    started = read_deployment(tmp_path, merge_settings(tmp_path, given), engine="docker")
     save_settings(started.settings, tmp_path)
     shutil.rmtree(tmp_path / "data")
     smi.write_text("#!/bin/sh\nexit 18\n")
-    assert open_deployment(tmp_path, engine="docker") == started
+    stored = load_settings(tmp_path)
+    assert read_deployment(tmp_path, stored, engine="docker", starts=False) == started
     for mend, words in ((lambda: make_data(tmp_path / "data"), "data folder"), (lambda: smi.write_text(""), "GPU 0")):
-        for refused in (
-            lambda: open_deployment(tmp_path, engine="docker", renew="red"),
-            lambda: read_deployment(tmp_path, parse_settings(tmp_path, {}), engine="docker"),
-        ):
-            with pytest.raises(LabError, match=words):
-                refused()
+        with pytest.raises(LabError, match=words):
+            read_deployment(tmp_path, stored, engine="docker", renew="red")
         mend()
-    assert open_deployment(tmp_path, engine="docker") == started, "the token is as it was"
+    assert read_deployment(tmp_path, stored, engine="docker", starts=False) == started, "the token is as it was"
 
 
-def test_a_later_command_may_come_from_another_folder(tmp_path, monkeypatch):
-    make_data(tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    made = parse_settings(tmp_path, {"teams": "teams.csv", "data": "data", "tls": "internal"})
-    assert (made.teams, made.data, made.tls) == (f"{tmp_path}/teams.csv", f"{tmp_path}/data", "internal")
-
-
-def test_only_the_front_is_published_and_no_container_has_more_rights_than_it_needs():
-    base = make_base([RED, BLUE], Settings(), "caddy", make_setup([RED, BLUE]))
-    red, blue, front = (base["services"][name] for name in ("red-node0", "blue-2-node0", "front"))
+def test_only_the_front_is_published_and_no_container_has_more_rights_than_it_needs(tmp_path, monkeypatch):
+    deployment = make_deployment(tmp_path, [RED, BLUE], Settings(guarded=True))
+    made = make_compose(deployment, "caddy")
+    services = made["services"]
+    red, blue, front, guard = (services[name] for name in ("red-node0", "blue-2-node0", "front", "guard"))
     assert red["networks"] == {"red": {"aliases": ["node0"]}} and list(blue["networks"]) == ["blue-2"]
-    assert red["volumes"] == ["red-work:/home/learner/work", "./tokens/red:/srv/token:ro"]
-    assert "env_file" not in json.dumps(base), "podman-compose puts what is in there on a command line"
-    for lab in (red, blue):
+    assert red["volumes"] == ["red-keys:/srv/keys", "red-work:/home/learner/work", "./tokens/red:/srv/token:ro"]
+    assert red["environment"]["LAB_NODES"] == "node0,node1" and red["environment"]["LAB_GUARDED"] == "1"
+    assert "env_file" not in json.dumps(made), "podman-compose puts what is in there on a command line"
+    for lab in (red, blue, services["red-node1"]):
         assert "ports" not in lab and "privileged" not in lab and "network_mode" not in lab
         assert lab["cap_drop"] == ["ALL"] and "cap_add" not in lab
     assert front["ports"] == ["127.0.0.1:8443:8443"]
     assert front["cap_drop"] == ["ALL"] and front["cap_add"] == ["NET_BIND_SERVICE"]
-    assert all("driver_opts" not in network for network in base["networks"].values())
-    podman = make_base([RED], Settings(), "caddy", make_setup([RED], podman=True))
-    assert podman["networks"]["red"]["driver_opts"] == {"isolate": "true"}
+    assert (guard["network_mode"], guard["cap_drop"], guard["cap_add"]) == ("host", ["ALL"], ["NET_ADMIN"])
+    assert "volumes" not in guard and guard["read_only"] and guard["restart"] == "always"
+    assert all("driver_opts" not in network for network in made["networks"].values())
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/podman/podman.sock")
+    assert make_compose(deployment, "caddy")["networks"]["red"]["driver_opts"] == {"isolate": "true"}
 
 
 def test_no_token_is_in_any_file_but_the_one_of_tokens(tmp_path):
     tokens = keep_tokens(tmp_path, [RED, BLUE])
-    write_files(tmp_path, [RED, BLUE], Settings(), make_setup([RED, BLUE], tokens=tokens))
+    deployment = replace(make_deployment(tmp_path, [RED, BLUE]), tokens=tokens)
+    write_files(deployment)
     save_settings(Settings(), tmp_path)
     sheet = handout.write_handout(tmp_path, [RED, BLUE], tokens, Settings())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -304,38 +263,27 @@ def test_no_token_is_in_any_file_but_the_one_of_tokens(tmp_path):
     # The container's user has to read its own; nobody else gets so far.
     assert stat.S_IMODE((tmp_path / "tokens").stat().st_mode) == 0o700
     assert stat.S_IMODE(sheet.stat().st_mode) == 0o600
-    assert "https://localhost:8443/blue-2/" in sheet.read_text() and "2 GPUs; two nodes" in sheet.read_text()
+    assert "https://localhost:8443/blue-2/" in sheet.read_text() and "GPUs: 2; nodes: 2" in sheet.read_text()
+    write_files(replace(deployment, teams=[BLUE], tokens={"blue-2": tokens["blue-2"]}))
+    assert not (tmp_path / "tokens" / "red").exists(), "a team that has left"
 
 
-def test_gpus_are_given_by_their_ids_and_only_to_their_team():
-    overlay = make_gpus([RED, BLUE], Settings())["services"]
-    assert list(overlay) == ["red-node0", "red-node1"]
-    devices = [node["deploy"]["resources"]["reservations"]["devices"] for node in overlay.values()]
+def test_gpus_are_given_by_their_ids_and_only_to_their_team(tmp_path):
+    services = make_compose(make_deployment(tmp_path, [RED, BLUE]), "")["services"]
+    given = {name: service["deploy"] for name, service in services.items() if "deploy" in service}
+    assert list(given) == ["red-node0", "red-node1"]
+    devices = [deploy["resources"]["reservations"]["devices"] for deploy in given.values()]
     assert [device["device_ids"] for (device,) in devices] == [["0", "1"], ["1"]]
     for (device,) in devices:
         assert device["capabilities"] == ["gpu"] and "count" not in device
-    assert overlay["red-node0"]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
-    one = make_gpus([Team("one", ("3",))], Settings(nodes=1))["services"]
-    assert list(one) == ["one-node0"]
-
-
-def test_files_are_written_when_they_change_and_no_other(tmp_path):
-    def write(teams, settings=None, image_id="one"):
-        found = write_files(tmp_path, teams, settings or Settings(), make_setup(teams, settings, image_id=image_id))
-        files = [path for path in tmp_path.rglob("*") if path.is_file()]
-        return [path.name for path in found], {path.name: path.stat().st_mtime_ns for path in files}
-
-    names, times = write([RED, BLUE])
-    assert names == [BASE, NODES, GPUS]
-    assert write([RED, BLUE]) == (names, times)
-    assert write([RED, BLUE], image_id="another")[1] != times, "an image that was built anew"
-    names, fewer = write([BLUE], Settings(nodes=1))
-    assert names == [BASE] and set(fewer) == {BASE, CADDY, "blue-2"}, "nothing of before stays, no token either"
+    assert services["red-node0"]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
+    one = make_compose(make_deployment(tmp_path, [Team("one", ("3",))], Settings(nodes=1)), "")["services"]
+    assert list(one) == ["front", "one-node0"] and "deploy" in one["one-node0"]
 
 
 def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LabError, match="docker is not installed; podman is not installed"):
+    with pytest.raises(LabError, match="docker info: not installed; podman info: not installed"):
         find_engine(tmp_path)
     program = tmp_path / "docker"
     program.write_text("#!/bin/sh\n[ $1 = info ] && echo 'Cannot connect' >&2 && exit 1\n")
@@ -343,7 +291,7 @@ def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatc
     with pytest.raises(LabError, match="docker info: Cannot connect"):
         find_engine(tmp_path, wanted="docker")
     program.write_text("#!/bin/sh\n[ $1 = info ]\n")
-    with pytest.raises(LabError, match="docker has no Compose"):
+    with pytest.raises(LabError, match="docker compose version: failed"):
         find_engine(tmp_path, wanted="docker")
     program.write_text("#!/bin/sh\nexit 0\n")
     assert find_engine(tmp_path).compose == ("docker", "compose")
@@ -351,14 +299,13 @@ def test_an_engine_is_named_that_is_missing_silent_or_without_compose(monkeypatc
 
 def test_what_compose_said_is_told_and_logged(tmp_path):
     program = tmp_path / "compose"
-    program.write_text('#!/bin/sh\necho "$PROJECT"\necho "no space left on device" >&2\nexit 17\n')
+    program.write_text('#!/bin/sh\necho "no space left on device" >&2\nexit 17\n')
     program.chmod(0o755)
     engine = Engine("docker", (str(program),), tmp_path)
     with pytest.raises(LabError) as caught:
-        engine.run_compose([tmp_path / BASE], "up", "-d", variables={"PROJECT": "by the environment"})
+        engine.run_compose("labs", [tmp_path / "compose.json"], "up", "-d")
     assert_explains(caught.value, "exit status 17", "no space left on device", "engine.log")
-    log = (tmp_path / "engine.log").read_text()
-    assert "by the environment\n" in log and "-f" in log
+    assert "-p labs -f" in (tmp_path / "engine.log").read_text()
 
 
 def test_the_command_line_refuses_before_it_starts_anything(write, tmp_path, capsys):
@@ -369,16 +316,13 @@ def test_the_command_line_refuses_before_it_starts_anything(write, tmp_path, cap
     assert "read the teams' tokens" in capsys.readouterr().err
     assert main([*state, "status"]) == 1
     assert "No class was started here" in capsys.readouterr().err
-    assert main([*state, "up", str(write("team,gpus\nred\nlabs-red\n"))]) == 1
-    assert "labs-red can be taken for another team's container" in capsys.readouterr().err
-    assert not (tmp_path / "state").exists()
+    assert not list((tmp_path / "state").iterdir())
 
 
-@pytest.mark.parametrize("command", hosting_main.CHANGES)
+@pytest.mark.parametrize("command", sorted({*CHANGES} - {"build"}))
 def test_one_command_at_a_time_changes_a_class(tmp_path, command, capsys):
     state, team = tmp_path / "state", ["red"] * (command in ("rotate", "reset", "restart"))
     state.mkdir()
-    (state / "kept").touch()
     with hold_folder(state, "It is taken"):
         assert main(["--state", str(state), command, *team]) == 1
     assert "Another command is changing this class" in capsys.readouterr().err
@@ -386,21 +330,12 @@ def test_one_command_at_a_time_changes_a_class(tmp_path, command, capsys):
     assert "Another command" not in capsys.readouterr().err, "it ended with the command that held it"
 
 
-def test_a_folder_in_place_of_a_token_is_mended(tmp_path):
-    """Docker makes one if a file that it is to mount is missing."""
-    for name in ("red", "green"):
-        (tmp_path / "tokens" / name).mkdir(parents=True)
-    write_tokens(tmp_path / "tokens", {"red": "r" * 48})
-    assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["red"]
-    assert (tmp_path / "tokens" / "red").read_text() == "r" * 48
-
-
 def test_a_new_token_ends_what_ran_on_both_nodes(two, tmp_path):
     """A program on node1 can enter node0 by the keys of the nodes."""
     program = tmp_path / "engine"
     program.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\n')
-    deployment = replace(two, tokens={"red": "r" * 48, "blue": "b" * 48}, shares=make_setup(two.teams).shares)
-    deployment = replace(deployment, engine=replace(two.engine, compose=(str(program), "compose")))
+    engine = replace(two.engine, compose=(str(program), "compose"))
+    deployment = replace(make_deployment(tmp_path, two.teams), engine=engine)
     commands.rotate(deployment, two.teams[0])
     said = (tmp_path / "asked").read_text().splitlines()
     order = [line.rpartition(" up ")[2] or line for line in said if line.split()[0] in ("stop", "start", "compose")]
@@ -418,14 +353,13 @@ def test_it_runs_without_the_packages_of_the_labs(root):
 
 
 def test_the_status_is_a_line_per_team():
-    labs = ((3, 3), (0, 4), (1, 3))
     rows = [
-        Standing(RED, ("running", "exited"), True, ("GPU 0: 97 %, 100 of 81559 MiB",), 12_000_000, 9 * 10**9, labs),
+        Standing(RED, ("running", "exited"), True, "12 MB (9 GB free)", "0:3/3 2:1/3"),
         Standing(BLUE, ("absent", "absent"), False),
     ]
     header, red, blue = show_status(rows).splitlines()
     assert red.split("  ")[0] == "red" and "running exited" in red and "yes" in red and "12 MB (9 GB free)" in red
-    assert "0:3/3 2:1/3" in red and "97 %" in red
+    assert "0:3/3 2:1/3" in red and red.endswith("0 1")
     assert "NO" in blue and "none yet" in blue and blue.endswith("none")
     assert header.index("containers") == red.index("running") == blue.index("absent")
 
@@ -437,16 +371,12 @@ ANSWERS = {
     "terminal escapes": "\x1b]0;owned\x07\x1b[2J\x1b[31mred\x1b[0m",
     "10,000 deep": "[" * 10_000 + "]" * 10_000,
     "no labs": json.dumps(GOOD | {"labs": None}),
-    "labs of three": json.dumps(GOOD | {"labs": [[1, 2, 3]]}),
     "numbers as text": json.dumps(GOOD | {"labs": [["\x1b[2J", 3]]}),
     "more solved than there are": json.dumps(GOOD | {"labs": [[4, 3]]}),
     "a thousand labs": json.dumps(GOOD | {"labs": [[1, 3]] * 1000}),
-    "used as text": json.dumps(GOOD | {"used": "\x1b[2J"}),
     "not a number": json.dumps(GOOD | {"free": float("nan")}),
-    "true": json.dumps(GOOD | {"used": True}),
     "thousands of digits": json.dumps(GOOD).replace("12000000", "9" * 5000),
     "without end": "endless",
-    "half a character": '{"used": "\\ud800"}',
 }
 
 
@@ -483,14 +413,14 @@ def test_answers_are_read_up_to_a_bound_of_bytes_and_time(tmp_path):
     program.chmod(0o755)
     engine, begun = Engine(str(program), (), tmp_path), time.monotonic()
     said = engine.ask("yes", timeout=60)
-    assert said.returncode == -9 and not said.stdout and "bytes" in said.stderr
+    assert said.returncode == -9 and len(said.stdout) == 1 << 20 and "bytes" in said.stderr
     said = engine.ask("sleep", timeout=0.5)
-    assert said.returncode == 124 and "no answer within 0.5 s" in said.stderr
+    assert said.returncode == -9 and "no answer within 0.5 s" in said.stderr
     assert time.monotonic() - begun < 20
 
 
 def test_what_a_terminal_would_obey_is_not_printed(two, tmp_path, monkeypatch, capsys):
-    """In an error, in what went well, and in the log that an error names."""
+    """In an error, and in what went well."""
     evil = "\x1b[2J\x1b]0;owned\x07\u202e"
 
     def fail(chosen):
@@ -502,58 +432,40 @@ def test_what_a_terminal_would_obey_is_not_printed(two, tmp_path, monkeypatch, c
     assert "It failed." in said.err and "\x1b" not in said.err and "\u202e" not in said.err
     (tmp_path / "answer").write_text(f"{evil} in the log\n" * 3)
     assert evil in commands.read_logs(two, "labs-red-node0"), "it is cleaned where it is printed"
-    hosting_main.say(commands.read_logs(two, "labs-red-node0"))
+    commands.say(commands.read_logs(two, "labs-red-node0"))
     said = capsys.readouterr().out
     assert said.count("in the log") == 3 and "\x1b" not in said and "\u202e" not in said
     for name in ("--follow", "labs-../x", "other"):
         with pytest.raises(LabError, match="no log of"):
             commands.read_logs(two, name)
-    two.engine.run("logs", "labs-red-node0")
-    log = (tmp_path / "engine.log").read_text()
-    assert log.count("in the log") == 3 and "\x1b" not in log and "\u202e" not in log
 
 
-WELL = b'HTTP/1.1 200 OK\r\nContent-Length: 19\r\n\r\n{"version": "2.21"}'
 PAGES = {
-    "well": WELL,
-    "a number": b"HTTP/1.1 200 OK\r\n\r\n5",
-    "10,000 deep": b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 10_000,
+    "well": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
     "no HTTP": b"\x1b[2J",
-    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:%d/hit\r\n\r\n",
-    "without end": b"endless",
-    "drop by drop": b"drip",
+    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1/hit\r\n\r\n",
+    "drop by drop": b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000,
 }
 
 
-@pytest.mark.parametrize("page", PAGES.values(), ids=PAGES)
-def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, page):
+@pytest.mark.parametrize("kind", PAGES)
+def test_whatever_a_team_s_server_answers_it_is_up_or_it_is_not(monkeypatch, kind):
     """A team can put any server in JupyterLab's place; `status` and `up` ask it through the front."""
-    monkeypatch.setattr("hosting.commands.PAGE_SECONDS", 2.0)
+    monkeypatch.setattr("hosting.commands.PAGE_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port, asked, ended = server.getsockname()[1], [], threading.Event()
-        server.settimeout(20)
 
         def serve():
-            with contextlib.suppress(OSError):
-                while not ended.is_set():
-                    connection, _ = server.accept()
-                    with connection, contextlib.suppress(OSError):
-                        asked.append(connection.recv(4096))
-                        connection.sendall(
-                            page.replace(b"%d", b"%d" % port) if len(page) > 9 else b"HTTP/1.1 200 OK\r\n\r\n"
-                        )
-                        while page in (b"endless", b"drip") and not ended.wait(0.002 if page == b"drip" else 0):
-                            connection.sendall(b"x" * (1 if page == b"drip" else 1 << 16))
+            connection, _ = server.accept()
+            with connection, contextlib.suppress(OSError):
+                assert connection.recv(4096).startswith(b"GET /red/api ")
+                drops = kind == "drop by drop"
+                for number in range(0, len(PAGES[kind]), 1 if drops else 100):
+                    connection.sendall(PAGES[kind][number : number + (1 if drops else 100)])
+                    time.sleep(0.1 * drops)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        begun = time.monotonic()
-        try:
-            assert commands.is_served(Settings(tls="none", port=port), Team("red")) is (page == WELL)
-            # What comes fast is given up at its length, and what comes slowly at its time.
-            assert time.monotonic() - begun < (5 if page == b"drip" else 1.5)
-            assert len(asked) == 1 and asked[0].startswith(b"GET /red/api "), "it is not sent elsewhere"
-        finally:
-            ended.set()
-            socket.create_connection(("127.0.0.1", port)).close()
-            thread.join()
+        begun, port = time.monotonic(), server.getsockname()[1]
+        assert commands.is_served(Settings(tls="none", port=port), Team("red")) is (kind == "well")
+        assert time.monotonic() - begun < 5
+        thread.join()

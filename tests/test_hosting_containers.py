@@ -406,7 +406,6 @@ ln -sfn / work/labs/root
 mkfifo work/labs/pipe
 truncate -s 3G work/labs/sparse.bin
 touch "work/labs/$(printf '\033[2Jx\nred')" "work/labs/$(printf '\377odd')"
-ln -f work/labs/00_start_here.ipynb work/labs/twice.ipynb
 """
 
 
@@ -416,7 +415,7 @@ def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
     victim.write_text("the instructor's")
     hosted.podman.ask("labtest-red-node0", "sh", "-c", TRAP.replace("%s", str(victim)))
     try:
-        said = [hosted.host("collect", "--into", into, check=False).stdout for _ in range(2)]
+        said = hosted.host("collect", "--into", into).stdout
     finally:
         hosted.podman.ask("labtest-red-node0", "sh", "-c", f"rm -rf {HOME}/course {HOME}/work/labs/sparse.bin")
     assert victim.read_text() == "the instructor's"
@@ -427,14 +426,13 @@ def test_collect_writes_nothing_where_a_team_points(hosted, tmp_path):
     assert all(path.is_file() and not path.is_symlink() for path in collected)
     assert max(path.stat().st_size for path in collected) < 2**30
     left_out = (red / "left-out.txt").read_text()
-    for name in ("report.html", "labs/notes.txt", "labs/root", "labs/pipe", "labs/sparse.bin", "labs/twice.ipynb"):
+    for name in ("report.html", "labs/notes.txt", "labs/root", "labs/pipe", "labs/sparse.bin"):
         assert name in left_out, left_out
-    assert all("\33" not in text for text in (left_out, *said, *map(str, collected)))
+    assert all("\33" not in text for text in (left_out, said, *map(str, collected)))
     assert (red / "work" / "labs" / "00_start_here.ipynb").is_file()
-    assert len([path for path in into.iterdir() if path.name.startswith("red")]) == 2, (
-        "what was collected before is kept"
-    )
     assert not (red / "work" / "labs" / "root").exists()
+    hosted.host("collect", "--into", into)
+    assert len([*into.glob("red*/left-out.txt")]) == 2, "what was collected before is kept"
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import ssl
 from pathlib import Path
 
 import pytest
-from harness.containers import FRONT, PROJECT, make_setup
+from harness.containers import FRONT, PROJECT, make_deployment
 from harness.jobs import wait_for
 
-from hosting.files import CADDY, FRONT_PORT, make_base, make_caddyfile
+from hosting.files import CADDY, FRONT_PORT, make_caddyfile, make_front
 from hosting.settings import Settings, check_settings
 from hosting.teams import Team
 
@@ -54,10 +54,10 @@ def find_names(address: str, signer: Path) -> tuple:
 
 def test_a_certificate_comes_by_port_443_alone(podman, gateway, tmp_path):
     """No other port has to be open to the authority, as the guide says."""
-    settings = check_settings(Settings(address=NAME, port=443, bind="0.0.0.0", tls="auto"))
-    team = Team("red", ())
+    settings, team = Settings(address=NAME, port=443, bind="0.0.0.0", tls="auto"), Team("red")
+    check_settings(settings)
     text = make_caddyfile([team], settings)
-    command = make_base([team], settings, text, make_setup([team], podman=True))["services"]["front"]["command"]
+    command = make_front(make_deployment(tmp_path, [team], settings), text)["command"]
     ask = f"\tacme_ca https://authority:9443/acme/local/directory\n\tacme_ca_root /authority/{SIGNER}\n"
     data = tmp_path / "data"
     for name, written in (("authority", AUTHORITY), ("front", text.replace("{\n", "{\n" + ask, 1)), ("data", "")):

@@ -5,20 +5,19 @@ import json
 import os
 import re
 import subprocess
+from dataclasses import replace
 
 import pytest
-from harness.containers import install, make_setup
-from harness.drawn import assert_explains
+from harness.containers import install, make_deployment
 
-from hosting.hub import TAKEN, make_compose, write_hub
+from hosting.hub import make_compose, write_files
 from hosting.settings import Settings
-from hosting.teams import Team, read_teams
+from hosting.teams import read_teams
 from hosting.tokens import keep_tokens
-from lab_common import LabError
 
 pytestmark = pytest.mark.hosting
 
-ONE = Settings(nodes=1)
+ONE = Settings(nodes=1, hub=True)
 CLASS = "team,gpus\nred,0 1\nblue,\nteam-3,2\n"
 # JupyterHub with the configuration, up to where it would listen: teams log in, and the engine, which is not there, is
 # asked for their containers.
@@ -64,7 +63,7 @@ async def load(config, logins, teams):
         orm.APIToken.new(user=red.orm_user, client_id=client, scopes=[])
     cookie = red.cookie_id
     with open(teams, "w") as file:
-        json.dump({"red": {"sha256": hashlib.sha256(b"another").hexdigest(), "gpus": []}}, file)
+        json.dump({"red": {"sha256": hashlib.sha256(b"another").hexdigest()}}, file)
     found["holds_later"] = [await hub.authenticator.refresh_user(hub.users[name]) for name in ("red", "blue")]
     again = {"username": "red", "password": "another"}
     model = await hub.authenticator.get_authenticated_user(Handler, again)
@@ -81,58 +80,33 @@ asyncio.run(load(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]))
 """
 
 
-def make_class(folder):
+def make_class(folder, settings=ONE):
     (folder / "teams.csv").write_text(CLASS)
     teams = read_teams(folder / "teams.csv")
-    tokens = keep_tokens(folder, teams)
-    return folder, teams, tokens, write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
+    return replace(make_deployment(folder, teams, settings), tokens=keep_tokens(folder, teams))
 
 
-@pytest.fixture
-def hosted(tmp_path):
-    """A class of three teams: its folder, teams and tokens, with what is written for the hub."""
-    return make_class(tmp_path)
+def test_the_hub_has_hashes_of_tokens_and_secrets_that_are_made_once(tmp_path):
+    deployment, folder = make_class(tmp_path), tmp_path / "hub"
+    write_files(deployment)
+    kept = (folder / "secrets.env").read_text()
+    write_files(deployment)
+    assert (folder / "secrets.env").read_text() == kept and len(set(kept.split())) == 2
+    for name in ("secrets.env", "teams.json"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700
+    known = json.loads((folder / "teams.json").read_text())
+    hashes = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in deployment.tokens.items()}
+    assert {name: team["sha256"] for name, team in known.items()} == hashes
+    written = "".join(path.read_text() for path in folder.iterdir())
+    assert not any(token in written for token in deployment.tokens.values())
 
 
-def test_the_teams_file_has_hashes_and_only_its_owner_reads_it(hosted):
-    folder, _, tokens, _ = hosted
-    path = folder / "hub" / "teams.json"
-    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
-    known = json.loads(path.read_text())
-    assert {name: team["gpus"] for name, team in known.items()} == {"red": ["0", "1"], "blue": [], "team-3": ["2"]}
-    assert all(known[name]["sha256"] == hashlib.sha256(token.encode()).hexdigest() for name, token in tokens.items())
-    written = "".join(path.read_text() for path in (folder / "hub").iterdir())
-    assert not any(token in written for token in tokens.values())
-
-
-def test_the_hubs_secrets_are_made_once_and_kept_private(hosted):
-    folder, teams, tokens, _ = hosted
-    path = folder / "hub" / "secrets.env"
-    kept = path.read_text()
-    assert path.stat().st_mode & 0o777 == 0o600 and len(set(kept.split())) == 2
-    write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert path.read_text() == kept
-    path.chmod(0o640)
-    with pytest.raises(LabError) as caught:
-        write_hub(folder, teams, ONE, make_setup(teams, ONE, tokens=tokens))
-    assert_explains(caught.value, "Others can read", "chmod 600", str(path))
-
-
-@pytest.mark.parametrize("name", TAKEN)
-def test_a_team_with_the_name_of_one_of_the_hubs_paths_is_refused(name, tmp_path):
-    with pytest.raises(LabError) as caught:
-        write_hub(tmp_path, [Team(name)], ONE, make_setup([Team(name)], ONE))
-    assert_explains(caught.value, f"Team {name} ", "any name but", "teams.csv")
-    assert not (tmp_path / "hub").exists()
-
-
-@pytest.mark.parametrize("podman", [False, True])
-def test_the_hub_alone_has_the_socket_and_the_front_alone_a_port(podman, hosted):
-    folder, teams, _, files = hosted
-    certificate = folder / "certificate"
-    settings = Settings(project="course", tls=str(certificate), nodes=1)
-    fixed = json.loads(files[0].read_text())["services"]
-    made = make_compose(folder / "hub", teams, settings, "", make_setup(teams, settings, podman=podman))
+def test_the_hub_alone_has_the_socket_and_the_front_alone_a_port(tmp_path):
+    certificate = tmp_path / "certificate"
+    deployment = make_class(tmp_path, replace(ONE, project="course", tls=str(certificate), guarded=True))
+    fixed = json.loads(write_files(deployment)[0].read_text())["services"]
+    made = make_compose(deployment, "")
+    assert made["services"].pop("guard")["cap_add"] == ["NET_ADMIN"]
     services = {name: (fixed[name], made["services"][name]) for name in ("front", "hub")}
     assert set(fixed) == set(made["services"]) == set(services)
     text = {name: json.dumps(parts) for name, parts in services.items()}
@@ -152,14 +126,16 @@ def test_the_hub_alone_has_the_socket_and_the_front_alone_a_port(podman, hosted)
         "course-blue",
         "course-team-3",
     }
-    assert all(("driver_opts" in network) == podman for network in made["networks"].values())
     assert made["name"] == "course", "the project of the other variant, which `up` then ends"
 
 
 @pytest.fixture(scope="module")
 def loaded(root, tmp_path_factory):
     """A class at a loaded hub, of the versions in the hub's image: its folder, its tokens, and the results."""
-    folder, teams, tokens, _ = make_class(tmp_path_factory.mktemp("class"))
+    folder = tmp_path_factory.mktemp("class")
+    deployment = make_class(folder, replace(ONE, data=str(folder)))
+    write_files(deployment)
+    tokens = deployment.tokens
     right = {"username": "red", "password": tokens["red"]}
     last = "0" if tokens["red"][-1] != "0" else "1"
     refused = [
@@ -174,7 +150,7 @@ def loaded(root, tmp_path_factory):
     wanted = re.findall(r"\S+==[\d.]+", (root / "hosting/hub/Dockerfile").read_text())
     assert {name.partition("==")[0] for name in wanted} == {"jupyterhub", "dockerspawner", "jupyterhub-idle-culler"}
     python = install(tmp_path_factory.mktemp("hub"), *wanted) / "python"
-    made = make_compose(folder / "hub", teams, Settings(data=str(folder), nodes=1), "", make_setup(teams, ONE))
+    made = make_compose(deployment, "")
     fixed = json.loads((root / "hosting/hub/compose.json").read_text())["services"]["hub"]["environment"]
     state, known = folder / "hub-state", folder / "hub" / "teams.json"
     here = {"HUB_STATE": str(state), "HUB_TEAMS": str(known), "HUB_IDLE_SECONDS": "60"}
@@ -185,11 +161,11 @@ def loaded(root, tmp_path_factory):
     command = [python, "-c", LOAD, root / "hosting/hub/jupyterhub_config.py", json.dumps([right, *refused]), known]
     done = subprocess.run(command, cwd=state, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and "FOUND" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
-    return folder, tokens, json.loads(done.stdout.partition("FOUND")[2])
+    return deployment, json.loads(done.stdout.partition("FOUND")[2])
 
 
 def test_a_team_logs_in_with_its_own_token_only(loaded):
-    found = loaded[2]
+    found = loaded[1]
     assert found["logins"] == [["red", False]] + [None] * 7
     assert found["admins"] == []
     # A login holds for as long as the team has its token, and the team is there.
@@ -198,23 +174,23 @@ def test_a_team_logs_in_with_its_own_token_only(loaded):
 
 
 def test_the_first_login_with_a_new_token_ends_those_with_the_old_one(loaded):
-    found = loaded[2]
+    found = loaded[1]
     assert found["left"] == ["jupyterhub"], "the browsers' tokens go, the server's own stays"
     assert found["cookie"] == [True, True, True], "another cookie, that holds; a second login leaves it as it is"
 
 
 def test_a_teams_container_has_its_own_cpus_data_and_no_secret(loaded):
-    folder, tokens, found = loaded
-    teams = read_teams(folder / "teams.csv")
+    deployment, found = loaded
     assert found["networks"] == {name: f"labs-{name}" for name in ("red", "blue", "team-3")}
-    kept = (folder / "hub" / "secrets.env").read_text().split()
-    secrets = [line.partition("=")[2] for line in kept] + list(tokens.values())
+    kept = (deployment.folder / "hub" / "secrets.env").read_text().split()
+    secrets = [line.partition("=")[2] for line in kept] + list(deployment.tokens.values())
     for name in found["networks"]:
         made = found["containers"][f"labs-{name}-node0"]
         host = made["HostConfig"]
-        assert host["CpusetCpus"] == make_setup(teams, ONE).shares[name][0].cpuset in ("0,1", "2,3", "4,5")
+        assert host["CapDrop"] == ["ALL"] and host["SecurityOpt"] == ["no-new-privileges"] and host["Memory"] > 1 << 30
+        assert host["CpusetCpus"] == deployment.shares[name][0].cpuset in ("0,1", "2,3", "4,5")
         # The names of the variant without accounts, also where a name has a hyphen; and no socket.
-        data = f"{folder}:/srv/data:ro"
+        data = f"{deployment.folder}:/srv/data:ro"
         assert sorted(host["Binds"]) == sorted([f"labs-{name}-work:/home/learner/work:rw", data])
         environment = dict(line.split("=", 1) for line in made["Env"])
         assert json.loads(environment["JUPYTERHUB_COOKIE_OPTIONS"]) == {"secure": True}
@@ -224,7 +200,7 @@ def test_a_teams_container_has_its_own_cpus_data_and_no_secret(loaded):
 
 
 def test_only_teams_with_gpus_get_devices_and_limits(loaded):
-    found = loaded[2]
+    found = loaded[1]
     hosts = {name: found["containers"][f"labs-{name}-node0"]["HostConfig"] for name in ("red", "blue", "team-3")}
     for name, gpus in (("red", ["0", "1"]), ("team-3", ["2"])):
         (device,) = hosts[name]["DeviceRequests"]

@@ -8,10 +8,10 @@ import shutil
 import subprocess
 
 import pytest
-from harness.containers import find_docker_compose, make_setup
+from harness.containers import find_docker_compose, make_deployment
 
 from hosting import hub
-from hosting.files import make_base, make_caddyfile, make_gpus, make_nodes
+from hosting.files import write_files
 from hosting.settings import Settings
 from hosting.teams import Team
 
@@ -35,32 +35,27 @@ def compose(tmp_path_factory):
     return run
 
 
-def test_docker_s_compose_merges_the_files_and_takes_the_limits(compose, tmp_path):
-    settings = Settings(tls="internal", project="course")
-    setup = make_setup(TEAMS, settings, image_id="one")
-    parts = [make_base(TEAMS, settings, make_caddyfile(TEAMS, settings), setup)]
-    parts += [make_nodes(TEAMS, settings, setup), make_gpus(TEAMS, settings)]
-    files = [tmp_path / f"{number}.json" for number in range(3)]
-    for file, part in zip(files, parts, strict=True):
-        file.write_text(json.dumps(part))
-    status, said = compose(files, "--format=json")
+def test_docker_s_compose_takes_the_file_and_the_limits(compose, tmp_path):
+    deployment = make_deployment(tmp_path, TEAMS, Settings(project="course", guarded=True))
+    status, said = compose(write_files(deployment), "--format=json")
     assert status == 0, said
     made = json.loads(said)
-    assert set(made["services"]) == {"front", *(f"{team.name}-node{node}" for team in TEAMS for node in (0, 1))}
+    assert set(made["services"]) == {"front", "guard", *(f"{team.name}-node{n}" for team in TEAMS for n in (0, 1))}
     red = made["services"]["red-node0"]
     (device,) = red["deploy"]["resources"]["reservations"]["devices"]
     assert device["device_ids"] == ["0", "1"] and "count" not in device
     assert red["environment"]["LAB_NODES"] == "node0,node1"
     (token,) = (volume for volume in red["volumes"] if volume["target"] == "/srv/token")
     assert (token["type"], token["source"], token["read_only"]) == ("bind", str(tmp_path / "tokens/red"), True)
-    share = setup.shares["red"][0]
+    share = deployment.shares["red"][0]
     assert int(red["mem_limit"]) == int(red["memswap_limit"]) == share.memory and int(red["shm_size"]) == share.shm
     assert red["pids_limit"] == share.processes and red["cpuset"] == share.cpuset == "0,1,2,3"
+    assert made["services"]["guard"]["network_mode"] == "host"
 
 
 def test_docker_s_compose_takes_the_hub_s_files(compose, tmp_path):
-    settings = Settings(nodes=1)
-    status, said = compose(hub.write_hub(tmp_path, TEAMS, settings, make_setup(TEAMS, settings)), "--format=json")
+    deployment = make_deployment(tmp_path, TEAMS, Settings(nodes=1, hub=True))
+    status, said = compose(hub.write_files(deployment), "--format=json")
     assert status == 0, said
     services = json.loads(said)["services"]
     assert [name for name, service in services.items() if "engine.sock" in json.dumps(service)] == ["hub"]

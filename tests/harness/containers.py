@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosting.engine import Machine
-from hosting.files import Setup
+from hosting.deployment import Deployment
+from hosting.engine import Engine, Machine
 from hosting.limits import divide
 from hosting.settings import Settings
 from hosting.teams import Team
@@ -134,12 +134,11 @@ class Podman:
         archive.unlink()
 
 
-def make_setup(
-    teams: Sequence[Team], settings: Settings | None = None, *, tokens: dict | None = None, **given
-) -> Setup:
-    """Makes the setup of a class on ``MACHINE``."""
-    shares = divide(MACHINE, teams, settings or Settings())
-    return Setup(tokens or {team.name: team.name[0] * 48 for team in teams}, shares, MACHINE, **given)
+def make_deployment(folder: Path, teams: Sequence[Team], settings: Settings | None = None) -> Deployment:
+    """Makes a class on ``MACHINE`` in a folder, with an engine that answers nothing."""
+    settings = settings or Settings()
+    tokens, shares = {team.name: team.name[0] * 48 for team in teams}, divide(MACHINE, teams, settings)
+    return Deployment(folder, settings, [*teams], tokens, Engine("true", (), folder), MACHINE, shares)
 
 
 def run(*command: object, check: bool = True, **options: object) -> subprocess.CompletedProcess[str]:
@@ -303,7 +302,8 @@ def remove(podman: Podman) -> None:
     for told in Path("/run/containers/networks/aardvark-dns").glob(f"{PROJECT}*"):
         told.unlink()
     for family in ("-4", "-6"):
-        run("ip", family, "rule", "flush", "pref", "5102", check=False)
+        for priority in ("5101", "5102"):
+            run("ip", family, "rule", "flush", "pref", priority, check=False)
     # And where ports of this machine led: whatever serves at one of these next cannot be reached ("No route to host").
     # Netavark lays its rules anew for each container.
     if not podman.call("ps", "-aq").stdout.strip():
