@@ -67,10 +67,10 @@ def pytest_collection_modifyitems(items):
 
     A long test at the end would keep one process busy while the others have nothing left to do.
     """
-    from tests.harness.fewer import take_fewer
-
     for item in items:
         if is_lab(item):
+            from tests.harness.fewer import take_fewer
+
             take_fewer(item)
         # A parameter may be the name of a fixture, for which the test asks later.
         chosen = [name for name in getattr(getattr(item, "callspec", None), "params", {}).values() if type(name) is str]

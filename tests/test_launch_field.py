@@ -344,7 +344,7 @@ def test_an_open_collective_counts_only_where_a_call_may_wait_for_it(source, ins
 @pytest.mark.parametrize(
     "source",
     [
-        "sum(range(10**8))",  # one long call at one place
+        "sum(range(3 * 10**8))",  # one long call at one place
         "import socket\n"
         "server = socket.create_server(('127.0.0.1', 0))\n"
         "def send():\n"

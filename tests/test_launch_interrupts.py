@@ -17,7 +17,7 @@ from harness.jobs import assert_gone, assert_port_free, find_port
 from lab_utils.training import Checkpoints
 
 # Of jobs with torchrun, and of jobs of plain Pythons, which start in a tenth of the time. `make drills` asks for more.
-MANY = int(os.environ.get("LAB_INTERRUPTS", "16"))
+MANY = int(os.environ.get("LAB_INTERRUPTS", "8"))
 COUNTS = {"torchrun": max(4, MANY // 6), "python": MANY}
 STEPS = 24  # in each job
 TRAIN = f"""

@@ -113,8 +113,10 @@ class SshNode(Node):
         try:
             return super().popen(command)
         except FileNotFoundError as error:
+            cause = "it is not installed, or PATH does not have its folder"
             fix = "Debian, Ubuntu: sudo apt-get install openssh-client; or use local_nodes(2)"
-            raise LabError("The OpenSSH client (ssh) is not on this machine.", where="PATH", fix=fix) from error
+            what = "The OpenSSH client (ssh) is not on this machine."
+            raise LabError(what, where="PATH", cause=cause, fix=fix) from error
 
     def explain(self, returncode: int, stderr: str) -> LabError:
         """The error of a program that ssh could not run there; 255 is ssh's own failure, else it is the program's."""
