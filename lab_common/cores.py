@@ -1,4 +1,4 @@
-"""Counts the cores that a program may use here. It also runs on nodes with Python 3.9 (:mod:`nodelaunch.program`)."""
+"""Counts the cores that a program may use here. It also runs on nodes with Python 3.9 (:mod:`nodelaunch.transfer`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Asks ``nvidia-smi``: the one place that starts it for an answer. Without the program there are no GPUs.
 
-Also runs on nodes with Python 3.9 and nothing installed (:mod:`nodelaunch.program`).
+Also runs on nodes with Python 3.9 and nothing installed (:mod:`nodelaunch.transfer`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ from lab_common.files import write_atomically
 from lab_common.text import clean
 from nodelaunch.backends import Say
 from nodelaunch.backends.nodes import Node
-from nodelaunch.bundle import Bundle, collect_files
-from nodelaunch.copying import copy_to_nodes
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.verdicts import WILL_COPY
 from nodelaunch.result import JobResult
@@ -24,6 +22,7 @@ from nodelaunch.running import RunningJob
 from nodelaunch.script import Placement, place_nodes
 from nodelaunch.spec import JobSpec, Launch, make_launch
 from nodelaunch.state import JobState
+from nodelaunch.transfer import Bundle, collect_files, copy_to_nodes
 
 FRESH_SECONDS = 60.0  # how long a preflight counts; after it a port may have been taken
 

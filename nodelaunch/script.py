@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from lab_common.cores import count_cores
 from nodelaunch.backends.nodes import Node
-from nodelaunch.bundle import name_work
 from nodelaunch.node.facts import find_gpus
 from nodelaunch.preflight import Preflight
 from nodelaunch.preflight.gpus import list_visible
 from nodelaunch.spec import JobSpec, Launch
+from nodelaunch.transfer import name_work
 
 
 class Bash(str):

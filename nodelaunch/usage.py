@@ -13,7 +13,7 @@ from importlib import import_module
 from lab_common import LabError
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import sampler
-from nodelaunch.program import make_command
+from nodelaunch.transfer import make_command
 
 PATIENCE = 3.0  # seconds that the last line may take once a node was told to stop
 

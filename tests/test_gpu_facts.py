@@ -8,7 +8,7 @@ from harness.answers import load_answer
 from torch import nn
 
 from lab_utils import machine
-from nodelaunch.messages import look_up
+from nodelaunch.failure import look_up
 from nodelaunch.node.errors import failed_as_consequence
 
 # In the form of verl-project/verl#161. The last line is NCCL's own, there that of 2.20.5; the other one is in 2.30.7.

@@ -14,8 +14,7 @@ from harness.forked import fork
 from harness.jobs import Heard, hear
 
 from nodelaunch import TorchrunJob, local_nodes
-from nodelaunch.failure import diagnose, trained_alone
-from nodelaunch.messages import KNOWN
+from nodelaunch.failure import KNOWN, diagnose, trained_alone
 from nodelaunch.node import watch as node_watch
 from nodelaunch.node.groups import Groups
 from nodelaunch.node.watch import HangWatch

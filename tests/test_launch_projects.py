@@ -12,8 +12,8 @@ from harness.jobs import PLAIN, Heard, assert_gone, find_processes, kill, run_ba
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes
-from nodelaunch.bundle import LARGEST, MOST, TOTAL, find_project, name_work
 from nodelaunch.node.copy_project import LAST
+from nodelaunch.transfer import LARGEST, MOST, TOTAL, find_project, name_work
 
 pytestmark = pytest.mark.usefixtures("runs")
 

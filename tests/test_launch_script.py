@@ -12,10 +12,10 @@ from harness.fuzzing import ODD_VALUES
 
 from lab_common import LabError
 from nodelaunch import TorchrunJob, local_nodes, slurm_nodes, ssh_nodes
-from nodelaunch.bundle import Bundle
 from nodelaunch.preflight import Preflight
 from nodelaunch.script import place_nodes, write_script
 from nodelaunch.spec import JobSpec, Launch
+from nodelaunch.transfer import Bundle
 
 # What each would do, if it were code: make a file `canary`, or remove the file `precious`.
 BREAKOUTS = [

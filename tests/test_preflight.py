@@ -25,7 +25,7 @@ from nodelaunch.backends.ssh import ssh_nodes
 from nodelaunch.node import probe, receive, sampler
 from nodelaunch.preflight import Preflight, ask_once, check_nodes, routes
 from nodelaunch.preflight.verdicts import WILL_COPY, Verdict, judge_jobs, judge_versions
-from nodelaunch.program import make_command
+from nodelaunch.transfer import make_command
 
 LISTEN = """import socket, time
 listener = socket.socket()

@@ -31,7 +31,7 @@ from lab_utils import data, timing
 from lab_utils.data.packing import MANIFEST
 from nodelaunch import DataFolder, TorchrunJob, Usage, local_nodes, watch
 from nodelaunch.backends.nodes import Node
-from nodelaunch.program import make_command
+from nodelaunch.transfer import make_command
 
 LIMIT = 3600.0  # seconds of a lap in any case
 PATIENCE = 20.0  # seconds for a program on a node that is asked to answer

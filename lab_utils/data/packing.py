@@ -366,9 +366,8 @@ def hash_file(path: Path, algorithm: str) -> str:
 
 def measure_mean_std(images: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Returns mean and standard deviation per channel, in 0..1, exactly: from a histogram of the 256 values."""
-    values, means, stds = np.arange(256) / 255, [], []
-    for channel in range(3):
-        histogram = np.bincount(images[:, channel].reshape(-1), minlength=256)
-        means.append(float(np.average(values, weights=histogram)))
-        stds.append(float(np.average((values - means[-1]) ** 2, weights=histogram)) ** 0.5)
-    return tuple(means), tuple(stds)
+    values = np.arange(256) / 255
+    weights = [np.bincount(images[:, channel].reshape(-1), minlength=256) for channel in range(3)]
+    means = [float(np.average(values, weights=each)) for each in weights]
+    squares = (np.average((values - mean) ** 2, weights=each) for mean, each in zip(means, weights, strict=True))
+    return tuple(means), tuple(float(square) ** 0.5 for square in squares)

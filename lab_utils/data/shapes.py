@@ -12,27 +12,13 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 FINGERPRINT = "shapes10, seed 0"
-CLASS_NAMES = ("arrow", "crescent", "cross", "disc", "heart", "hexagon", "ring", "square", "star", "triangle")
 COUNTS = {"train": 10_000, "valid": 2_000, "test": 2_000}
 SIZE = 32
 
 Plane = np.ndarray
 """float64 (32, 32): one value a pixel."""
 
-# The usual colour of each form, red, green, blue; how often a form has it; how far it strays from it.
-_PAINT = {
-    "arrow": (60, 190, 75),
-    "crescent": (245, 225, 100),
-    "cross": (240, 240, 240),
-    "disc": (245, 130, 40),
-    "heart": (225, 35, 60),
-    "hexagon": (130, 90, 50),
-    "ring": (60, 200, 220),
-    "square": (50, 80, 210),
-    "star": (230, 190, 30),
-    "triangle": (150, 60, 190),
-}
-_USUAL, _STRAY = 0.75, 45
+_USUAL, _STRAY = 0.75, 45  # how often a form has its usual colour, and how far it strays from it
 
 # Centres of the pixels, in pixels from the middle of the picture.
 _Y, _X = np.mgrid[0:SIZE, 0:SIZE] - (SIZE - 1) / 2
@@ -58,28 +44,25 @@ def _star(x: Plane, y: Plane) -> Plane:
     return ((px - 1) * normal_x + py * normal_y) / np.hypot(normal_x, normal_y)
 
 
-def _heart(x: Plane, y: Plane) -> Plane:
-    return np.hypot(x, 1.1 * y + 0.65 * np.sqrt(np.abs(x)) - 0.1) - 0.95
-
-
 def _arrow(x: Plane, y: Plane) -> Plane:
     head = np.maximum.reduce([(np.abs(x) - y - 1) * 0.7071, y + 0.05])
     return np.minimum(head, _box(x, y - 0.4, 0.26, 0.6))
 
 
-# Each form as the distance from its edge, in units of its radius: negative inside, positive outside; y points down.
-_FORMS: dict[str, Callable[[Plane, Plane], Plane]] = {
-    "arrow": _arrow,
-    "crescent": lambda x, y: np.maximum(np.hypot(x, y) - 1, 0.82 - np.hypot(x - 0.52, y)),
-    "cross": lambda x, y: np.minimum(_box(x, y, 0.3, 1), _box(x, y, 1, 0.3)),
-    "disc": lambda x, y: np.hypot(x, y) - 0.95,
-    "heart": _heart,
-    "hexagon": lambda x, y: _polygon(x, y, 6, 0.87),
-    "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.74) - 0.24,
-    "square": lambda x, y: _box(x, y, 0.8, 0.8),
-    "star": _star,
-    "triangle": lambda x, y: _polygon(x, y + 0.15, 3, 0.58),
+# The usual colour of each form, and the distance from its edge, in units of its radius: negative inside; y points down.
+_FORMS: dict[str, tuple[tuple[int, int, int], Callable[[Plane, Plane], Plane]]] = {
+    "arrow": ((60, 190, 75), _arrow),
+    "crescent": ((245, 225, 100), lambda x, y: np.maximum(np.hypot(x, y) - 1, 0.82 - np.hypot(x - 0.52, y))),
+    "cross": ((240, 240, 240), lambda x, y: np.minimum(_box(x, y, 0.3, 1), _box(x, y, 1, 0.3))),
+    "disc": ((245, 130, 40), lambda x, y: np.hypot(x, y) - 0.95),
+    "heart": ((225, 35, 60), lambda x, y: np.hypot(x, 1.1 * y + 0.65 * np.sqrt(np.abs(x)) - 0.1) - 0.95),
+    "hexagon": ((130, 90, 50), lambda x, y: _polygon(x, y, 6, 0.87)),
+    "ring": ((60, 200, 220), lambda x, y: np.abs(np.hypot(x, y) - 0.74) - 0.24),
+    "square": ((50, 80, 210), lambda x, y: _box(x, y, 0.8, 0.8)),
+    "star": ((230, 190, 30), _star),
+    "triangle": ((150, 60, 190), lambda x, y: _polygon(x, y + 0.15, 3, 0.58)),
 }
+CLASS_NAMES = tuple(_FORMS)
 
 
 def _choose_colours(rng: np.random.Generator, label: int) -> np.ndarray:
@@ -90,7 +73,7 @@ def _choose_colours(rng: np.random.Generator, label: int) -> np.ndarray:
     """
     colours = rng.uniform((60, 60, 60), (190, 190, 190), (5, 3))
     if rng.uniform() < _USUAL:
-        colours[1] = np.array(_PAINT[CLASS_NAMES[label]]) + rng.normal(0, _STRAY, 3)
+        colours[1] = np.array(_FORMS[CLASS_NAMES[label]][0]) + rng.normal(0, _STRAY, 3)
     else:
         colours[1] = rng.uniform(0, 255, 3)
     away = colours[1] - colours[0]
@@ -147,7 +130,7 @@ def draw_image(split: str, index: int, *, seed: int = 0) -> tuple[np.ndarray, in
     (x0, y0), stretch = rng.uniform(-1, 1, 2) * (15.5 - radius), rng.uniform(0.8, 1.25)
     cos, sin = np.cos(angle) / radius, np.sin(angle) / radius
     x, y = _X - x0, _Y - y0
-    distance = _FORMS[CLASS_NAMES[label]]((x * cos + y * sin) * stretch, y * cos - x * sin)
+    distance = _FORMS[CLASS_NAMES[label]][1]((x * cos + y * sin) * stretch, y * cos - x * sin)
     # The edge is as soft as in a photograph: one pixel wide, times how far the form is from opaque.
     cover = np.clip(0.5 - distance * radius, 0, 1) * rng.uniform(0.7, 1)
     shade = paint * (1 + rng.uniform(-0.35, 0.35) * y / radius)

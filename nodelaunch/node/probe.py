@@ -1,6 +1,6 @@
 """The program that the preflight runs on every node: it answers each JSON line on its stdin with one on its stdout.
 
-The launcher sends it (:mod:`nodelaunch.program`), since nothing of ours may be installed on the node yet: it and what
+The launcher sends it (:mod:`nodelaunch.transfer`), since nothing of ours may be installed on the node yet: it and what
 it imports use the standard library alone, and run on Python 3.9. When a question fails, the answer contains the error.
 The program ends when its stdin does, or after 30 s.
 """
@@ -45,16 +45,14 @@ def examine(request):
 
 
 def listen(request):
-    """Listens on a random port (``any``), and on node 0 also on that of the rendezvous (``port``).
+    """Listens on a random port (``any``); node 0 also finds out if the rendezvous could listen on its own.
 
-    Node 0 also reports ``chosen``, the rendezvous' port, and ``busy``, why it cannot be listened on, or None.
+    It reports ``chosen``, the rendezvous' port, and ``busy``, why it cannot be listened on, or None.
     """
     found = {"any": open_listener(request["address"], 0, request["token"])}
     if request["port"] is not None:
         found["chosen"] = request["port"] or find_free_port()
         found["busy"] = find_trouble(found["chosen"])
-        if not found["busy"]:
-            found["port"] = open_listener(request["address"], found["chosen"], request["token"])
     return found
 
 

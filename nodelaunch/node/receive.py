@@ -2,7 +2,7 @@
 
 ``receive FOLDER TARGET…`` puts each target, a folder within FOLDER, there whole or not at all. What is there already
 stays. The exit status is CHANGED if that is code and has been changed. Also runs on Python 3.9
-(:mod:`nodelaunch.program`).
+(:mod:`nodelaunch.transfer`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prints a line of JSON at a time on how busy a node is; also runs on Python 3.9 (:mod:`nodelaunch.program`).
+"""Prints a line of JSON at a time on how busy a node is; also runs on Python 3.9 (:mod:`nodelaunch.transfer`).
 
 ``sampler EVERY NODE FOLDER`` prints until its standard input ends. NODE is the number that the launcher gave to the
 node, and FOLDER the node's folder, in which its jobs have theirs: the processes of jobs carry both in their

@@ -26,8 +26,8 @@ from nodelaunch.node.output import EVENT
 from nodelaunch.preflight import routes, verdicts
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.verdicts import Verdict, Wanted
-from nodelaunch.program import make_command
 from nodelaunch.spec import DataFolder
+from nodelaunch.transfer import make_command
 from nodelaunch.values import PORT, PROCESSES, check_value
 
 

@@ -1,23 +1,39 @@
-"""Collects what a job copies to its nodes: the script and its files, or the project, named by their hash."""
+"""Everything that goes to a node: the programs that we run there, a job's code, named by its hash, and its data.
+
+A node may have Python 3.9 and nothing installed. A program is a zip of lab_common and nodelaunch.node, an argument of a
+few lines of Python that start it, and has to be below 128 KiB. All else goes as one tar file over a connection.
+"""
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import functools
 import hashlib
+import io
 import os
 import re
 import shlex
 import stat
 import subprocess
 import sys
+import tarfile
+import zipfile
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
+import nodelaunch
 from lab_common import LabError, env_folder
 from lab_common.text import clean
+from nodelaunch.backends.nodes import Node
+from nodelaunch.node import receive
 from nodelaunch.node.facts import hash_files
-from nodelaunch.program import list_files
+from nodelaunch.spec import JobSpec, Launch
 
 # Python finds a file beside the script before what is installed; torchrun would import it, too.
 TAKEN = sys.stdlib_module_names | {"lab_common", "lab_utils", "nodelaunch", "numpy", "torch", "torchvision"}
@@ -26,6 +42,56 @@ TOTAL, LARGEST, MOST = 64 * 2**20, 8 * 2**20, 5000
 # Tools make these again. A virtual environment is recognised by its pyvenv.cfg.
 MADE = {".git", ".hg", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv"}
 MADE |= {"__pycache__", "node_modules", "wandb"}
+# The current folder goes first: a random.py in the home folder must not be imported in place of Python's own.
+STUB = """\
+import sys
+sys.path[:] = [folder for folder in sys.path if folder]
+import base64, os, runpy, tempfile, zlib
+try:
+    archive = open(os.memfd_create("nodelaunch"), "wb")
+    place = "/proc/self/fd/%d" % archive.fileno()
+except (AttributeError, OSError):  # no Linux
+    archive = tempfile.NamedTemporaryFile(suffix=".pyz")
+    place = archive.name
+archive.write(zlib.decompress(base64.b64decode(sys.argv.pop(1))))
+archive.flush()
+sys.path.insert(0, place)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+# Programs for a node.
+
+
+def make_command(python: str, module: ModuleType, *arguments: str) -> list[str]:
+    """Returns the command that runs a module on a node, whatever is installed there.
+
+    The module is one of ``nodelaunch.node``, or another that imports only the standard library and ``lab_common``.
+    """
+    inside = module.__name__.startswith("nodelaunch.node.")
+    name = module.__name__ if inside else module.__name__.rpartition(".")[2]
+    return [python, "-c", STUB, _pack(None if inside else module.__file__), name, *arguments]
+
+
+@functools.lru_cache(maxsize=8)
+def _pack(extra: str | None) -> str:
+    files, stream = list_files(), io.BytesIO()
+    if extra:
+        files[Path(extra).name] = Path(extra)
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, path in files.items():
+            archive.writestr(zipfile.ZipInfo(name), path.read_bytes())
+    return base64.b64encode(zlib.compress(stream.getvalue(), 9)).decode()
+
+
+def list_files() -> dict[str, Path]:
+    """The files that run around a script on a node, lab_common and nodelaunch.node, by their path in the archive."""
+    root = Path(nodelaunch.__file__).parents[1]
+    patterns = ("lab_common/[!.]*.py", "nodelaunch/__init__.py", "nodelaunch/node/[!.]*.py")
+    return {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.glob(pattern)}
+
+
+# The code of a job.
 
 
 @dataclass(frozen=True)
@@ -125,3 +191,65 @@ def _list_ignored(folder: Path) -> set[Path]:
     except (OSError, subprocess.TimeoutExpired):
         return set()
     return {folder / os.fsdecode(name) for name in done.stdout.split(b"\0") if name}
+
+
+# Copies to all nodes at once.
+
+
+def copy_to_nodes(
+    spec: JobSpec, launch: Launch, bundle: Bundle, *, nodes: Sequence[Node], lacking: Collection[str]
+) -> None:
+    """Copies code and scripts to nodes, and the data to those that lack them; what is there already stays."""
+    if lacking and not spec.data.is_here:
+        what, where = f"There is no {spec.data.name!r:.40} here to copy.", spec.data.path
+        cause = f"the folder was not made on this machine, or it has no {spec.data.identity[:60]}"
+        fix = spec.data.fix or "give the path of the folder on this machine: DataFolder(path=…)"
+        raise LabError(what, where=where, cause=cause, fix=fix)
+    started: list[subprocess.Popen] = []
+    scripts = {path.name: path.read_bytes() for path in launch.folder.glob("*.s*h")}  # .sh or .sbatch
+    parts = {f"code/{bundle.hash}": bundle.files, f"jobs/{launch.id}": scripts}
+
+    def copy(node: Node) -> None:
+        _send(node, node.folder, parts, started)
+        if node.name in lacking:
+            _send(node, node.data_folder, {spec.data.name: spec.data.path}, started)
+
+    pool = ThreadPoolExecutor(len(nodes))
+    try:
+        for copied in as_completed([pool.submit(copy, node) for node in nodes]):
+            copied.result()
+    except BaseException:  # an interrupt, or one node's error: the other copies are pointless
+        for process in started:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send(
+    node: Node, root: str, folders: Mapping[str, Mapping[str, bytes] | Path], started: list[subprocess.Popen]
+) -> None:
+    """Puts files by name, or a folder of this machine, into folders of a node, each by its path within ``root``.
+
+    A folder appears whole or not at all. ``started`` takes the process that sends, so that the caller can end it.
+    """
+    process = node.popen(make_command(node.python, receive, root, *folders))
+    started.append(process)
+    # The pipe breaks if the receiver ends early; its own words then explain why.
+    with contextlib.suppress(OSError), tarfile.open(fileobj=process.stdin, mode="w|") as archive:
+        for target, content in folders.items():
+            if isinstance(content, Path):
+                archive.add(content, arcname=target)
+                continue
+            for name, text in content.items():
+                entry = tarfile.TarInfo(f"{target}/{name}")
+                entry.size, entry.mode = len(text), 0o600
+                archive.addfile(entry, io.BytesIO(text))
+    _, errors = process.communicate()
+    if process.returncode == receive.CHANGED:
+        what, where = f"The code on {node.name} is not what its name says.", f"{root}/{next(iter(folders))}"
+        cause = "a file was changed there, by hand or by a script that writes beside itself"
+        fix = f"on that node: rm -r -- {shlex.quote(where)}   (it is copied again)"
+        raise LabError(what, where=where, cause=cause, fix=fix)
+    if process.returncode:
+        raise node.explain(process.returncode, errors.decode(errors="replace"))
