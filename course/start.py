@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nbformat import NotebookNode
 
-from course.check import LABS, attempts
+from course.check import attempts
 from course.check.hints import SECOND_HINTS
 from course.notebooks import read_notebook
 from course.parts import PARTS
@@ -47,7 +47,8 @@ def write_start(notebooks: Path, workspace: Path) -> None:
         OSError: The page cannot be written.
     """
     standings, rows, link = attempts.read_standings(), {}, ""
-    for lab, path in zip(LABS, sorted(notebooks.glob("[0-9]*.ipynb")), strict=False):
+    for path in sorted(notebooks.glob("[0-9][0-9]_*.ipynb")):
+        lab = int(path.name[:2])
         title, question, needs = _describe(read_notebook(path))
         numbers = [number for number in SECOND_HINTS if number.startswith(f"{lab}.")]
         solved = sum(standings.get(number, attempts.Standing()).solved for number in numbers)

@@ -62,7 +62,7 @@ def divide(machine: Machine, teams: Sequence[Team], settings: Settings, kept: Sh
     # timings. With too few for all, a team has a part of the time of all CPUs.
     cpus = min(settings.cpus or len(machine.cpus) / len(teams), len(machine.cpus))
     own = int(cpus) if not settings.cpus or settings.cpus == int(cpus) else 0
-    if own * len(teams) > len(machine.cpus):
+    if own * len(teams) > len(machine.cpus) or "cpuset" not in machine.limits:
         own = 0
     for team in teams:
         if team.name in shares:
@@ -83,7 +83,7 @@ def divide(machine: Machine, teams: Sequence[Team], settings: Settings, kept: Sh
 
 def keep_shares(folder: Path, machine: Machine, teams: Sequence[Team], settings: Settings, *, save: bool) -> Shares:
     """Returns the shares stored in the folder, unless settings or CPUs differ, and shares for new teams."""
-    told = [settings.memory, settings.cpus, settings.shm, settings.nodes, list(machine.cpus)]
+    told = [settings.memory, settings.cpus, settings.shm, settings.nodes, list(machine.cpus), sorted(machine.limits)]
     kept: dict[str, tuple[Share, ...]] = {}
     with suppress(FileNotFoundError):
         read = json.loads((folder / SHARES).read_text(encoding="utf-8"))
@@ -106,7 +106,7 @@ def limit(share: Share, machine: Machine) -> dict:
         made["memswap_limit"] = f"{share.memory}b"
     if "pids" in machine.limits:
         made["pids_limit"] = share.processes
-    if share.cpuset and "cpuset" in machine.limits:
+    if share.cpuset:
         made["cpuset"] = share.cpuset
     elif "cpu" in machine.limits:
         made["cpus"] = share.cpus

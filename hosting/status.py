@@ -40,14 +40,14 @@ class Standing:
         nodes: The state of each of its containers, as the engine names it, such as ``running``.
         answers: True if its JupyterLab answers at its URL.
         work: The size of its work, in words; ``?`` if its container does not answer.
-        labs: The solved exercises of each lab, in words.
+        labs: The solved exercises of each lab, in words, or ``?`` likewise.
     """
 
     team: Team
     nodes: tuple[str, ...]
     answers: bool
     work: str = "?"
-    labs: str = "none yet"
+    labs: str = "?"
 
 
 def read_status(deployment: Deployment) -> list[Standing]:

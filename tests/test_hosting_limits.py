@@ -120,4 +120,5 @@ def test_the_engine_says_what_it_has_and_what_it_can_limit(tmp_path, told, limit
     assert ("cpus" in made) == ("cpu" in limits and "cpuset" not in limits)
     said = "\n".join(describe_limits(shares, machine))
     assert ("NOT limited, because the engine cannot here" in said) == (not limits >= {"cpu", "memory", "swap", "pids"})
+    assert ("of its own" in said) == ("cpuset" in limits), "only what the engine keeps"
     assert "disk: NOT limited" in said

@@ -178,6 +178,12 @@ def test_a_script_is_short(home, write):
     assert not home.exists()
 
 
+def test_a_lap_that_could_not_count_is_not_run(home, write):
+    with pytest.raises(LabError, match="could not read the record") as caught:
+        race.run_laps(write("race.py", UNTRAINED), threshold=52)
+    assert caught.value.where == "threshold" and "0.52" in caught.value.fix and records.read_laps(home) == []
+
+
 def test_laps_that_are_there_are_not_run_again(home, warm_ranks, write, monkeypatch):
     monkeypatch.delenv("LAB_ROUNDS", raising=False)
     script = write("race.py", UNTRAINED + "save()")

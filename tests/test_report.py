@@ -12,6 +12,8 @@ from course import check
 from course.check import attempts
 from course.report import compare_reports, make_report
 from course.report.__main__ import main
+from course.report.comparison import PAGE_BYTES
+from course.report.figures import FIGURES_BYTES
 from lab_common import LabError
 from lab_utils import timing
 from lab_utils.timing import Timing
@@ -29,6 +31,7 @@ def workspace(tmp_path):
     cell.id = "the-figure"
     book = new_notebook(cells=[new_markdown_cell("# Lab 1 · A <b>thing</b>\n\n## What <we> measure"), cell])
     nbformat.write(book, folder / "01_mixed_precision.ipynb")
+    nbformat.write(new_notebook(cells=[new_markdown_cell("# Lab 42 · Mine")]), folder / "mine.ipynb")
     return folder
 
 
@@ -58,6 +61,7 @@ def test_the_page_has_what_the_team_did_and_needs_no_other_file(workspace):
     assert ">fp32</td><td>32</td><td>200.00</td>" in page and ">160.0<" in page
     assert ">DP</td><td>16</td><td>125.00</td>" in page
     assert "outdated" not in page, "the newest of a kind counts"
+    assert "Of no lab: mine.ipynb" in page and FIGURES_BYTES * len(check.LABS) < PAGE_BYTES
     images = [attributes for tag, attributes in found if tag == "img"]
     assert all(image["src"].startswith("data:image/png;base64,") and len(image["alt"]) > 8 for image in images)
     assert [image["alt"] for image in images][1:] == ["What <we> measure"]

@@ -59,7 +59,7 @@ def exercise(number: str, answer: attempts.Answer) -> None:
     Raises:
         NotYetError: The answer is not right yet; the message shows yours, expected and one hint.
         OpenError: There is no answer yet, or it stops with an error, which the message shows with its line.
-        LabError: There is no such exercise.
+        LabError: There is no such exercise, or the file that answers it is missing or cannot be read.
     """
     found = _find(number)
     try:

@@ -72,12 +72,13 @@ def run_lap(
         show: True to print the ranks' output.
 
     Returns:
-        The stored record; ``records.PROPERTIES`` has its keys.
+        The stored record: the keys of ``records.PROPERTIES``, which the leaderboard reads, and ``curve``, ``one_node``
+        and ``weights``.
 
     Raises:
         JobError: The script failed. Its record says so under ``failed``.
         LabError: Likewise: it saved no weights, or its weights cannot be evaluated. Or nothing was launched: another
-            lap runs, or the nodes are not ready.
+            lap runs, the nodes are not ready, or the leaderboard could not read the lap's record.
     """
     nodes, script, home = list(nodes or local_nodes(1)), read_path(script), home or records.find_home()
     if any(node.backend != "nodelaunch.backends.direct" for node in nodes):
@@ -111,6 +112,7 @@ def run_lap(
         }
         placed = [replace(node, data=f"{work if node.here else _find_folder(node, lap)}/data") for node in nodes]
         parts = [placed[:1], placed] if len(placed) > 1 else [placed]
+        records.check_record(record)
         with _note_failure(record, home / lap):
             drives = [_drive(part, facts, record, work, home / lap, show=show) for part in parts]
             result = _judge(record, home / lap, drives, whole)

@@ -13,6 +13,7 @@ import jsonschema
 
 from lab_common import LabError, env_folder
 from lab_common.files import read_bounded, write_atomically
+from lab_common.text import clean
 from lab_utils import data
 
 LEAGUES = ("sprint", "distance")
@@ -51,6 +52,18 @@ PROPERTIES = {
     **dict.fromkeys(("nodes", "processes", "devices"), COUNT),
 }
 VALIDATOR = jsonschema.Draft202012Validator({"type": "object", "required": [*PROPERTIES], "properties": PROPERTIES})
+
+
+def check_record(record: Mapping[str, Any]) -> None:
+    """Checks a lap's record before the lap is run, because :func:`read_laps` skips what does not fit the schema.
+
+    Raises:
+        LabError: A value does not fit.
+    """
+    if error := next(VALIDATOR.iter_errors(record), None):
+        where, cause = error.json_path.removeprefix("$."), f"its value does not fit: {clean(error.message, 200)}"
+        fix = "threshold= is a share such as 0.52; at most 200 arguments, and 100 characters in the script's name"
+        raise LabError("The leaderboard could not read the record of this lap.", where=where, cause=cause, fix=fix)
 
 
 def read_thresholds() -> list[dict]:

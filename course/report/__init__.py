@@ -48,7 +48,8 @@ def make_report(workspace: Path, *, team: str) -> str:
     # A lab may have several: a copy, a folder of that name; and it is that lab under any name.
     notebooks: dict[int, list[Path]] = defaultdict(list)
     for path in sorted(workspace.glob("*.ipynb")):
-        notebooks[find_lab(path)].append(path)
+        lab = find_lab(path)
+        notebooks[lab if lab in check.LABS else -1].append(path)
     if not notebooks:
         cause, fix = "another folder, or no copy was made yet", "make workspace, or give --workspace FOLDER"
         raise LabError("There are no labs in this folder.", where=workspace, cause=cause, fix=fix)

@@ -13,8 +13,8 @@ from typing import NamedTuple
 from course.notebooks import load_notebook
 from course.report.pages import escape_line
 
-# Of one lab; ten labs stay below what a report may have.
-FIGURES_BYTES = 6 * 2**20
+# Of one lab; together the labs stay below comparison.PAGE_BYTES, the most that an instructor's comparison reads.
+FIGURES_BYTES = 3 * 2**20
 # In pixels; a figure of one panel has 750.
 WIDE = 900
 LAB = re.compile(r"# Lab ([0-9]{1,2})\b")

@@ -137,7 +137,7 @@ def _read_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     found, rest = {}, list(words)
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
-        name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1], word[2:], word[2:])
+        name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1:2], word[2:], word[2:])
         if not equals and name not in FLAGS:
             value = rest.pop(0) if rest else ""
         found[SHORT.get(name, name)] = value.removeprefix("=")
