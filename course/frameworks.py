@@ -2,7 +2,7 @@
 
 ``make engines ENGINE=lightning`` builds one in ``.engines/lightning/`` (``setup_engine.py``). It sees all packages of
 ``.venv/`` and adds those of ``engines/lightning.lock``. A lab starts its Python as a separate program. The frameworks
-are in ``engines/frameworks.json``.
+are in ``engines/frameworks.json``. (``lab_utils.engines`` is something else: ranks that live through a notebook.)
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, byt
     state = {}
     for name, text in generated.items():
         # As late as can be: many files take a disk its time, and JupyterLab saves by itself.
-        state[name] = _judge(workspace / name, known.get(name, []), *fresh[name])
+        state[name] = _classify(workspace / name, known.get(name, []), *fresh[name])
         if state[name] in ("written", "refreshed"):
             _write(workspace / name, text, notebooks / name)
     outdated = [name for name, verdict in state.items() if verdict == "outdated"]
@@ -157,7 +157,7 @@ def _bring_up_to_date(notebooks: Path, workspace: Path, generated: dict[str, byt
     return Report(**{kind: tuple(sorted(name for name, found in state.items() if found == kind)) for kind in kinds})
 
 
-def _judge(path: Path, known: list[str], wanted: str) -> str:
+def _classify(path: Path, known: list[str], wanted: str) -> str:
     """Decides about one file, from the digests of what was generated before and of what is wanted now."""
     try:
         found = _digest(read_bounded(path, NOTEBOOK_BYTES))

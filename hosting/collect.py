@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
+from hosting.compose import HOME
 from hosting.deployment import LABS, Deployment
-from hosting.files import HOME
 from hosting.teams import Team
 from lab_common import LabError
 from lab_common.files import hold_folder
@@ -91,12 +91,16 @@ def collect(deployment: Deployment, target: Path, bounds: Bounds | None = None) 
 
 
 def _collect_team(deployment: Deployment, team: Team, target: Path, bounds: Bounds, left_out: list[str]) -> str:
-    """Fetches one team's work; returns why it is not whole, or "". If nothing arrives, no folder is made."""
+    """Fetches one team's work; returns why it is not whole, or "". If nothing arrives, no folder is made.
+
+    It fills ``left_out``, also when it raises, so that the folder can still name what is missing.
+    """
     container, half = deployment.name_container(team), bounds.seconds / 2
     made = f"--team={team.name} --workspace={HOME}/{WORK}/labs --output={PLACE}/{REPORT}"
-    status, said = deployment.ask(container, "python", "-I", "-m", "course.report", *made.split(), timeout=half)
+    status, said = deployment.run_in(container, "python", "-I", "-m", "course.report", *made.split(), timeout=half)
     report = () if status else ("-C", PLACE, REPORT)
-    # The report and the labs first: what is left of the number and the size of files is for the rest.
+    # The report and the labs first: what is left of the number and the size of files is for the rest, which leaves the
+    # labs out. PurePosixPath drops the "./" that tells the two apart.
     tar = ("tar", "-c", "--format=gnu", "--hard-dereference", "--sort=name", "--anchored", f"--exclude=./{WORK}/labs")
     command = ("exec", "-w", LABS, container, *tar, *report, "-C", HOME, f"{WORK}/labs", f"./{WORK}")
     bounds = replace(bounds, total=min(bounds.total, shutil.disk_usage(target).free // 2))

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from hosting import files, hub
+from hosting import compose, hub
+from hosting.compose import HOME
 from hosting.deployment import Deployment
 from hosting.engine import Engine
-from hosting.files import HOME
 from hosting.guard import can_guard, describe_guard
 from hosting.handout import write_handout
 from hosting.limits import SHARES, describe_limits
@@ -102,7 +102,7 @@ def _prepare(deployment: Deployment) -> Deployment:
 
 def _run_compose(deployment: Deployment, *arguments: str) -> None:
     """Writes Compose's files and runs it on them."""
-    paths = (hub if deployment.settings.hub else files).write_files(deployment)
+    paths = (hub if deployment.settings.hub else compose).write_files(deployment)
     deployment.engine.run_compose(deployment.settings.project, paths, *arguments)
 
 
@@ -110,7 +110,9 @@ def _answers(deployment: Deployment, team: Team) -> bool:
     """Returns True if a team's URL answers, and its node0 reaches its node1."""
     if not is_served(deployment.settings, team):
         return False
-    return deployment.settings.nodes == 1 or deployment.ask(deployment.name_container(team), *REACH, timeout=20)[0] == 0
+    return (
+        deployment.settings.nodes == 1 or deployment.run_in(deployment.name_container(team), *REACH, timeout=20)[0] == 0
+    )
 
 
 def describe_bounds(deployment: Deployment) -> list[str]:
@@ -209,7 +211,7 @@ def reset(deployment: Deployment, team: Team) -> str:
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     kept = f"{HOME}/work/labs-{stamp}"
     move = f"mv {HOME}/work/labs {kept} && python -I -m course.workspace --workspace {HOME}/work/labs"
-    status, said = deployment.ask(deployment.name_container(team), "sh", "-c", move, timeout=120)
+    status, said = deployment.run_in(deployment.name_container(team), "sh", "-c", move, timeout=120)
     if status:
         what, cause = f"The labs of team {team.name} were not reset.", clean_name(said[-300:])
         raise LabError(what, where=kept, cause=cause, fix="python3 -m hosting status")

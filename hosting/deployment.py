@@ -51,12 +51,12 @@ class Deployment:
         """Returns the names of all of a team's containers."""
         return [self.name_container(team, node) for node in range(self.settings.nodes)]
 
-    def ask(self, container: str, *command: str, folder: str = LABS, timeout: float = 60.0) -> tuple[int, str]:
+    def run_in(self, container: str, *command: str, timeout: float = 60.0) -> tuple[int, str]:
         """Runs a command in a container; returns its exit status and what it printed.
 
         It runs in our own folder: in the team's folder, programs could find the team's files in place of ours.
         """
-        asked = self.engine.ask("exec", "-w", folder, container, *command, timeout=timeout)
+        asked = self.engine.ask("exec", "-w", LABS, container, *command, timeout=timeout)
         return asked.returncode, (asked.stdout if asked.returncode == 0 else asked.stderr or asked.stdout).strip()
 
 

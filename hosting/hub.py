@@ -11,8 +11,8 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
+from hosting.compose import CADDY, COMPOSE, GPU_ULIMITS, make_caddyfile, make_environment, make_front, make_networks
 from hosting.deployment import Deployment
-from hosting.files import CADDY, COMPOSE, GPU_ULIMITS, make_caddyfile, make_environment, make_front, make_networks
 from hosting.guard import make_guard
 from hosting.limits import limit
 from hosting.settings import Settings, write_text

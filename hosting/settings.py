@@ -51,7 +51,7 @@ class Settings:
         return self._make_url(self.address)
 
     def find_url(self, team: str) -> str:
-        """Returns the URL of a team's JupyterLab."""
+        """Returns the URL of a team's JupyterLab, with a slash at the end."""
         return self._make_url(f"{team}.{self.address}" if self.subdomains else self.address) + f"/{team}/"
 
     def _make_url(self, host: str) -> str:

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from hosting.commands import is_served
+from hosting.compose import HOME
 from hosting.deployment import PYTHON, Deployment
-from hosting.files import HOME
 from hosting.teams import Team
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
@@ -32,7 +32,7 @@ AT_A_TIME = 8
 
 
 @dataclass(frozen=True)
-class Standing:
+class TeamStatus:
     """Status of one team.
 
     Attributes:
@@ -50,19 +50,19 @@ class Standing:
     labs: str = "?"
 
 
-def read_status(deployment: Deployment) -> list[Standing]:
+def read_status(deployment: Deployment) -> list[TeamStatus]:
     """Asks every team's containers for their status."""
     with ThreadPoolExecutor(AT_A_TIME) as pool:
         return list(pool.map(lambda team: _read_team(deployment, team), deployment.teams))
 
 
-def _read_team(deployment: Deployment, team: Team) -> Standing:
+def _read_team(deployment: Deployment, team: Team) -> TeamStatus:
     states = []
     for name in deployment.name_nodes(team):
         asked = deployment.engine.ask("inspect", "-f", "{{.State.Status}}", name)
         states.append("absent" if asked.returncode else asked.stdout.strip())
-    standing = Standing(team, tuple(states), is_served(deployment.settings, team))
-    status, said = deployment.ask(deployment.name_container(team), *PYTHON, ASK)
+    standing = TeamStatus(team, tuple(states), is_served(deployment.settings, team))
+    status, said = deployment.run_in(deployment.name_container(team), *PYTHON, ASK)
     if status > 0:
         return standing
     try:
@@ -95,7 +95,7 @@ def _check_count(value: object, most: int) -> int:
     return value
 
 
-def show_status(standings: Sequence[Standing]) -> str:
+def show_status(standings: Sequence[TeamStatus]) -> str:
     """Returns a table for a terminal, a line per team."""
     rows = [("team", "containers", "URL answers", "work", "labs solved", "GPUs")]
     for one in standings:

@@ -298,7 +298,7 @@ def _explain_signal(number: int, last: str = "") -> tuple[str, str]:
 
 
 def _explain_waiting(state: JobState, errors: list[dict]) -> Failure:
-    """All that was heard is that ranks waited for others: one ended early, hangs, or cannot be reached."""
+    """Ranks only waited for others: one ended early, hangs, or cannot be reached."""
     first, waiting, texts = errors[0], {error["rank"] for error in errors}, _list_messages(errors)
     if lost := _find_lost(state):
         return _explain_lost(lost, texts)

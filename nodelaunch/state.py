@@ -86,7 +86,7 @@ class RankState:
 
 
 class JobState:
-    """What the supervisors of a job have reported, whose nodes have these names and addresses."""
+    """The reports of the supervisors of a job, whose nodes have these names and addresses."""
 
     def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
         self.spec, self.started = spec, time.monotonic()

@@ -17,11 +17,11 @@ from harness.drawn import assert_explains
 
 from hosting import commands, handout
 from hosting.__main__ import CHANGES, main, parse_arguments
+from hosting.compose import make_compose, write_files
 from hosting.deployment import Deployment, merge_settings, read_deployment
 from hosting.engine import Engine, find_engine
-from hosting.files import make_compose, write_files
 from hosting.settings import Settings, check_settings, load_settings, save_settings
-from hosting.status import Standing, read_status, show_status
+from hosting.status import TeamStatus, read_status, show_status
 from hosting.teams import Team, check_gpus, find_gpus, read_teams
 from hosting.tokens import keep_tokens
 from lab_common import LabError
@@ -354,8 +354,8 @@ def test_it_runs_without_the_packages_of_the_labs(root):
 
 def test_the_status_is_a_line_per_team():
     rows = [
-        Standing(RED, ("running", "exited"), True, "12 MB (9 GB free)", "0:3/3 2:1/3"),
-        Standing(BLUE, ("absent", "absent"), False),
+        TeamStatus(RED, ("running", "exited"), True, "12 MB (9 GB free)", "0:3/3 2:1/3"),
+        TeamStatus(BLUE, ("absent", "absent"), False),
     ]
     header, red, blue = show_status(rows).splitlines()
     assert red.split("  ")[0] == "red" and "running exited" in red and "yes" in red and "12 MB (9 GB free)" in red

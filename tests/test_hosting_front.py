@@ -11,7 +11,7 @@ import pytest
 from harness.containers import FRONT, PROJECT, make_deployment
 from harness.jobs import wait_for
 
-from hosting.files import CADDY, FRONT_PORT, make_caddyfile, make_front
+from hosting.compose import CADDY, FRONT_PORT, make_caddyfile, make_front
 from hosting.settings import Settings, check_settings
 from hosting.teams import Team
 

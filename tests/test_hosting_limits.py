@@ -7,8 +7,8 @@ import json
 import pytest
 from harness.containers import MACHINE, make_deployment
 
+from hosting.compose import make_compose
 from hosting.engine import CONTROLLERS, Engine, Machine
-from hosting.files import make_compose
 from hosting.limits import SHARES, describe_limits, divide, keep_shares, limit
 from hosting.settings import Settings
 from hosting.teams import Team

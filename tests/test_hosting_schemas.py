@@ -11,7 +11,7 @@ import pytest
 from harness.containers import find_docker_compose, make_deployment
 
 from hosting import hub
-from hosting.files import write_files
+from hosting.compose import write_files
 from hosting.settings import Settings
 from hosting.teams import Team
 

@@ -11,7 +11,7 @@ from harness.drawn import list_all
 from course import race
 from course.exercises.scripts import draw_shapes
 from course.race import __main__ as command
-from course.race import images, judge, records
+from course.race import images, records, runner
 from course.race.board import read_entries
 from lab_common import LabError, checkout
 from lab_common.commandline import run_command
@@ -158,9 +158,9 @@ def test_a_lap_that_fails_or_is_interrupted_counts_as_endless(home, run, monkeyp
 def test_a_judge_who_is_killed_leaves_a_lap_that_counts(home, run, write, monkeypatch):
     """As by `kill -9` on the judge just after the launch: nothing of the judge's own ending runs."""
     with monkeypatch.context() as patch:
-        patch.setattr(judge, "watch", interrupt)
-        patch.setattr(judge.shutil, "rmtree", lambda *arguments, **options: None)
-        patch.setattr(judge, "clean", interrupt)
+        patch.setattr(runner, "watch", interrupt)
+        patch.setattr(runner.shutil, "rmtree", lambda *arguments, **options: None)
+        patch.setattr(runner, "clean", interrupt)
         with pytest.raises(KeyboardInterrupt):
             run("save()")
     (left,) = home.glob("[0-9]*")
@@ -232,7 +232,7 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, warm_ra
     script = write("race.py", UNTRAINED + "assert sys.argv[1:3] == ['--epochs', '3']\nsave()")
     with pytest.raises(LabError, match="No threshold is set for shapes10 with 300"):
         call("lap", script)
-    monkeypatch.setattr(judge, "find_threshold", lambda dataset, league: 0.02)
+    monkeypatch.setattr(runner, "find_threshold", lambda dataset, league: 0.02)
     assert "sprint, 2% top-1, reached: " in call("lap", "--name", "me", script, "--epochs", 3)
     assert "entries: 1, refused: 0" in call("board", home, "--to", home.parent / "board.html")
     page = (home.parent / "board.html").read_text()
@@ -241,15 +241,15 @@ def test_in_a_terminal_laps_are_run_and_the_leaderboard_is_written(home, warm_ra
     with pytest.raises(SystemExit) as ended:
         call("board", home, "--to", home.parent / "board.html")
     assert ended.value.code == 1 and "refused: race/" in capsys.readouterr().out
-    monkeypatch.setattr(judge, "run_lap", interrupt)
+    monkeypatch.setattr(runner, "run_lap", interrupt)
     monkeypatch.setattr(sys, "argv", ["race", "lap", str(script)])
     assert run_command(command.main) == 130 and "Interrupted." in capsys.readouterr().err
 
 
 def test_a_team_in_a_container_races_under_its_name(write, monkeypatch):
     laps = []
-    monkeypatch.setattr(judge, "run_lap", lambda *arguments, **given: laps.append(given["name"]))
-    monkeypatch.setattr(judge, "tell", str)
+    monkeypatch.setattr(runner, "run_lap", lambda *arguments, **given: laps.append(given["name"]))
+    monkeypatch.setattr(runner, "tell", str)
     monkeypatch.setenv("LAB_TEAM", "red")
     monkeypatch.setattr(sys, "argv", ["race", "lap", str(write("race.py", "pass"))])
     command.main()

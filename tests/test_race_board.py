@@ -12,7 +12,7 @@ from harness.html_reader import read
 
 from course.race import __main__ as command
 from course.race.board import read_entries, write_board
-from course.race.records import NOTHING
+from course.race.records import NO_RESULT
 from lab_common.commandline import run_command
 
 BASELINE = "import torch\n\nlr = 0.1\nprint(lr)\n"
@@ -63,7 +63,7 @@ class Race:
     def add_failed(self, why: str = "interrupted", **changes) -> Path:
         """Writes a lap that did not end."""
         folder = self.add(**changes)
-        change(folder, **NOTHING, failed=why)
+        change(folder, **NO_RESULT, failed=why)
         return folder
 
     def add_times(self, *seconds: float, **changes) -> list[Path]:

@@ -1,4 +1,4 @@
-"""How Sphinx makes the pages; ``python -m website`` writes what it reads into a folder and calls it there."""
+"""Sphinx's configuration; ``python -m website`` writes what it reads into a folder and calls it there."""
 
 project = "Distributed Training Labs"
 html_title = project

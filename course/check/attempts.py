@@ -16,6 +16,7 @@ from lab_common.files import read_bounded
 from lab_utils.timing import Records
 
 SOURCE_BYTES = 2**20  # of a script or a card
+CHECKS = "checks"  # the file of attempts and guesses of all labs, checks.jsonl
 
 
 class HasPath(Protocol):
@@ -32,10 +33,10 @@ class Standing:
     """A learner's standing in one exercise.
 
     Attributes:
-        solved: Whether an answer was right, now or earlier.
+        solved: True if an answer was right, now or earlier.
         wrong: Wrong answers since the last right one.
         tries: All wrong answers.
-        asked: How often the solution was asked for.
+        asked: Number of times that the solution was asked for.
         answer: The source of the newest answer; "" where it is not known.
     """
 
@@ -49,7 +50,7 @@ class Standing:
 def read_standings() -> dict[str, Standing]:
     """Returns the standing of every exercise that was tried or asked for, by its number."""
     standings: dict[str, Standing] = {}
-    for record in Records("checks").read("exercise", fits=_is_attempt):
+    for record in Records(CHECKS).read("exercise", fits=_is_attempt):
         number, what, answer = record["result"]
         old = standings.get(number, Standing())
         standings[number] = {
@@ -67,10 +68,12 @@ def _is_attempt(result: object) -> bool:
 def note(number: str, what: str, answer: str = "") -> None:
     """Keeps that an answer was ``right`` or ``wrong``, or that its solution was ``asked`` for.
 
+    Lab 6 keeps ``card N`` and ``card N cause`` as numbers, too; there ``asked`` counts hints.
+
     A disk that is full, or not ours, must not stand between a learner and the word on the answer.
     """
     with contextlib.suppress(LabError):
-        Records("checks").add("exercise", [number, what, answer])
+        Records(CHECKS).add("exercise", [number, what, answer])
 
 
 def read_source(answer: Answer) -> str:
@@ -104,7 +107,8 @@ def find_line(error: BaseException, answer: Answer | None) -> str:
     """Returns the last line of the learner's own that an error went through; "" where it went through none.
 
     The cells of a notebook are files of one folder, so that a helper in another cell is the learner's, too. An error
-    that came from another process has no traceback; it brings its line along.
+    that came from another process has no traceback; ``course.exercises`` (ranks, messages, lab13.stopping) gives it
+    its line.
     """
     if line := getattr(error, "line_of_answer", ""):
         return line

@@ -6,6 +6,7 @@ import contextlib
 import math
 import statistics
 
+from course.check.attempts import CHECKS
 from lab_common import LabError
 from lab_common.text import clean
 from lab_utils.timing import Records
@@ -30,7 +31,7 @@ def keep_guess(what: str, guess: float | None, found: float, *, noise: str = "")
         return
     # As with the tries: a full disk must not stand between a learner and the figure.
     with contextlib.suppress(LabError):
-        Records("checks").add("guess", [what, float(guess), float(found)])
+        Records(CHECKS).add("guess", [what, float(guess), float(found)])
 
 
 def read_guesses() -> dict[str, tuple[float, float]]:
@@ -38,7 +39,7 @@ def read_guesses() -> dict[str, tuple[float, float]]:
 
     Of more than 100 questions those that were asked first are left out; the labs have fewer.
     """
-    results = [record["result"] for record in Records("checks").read("guess", fits=_is_guess)]
+    results = [record["result"] for record in Records(CHECKS).read("guess", fits=_is_guess)]
     kept = {what: (float(guess), float(found)) for what, guess, found in results}
     return dict(list(kept.items())[-MOST_QUESTIONS:])
 

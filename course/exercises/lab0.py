@@ -77,7 +77,7 @@ class _Device:
 
 
 def verify_time_step(time_step: Callable) -> str:
-    """Has three runs timed on a pretend device on which the right answer is known to the last digit."""
+    """Times three runs on a pretend device on which the right answer is known to the last digit."""
     # The works of the steps, warm-up first; how many of them are warm-up; and what an earlier cell left in the queue.
     for works, warmup, pending in (((1, 2, 4), 0, 0.0), ((32, 16, 1, 2, 4, 8), 2, 0.0), ((2, 1), 0, 64.0)):
         device, repeats = _Device(works, pending), len(works) - warmup

@@ -63,7 +63,7 @@ class _Brighten:
 
 
 def verify_image_files(image_files: Callable) -> str:
-    """Has images read that were written for it, one of them grey, one by one and in a batch."""
+    """Reads images that were written for it, one of them grey, one by one and in a batch."""
     generator = torch.Generator().manual_seed(7)
     images = torch.randint(0, 150, (len(LABELS), 3, 32, 32), generator=generator, dtype=torch.uint8)
     images[GREY] = images[GREY, :1]
@@ -131,7 +131,7 @@ def _verify_batch(dataset: object, images: torch.Tensor) -> None:
 
 
 def _verify_augment(image_files: Callable, paths: list[str], images: torch.Tensor) -> None:
-    """Has one image augmented, and then a batch."""
+    """Augments one image, and then a batch."""
     for indices in ((2,), (5, 3, 3)):
         augment = _Brighten()
         dataset = image_files(paths, list(LABELS), augment)

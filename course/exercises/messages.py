@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from course.check.verdicts import NotYetError, refusing
-from course.exercises.lab8.witness import MisuseError, Witness
 from course.exercises.ranks import NETWORK
+from course.exercises.witness import MisuseError, Witness
 from course.ranks import Outcome
 
 # What a rank says that only lost its neighbour.

@@ -58,7 +58,7 @@ def run_on_ranks(
 
     outcomes = fork_ranks(work, answer, count, limit=limit or LIMIT, timeout=COLLECTIVE)
     show_printed(dict(enumerate(outcomes)))
-    _judge(outcomes, case)
+    _raise_failure(outcomes, case)
     return [outcome.value for outcome in outcomes]
 
 
@@ -69,7 +69,7 @@ def show_printed(outcomes: Mapping[int, Outcome]) -> None:
             print(f"[rank {rank}] {clean(line, 200)}")
 
 
-def _judge(outcomes: list[Outcome], case: str) -> None:
+def _raise_failure(outcomes: list[Outcome], case: str) -> None:
     """Raises the failure: first an error of the answer itself, then one between the ranks."""
     failed = [(rank, one) for rank, one in enumerate(outcomes) if one.error]
     for _, one in failed:

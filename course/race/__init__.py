@@ -4,6 +4,6 @@
 three. In a terminal, ``python -m course.race`` runs laps and writes the leaderboard.
 """
 
-from course.race.judge import run_lap, run_laps, tell
+from course.race.runner import run_lap, run_laps, tell
 
 __all__ = ["run_lap", "run_laps", "tell"]

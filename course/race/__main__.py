@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from course.race import judge
+from course.race import runner
 from course.race.board import read_entries, write_board
 from course.race.images import NAMES
 from course.race.records import LEAGUES
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> None:
     if len(nodes) < args.nodes:
         fix = "export LAB_NODES=local:2, or two hosts: export LAB_NODES=hostA,hostB"
         raise LabError("There is one node only.", where="the variable LAB_NODES", cause="--nodes 2", fix=fix)
-    print(clean(judge.tell(judge.run_lap(args.script, args.args, nodes=nodes, **options))))
+    print(clean(runner.tell(runner.run_lap(args.script, args.args, nodes=nodes, **options))))
 
 
 def _write_board(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from lab_utils.data import shapes
 from lab_utils.data.packing import write_pack
 
 # Share of `train` that the script gets as its `valid` and as its `test`.
-HELD_OUT = 0.1
+VALID_SHARE = 0.1
 NAMES = ("shapes10", "cinic10")
 BATCH = 256
 # What wrappers put in front of a weight's name.
@@ -38,7 +38,7 @@ def draw_lap(dataset: data.Dataset, root: Path) -> tuple[list[int], int]:
     rng = np.random.default_rng(secrets.randbits(128))
     classes, labels = len(dataset.class_names), dataset.train.labels.numpy()
     mapping, order = rng.permutation(classes), rng.permutation(len(labels))
-    held, rest = np.split(order, [round(HELD_OUT * len(order))])
+    held, rest = np.split(order, [round(VALID_SHARE * len(order))])
     parts = {"train": rest, "valid": held, "test": held}
     fingerprint = shapes.FINGERPRINT if dataset.name == "shapes10" else "of a lap of the race"
     source = {"words": "one lap's share of the training images", "fingerprint": fingerprint}

@@ -23,7 +23,7 @@ PASSES = {"sprint": 20_000, "distance": 100_000}
 RECORD, WEIGHTS, CODE = "record.json", "weights.pt", "code"
 RECORD_BYTES, CODE_BYTES = 2**20, 16 * 2**10
 # The results of a lap that did not end.
-NOTHING = dict.fromkeys(("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up")) | {
+NO_RESULT = dict.fromkeys(("weights", "net", "seconds", "top1", "device_seconds", "busy", "one_node", "speed_up")) | {
     "reached": False,
     "curve": [],
 }

@@ -1,1 +1,1 @@
-"""All that runs on a node or in a rank; it imports nothing of the launcher's other side."""
+"""The programs that run on a node or in a rank; they import nothing of the launcher's other side."""

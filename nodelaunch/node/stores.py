@@ -40,7 +40,7 @@ def load_state(content: bytes) -> object:
 
 
 def guard_stores() -> None:
-    """Has every store of this process listen at the address that it was given, and the rendezvous read data only.
+    """Makes every store of this process listen at its given address, and the rendezvous read data only.
 
     torch has no setting for either (2.14): its ``TCPStore`` takes a socket that was bound before, and the rendezvous
     takes ``pickle`` from its own module.

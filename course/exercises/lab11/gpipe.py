@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from course.check.judge import AnyOf, judge
 from course.check.verdicts import NotYetError
-from course.exercises.lab8.witness import MisuseError
 from course.exercises.messages import expect_no_error, watch_messages
 from course.exercises.ranks import show_printed
+from course.exercises.witness import MisuseError
 from course.ranks import Outcome, fork_ranks
 
 BATCH, WIDTH = 2, 4  # rows of a micro-batch, and numbers in each row that a stage sends

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from course.check.judge import AnyOf, judge
 from course.check.verdicts import NotYetError, expect
-from course.exercises.lab8.witness import MisuseError
 from course.exercises.messages import expect_no_error, watch_messages
 from course.exercises.ranks import show_printed
+from course.exercises.witness import MisuseError
 from course.ranks import Outcome, fork_ranks
 from lab_common.text import clean
 

@@ -64,7 +64,7 @@ def verify_card(card: Card, *, pile: str) -> str:
         result = card.start(layout=layout, text=_make_harder(text, points))
         _expect_end(card, result, f", {points} points" if points != fault.points[0] else "")
         try:
-            EXPECT[fault.job](fault.mend, result, points)
+            JUDGES[fault.job](fault.mend, result, points)
         except (KeyError, TypeError, IndexError, ValueError) as error:
             cause, fix = repr(error), "leave launch.report(...) as it was"
             raise LabError("The job no longer reports what it did.", where=card.path, cause=cause, fix=fix) from error
@@ -240,12 +240,12 @@ def _judge_logged(hint: str, result: launch.JobResult, _: int) -> None:
 
 
 def _find_right(answer: str) -> str:
-    """The job without a fault, by the first line of what the learner made of it."""
-    right = (text for text in map(read_job, EXPECT) if text.splitlines()[0] == answer.split("\n")[0])
+    """The job that the answer came from, without its fault; its first line names it."""
+    right = (text for text in map(read_job, JUDGES) if text.splitlines()[0] == answer.split("\n")[0])
     return next(right, answer)
 
 
-EXPECT = {
+JUDGES = {
     "ddp": _judge_training,
     "dp": _judge_replicas,
     "loader": _judge_pictures,

@@ -29,7 +29,7 @@ FIRSTS = [numbers[0] for numbers in BEFORE]
 
 
 def at_root(numbers: list[int]) -> list[list[int] | None]:
-    """What the ranks hold if only the root gets a result: None where that does not count."""
+    """The ranks' results if only the root gets one: None for the ranks that do not count."""
     return [numbers if rank == ROOT else None for rank in range(RANKS)]
 
 

@@ -10,8 +10,8 @@ import torch
 
 from course.check.judge import judge
 from course.check.verdicts import NotYetError
-from course.exercises.lab8.witness import MisuseError, Witness
 from course.exercises.ranks import run_on_ranks
+from course.exercises.witness import MisuseError, Witness
 
 # Numbers of a chunk, and their type: of float64, so that a buffer of another type is found.
 CASES = ((3, torch.float64), (2, torch.float32))

@@ -36,9 +36,9 @@ from nodelaunch.transfer import make_command
 LIMIT = 3600.0  # seconds of a lap in any case
 PATIENCE = 20.0  # seconds for a program on a node that is asked to answer
 EVERY = 0.02  # seconds between two looks at the file of weights
-MOST_VERSIONS = 40  # that are kept for the curve
-# Of the saved weights: seconds since the launch, and a copy of the file.
-Versions = list[tuple[float, Path]]
+MOST_SAVES = 40  # that are kept for the curve
+# The weights that a script saved: seconds since the launch, and a copy of the file.
+Saves = list[tuple[float, Path]]
 WORK = ".lap-"  # how the folder begins with what a lap needs only while it runs
 
 
@@ -92,7 +92,7 @@ def run_lap(
     with hold_folder(home, "Another lap is running"), _open_work(home, lap, nodes) as work:
         (work / script.name).write_bytes(code)
         mapping, train = images.draw_lap(whole, work / "data")
-        facts = [_ask(node, work) for node in nodes]
+        facts = [_ask_node(node, work) for node in nodes]
         if not facts[0]["sees"]:
             fix = "name this machine first: LAB_NODES=thisone,other"
             raise LabError("The first node of a lap has to be this machine.", where=nodes[0].name, fix=fix)
@@ -106,7 +106,7 @@ def run_lap(
             "league": league,
             "threshold": threshold,
             "failed": "the judge was stopped before the lap ended",
-            **records.NOTHING,
+            **records.NO_RESULT,
             "data": {"name": whole.name, "valid": len(whole.valid), "seed": None, "train": train, "mapping": mapping},
             **_describe(nodes, facts, nproc_per_node),
         }
@@ -114,8 +114,8 @@ def run_lap(
         parts = [placed[:1], placed] if len(placed) > 1 else [placed]
         records.check_record(record)
         with _note_failure(record, home / lap):
-            drives = [_drive(part, facts, record, work, home / lap, show=show) for part in parts]
-            result = _judge(record, home / lap, drives, whole)
+            runs = [_run_script(part, facts, record, work, home / lap, show=show) for part in parts]
+            result = _evaluate(record, home / lap, runs, whole)
         return records.write_record(home / lap, record | result | {"failed": ""})
 
 
@@ -204,7 +204,7 @@ def _find_cache(lap: str) -> str:
     return f"/tmp/lap-{lap}"
 
 
-def _ask(node: Node, work: Path) -> dict[str, Any]:
+def _ask_node(node: Node, work: Path) -> dict[str, Any]:
     """Describes a node: the result of ``on_node.describe`` there."""
     process = node.popen(make_command(node.python, on_node, str(work)))
     try:
@@ -245,9 +245,9 @@ def share_cores(node: Node, cores: float) -> int:
     return max(1, int(cores) // (node.together if node.here else 1))
 
 
-def _drive(
+def _run_script(
     nodes: list[Node], facts: list[dict[str, Any]], record: dict[str, Any], work: Path, folder: Path, *, show: bool
-) -> tuple[Versions, float | None]:
+) -> tuple[Saves, float | None]:
     """Runs the script once, and follows the weights that it saves.
 
     Returns:
@@ -275,7 +275,7 @@ def _drive(
     records.write_record(folder, record)
     over = threading.Event()
     with watch(nodes) as seen, ThreadPoolExecutor(1) as pool:
-        following = pool.submit(_follow, saved, copies, over)
+        following = pool.submit(_copy_saves, saved, copies, over)
         try:
             joined = job.run(show=show).seconds["joined"] or 0.0
         finally:
@@ -287,13 +287,13 @@ def _drive(
     return versions, _measure_busy(seen.samples, nodes, facts, processes, (joined, versions[-1][0]))
 
 
-def _follow(saved: Path, copies: Path, over: threading.Event) -> Versions:
+def _copy_saves(saved: Path, copies: Path, over: threading.Event) -> Saves:
     """Copies each version of a file as soon as it has stopped changing.
 
-    Of more than ``MOST_VERSIONS`` every second one goes, and the last one stays.
+    Of more than ``MOST_SAVES`` every second one goes, and the last one stays.
     """
     begin, copied, seen, last = time.monotonic(), None, None, False
-    versions: Versions = []
+    versions: Saves = []
     while not last:
         last = over.wait(EVERY)
         before, seen = seen, None
@@ -304,7 +304,7 @@ def _follow(saved: Path, copies: Path, over: threading.Event) -> Versions:
             if seen != copied and (seen == before or last):
                 copied, seconds = seen, time.monotonic() - begin
                 versions.append((seconds, shutil.copyfile(saved, copies / f"{seconds:.6f}.pt")))
-        if len(versions) > MOST_VERSIONS:
+        if len(versions) > MOST_SAVES:
             for _, old in versions[-2::-2]:
                 old.unlink()
             versions = versions[::-2][::-1]
@@ -330,26 +330,26 @@ def _measure_busy(
     return statistics.mean(shares) if shares else None
 
 
-def _judge(
-    record: dict[str, Any], folder: Path, drives: list[tuple[Versions, float | None]], dataset: data.Dataset
+def _evaluate(
+    record: dict[str, Any], folder: Path, runs: list[tuple[Saves, float | None]], dataset: data.Dataset
 ) -> dict[str, Any]:
     """Evaluates the saved weights, keeps the last ones, and returns their part of the lap's record."""
     # A data set that is drawn has new ones for each lap, another one has its ``valid``.
     seed = secrets.randbits(63) if dataset.name == "shapes10" else None
     given = *images.find_images(dataset, record["data"]["mapping"], seed), len(dataset.class_names)
     # Of a drive on one node alone only the last weights count.
-    drives = [(versions[-1:], busy) for versions, busy in drives[:-1]] + drives[-1:]
-    found = [images.evaluate([path for _, path in versions], *given) for versions, _ in drives]
+    runs = [(versions[-1:], busy) for versions, busy in runs[:-1]] + runs[-1:]
+    found = [images.evaluate([path for _, path in versions], *given) for versions, _ in runs]
     for answers in found:
         if isinstance(answers[-1], str):
             what = "The last saved weights cannot be evaluated."
             fix = "torch.save(model.state_dict(), …), of a network of lab_utils.models"
             raise LabError(what, where=records.WEIGHTS, cause=answers[-1], fix=fix)
-    versions, busy = drives[-1]
+    versions, busy = runs[-1]
     (seconds, last), (net, top1) = versions[-1], found[-1][-1]
     last.replace(folder / records.WEIGHTS)
     points = zip(versions, found[-1], strict=True)
-    alone = {"seconds": drives[0][0][-1][0], "top1": found[0][-1][1]} if len(drives) > 1 else None
+    one_node = {"seconds": runs[0][0][-1][0], "top1": found[0][-1][1]} if len(runs) > 1 else None
     return {
         "data": record["data"] | {"seed": seed},
         "weights": records.hash_file(folder / records.WEIGHTS),
@@ -359,8 +359,8 @@ def _judge(
         "top1": top1,
         "reached": top1 >= record["threshold"],
         "curve": [(when, answer[1]) for (when, _), answer in points if not isinstance(answer, str)],
-        "one_node": alone,
-        "speed_up": alone and alone["seconds"] / seconds,
+        "one_node": one_node,
+        "speed_up": one_node and one_node["seconds"] / seconds,
         "busy": busy,
     }
 
