@@ -53,9 +53,11 @@ def pytest_configure(config):
     # Not a fixture: the cells of a notebook are no functions, and fixtures do not reach them.
     root = Path(tempfile.mkdtemp(prefix="labs-"))
     config.stash[FOLDERS] = root
-    for name in ("data", "runs"):
-        (root / name).mkdir()
-        os.environ[f"LAB_{name.upper()}"] = str(root / name)
+    # The data sets are one folder for all processes of `pytest -n 3`: to draw one takes a core half a minute.
+    data = Path(getattr(config, "workerinput", {}).get("data", root / "data"))
+    for name, folder in {"data": data, "runs": root / "runs"}.items():
+        folder.mkdir(exist_ok=True)
+        os.environ[f"LAB_{name.upper()}"] = str(folder)
     # The stored outputs are those of the small scale.
     os.environ["LAB_SCALE"] = "small"
     config.stash[SETTINGS] = {name: value for name, value in os.environ.items() if name.startswith("LAB_")}
@@ -191,6 +193,12 @@ def pytest_runtest_teardown(item, nextitem):
 
 # bash as the first process buries what others leave behind, as init does; it must not become what it starts.
 OWN_PIDS = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "bash", "-c", '"$0" "$@"; exit $?')
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    """Gives each process of ``pytest -n 3`` the folder of the data sets."""
+    node.workerinput["data"] = str(node.config.stash[FOLDERS] / "data")
 
 
 @pytest.hookimpl(optionalhook=True)

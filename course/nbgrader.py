@@ -22,8 +22,8 @@ from nbformat.v4 import new_code_cell
 
 from course.notebooks import BEGIN, read_notebook
 from course.workspace import FOLDERS, STUB, make_script_stub, replace_guesses
-from lab_common import LabError, checkout
-from lab_common.commandline import read_option, run_command
+from lab_common import LabError, checkout, read_path
+from lab_common.commandline import run_command
 
 CHECK = re.compile(r'^check\.exercise\("([\d.]+)".*$', re.MULTILINE)
 CONFIG = """# Written by `python -m course.nbgrader`.
@@ -113,10 +113,8 @@ def _write_assignment(target: Path, path: Path, source: NotebookNode) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.nbgrader", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=read_option, help="the course's folder, which nbgrader is run in")
-    parser.add_argument(
-        "--notebooks", type=read_option, default=checkout() / "notebooks", help="the labs with solutions"
-    )
+    parser.add_argument("folder", type=read_path, help="the course's folder, which nbgrader is run in")
+    parser.add_argument("--notebooks", type=read_path, default=checkout() / "notebooks", help="the labs with solutions")
     chosen = parser.parse_args(arguments)
 
     def run() -> None:

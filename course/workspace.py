@@ -22,8 +22,8 @@ import nbformat
 from nbformat import NotebookNode
 
 from course.notebooks import BEGIN, END, NOTEBOOK_BYTES, read_notebook
-from lab_common import LabError, checkout
-from lab_common.commandline import read_option, run_command
+from lab_common import LabError, checkout, read_path
+from lab_common.commandline import run_command
 from lab_common.files import hold_folder, read_bounded, write_atomically
 
 STUB = ("# YOUR CODE HERE", 'raise NotImplementedError("Replace this line with your code, then run the cell again.")')
@@ -268,9 +268,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m course.workspace", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--notebooks", type=read_option, default=checkout() / "notebooks", help="the labs with their solutions"
+        "--notebooks", type=read_path, default=checkout() / "notebooks", help="the labs with their solutions"
     )
-    parser.add_argument("--workspace", type=read_option, default=checkout() / "workspace", help="the learner's copy")
+    parser.add_argument("--workspace", type=read_path, default=checkout() / "workspace", help="the learner's copy")
     parser.add_argument("--kernel", default="", help="the Jupyter kernel of new copies (setup_anywhere.py makes one)")
     chosen = parser.parse_args(arguments)
     from course.start import write_start  # what it imports takes longer than all else here

@@ -18,7 +18,7 @@ from hosting.engine import find_engine
 from hosting.settings import Settings, load_settings, read_cpus, read_host, read_size
 from hosting.status import read_status, show_status
 from lab_common import checkout, read_path
-from lab_common.commandline import read_option, run_command
+from lab_common.commandline import run_command
 from lab_common.files import hold_folder
 
 # One of these at a time.
@@ -31,7 +31,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         prog="python3 -m hosting", description="Host the labs for teams (hosting/README.md)."
     )
     state = read_path(os.environ.get("LAB_HOSTING") or checkout() / "hosting" / "state")
-    parser.add_argument("--state", type=read_option, default=state, help="folder of tokens and files (hosting/state)")
+    parser.add_argument("--state", type=read_path, default=state, help="folder of tokens and files (hosting/state)")
     parser.add_argument("--engine", default="", choices=["docker", "podman"], help="where both are there")
     todo = parser.add_subparsers(dest="command", required=True)
 
@@ -69,7 +69,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     logs.add_argument("container", help="its name, such as labs-red-node0 or labs-front")
     todo.add_parser("down", help="end all containers; the teams' work stays")
     fetch = todo.add_parser("collect", help="fetch every team's report and work")
-    fetch.add_argument("--into", type=read_option, default=Path("collected"), help="folder (collected)")
+    fetch.add_argument("--into", type=read_path, default=Path("collected"), help="folder (collected)")
     for name, words in (
         ("rotate", "give a team a new token; its kernels end"),
         ("reset", "give a team a fresh copy of the labs; the old one is kept"),

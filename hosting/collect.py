@@ -91,9 +91,9 @@ def collect(deployment: Deployment, target: Path, bounds: Bounds | None = None) 
 
 
 def _collect_team(deployment: Deployment, team: Team, target: Path, bounds: Bounds, left_out: list[str]) -> str:
-    """Fetches one team's work; returns why it is not whole, or "". If nothing arrives, no folder is made.
+    """Fetches one team's work; returns why it is not whole, or "". Fills ``left_out``, also when it raises.
 
-    It fills ``left_out``, also when it raises, so that the folder can still name what is missing.
+    If nothing arrives, no folder is made.
     """
     container, half = deployment.name_container(team), bounds.seconds / 2
     made = f"--team={team.name} --workspace={HOME}/{WORK}/labs --output={PLACE}/{REPORT}"

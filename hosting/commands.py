@@ -110,9 +110,8 @@ def _answers(deployment: Deployment, team: Team) -> bool:
     """Returns True if a team's URL answers, and its node0 reaches its node1."""
     if not is_served(deployment.settings, team):
         return False
-    return (
-        deployment.settings.nodes == 1 or deployment.run_in(deployment.name_container(team), *REACH, timeout=20)[0] == 0
-    )
+    node0 = deployment.name_container(team)
+    return deployment.settings.nodes == 1 or deployment.run_in(node0, *REACH, timeout=20)[0] == 0
 
 
 def describe_bounds(deployment: Deployment) -> list[str]:

@@ -14,8 +14,6 @@ from lab_common import LabError, read_path
 
 # Where our own files are in a team's container; the team cannot write there.
 LABS = "/srv/labs"
-# A program of ours in a team's container: nothing of the team's own folders is imported in place of what it names.
-PYTHON = ("python", "-I", "-c")
 
 
 @dataclass(frozen=True)

@@ -9,24 +9,22 @@ from dataclasses import dataclass, replace
 
 from hosting.commands import is_served
 from hosting.compose import HOME
-from hosting.deployment import PYTHON, Deployment
+from hosting.deployment import Deployment
 from hosting.teams import Team
 
 # Asked in a team's container. What is solved is what the team's own pack has kept.
 ASK = f"""
-import importlib, json, shutil, subprocess
+import json, shutil, subprocess
 from course import check
 from course.check.attempts import read_standings
-standings, labs = read_standings(), []
-for lab in check.LABS:
-    exercises = importlib.import_module("course.exercises.lab%d" % lab).EXERCISES
-    labs.append([sum(number in standings and standings[number].solved for number in exercises), len(exercises)])
+from course.check.hints import SECOND_HINTS
+standings, labs = read_standings(), [[n for n in SECOND_HINTS if n.split(".")[0] == str(lab)] for lab in check.LABS]
+labs = [[sum(n in standings and standings[n].solved for n in numbers), len(numbers)] for numbers in labs]
 used = subprocess.run(["du", "-sb", "{HOME}/work"], capture_output=True, text=True).stdout.split()[0]
 print(json.dumps({{"used": int(used), "free": shutil.disk_usage("{HOME}/work").free, "labs": labs}}))
 """
 # Where an answer breaks these, its team made it: no container has so much.
-MOST_LABS, MOST = 100, 10**15
-ODD = "odd answer"
+MOST_LABS, MOST, ODD = 100, 10**15, "odd answer"
 # Teams that are asked at a time. One that does not answer holds up the others no longer than itself.
 AT_A_TIME = 8
 
@@ -62,7 +60,7 @@ def _read_team(deployment: Deployment, team: Team) -> TeamStatus:
         asked = deployment.engine.ask("inspect", "-f", "{{.State.Status}}", name)
         states.append("absent" if asked.returncode else asked.stdout.strip())
     standing = TeamStatus(team, tuple(states), is_served(deployment.settings, team))
-    status, said = deployment.run_in(deployment.name_container(team), *PYTHON, ASK)
+    status, said = deployment.run_in(deployment.name_container(team), "python", "-I", "-c", ASK)
     if status > 0:
         return standing
     try:

@@ -56,7 +56,10 @@ def checkout() -> Path:
 
 
 def read_path(text: str | os.PathLike[str]) -> Path:
-    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``."""
+    """Returns a path that a person typed, with a user's home in place of ``~`` and ``~user``.
+
+    Options need it, too: a shell leaves ``--into=~/x`` as it stands.
+    """
     return Path(text).expanduser()
 
 

@@ -7,9 +7,8 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
-from lab_common import LabError, read_path
+from lab_common import LabError
 from lab_common.text import clean
 
 
@@ -35,11 +34,6 @@ def run_command(main: Callable[[], int | None]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(clean(f"{where}{error.strerror or error}"), file=sys.stderr)
     return 1
-
-
-def read_option(text: str) -> Path:
-    """Reads an option that is a path: a shell leaves the home in ``--into=~/x`` as it stands."""
-    return read_path(text)
 
 
 def find_user() -> str:

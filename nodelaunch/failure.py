@@ -16,7 +16,7 @@ from nodelaunch.result import Failure
 from nodelaunch.state import JobState, NodeState
 
 # Where on a node the script lies, or its project; libraries, too, may be in a folder called work.
-OWN = r"[^\"]*/(?:code/[0-9a-f]{64}/script|work/[\w.-]+-[0-9a-f]{6})/"
+SCRIPT_FOLDER = r"[^\"]*/(?:code/[0-9a-f]{64}/script|work/[\w.-]+-[0-9a-f]{6})/"
 # The last traceback in a rank's output, and the line with the error.
 PRINTED = re.compile(r"[\s\S]*(Traceback \(most recent call last\):\n(?: .*\n)+(\S.*)[\s\S]*)")
 WAITED = re.compile(r"Timed out waiting|Application timeout|wait timeout|Watchdog caught collective|Connect timeout")
@@ -174,7 +174,11 @@ KNOWN = (
 
 
 def diagnose(state: JobState) -> Failure | None:
-    """Returns what failed first, or None if nothing did."""
+    """Returns what failed first, or None if nothing did.
+
+    The first that holds: stopped; standstill; a rank's own error; the time limit; a node that ended the job by itself;
+    ranks that only waited; nodes that did not join; a lost node; torchrun's exit status; ranks that formed no group.
+    """
     errors = sorted((_add_traceback(state, error) for error in state.errors), key=lambda error: error["at"])
     # What the ranks say about their end comes of it; what was heard before does not.
     before = [error for error in errors if state.asked is not None and error["at"] <= state.asked]
@@ -226,6 +230,7 @@ def _find_first(errors: list[dict]) -> dict:
 
 
 def _is_own(error: dict) -> bool:
+    """True unless it only says that another rank is gone; an error without a file is taken for torch's."""
     return not failed_as_consequence(error["message"], error.get("file", "/torch/"))
 
 
@@ -235,7 +240,7 @@ def _add_traceback(state: JobState, error: dict) -> dict:
     # With another status it did not end by an exception: it caught that, and printed it.
     if not found or error["kind"] != "exit" or error.get("code") != 1:
         return error
-    place, traceback = _find_stand(found[1]).partition(", in ")[0], re.sub(rf'(File "){OWN}', r"\1", found[1])
+    place, traceback = _find_stand(found[1]).partition(", in ")[0], re.sub(rf'(File "){SCRIPT_FOLDER}', r"\1", found[1])
     return {**error, "kind": "exception", "message": found[2], "traceback": traceback, "location": place}
 
 
@@ -415,11 +420,11 @@ def _find_stand(stack: str) -> str:
     """The line of the training script in a stack of faulthandler (innermost first) or of traceback (last), or ""."""
     found = re.findall(r'File "([^"]+)", line (\d+),? in (\S+)', stack)
     # In traceback's own form the script has no folder, or only those of its package, see nodelaunch.node.watch.
-    own = [place for place in found if re.match(OWN, place[0]) or not re.match("[/<]", place[0])]
+    own = [place for place in found if re.match(SCRIPT_FOLDER, place[0]) or not re.match("[/<]", place[0])]
     if not own:
         return ""
     path, line, name = own[0] if "most recent call first" in stack else own[-1]
-    return f"{re.sub(OWN, '', path)}, line {line}, in {name}"
+    return f"{re.sub(SCRIPT_FOLDER, '', path)}, line {line}, in {name}"
 
 
 def _explain_limit(state: JobState, limits: list[str]) -> Failure:
@@ -442,7 +447,7 @@ def trained_alone(state: JobState) -> bool:
     spec, groups = state.spec, [state.rank_states[rank].groups for rank in state.ranks]
     if not spec or spec.program or not spec.needs_group or spec.world_size == 1:
         return False
-    return not any(sizes is None or max(sizes, default=0) >= spec.world_size for sizes in groups)
+    return bool(groups) and not any(sizes is None or max(sizes, default=0) >= spec.world_size for sizes in groups)
 
 
 def _explain_alone(state: JobState) -> Failure:

@@ -76,12 +76,12 @@ class TorchrunJob:
         Returns:
             One path per node, in the order of ``nodes``; on Slurm one batch script.
         """
-        self._prepare()
+        launch = self._renew_launch()
         bundle, spec = self._collect(), self.spec
         known = spec.port is not None and all(node.address for node in spec.nodes)
         if self._backend.ONE_BY_ONE and not known and not self._is_fresh():
             self._ask_nodes()
-        return self._write(bundle.hash)[1]
+        return self._write(launch, bundle.hash)[1]
 
     def start(self, *, force: bool = False, by_hand: Sequence[str] = (), show: bool | Say = True) -> RunningJob:
         """Starts the job and returns while it runs: ``wait()`` for its result, or ``stop()`` it.
@@ -122,7 +122,7 @@ class TorchrunJob:
         """Ends a job that runs in another thread; it ends on every node."""
         self._stop.set()
 
-    def _prepare(self) -> Launch:
+    def _renew_launch(self) -> Launch:
         """Returns the names of the next launch, new if the present ones were used."""
         if self._started:
             self._launch, self._started = make_launch(self.spec.script.stem), False
@@ -140,7 +140,7 @@ class TorchrunJob:
 
     def _begin(self, *, force: bool, by_hand: Sequence[str], show: bool | Say) -> RunningJob:
         """Checks the nodes, copies to them, and starts the supervisors."""
-        launch, spec, stop = self._prepare(), self.spec, threading.Event()
+        launch, spec, stop = self._renew_launch(), self.spec, threading.Event()
         self._stop = stop  # a stop() while nothing ran was for nothing
         say = show if callable(show) else (lambda line: print(line, flush=True)) if show else (lambda line: None)
         self._check_by_hand(by_hand)
@@ -151,7 +151,7 @@ class TorchrunJob:
             self._started = True
             if bundle.note:
                 say(bundle.note)
-            places, _ = self._write(bundle.hash)
+            places, _ = self._write(launch, bundle.hash)
             state = JobState([node.name for node in spec.nodes], [place.address or "" for place in places], spec)
             for name in by_hand:
                 state.nodes[name].by_hand = True
@@ -159,7 +159,7 @@ class TorchrunJob:
             links = self._backend.start(spec, launch, places, by_hand=by_hand, say=say, stop=stop)
             return RunningJob(launch, state, links, say=say, stop=stop, preflight=self._preflight.seconds)
         finally:
-            self._preflight = Preflight()
+            self._preflight = Preflight()  # it counts for one launch: that takes the port
 
     def _check(self, *, force: bool, say: Say) -> None:
         """Asks the nodes, unless they were asked just now, and raises a LabError if the preflight has a red line."""
@@ -173,9 +173,9 @@ class TorchrunJob:
         if self._preflight.hide_gpus:
             say("preflight: not every process has a GPU: all of them use the CPU and gloo (job.preflight() says more)")
 
-    def _write(self, code: str) -> tuple[list[Placement], list[Path]]:
+    def _write(self, launch: Launch, code_hash: str) -> tuple[list[Placement], list[Path]]:
         """Writes the scripts of a launch of the code with this hash; returns the places and the scripts' paths."""
-        launch, places = self._launch, place_nodes(self.spec, self._launch, code, self._preflight)
+        places = place_nodes(self.spec, launch, code_hash, self._preflight)
         launch.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         texts = self._backend.write(self.spec, launch, places)
         for name, text in texts.items():

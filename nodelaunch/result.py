@@ -95,7 +95,7 @@ class JobResult:
     ranks: tuple[Rank, ...]  #: who was who, by rank
     failure: Failure | None
     restarts: tuple[str, ...]  #: the failures after which torchrun restarted the workers, as one line each
-    seconds: dict[str, float]  #: "preflight"; from the launch: "joined" (all workers started), "total"
+    seconds: dict[str, float | None]  #: "preflight"; from the launch: "joined" (all workers started; or None), "total"
     memory: dict[int, int]  #: by rank, the largest resident set in bytes, as far as it was seen (Linux)
     folder: Path  #: of the job on the launcher's side, with the scripts and output.log
     lines: tuple[str, ...]  #: the output of all ranks, each with its rank in front; of very many, the last ones

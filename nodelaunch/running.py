@@ -50,7 +50,7 @@ class RunningJob:
         self._log: Log | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._behind = False  # the display leaves lines out
-        self._begun = self._counted = time.monotonic()
+        self._begun = self._counted = time.monotonic()  # limit= and join_timeout= count from here
         # Since when something has failed, and since when no rank can move any more.
         self._failed: float | None = None
         self._standing: float | None = None
@@ -146,7 +146,7 @@ class RunningJob:
             ranks=tuple(state.ranks[rank] for rank in sorted(state.ranks)),
             failure=failure,
             restarts=tuple(describe_restart(errors) for errors in state.restarts),
-            seconds={**self._seconds, "total": time.monotonic() - state.started},
+            seconds={**self._seconds, "total": time.monotonic() - state.launched_at},
             memory=state.memory,
             folder=self.folder,
             lines=tuple(self._lines),
@@ -165,14 +165,14 @@ class RunningJob:
                 link.beat()
 
     def _follow_lines(self) -> None:
-        while not self._have_all_ended():
+        while not self._are_all_gone():
             self._take(timeout=0.1)
             if self._stop.is_set():
                 self._state.reason = StopReason.STOPPED
             if self._state.reason or self._must_end():
                 return
 
-    def _have_all_ended(self) -> bool:
+    def _are_all_gone(self) -> bool:
         return all(self._state.nodes[node].gone for node in self._links)
 
     def _take(self, timeout: float) -> None:
@@ -225,10 +225,10 @@ class RunningJob:
         """Names the ranks when all nodes have joined; until then, counts down."""
         state, left = self._state, self._begun + self._spec.join_timeout - now
         if all(state.nodes[node].joined for node in self._links):
-            self._seconds["joined"] = now - state.started
+            self._seconds["joined"] = now - state.launched_at
             ranks = [state.ranks[rank] for rank in sorted(state.ranks)]
             who = "; ".join(f"rank {r.rank} on {r.node} ({r.address or r.host}, process {r.pid})" for r in ranks)
-            self._say(f"all nodes joined after {now - state.started:.1f} s: {who}")
+            self._say(f"all nodes joined after {now - state.launched_at:.1f} s: {who}")
         elif left < -1:
             state.reason = StopReason.JOIN
         elif now - self._counted >= COUNTDOWN_SECONDS:
@@ -257,7 +257,7 @@ class RunningJob:
         for link in self._links.values():
             link.stop()
         end = time.monotonic() + END_SECONDS
-        while not self._have_all_ended() and time.monotonic() < end:
+        while not self._are_all_gone() and time.monotonic() < end:
             self._take(timeout=0.1)
         for _ in range(self._queue.qsize()):
             self._take(timeout=0)

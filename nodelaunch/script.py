@@ -35,14 +35,20 @@ class Placement:
     is_head: int | Bash  # 1 on node 0, 0 on the others
     port: int | Bash  # of the rendezvous, on node 0
     interface: str | None  # of the gradients; None leaves the choice to Gloo and NCCL
-    job_folder: str  # of this job on the node, for logs, events and results
+    # Of this job on the node, for logs, events and results; on Slurm all nodes' until slurm.write names the node's own.
+    job_folder: str
     code_folder: str  # there, with script/ or project/, and what runs around the script
     threads: str | None = None  # per process, as OMP_NUM_THREADS takes it; None shares the node's cores
     gpus: str | None = None  # CUDA_VISIBLE_DEVICES of the node; None leaves it alone
 
+    @property
+    def script(self) -> str:
+        """Path of the node's script, beside its folder: what direct.write calls node<index>.sh is copied there."""
+        return f"{self.job_folder}.sh"
 
-def place_nodes(spec: JobSpec, launch: Launch, code: str, preflight: Preflight) -> list[Placement]:
-    """Finds out what each node's script says besides the specification; ``code`` is the hash of the job's code."""
+
+def place_nodes(spec: JobSpec, launch: Launch, code_hash: str, preflight: Preflight) -> list[Placement]:
+    """Finds out what each node's script says besides the specification; ``code_hash`` names the job's code."""
     # The preflight may be empty if all addresses and the port are given, or if Slurm chooses.
     addresses = [node.address or preflight.addresses.get(node.name) for node in spec.nodes]
     if None in addresses:
@@ -57,7 +63,7 @@ def place_nodes(spec: JobSpec, launch: Launch, code: str, preflight: Preflight) 
             port=spec.port or preflight.port,
             interface=node.interface or preflight.interfaces.get(node.name),
             job_folder=node.name_job_folder(launch.id, index),
-            code_folder=f"{node.folder}/code/{code}",
+            code_folder=f"{node.folder}/code/{code_hash}",
             threads=_share_cores(spec, node),
             gpus="" if preflight.hide_gpus else _share_gpus(spec, node),
         )
@@ -146,6 +152,7 @@ def write_start(spec: JobSpec, place: Placement, around: str = "") -> str:
 # The project as it was when the job was launched, over what earlier jobs left here.
 PYTHONPATH="$code" {python} -P -m nodelaunch.node.copy_project "$code" "$work" || exit 1
 """
+    beside = '"$work/"' if spec.root else '"$code/script/"'
     share, cores = spec.nproc_per_node, "$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)"  # macOS has no nproc
     threads = _quote(place.threads) if place.threads else f"$(( ({cores} + {share - 1}) / {share} ))"
     # To NCCL a name is the beginning of one, and eth1 also means eth10, unless there is a "=" before it.
@@ -185,7 +192,7 @@ options=(
 {_write_options(spec, place)}
 )
 arguments=({shlex.join(spec.args)})
-{starter} "${"work" if spec.root else "code/script"}/"{_quote(spec.script_path)} "${{arguments[@]}}"
+{starter} {beside}{_quote(spec.script_path)} "${{arguments[@]}}"
 """
 
 
@@ -221,6 +228,6 @@ def _write_options(spec: JobSpec, place: Placement) -> str:
         rows += [
             (f"--local-addr={_quote(place.address)}", "this node's own address, so that no host name has to resolve"),
             (restarts, "restarts after a failure; seconds between two looks"),
-            ('--log-dir="$job/logs" --tee=3', "ranks print there, and to the screen; errors too (1 + 2)"),
+            ('--log-dir="$job/logs" --tee=3', "without a launcher, ranks print there and here; errors too"),
         ]
     return "\n".join(f"  {option:<54}  # {comment}" for option, comment in rows)

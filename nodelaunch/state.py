@@ -89,9 +89,10 @@ class JobState:
     """The reports of the supervisors of a job, whose nodes have these names and addresses."""
 
     def __init__(self, names: list[str], addresses: list[str], spec: JobSpec | None = None) -> None:
-        self.spec, self.started = spec, time.monotonic()
+        self.spec, self.launched_at = spec, time.monotonic()
         self.nodes = {name: NodeState(name, address) for name, address in zip(names, addresses, strict=True)}
         self.ranks: dict[int, Rank] = {}  # those that have started
+        # Grows at each look, and also has ranks of which only a line was heard.
         self.rank_states: dict[int, RankState] = defaultdict(RankState)
         self.memory: dict[int, int] = {}  # by rank, the largest resident set in bytes
         # Why the launcher ended the job, if it did, and when it asked all nodes to end (time.monotonic()).

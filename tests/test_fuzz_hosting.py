@@ -12,7 +12,7 @@ from harness.drawn import list_all
 from harness.fuzzing import choose_seeds, mutate_bytes, mutate_json
 
 from hosting.collect import MOST_NAMED, Bounds, receive
-from hosting.status import Standing, parse_facts, show_status
+from hosting.status import TeamStatus, parse_facts, show_status
 from hosting.teams import Team
 
 SMALL = Bounds(entries=20, largest=1000, total=5000, seconds=20.0)
@@ -64,5 +64,5 @@ def test_damaged_answers_are_refused_or_shown_on_one_line():
             work, labs = parse_facts(said)
         except (ValueError, TypeError, KeyError, RecursionError):
             continue
-        shown = show_status([Standing(Team("red"), ("running",), True, work, labs)]).splitlines()
+        shown = show_status([TeamStatus(Team("red"), ("running",), True, work, labs)]).splitlines()
         assert len(shown) == 2 and all(line.isprintable() and len(line) < 2000 for line in shown), seed

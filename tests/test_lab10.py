@@ -13,6 +13,7 @@ from course.exercises.lab10.formulas import find_activation_bytes
 from course.exercises.ranks import run_on_ranks
 from lab_utils import memory
 from lab_utils.timing import count_saved_bytes
+from scripts import memory_limits
 
 MB = 10**6
 
@@ -109,7 +110,7 @@ def test_a_curve_has_each_allocation_in_its_part(capfd):
         "backward": lambda: kept.append(torch.zeros(MB // 2)),
         "step": kept.clear,
     }
-    curve = memory.record_curve(parts, 3 * MB, list)
+    curve = memory_limits.record_curve(parts, 3 * MB, list)
     forward, backward, step = ([mb for _, mb in curve[part]] for part in parts)
     assert max(forward) == pytest.approx(7, abs=0.01) and max(backward) == pytest.approx(9, abs=0.01)
     assert step[-1] == pytest.approx(3, abs=0.01)
@@ -119,23 +120,24 @@ def test_a_curve_has_each_allocation_in_its_part(capfd):
 
 FIND = """
 import torch
-from lab_utils import memory
+from scripts import memory_limits
 
 def train(layers):
     return [torch.empty(20 * 10**6, dtype=torch.uint8) for _ in range(layers)]
 
-print(memory.find_most_layers(train, 210 * 10**6))
+print(memory_limits.find_most_layers(train, 210 * 10**6))
 """
 
 
 def test_the_largest_model_is_found_where_the_allocator_fails(root):
     """Each layer takes 20 MB; a card of 210 MB holds ten. In a new process: gaps in an old heap would come on top."""
-    done = subprocess.run([sys.executable, "-c", FIND], cwd=root, capture_output=True, text=True, timeout=300)
+    command, folder = [sys.executable, "-c", FIND], root / "notebooks"
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.stdout == "10\n", done.stderr
 
 
 def test_a_save_that_is_killed_has_no_metadata(tmp_path, survivors):
-    files = memory.save_and_kill(tmp_path / "killed")
+    files = memory_limits.save_and_kill(tmp_path / "killed")
     assert files and ".metadata" not in files
     assert not (tmp_path / "killed").exists()
 

@@ -177,7 +177,7 @@ def test_the_same_job_has_the_same_result_as_on_this_machine(slurm, train, folde
         job_id = job.id
         results[where] = job.run(show=heard if where == "slurm" else False, force=where == "here")
         assert results[where].ok and results[where].failure is None
-        assert job._prepare().id != job_id
+        assert job._renew_launch().id != job_id
     # The two nodes of this Slurm have one address, so that either may have the first ranks.
     same = [[{**value, "node": None} for value in results[where].results] for where in ("here", "slurm")]
     assert same[0] == same[1]

@@ -115,7 +115,7 @@ def test_a_job_ends_with_all_its_processes(root, tmp_path):
             assert time.monotonic() < deadline, family
             time.sleep(0.05)
         process.stdin.close()  # the launcher lets go
-        assert process.wait(30) == supervisor.STOPPED
+        assert process.wait(30) == supervisor.STOPPED_STATUS
         assert not psutil.wait_procs(family, timeout=10)[1]
     finally:
         for one in [*family, process]:
@@ -133,11 +133,11 @@ def test_a_rank_that_macos_ends_is_not_the_answer_s_fault(elsewhere, monkeypatch
     outcomes = [ranks.Outcome(number=6), ranks.Outcome(error=RuntimeError("Connection closed by peer"))]
     monkeypatch.delenv(ranks.FORK_SAFETY, raising=False)
     with pytest.raises(LabError, match="killed") as caught:
-        ranks._judge(outcomes, "two ranks")
+        ranks._raise_failure(outcomes, "two ranks")
     assert f"export {ranks.FORK_SAFETY}=YES" in caught.value.fix
     monkeypatch.setenv(ranks.FORK_SAFETY, "YES")
     with pytest.raises(NotYetError, match="did not end"):
-        ranks._judge(outcomes, "two ranks")
+        ranks._raise_failure(outcomes, "two ranks")
 
 
 def test_threads_are_shared_where_there_is_no_nproc(tmp_path, monkeypatch):

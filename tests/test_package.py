@@ -120,7 +120,7 @@ def test_every_error_fits_on_its_first_line_and_names_a_fix():
 
 
 def test_no_command_takes_a_path_as_it_was_typed():
-    """A shell leaves ``--into=~/x`` as it stands: read_option knows the home."""
+    """A shell leaves ``--into=~/x`` as it stands: ``type=read_path`` knows the home."""
     assert [module for module, path in MODULES.items() if "type=Path" in path.read_text()] == []
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from lab_common import LabError
-from lab_utils import machine, plan, timing
-from lab_utils.plan import ALGORITHMS, Setup, all_reduce, predict
+from lab_utils import machine, timing
+from scripts import plan
+from scripts.plan import ALGORITHMS, Setup, all_reduce, predict
 
 # 100 bytes at 10 bytes/s between nodes and 50 inside; a message takes 1 s more between them, and 0.5 s more inside.
 PLAIN = Setup(compute=6, batch=8, size=100, latency=1, bandwidth=10, buckets=1, images=8000)

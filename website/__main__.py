@@ -15,8 +15,7 @@ from pathlib import Path
 import nbformat
 from sphinx.cmd.build import main as build
 
-from lab_common import checkout
-from lab_common.commandline import read_option
+from lab_common import checkout, read_path
 from website.pages import write_sources
 from website.slides import write_slides
 
@@ -43,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m website", description=__doc__.partition("\n")[0])
     parser.add_argument("--solutions", action="store_true", help="show the exercises' solutions, for teachers")
     where = "default: runs/site, with solutions runs/site-solutions"
-    parser.add_argument("--into", type=read_option, metavar="FOLDER", help=where)
+    parser.add_argument("--into", type=read_path, metavar="FOLDER", help=where)
     arguments = parser.parse_args()
     usual = Path("runs", "site-solutions" if arguments.solutions else "site")
     start, root, into = time.monotonic(), checkout(), (arguments.into or usual).absolute()

@@ -10,8 +10,8 @@ from course.race import runner
 from course.race.board import read_entries, write_board
 from course.race.images import NAMES
 from course.race.records import LEAGUES
-from lab_common import LabError, checkout, env_folder
-from lab_common.commandline import find_user, read_option, run_command
+from lab_common import LabError, checkout, env_folder, read_path
+from lab_common.commandline import find_user, run_command
 from lab_common.text import clean, clean_name
 from nodelaunch import choose_nodes, local_nodes
 
@@ -31,11 +31,11 @@ def main() -> None:
     lap.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="2: those of LAB_NODES, after one alone")
     lap.add_argument("--processes", type=int, default=1, help="on each node")
     lap.add_argument("--data", choices=NAMES, help="default: CINIC-10 if you have it, otherwise shapes10")
-    lap.add_argument("script", type=read_option)
+    lap.add_argument("script", type=read_path)
     lap.add_argument("args", nargs=argparse.REMAINDER)
     board = commands.add_parser("board", help="write the leaderboard of race folders")
-    board.add_argument("folders", nargs="+", type=read_option, help="such as runs/race; or folders that hold several")
-    board.add_argument("--to", type=read_option, default=env_folder("LAB_RUNS", "runs") / "race.html")
+    board.add_argument("folders", nargs="+", type=read_path, help="such as runs/race; or folders that hold several")
+    board.add_argument("--to", type=read_path, default=env_folder("LAB_RUNS", "runs") / "race.html")
     args = parser.parse_args()
     if args.command == "lap":
         _run(args)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from course.report import Comparison, compare_reports, make_report
 from course.report.pages import shorten
-from lab_common import LabError, checkout, env_folder
-from lab_common.commandline import read_option, run_command
+from lab_common import LabError, checkout, env_folder, read_path
+from lab_common.commandline import run_command
 from lab_common.files import write_atomically
 
 
@@ -25,13 +25,13 @@ def main(arguments: list[str] | None = None) -> int:
     mpl.use("agg")  # no window, also where there is a screen
     parser = argparse.ArgumentParser(prog="python -m course.report", description=__doc__.splitlines()[0])
     parser.add_argument("--team", default="one team", help="its name, as a heading")
-    parser.add_argument("--workspace", type=read_option, default=checkout() / "workspace", help="the team's notebooks")
+    parser.add_argument("--workspace", type=read_path, default=checkout() / "workspace", help="the team's notebooks")
     parser.add_argument(
-        "--output", type=read_option, help="the page; report.html or comparison.html under LAB_RUNS if not given"
+        "--output", type=read_path, help="the page; report.html or comparison.html under LAB_RUNS if not given"
     )
     commands = parser.add_subparsers(dest="command", metavar="compare")
     compare = commands.add_parser("compare", help="set several reports side by side")
-    compare.add_argument("reports", nargs="+", type=read_option)
+    compare.add_argument("reports", nargs="+", type=read_path)
     chosen = parser.parse_args(arguments)
     comparing = chosen.command == "compare"
 

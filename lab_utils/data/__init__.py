@@ -94,8 +94,12 @@ class Dataset:
 
     @property
     def for_nodes(self) -> dict[str, object]:
-        """The arguments of ``nodelaunch.DataFolder``: the pack here and on a node, and the command that makes it."""
-        fix = "python -m lab_utils.data prepare"
+        """The arguments of ``nodelaunch.DataFolder``: the pack here and on a node, and the command that makes it there.
+
+        A pack of somebody's folder is named by the folder's path, and has none.
+        """
+        command = "prepare" if self.name == "shapes10" else f"fetch {self.name}"
+        fix = f"python -m lab_utils.data {command}" if self.pack.name == self.name else ""
         return {"path": self.pack, "name": f"packed/{self.name}", "identity": packing.MANIFEST, "fix": fix}
 
     def batches(self, split: str, batch_size: int, *, train: bool | None = None, **options: Any) -> Batches:

@@ -61,7 +61,7 @@ def import_archive(file: Path | str, root: Path | str | None = None) -> Path:
         contents = ((name.removeprefix(top), read) for name, read in _read_archive(file, trusted=True))
         packing.pack_images(folder, found, contents, source=source, where=file)
 
-    return packing.provide("cinic10", root, source["fingerprint"], make)[0]
+    return packing.provide("cinic10", root, source["fingerprint"], make).folder
 
 
 def _read_archive(file: Path, *, trusted: bool) -> Iterator[tuple[str, Callable[[], bytes]]]:

@@ -47,7 +47,7 @@ class Batches:
         """Checks the share.
 
         Args:
-            images: uint8 (N, 3, H, W).
+            images: uint8 (N, 3, H, W); to train, 3 · H · W has to be a multiple of 16.
             labels: int64 (N,).
             batch_size: Images per batch and rank.
             mean: Per channel, in 0..1; subtracted.
@@ -99,8 +99,8 @@ class Batches:
                 a run had used before it was cut off. The rest is shared among the ranks there are now, however many
                 there were then.
         """
-        self._epoch, self._start = epoch, min(start, len(self._images))
-        total = len(self._images) - self._start
+        self._epoch, self._skipped = epoch, min(start, len(self._images))
+        total = len(self._images) - self._skipped
         self.images = len(range(self._rank, total, self._world_size))
         if self._drop_last:
             # As many full batches on every rank: a rank with one batch more would wait for the others for ever.
@@ -120,7 +120,7 @@ class Batches:
             # There is nothing to read before the first image and behind the last.
             shifts[0].clamp_(min=PADDING)
             shifts[-1].clamp_(max=PADDING)
-        order = order[self._start :][self._rank :: self._world_size][: self.images]
+        order = order[self._skipped :][self._rank :: self._world_size][: self.images]
         rows, columns = shifts[order].unbind(1)
         # A moved image is the same run of bytes from an earlier or later start, so that to gather images moves them.
         runs = self._images.flatten().unfold(0, size, 1)
@@ -131,11 +131,11 @@ class Batches:
             images = self._upload(runs, start).view(-1, channels, height, width)
             if self._train:
                 flipped = mirror.nonzero().flatten()  # found on the CPU: a GPU would have to be waited for
-                self._finish(images, self._send(place), self._send(flipped))
+                self._blacken_and_mirror(images, self._send(place), self._send(flipped))
             images = images.to(torch.float32)
             yield torch.addcmul(self._offset, images, self._scale, out=images), self._upload(self._labels, self.chosen)
 
-    def _finish(self, images: torch.Tensor, places: torch.Tensor, flipped: torch.Tensor) -> None:
+    def _blacken_and_mirror(self, images: torch.Tensor, places: torch.Tensor, flipped: torch.Tensor) -> None:
         """Blackens what came from beyond an image's border, of the next row or image, and mirrors some images."""
         images.view(*images.shape[:2], -1).mul_(self._inside.index_select(0, places))
         mirrored = images.index_select(0, flipped).flip(3)

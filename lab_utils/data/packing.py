@@ -4,7 +4,8 @@
     packed/cinic10/train-images.npy     uint8 (N, 3, 32, 32)
     packed/cinic10/train-labels.npy     int64 (N,)          ... and the same for valid and test
 
-CINIC-10's layout is ``train|valid|test/<class>/<image>``. :func:`survey` reads it in a folder and in an archive alike.
+The pack of somebody's folder is ``cinic10-folder-<hash of its path>``. CINIC-10's layout, in a folder and in an archive
+alike, is ``train|valid|test/<class>/<image>``; :func:`survey` reads it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,10 +54,21 @@ WRITABLE = "free some space, or choose another folder: export LAB_DATA=/another/
 
 Part = tuple[str, np.ndarray, np.ndarray]
 """A split, its images uint8 (N, 3, 32, 32) and their labels int64 (N,)."""
-Pack = tuple[Path, dict, dict[str, list[np.ndarray]]]
-"""An open pack: its folder, its manifest, and per split the images and labels, mapped into memory."""
-Found = tuple[dict[str, list[str]], str]
-"""The names of a data set's images by split, such as train/cat/1.png, and what is left out, in words."""
+
+
+class Pack(NamedTuple):
+    """An open pack: its folder, its manifest, and per split the images and labels, mapped into memory."""
+
+    folder: Path
+    manifest: dict
+    arrays: dict[str, list[np.ndarray]]
+
+
+class Survey(NamedTuple):
+    """The names of a data set's images by split, such as train/cat/1.png, and what is left out, in words."""
+
+    images: dict[str, list[str]]
+    left_out: str
 
 
 def choose_root(root: Path | str | None) -> Path:
@@ -141,7 +154,7 @@ def list_names(folder: Path, path: str = "") -> Iterator[str]:
                 yield from list_names(folder, f"{path}{entry.name}/")
 
 
-def survey(names: Iterable[str], where: Path) -> Found:
+def survey(names: Iterable[str], where: Path) -> Survey:
     """Finds the images of a data set in CINIC-10's layout, in ImageFolder's order: the one rule for all sources.
 
     Raises:
@@ -174,7 +187,7 @@ def survey(names: Iterable[str], where: Path) -> Found:
             cause="the data set was copied in part, or its folders have other names",
             fix=f"rename or remove unknown folders, restore missing ones: train|valid|test/{'|'.join(CLASS_NAMES)}",
         )
-    return images, left_out
+    return Survey(images, left_out)
 
 
 def _count(some: list[str], noun: str, kind: str = "") -> str:
@@ -205,7 +218,7 @@ def decode(content: bytes) -> np.ndarray:
 
 def pack_images(
     folder: Path,
-    found: Found,
+    found: Survey,
     contents: Iterable[tuple[str, Callable[[], bytes]]],
     *,
     source: dict[str, object],
@@ -294,7 +307,7 @@ def open_pack(folder: Path) -> Pack | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         arrays = {split: [np.load(folder / f"{split}-{kind}.npy", "c") for kind in KINDS] for split in SPLITS}
-        return (folder, manifest, arrays) if manifest["format"] == FORMAT else None
+        return Pack(folder, manifest, arrays) if manifest["format"] == FORMAT else None
     except (FileNotFoundError, NotADirectoryError, ValueError, EOFError, LookupError, TypeError):
         return None
 
@@ -307,7 +320,7 @@ def provide(name: str, root: Path, fingerprint: str, make: Callable[[Path], None
 
     def find() -> Pack | None:
         packs = filter(None, (open_pack(home / name) for home in homes))
-        return next((pack for pack in packs if pack[1]["source"]["fingerprint"] == fingerprint), None)
+        return next((pack for pack in packs if pack.manifest["source"]["fingerprint"] == fingerprint), None)
 
     if pack := find():
         return pack

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 
 import torch
 
@@ -26,7 +24,7 @@ class Timeline:
 
     Args:
         device: The device that is synchronised.
-        enabled: Whether anything is recorded.
+        enabled: False records nothing.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, enabled: bool = True) -> None:
@@ -37,19 +35,12 @@ class Timeline:
         # The offset is taken once: the wall clock may be set while we run, and would make a phase end before it began.
         self._offset = time.time() - time.perf_counter()
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Records the block as a phase of the current step; a block that raises is not recorded."""
-        self.begin()
-        yield
-        self.end(name)
-
     def begin(self) -> None:
-        """A phase begins here, where no block can be put around it."""
+        """Begins a phase."""
         self._start = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """Records what began last as a phase of the current step; the next one begins here."""
+        """Ends the phase that began last, of the current step; the next one begins here."""
         if self._enabled:
             synchronize(self._device)
             start, self._start = self._start, time.perf_counter()

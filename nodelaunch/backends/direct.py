@@ -43,12 +43,12 @@ def start(
         for place in places:
             node, folder = place.node, place.job_folder
             if node.name in by_hand:
-                say(f"on {node.name}, start by hand: bash {shlex.quote(f'{folder}.sh')}")
+                say(f"on {node.name}, start by hand: bash {shlex.quote(place.script)}")
                 continue
             # The id in the environment marks this job's processes, on every node.
             identity = ["env", f"PYTHONPATH={place.code_folder}", f"LAB_JOB_ID={launch.id}", f"LAB_NODE={place.index}"]
             program = [node.python, "-P", "-u", "-m", "nodelaunch.node.supervisor", f"--job-folder={folder}", *bounds]
-            links[node.name] = PipeLink(node, [*identity, *program, "--", "bash", f"{folder}.sh"])
+            links[node.name] = PipeLink(node, [*identity, *program, "--", "bash", place.script])
         return links
     except BaseException:
         for link in links.values():

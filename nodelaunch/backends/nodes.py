@@ -40,7 +40,7 @@ class Node(values.Checked):
         return self.data or f"{self.folder}/data"
 
     def name_job_folder(self, job_id: str, index: int) -> str:
-        """The folder of a job there: each node has its own, since several may share a home."""
+        """The folder of a job there: each node has its own, as several may share a home; not so on Slurm."""
         return f"{self.folder}/jobs/{job_id}/node{index}"
 
     def popen(self, argv: Sequence[str]) -> subprocess.Popen:
@@ -71,7 +71,7 @@ class Link(Protocol):
     lines: Callable[[], Iterator[bytes]]  # yields what it prints, line by line, until it has ended
     beat: Callable[[], None]  # sends a heartbeat of the launcher
     stop: Callable[[], None]  # asks it to end everything
-    kill: Callable[[], None]  # cuts the connection; without heartbeats it then ends by itself
+    kill: Callable[[], None]  # ends it, or the way to it, if stop() did not help; on Slurm, cancels the job
     poll: Callable[[], int | None]  # its exit status, 0 if all went well; None while it runs
     explain: Callable[[], LabError | None]  # why the link ended before it had reported its end
 
@@ -106,7 +106,7 @@ class PipeLink:
             self._process.stdin.close()
 
     def kill(self) -> None:
-        """Cuts the connection; a guard on the node then ends what the supervisor has started."""
+        """Kills the supervisor here, whose guard ends the rest, or ssh, upon which the supervisor ends by itself."""
         self._process.kill()
 
     def poll(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import BinaryIO
 # The bytes that one rank may print at once, and per second after that, and that are kept of the rest.
 BURST, RATE, TAIL = 4 * 2**20, 128 * 2**10, 64 * 2**10
 # The most bytes of a line, of a log, and of a node's own line about itself.
-LINE, LOG, EVENT = 2**20, 64 * 2**20, 32 * 2**20
+LINE_BYTES, LOG_BYTES, EVENT_BYTES = 2**20, 64 * 2**20, 32 * 2**20
 CHUNK = 64 * 2**10
 
 
@@ -20,7 +20,7 @@ class Lines:
     A longer line is cut. A progress bar writes its line again and again; its last text is kept.
     """
 
-    def __init__(self, longest: int = LINE) -> None:
+    def __init__(self, longest: int = LINE_BYTES) -> None:
         self._longest, self._rest, self._cut = longest, b"", 0
 
     def feed(self, piece: bytes) -> list[bytes]:
@@ -44,7 +44,7 @@ class Lines:
         return line[: self._longest] + note + b"\n"
 
 
-def read_lines(stream: BinaryIO, longest: int = EVENT) -> Iterator[bytes]:
+def read_lines(stream: BinaryIO, longest: int = EVENT_BYTES) -> Iterator[bytes]:
     """Yields the lines of a buffered stream as they come, each with its end; a longer line is cut."""
     lines = Lines(longest)
     while piece := stream.read1(CHUNK):
@@ -103,11 +103,11 @@ class Output:
 class Log(Output):
     """A file of lines, to which ``room`` bytes are added at most; after that, only the last lines at the end."""
 
-    def __init__(self, path: Path, room: int = LOG) -> None:
+    def __init__(self, path: Path, room: int = LOG_BYTES) -> None:
         # Unbuffered: a log that is read while the job runs, or after its writer was killed, has to be whole.
         self._file = path.open("ab", buffering=0)
         super().__init__(self._file.write, burst=room, rate=0)
-        self._lines = Lines(EVENT)
+        self._lines = Lines(EVENT_BYTES)
 
     def close(self) -> None:
         """Adds the last lines, if the file is full.

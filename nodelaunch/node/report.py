@@ -23,7 +23,7 @@ from lab_common.files import write_atomically
 MARK = "\x1e"
 # In a job's folder on a node: the ranks' events, where each rank stood when it was ended, what each has reported, and
 # the socket at which the ranks hand over what they print.
-EVENTS, STACKS, RESULTS, RANKS = "events.jsonl", "stacks", "results", "ranks.sock"
+EVENTS, STACKS, RESULTS, SOCKET = "events.jsonl", "stacks", "results", "ranks.sock"
 # Each rank's result goes over the connection to its node in one line.
 LONGEST = 8 * 2**20
 
@@ -83,7 +83,7 @@ def open_output(folder: Path, rank: int) -> int | None:
     """
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as link:
         with contextlib.chdir(folder):  # see Supervisor._open_socket
-            link.connect(RANKS)
+            link.connect(SOCKET)
         theirs, ours = os.pipe()
         try:
             socket.send_fds(link, [str(rank).encode()], [theirs])

@@ -6,7 +6,8 @@ and left processes behind: by SIGTERM, and ``--grace`` seconds later by SIGKILL.
 session of its own, so that no process group holds them all: the supervisor is the "subreaper" of its descendants
 (prctl(2)), to which orphans return, and walks the tree. The guard, a second process, ends them if it is killed itself.
 
-It prints the command's lines as they are, and its own as one JSON object behind the byte 0x1e.
+It prints the command's and the ranks' lines within bounds (``output.py``), a rank's behind "[rank N] ", and its own as
+one JSON object behind the byte 0x1e.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from typing import BinaryIO
 
 from nodelaunch.node import processes
 from nodelaunch.node.errors import StopReason, measure_room
-from nodelaunch.node.output import CHUNK, EVENT, Lines, Output
+from nodelaunch.node.output import CHUNK, EVENT_BYTES, Lines, Output
 from nodelaunch.node.processes import PR_SET_CHILD_SUBREAPER, kill_all, list_processes, set_process, start_child
-from nodelaunch.node.report import EVENTS, MARK, RANKS, RESULTS, STACKS
+from nodelaunch.node.report import EVENTS, MARK, RESULTS, SOCKET, STACKS
 
-STOPPED = 124
+STOPPED_STATUS = 124
 
 
 class Supervisor:
@@ -51,7 +52,7 @@ class Supervisor:
         self._stopped: dict = {}  # the first reason to stop
         self._started = self._beat = time.monotonic()
         self._touched = 0
-        self._passing, self._noted = threading.Lock(), Lines(EVENT)
+        self._passing, self._noted = threading.Lock(), Lines(EVENT_BYTES)
         self._workers: dict[int, int] = {}  # pid -> rank
         self._memory: dict[int, int] = {}  # rank -> largest resident set, bytes
         self._halted: set[int] = set()  # ranks that are stopped by a signal
@@ -63,14 +64,14 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: self._stop(StopReason.SIGNAL, f"signal {number}"))
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        ranks = self._open_socket()
+        listener = self._open_socket()
         # Should the supervisor be killed, torchrun goes with it, and with torchrun its workers, which ask for the same.
         process = start_child(self._options.command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self._say("started")  # before the threads that pass on what the command says
         threading.Thread(target=self._live, daemon=True).start()
         self._follow(process.stdout.fileno())
-        if ranks:
-            threading.Thread(target=self._accept, args=[ranks], daemon=True).start()
+        if listener:
+            threading.Thread(target=self._accept, args=[listener], daemon=True).start()
         writer = threading.Thread(target=self._write, daemon=True)
         writer.start()
         while process.poll() is None and not self._stopped:
@@ -88,7 +89,7 @@ class Supervisor:
         self._out.put(None)
         self._wait_for(writer)
         if self._stopped:
-            return STOPPED
+            return STOPPED_STATUS
         return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
     def _wait_for(self, thread: threading.Thread) -> None:
@@ -141,8 +142,8 @@ class Supervisor:
         # Within the folder: a socket's path has to fit into some 100 bytes, which that of a job may not.
         with contextlib.suppress(OSError), contextlib.chdir(self._folder):
             listener = socket.socket(socket.AF_UNIX)
-            Path(RANKS).unlink(missing_ok=True)
-            listener.bind(RANKS)
+            Path(SOCKET).unlink(missing_ok=True)
+            listener.bind(SOCKET)
             listener.listen()
             return listener
         return None
@@ -229,23 +230,23 @@ class Supervisor:
     def _end(self, process: subprocess.Popen) -> None:
         """Ends all descendants: first politely, then for certain."""
         if not sys.platform.startswith("linux"):  # orphans do not return to this process there
-            self._family = self._find_own()
+            self._family = self._find_processes()
         if process.poll() is None:
             process.terminate()
         deadline = time.monotonic() + (self._options.grace if self._stopped else 1.0)
-        while (process.poll() is None or self._find_own()) and time.monotonic() < deadline:
+        while (process.poll() is None or self._find_processes()) and time.monotonic() < deadline:
             self._pass_events()
             time.sleep(0.02)
-        kill_all(self._find_own)
+        kill_all(self._find_processes)
         self._family = []  # later those numbers may be another's
         process.wait()
 
-    def _find_own(self) -> list[int]:
+    def _find_processes(self) -> list[int]:
         return [pid for pid in _find_descendants(self._family) if pid != self._guard.pid]
 
     def close(self) -> None:
         """Ends all that is left, and then the guard."""
-        kill_all(self._find_own)
+        kill_all(self._find_processes)
         with contextlib.suppress(OSError):
             os.write(self._guard.stdin.fileno(), processes.QUIT)
         self._guard.wait()

@@ -1,7 +1,8 @@
 """Runs around a training script on every rank: compares the nodes, keeps the script's error, shows where it hangs.
 
 ``torchrun … -m nodelaunch.node.worker train.py --lr 0.1`` runs ``train.py`` as ``torchrun … train.py --lr 0.1`` does.
-The rest is for the node's supervisor, which passes on the lines of ``events.jsonl`` and the files of ``results/``.
+The rest is for the node's supervisor, which passes on what the rank prints (``open_output``), the lines of
+``events.jsonl``, and the files of ``stacks/`` and ``results/``.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _trim(trace: TracebackType | None, script: str) -> TracebackType | None:
     return trace
 
 
-def _find_own(trace: TracebackType | None, script: str) -> str:
+def _find_file(trace: TracebackType | None, script: str) -> str:
     """The file to mend: the script, or the one beside it that it runs as a script, such as one that it watches."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(trace) if frame.f_globals.get("__name__") == "__main__"]
     files = [code.co_filename for code in codes if code.co_name == "<module>"]
@@ -204,7 +205,7 @@ def _find_own(trace: TracebackType | None, script: str) -> str:
 def _describe(error: BaseException, script: str, root: Path) -> dict:
     """The fields of the event."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    script = _find_own(error.__traceback__, script)
+    script = _find_file(error.__traceback__, script)
     text = "".join(traceback.format_exception(type(error), error, _trim(error.__traceback__, script)))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == script]
     message, line = "".join(traceback.format_exception_only(error)).strip(), frames[-1].lineno if frames else None

@@ -22,7 +22,7 @@ from lab_common import LabError
 from nodelaunch.backends.nodes import Node
 from nodelaunch.node import probe
 from nodelaunch.node.facts import find_data
-from nodelaunch.node.output import EVENT
+from nodelaunch.node.output import EVENT_BYTES
 from nodelaunch.preflight import routes, verdicts
 from nodelaunch.preflight.gpus import find_offers, judge_gpus, must_hide
 from nodelaunch.preflight.verdicts import Verdict, Wanted
@@ -159,7 +159,7 @@ class ProbeClient:
         with contextlib.suppress(OSError, ValueError):  # if it has ended, its own words explain why
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-        while line := process.stdout.readline(EVENT):
+        while line := process.stdout.readline(EVENT_BYTES):
             if line.startswith(probe.MARK.encode()):  # a login script may print, too
                 return json.loads(line[1:])
         status, pipe = process.wait(), process.stderr.raw

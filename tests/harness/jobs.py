@@ -249,7 +249,7 @@ def run_badly(
     check_error(error)
     check_folder(error.result.folder)
     assert error.result.ok is False
-    assert job.id == job_id != job._prepare().id, "the next launch must not meet what is left of this one"
+    assert job.id == job_id != job._renew_launch().id, "the next launch must not meet what is left of this one"
     return error
 
 

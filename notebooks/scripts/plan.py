@@ -1,4 +1,4 @@
-"""Predicts step time, efficiency and cost of data-parallel training on many nodes: ``python -m lab_utils.plan``.
+"""Predicts step time, efficiency and cost of data-parallel training on many nodes: ``python scripts/plan.py``.
 
 All-reduce of S bytes over n nodes of g devices (N = n·g); latencies a inside a node and A between, bandwidths b and B:
 
@@ -36,7 +36,7 @@ def _ask(words: str, default: float | None = None, low: float = 1e-300, high: fl
 
 @dataclass(frozen=True)
 class Setup:
-    """One device's step, the gradients and the links; ``python -m lab_utils.plan --help`` has the units.
+    """One device's step, the gradients and the links; ``python scripts/plan.py --help`` has the units.
 
     Raises:
         LabError: A value is missing or out of range.
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and what it assumes; returns 1 after an error, whose message goes to stderr."""
     import pandas as pd
 
-    parser = argparse.ArgumentParser(prog="python -m lab_utils.plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python scripts/plan.py", description=__doc__.splitlines()[0])
     for one in fields(Setup):
         option, kind = f"--{one.name.replace('_', '-')}", {"int": int, "float": float}[one.type]
         parser.add_argument(option, type=kind, help=one.metadata["words"])
