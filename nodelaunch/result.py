@@ -29,8 +29,8 @@ class Rank:
 class Failure:
     """Why a job failed."""
 
-    #: "exception", "signal", "exit", "hang", "alone", "join", "mismatch", "lost", "stopped", "limit" or "torchrun"
-    #: (also for what starts the ranks in its place).
+    #: "exception", "signal", "exit" (also of a rank that ended in order while others waited for it), "hang", "alone",
+    #: "join", "mismatch", "lost", "stopped", "limit" or "torchrun" (also for what starts the ranks in its place).
     kind: str
     what: str  #: one sentence with the rank and the node
     rank: int | None = None  #: that failed first; None if none did
@@ -91,7 +91,7 @@ class JobResult:
     """A job's outcome."""
 
     ok: bool  #: every process on every node ended well
-    results: tuple[Any, ...]  #: by rank, the value that its script gave to launch.report; None if it gave none
+    results: tuple[Any, ...]  #: by rank, the value that its script gave to nodelaunch.report; None if it gave none
     ranks: tuple[Rank, ...]  #: who was who, by rank
     failure: Failure | None
     restarts: tuple[str, ...]  #: the failures after which torchrun restarted the workers, as one line each

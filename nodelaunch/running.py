@@ -135,7 +135,7 @@ class RunningJob:
                 failed = self._state.reason or self._state.errors  # else one by hand is about to end
                 left = [part for part in self._state.nodes.values() if not part.ended and (failed or not part.by_hand)]
                 if left and any(node.here for node in self._spec.nodes):
-                    stop_job({"id": self.id})
+                    stop_job({"id": self.id})  # a question as the probe gets it
 
     def _make_result(self) -> JobResult:
         state, failure = self._state, diagnose(self._state)

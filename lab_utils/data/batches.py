@@ -125,19 +125,20 @@ class Batches:
         # A moved image is the same run of bytes from an earlier or later start, so that to gather images moves them.
         runs = self._images.flatten().unfold(0, size, 1)
         starts = order * size + (rows - PADDING) * width + columns - PADDING
+        # By image: which, its first byte, the number of its shift (a row of _inside), and if it is mirrored.
         numbers = torch.stack((order, starts, rows * (2 * PADDING + 1) + columns, mirrored[order]))
         for part in numbers.split(self.batch_size, dim=1):
-            self.chosen, start, place, mirror = part.unbind()
+            self.chosen, start, shift, mirror = part.unbind()
             images = self._upload(runs, start).view(-1, channels, height, width)
             if self._train:
                 flipped = mirror.nonzero().flatten()  # found on the CPU: a GPU would have to be waited for
-                self._blacken_and_mirror(images, self._send(place), self._send(flipped))
+                self._blacken_and_mirror(images, self._send(shift), self._send(flipped))
             images = images.to(torch.float32)
             yield torch.addcmul(self._offset, images, self._scale, out=images), self._upload(self._labels, self.chosen)
 
-    def _blacken_and_mirror(self, images: torch.Tensor, places: torch.Tensor, flipped: torch.Tensor) -> None:
+    def _blacken_and_mirror(self, images: torch.Tensor, shifts: torch.Tensor, flipped: torch.Tensor) -> None:
         """Blackens what came from beyond an image's border, of the next row or image, and mirrors some images."""
-        images.view(*images.shape[:2], -1).mul_(self._inside.index_select(0, places))
+        images.view(*images.shape[:2], -1).mul_(self._inside.index_select(0, shifts))
         mirrored = images.index_select(0, flipped).flip(3)
         # Sixteen pixels at a time, the widest that torch copies: single bytes took longer than all the rest on a CPU.
         images.flatten(1).view(torch.complex128).index_copy_(0, flipped, mirrored.flatten(1).view(torch.complex128))

@@ -43,7 +43,8 @@ def report(value: Any) -> None:
         text = json.dumps(value)
     except (TypeError, ValueError) as error:
         fix = "turn tensors into numbers with .item() or .tolist()"
-        raise LabError("This result cannot be reported.", where="launch.report", cause=str(error), fix=fix) from error
+        what = "This result cannot be reported."
+        raise LabError(what, where="nodelaunch.report", cause=str(error), fix=fix) from error
     if len(text) > LONGEST:
         fix = "report the few numbers that you compare, and write the rest to a file"
         raise LabError("This result is too long to be reported.", where=f"{len(text):,} bytes as JSON", fix=fix)

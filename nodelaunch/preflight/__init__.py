@@ -81,8 +81,8 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     port = check_value("preflight", "port", port, PORT)
     check_value("preflight", "nproc_per_node", wanted.nproc_per_node, PROCESSES)
     if wanted.data and wanted.data.copy_data:
-        own = find_data(wanted.data.path / wanted.data.identity)
-        wanted = replace(wanted, data_hash="" if own["missing"] else own["hash"] or "")
+        here = find_data(wanted.data.path / wanted.data.identity)
+        wanted = replace(wanted, data_hash="" if here["missing"] else here["hash"] or "")
     by_name = {node.name: node for node in nodes}
     tokens = {name: secrets.token_hex(16) for name in by_name}
     # Two thirds for the start: SSH gives up on a host after 5 s, and reports why.
@@ -92,8 +92,8 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     with open_clients(nodes) as clients:
         tasks = {}
         for index, (name, client) in enumerate(clients.items()):
-            own = {"token": tokens[name], "port": None if index else port or 0}  # of the rendezvous, on node 0
-            tasks[name] = functools.partial(_examine, client, wanted.data, examine | own)
+            asked = {"token": tokens[name], "port": None if index else port or 0}  # of the rendezvous, on node 0
+            tasks[name] = functools.partial(_examine, client, wanted.data, examine | asked)
         facts, errors = ask_all(tasks, starting)
         network = routes.Network(by_name, facts)
         questions = {name: {**connect, "targets": network.list_targets(name, tokens)} for name in facts}
@@ -119,7 +119,7 @@ def check_nodes(nodes: Sequence[Node], *, port: int | None = None, timeout: floa
     return Preflight(
         verdicts=tuple(judged),
         addresses=chosen,
-        interfaces={name: held for name, own in chosen.items() if (held := network.find_interface(name, own))},
+        interfaces={name: held for name, address in chosen.items() if (held := network.find_interface(name, address))},
         port=port or network.find_ports(network.head).get("chosen") or probe.find_free_port(),
         started=start,
         seconds=time.monotonic() - start,
