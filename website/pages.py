@@ -44,7 +44,6 @@ MODULES = {
         "parallel",
         "board",
         "wandb_runs",
-        "plan",
     ),
     "nodelaunch": (),
     "lab_common": (),
