@@ -1,7 +1,9 @@
 """Exercises 13.1 and 13.2 refuse typical wrong answers with the hint that fits, and accept right ones."""
 
+import contextlib
 import os
 import signal
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -138,6 +140,16 @@ RIGHT_STOPS = {
 }
 
 
+@pytest.fixture
+def usual_port():
+    """The port that torch usually takes is somebody's, such as another learner's on the machine of a JupyterHub."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # it is already
+            stack.enter_context(socket.create_server(("", 29500)))
+        yield
+
+
+@pytest.mark.usefixtures("usual_port")
 @pytest.mark.parametrize("changes", RIGHT_STOPS.values(), ids=RIGHT_STOPS)
 def test_right_stops_are_accepted(write, capsys, changes):
     before = signal.getsignal(signal.SIGTERM), Path.cwd(), os.environ.get("RANK"), os.replace

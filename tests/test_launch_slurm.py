@@ -90,7 +90,7 @@ def test_the_script_is_bash_in_which_every_request_has_a_comment(train, folder, 
         "the last is data, within quotes"
     )
     before, _, after = text.partition("\nexport LAB_JOB_ROOT=")
-    assert "#SBATCH --nodes=99" in after and "nodes=99" not in before, "sbatch reads no requests after the first command"
+    assert "#SBATCH --nodes=99" in after and "nodes=99" not in before, "after a command sbatch reads no requests"
     for option in ("nodes=3", "partition=gpu", "time=1-02:00:00", "gpus-per-node=h100:2", "account=course"):
         assert re.search(rf"^#SBATCH --{option} +# ", before, re.MULTILINE)
     for words in ("GLOO_SOCKET_IFNAME=ib0", "29511", "--nproc-per-node=2", "LAB_WORLD_SIZE=6"):

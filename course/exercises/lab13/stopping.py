@@ -17,12 +17,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import rendezvous
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -37,6 +37,7 @@ from lab_utils import data
 from lab_utils.calls import count_collectives
 
 # Four full batches of each rank make an epoch; four images are left over.
+RENDEZVOUS = import_module("torch.distributed.rendezvous")  # by its name torch.distributed has a function
 RANKS, BATCH_SIZE, STEPS, EPOCHS = 2, 8, 4, 3
 COUNTS = {"train": RANKS * BATCH_SIZE * STEPS + 4, "valid": 10, "test": 10}
 TOTAL = STEPS * EPOCHS
@@ -144,7 +145,7 @@ def _work(rank: int, script: Path, folder: Path, store: Path, times: int, step: 
     dist.barrier()
     dist.destroy_process_group()  # the script makes its own
     # They meet in a file: with rank 0's own TCPStore both ranks hung in 2 of some 2,000 runs on a busy machine.
-    rendezvous._create_c10d_store = lambda *_, **__: dist.FileStore(str(store), RANKS)
+    RENDEZVOUS._create_c10d_store = lambda *_, **__: dist.FileStore(str(store), RANKS)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": 29500}
     os.environ |= {name: str(number) for name, number in numbers.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LAB_DATA": str(folder.parent / "data"), "CUDA_VISIBLE_DEVICES": ""}
