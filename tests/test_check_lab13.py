@@ -142,11 +142,11 @@ RIGHT_STOPS = {
 
 @pytest.fixture
 def usual_port():
-    """The port that torch usually takes is somebody's, such as another learner's on the machine of a JupyterHub."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # it is already
-            stack.enter_context(socket.create_server(("", 29500)))
+    """Torch's usual port is taken, as by another learner's check on the machine of a JupyterHub."""
+    with contextlib.suppress(OSError), socket.create_server(("", 29500)):
         yield
+        return
+    yield  # somebody has it
 
 
 @pytest.mark.usefixtures("usual_port")
@@ -208,6 +208,7 @@ WRONG_BATCHES = {
     "a task for each rank": ([(TASKS, "#SBATCH --ntasks-per-node=2\n")], "one torchrun on each node"),
     "no memory": ([(MEM, "")], "one of them"),
     "no time": ([(TIME, "")], "hours:minutes:seconds"),
+    "a dash": ([(RUN, RUN.replace("srun ", "srun - "))], "exit code is 2"),
     "no srun": ([(RUN, RUN.removeprefix("srun "))], "on the first node alone"),
     "no torchrun": ([(RUN, "srun python scripts/train_ddp.py\n")], "torchrun starts the ranks"),
     "waits": ([(RUN, f"{RUN}sleep 60\n")], "what it waits for"),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lab_utils import data
-from lab_utils.data import packing, shapes
+from lab_utils.data import shapes
 
 
 def test_a_small_sample_is_pinned():
@@ -24,10 +24,8 @@ def test_splits_seeds_and_indices_give_different_pictures():
 
 
 @pytest.fixture(scope="module")
-def shapes10(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "checkout", lambda: tmp_path_factory.mktemp("checkout"))  # where a pack may lie already
-        return data.load(root=tmp_path_factory.mktemp("root"))
+def shapes10():
+    return data.load()
 
 
 def test_shapes10_is_what_load_gives_without_cinic10(shapes10):

@@ -9,7 +9,6 @@ import torch
 from harness.drawn import list_all
 
 from course import race
-from course.exercises.scripts import draw_shapes
 from course.race import __main__ as command
 from course.race import images, records, runner
 from course.race.board import read_entries
@@ -27,6 +26,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 from lab_utils import models
+from lab_utils.data import pack_shapes
 def save(seed=0):
     torch.manual_seed(seed)
     torch.save(models.build("tiny").state_dict(), sys.argv[-1])
@@ -40,7 +40,7 @@ def interrupt(*arguments, **options):
 @pytest.fixture
 def home(runs, tmp_path, monkeypatch):
     """Few images; their data folder."""
-    draw_shapes(tmp_path / "data/packed/shapes10", COUNTS)
+    data.pack_shapes(tmp_path / "data/packed/shapes10", COUNTS)
     monkeypatch.setenv("LAB_DATA", str(tmp_path / "data"))
     return records.find_home()
 

@@ -1,16 +1,14 @@
-"""Shared by the checks of a learner's script: reading it, and the pictures for its test runs."""
+"""Shared by the checks of a learner's script: it is there, and what it says."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
 from pathlib import Path
 
 from course.check import attempts
 from course.check.verdicts import OpenError
 from lab_common import LabError
 from lab_common.files import read_bounded
-from lab_utils.data import pack_shapes
 
 
 def expect_scripts(*scripts: Path) -> None:
@@ -53,8 +51,3 @@ def read_script(script: Path, shown: str | Path) -> ast.Module:
         what = f"✎ {shown} has {len(gaps)} place{'s' if len(gaps) > 1 else ''} left to fill in."
         raise OpenError(what, where=f"line {', '.join(map(str, gaps))}", fix=fix)
     return tree
-
-
-def draw_shapes(pack: Path, counts: Mapping[str, int]) -> None:
-    """Packs the first pictures of shapes10, the given number of each split."""
-    pack_shapes(pack, counts)

@@ -22,10 +22,11 @@ from course.check.verdicts import expect
 from course.exercises.lab12 import by_hand
 from course.exercises.lab12.by_hand import LR, MOMENTUM, Means
 from course.exercises.script_runs import expect_end
-from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from course.exercises.scripts import expect_scripts, read_script
 from course.frameworks import find_python
 from lab_common import read_path
 from lab_utils import data
+from lab_utils.data import pack_shapes
 
 # Neither of the valid split's shares, of 42 or 21 images, is full batches only, so that a mean of the batches' means
 # is not the mean. The train split leaves images over, too.
@@ -84,7 +85,7 @@ def verify_lightning_script(path: str | Path) -> str:
     python = find_python("lightning")
     print("Your script runs in one process, then on two local nodes ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="lab12-", ignore_cleanup_errors=True) as folder:
-        draw_shapes(Path(folder, "data", "packed", "shapes10"), COUNTS)
+        pack_shapes(Path(folder, "data", "packed", "shapes10"), COUNTS)
         dataset = data.load("shapes10", Path(folder, "data"))
         for ranks in (1, RANKS):
             run = _run(script, Path(folder), python, ranks, dataset)

@@ -135,9 +135,9 @@ def _run_tasks(words: Sequence[str], nodes: Sequence[dict[str, str]], folder: Pa
 def _read_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Returns srun's options by their long names, and the command after them."""
     found, rest = {}, list(words)
-    while rest and rest[0].startswith("-"):
+    while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
-        name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1:2], word[2:], word[2:])
+        name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1], word[2:], word[2:])
         if not equals and name not in FLAGS:
             value = rest.pop(0) if rest else ""
         found[SHORT.get(name, name)] = value.removeprefix("=")

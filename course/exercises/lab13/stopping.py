@@ -30,11 +30,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from course.check.judge import AnyOf, judge
 from course.check.verdicts import NotYetError, expect
 from course.exercises.ranks import NETWORK
-from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from course.exercises.scripts import expect_scripts, read_script
 from course.ranks import Outcome, fork_ranks
 from lab_common import read_path
 from lab_utils import data
 from lab_utils.calls import count_collectives
+from lab_utils.data import pack_shapes
 
 # Four full batches of each rank make an epoch; four images are left over.
 RENDEZVOUS = import_module("torch.distributed.rendezvous")  # by its name torch.distributed has a function
@@ -99,7 +100,7 @@ def verify_stopping(path: str | Path) -> str:
     read_script(script, path)
     print("Your script runs in two processes, which are told to stop three times ...", flush=True)
     with tempfile.TemporaryDirectory(prefix="lab13-", ignore_cleanup_errors=True) as folder:
-        draw_shapes(Path(folder, "data", "packed", "shapes10"), COUNTS)
+        pack_shapes(Path(folder, "data", "packed", "shapes10"), COUNTS)
         run = partial(_run, script, Path(folder))
         whole = run("whole", {}, 0, "nobody is told to stop")
         _expect_steps(whole, TOTAL, 0, "nobody is told to stop")

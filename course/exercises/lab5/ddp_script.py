@@ -35,9 +35,10 @@ from course.exercises.script_runs import (
     expect_saved_once,
     expect_state,
 )
-from course.exercises.scripts import draw_shapes, expect_scripts, read_script
+from course.exercises.scripts import expect_scripts, read_script
 from lab_common import read_path
 from lab_utils import data, models
+from lab_utils.data import pack_shapes
 
 # Longer than any operation of this run takes on a busy laptop, and no longer than a learner waits for an answer. The
 # process group of the script waits longer, so that it is the launcher that says where each rank stood.
@@ -93,7 +94,7 @@ def verify_ddp_script(path: str | Path) -> str:
 def _run(script: Path, folder: Path) -> _Runs:
     """Runs the learner's script on two nodes, watched."""
     pack, kept = folder / "data" / "packed" / "shapes10", folder / "kept"
-    draw_shapes(pack, {"train": IMAGES, "valid": VALID, "test": 10})  # two whole epochs are six steps
+    pack_shapes(pack, {"train": IMAGES, "valid": VALID, "test": 10})  # two whole epochs are six steps
     kept.mkdir()
     arguments = ["--data", "shapes10", "--net", "tiny", "--batch-size", BATCH_SIZE, "--epochs", EPOCHS]
     job = launch.TorchrunJob(
