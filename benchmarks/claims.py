@@ -52,7 +52,9 @@ def save_claims(claims: Sequence[Claim], path: Path, **circumstances: object) ->
     """Writes claims as JSON, with the circumstances in which they were measured."""
     content = {**circumstances, "claims": [asdict(claim) | {"verdict": claim.verdict} for claim in claims]}
     with write_atomically(path) as file:
-        file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        # A number of NumPy, or its True, is written as Python's.
+        text = json.dumps(content, indent=1, ensure_ascii=False, default=lambda value: value.item())
+        file.write(f"{text}\n".encode())
 
 
 def write_rows(claims: Iterable[Claim]) -> str:
