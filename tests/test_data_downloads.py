@@ -68,7 +68,7 @@ def test_cifar10_is_packed_in_its_own_order(tmp_path, monkeypatch):
     monkeypatch.setattr(CIFAR10, "test_list", [["test_batch", None]])
     monkeypatch.setattr(CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": None})
     dataset = data.load("cifar10", tmp_path)
-    assert dataset.class_names == tuple(names)
+    assert dataset.class_names == tuple(names) and dataset.for_nodes["fix"].endswith(" fetch cifar10")
     joined = torch.cat([dataset.train.images, dataset.valid.images, dataset.test.images])
     assert np.array_equal(joined.numpy(), rows.reshape(-1, 3, 32, 32))
     assert len(dataset.valid) == 5_000 and dataset.valid.labels[0] == (TRAIN - 5_000) % 10
