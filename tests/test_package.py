@@ -119,6 +119,11 @@ def test_every_error_fits_on_its_first_line_and_names_a_fix():
                 assert len(said) <= 120, f"{module}, line {node.lineno}: {len(said)} characters"
 
 
+def test_no_command_takes_a_path_as_it_was_typed():
+    """A shell leaves ``--into=~/x`` as it stands: ``type=read_path`` knows the home."""
+    assert [module for module, path in MODULES.items() if "type=Path" in path.read_text()] == []
+
+
 def test_ipython_shows_the_message_without_a_traceback(tmp_path):
     code = "from lab_common import LabError\ndef f():\n    raise LabError('What happened.', fix='make lab')\nf()"
     env = {**os.environ, "IPYTHONDIR": str(tmp_path)}
